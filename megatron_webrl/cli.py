@@ -39,7 +39,7 @@ from megatron_webrl.types import failed_outcome
 if TYPE_CHECKING:
     from types import FrameType
 
-    from megatron_webrl.control.control_plane import ControlClient
+    from megatron_webrl.control.client import ControlClient
     from megatron_webrl.ring.node_ring import NodeRing
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,8 @@ def _add_control(commands: Any) -> None:
     _add_config(control)
     control.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     control.add_argument("--port", type=int, default=0, help="port to listen on (default: 0, any free one)")
-    control.add_argument("--address-file", type=Path, help="file that receives {host, port} once it listens")
+    control.add_argument("--address-file", type=Path, required=True, help="file that receives address and token")
+    control.add_argument("--journal", type=Path, required=True, help="file from which it continues if started again")
     control.set_defaults(run=_control)
 
 
@@ -165,7 +166,9 @@ def _add_roles(commands: Any) -> None:
     ):
         role = commands.add_parser(name, help=text)
         _add_config(role)
-        role.add_argument("--control", required=True, metavar="HOST:PORT", help="address of the control plane")
+        role.add_argument(
+            "--control", required=True, type=Path, metavar="FILE", help="address file of the control service"
+        )
         role.add_argument(
             "--node",
             type=int,
@@ -273,11 +276,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _control(options: argparse.Namespace) -> int:
-    from megatron_webrl.control.control_plane import serve
+    from megatron_webrl.control.service import serve
     from megatron_webrl.ring.segment import segment_name
 
     config = _role(options, "control")
-    serve(options.host, options.port, segment_name(config.run.name, secrets.token_hex(4)), options.address_file)
+    job_id = segment_name(config.run.name, secrets.token_hex(4))
+    timeout_seconds = config.run.heartbeat_timeout_seconds
+    serve(options.host, options.port, job_id, options.address_file, options.journal, timeout_seconds)
     return 0
 
 
@@ -346,15 +351,12 @@ def _run_role(
     After other exceptions a `restartable` role leaves the decision to its supervisor; a rollout worker always does.
     """
     from megatron_webrl.cluster.placement import worker_name_of
-    from megatron_webrl.control.control_plane import ControlClient, JobEnded, JobFailed
+    from megatron_webrl.control.client import ControlClient
+    from megatron_webrl.control.connection import JobEnded, JobFailed
 
-    host, _, port = options.control.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"--control={options.control!r} is not of the form HOST:PORT")
-    control = ControlClient(host, int(port), name, config.run.heartbeat_timeout_seconds)
+    control = ControlClient(options.control, name)
     try:
-        job_id = control.wait_for_key("job/id", config.run.startup_timeout_seconds, "the job id from the control plane")
-        run(control, _ring(config, options.node, job_id))
+        run(control, _ring(config, options.node, control.job_id))
     except JobEnded:
         log.info("the job has ended")
     except JobFailed as error:  # another role has ended the job and is named in the error, or a wait timed out

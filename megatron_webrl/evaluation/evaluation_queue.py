@@ -1,23 +1,20 @@
-"""Request an evaluation, distribute its episodes over the workers and collect the results, via the control plane.
+"""Request an evaluation, distribute its episodes over the workers and collect the results, via the control service.
 
-The requester puts one EvaluationRequest at a time under REQUEST_KEY. Its episodes are slots of a counter, like tickets;
-the requester appends the episode of a worker that is lost or was restarted as a further slot.
-
-    evaluation/<number>/claimed   number of slots claimed so far
-    evaluation/<number>/<slot>    a worker's instance id, later the episode's result as JSON
-    evaluation/<number>/retried   episodes whose worker was lost: the slots beyond those of the request, in order
+The requester puts one EvaluationRequest at a time under REQUEST_KEY. Its episodes are the slots of a counter,
+evaluation/<number>, which workers claim and close with the results. Those of a worker that is lost or was restarted are
+returned, and claimed again.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 
 REQUEST_KEY = "evaluation/request"
-_CHUNK = 1000  # results read in one call
 
 
 @dataclass(frozen=True)
@@ -68,49 +65,45 @@ class EvaluationResult:
         return self.outcome in TRAINABLE_OUTCOMES
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> EvaluationResult:
-        """Read a result that json.dumps(asdict(result)) wrote."""
-        fields = json.loads(text)
-        versions = fields.pop("versions")
-        return cls(**fields, versions=tuple(versions) if versions else None)
+    def from_json(cls, fields: Mapping[str, Any]) -> EvaluationResult:
+        """The result of which `fields` are the JSON form of asdict(result)."""
+        versions = fields["versions"]
+        return cls(**{**fields, "versions": tuple(versions) if versions else None})
 
 
 def next_request_number(control: ControlClient) -> int:
     """A number that no other request of the job has."""
-    return int(control.store.add("evaluation/request_count", 1))
+    return control.add("evaluation/request_count", 1)
 
 
 def submit_request(control: ControlClient, request: EvaluationRequest) -> None:
     """Let the workers run an evaluation; an earlier request is replaced."""
-    control.store.set(_key(request, "claimed"), "0")
+    withdraw_request(control)
+    control.run("open_counter", counter_name(request), request.episodes)
     control.put_json(REQUEST_KEY, asdict(request))
 
 
 def withdraw_request(control: ControlClient) -> None:
-    """Withdraw the current request; workers abort its running episodes."""
-    control.put_json(REQUEST_KEY, None)
+    """Withdraw the current request, if any; workers abort its running episodes."""
+    if (request := current_request(control)) is not None:
+        control.put_json(REQUEST_KEY, None)
+        control.run("remove_counter", counter_name(request))
 
 
 def current_request(control: ControlClient) -> EvaluationRequest | None:
     """The current request, if any."""
     fields = control.get_json(REQUEST_KEY)
-    return EvaluationRequest(**fields) if isinstance(fields, dict) else None
+    return EvaluationRequest(**fields) if fields is not None else None
 
 
-def claim_episode(control: ControlClient, request: EvaluationRequest, instance_id: str) -> tuple[int, int] | None:
-    """Worker: claim the next slot; returns slot and episode, or None if all are claimed."""
-    retried = control.get_json(_key(request, "retried"), [])
-    assert isinstance(retried, list)
-    limit = request.episodes + len(retried)
-    slot = control.claim(_counter(request), lambda: limit, instance_id)
-    if slot is None:
-        return None
-    return slot, slot if slot < request.episodes else retried[slot - request.episodes]
+def submit_result(control: ControlClient, request: EvaluationRequest, result: EvaluationResult, episode: int) -> None:
+    """Worker: store the result of a claimed episode; the first one counts."""
+    control.run("close", counter_name(request), episode, asdict(result))
 
 
-def submit_result(control: ControlClient, request: EvaluationRequest, slot: int, result: EvaluationResult) -> None:
-    """Worker: store the result of a claimed slot."""
-    control.put_json(_key(request, slot), asdict(result))
+def counter_name(request: EvaluationRequest) -> str:
+    """Name of the counter whose slots are the episodes."""
+    return f"evaluation/{request.number}"
 
 
 class ResultCollector:
@@ -119,14 +112,7 @@ class ResultCollector:
     def __init__(self, control: ControlClient, request: EvaluationRequest) -> None:
         self.control, self.request = control, request
         self.results: dict[int, EvaluationResult] = {}  # by episode
-        self.retried_episodes: list[int] = []
-        self._claimed = 0  # number of claimed slots at the last poll
-        self._open: list[int] = []  # claimed slots without a result
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a worker had claimed an episode at the last poll."""
-        return self._claimed > 0
+        self.has_started = False  # whether a worker had claimed an episode at the last poll
 
     @property
     def missing_count(self) -> int:
@@ -134,46 +120,11 @@ class ResultCollector:
         return self.request.episodes - len(self.results)
 
     def poll(self) -> bool:
-        """Read new results, and retry the episodes of lost workers. Does not wait."""
-        claimed, retried = int(self.control.store.get(_key(self.request, "claimed"))), len(self.retried_episodes)
-        self._open += range(self._claimed, claimed)
-        self._claimed = claimed
-        still_open, has_ended = [], _InstanceEnded(self.control)
-        for first in range(0, len(self._open), _CHUNK):
-            slots = self._open[first : first + _CHUNK]
-            values = self.control.store.multi_get([_key(self.request, slot) for slot in slots])
-            for slot, value in zip(slots, values, strict=True):
-                if value.startswith(b"{"):
-                    self.results.setdefault(self._episode(slot), EvaluationResult.from_json(value))
-                elif has_ended[value.decode()]:
-                    self.retried_episodes.append(self._episode(slot))
-                else:
-                    still_open.append(slot)
-        self._open = still_open
-        if len(self.retried_episodes) > retried:
-            self.control.put_json(_key(self.request, "retried"), self.retried_episodes)
+        """Read new results, and return the episodes of lost workers. Does not wait."""
+        counter = self.control.run("read_counter", counter_name(self.request), len(self.results))
+        self.has_started = counter["claimed"] > 0
+        self.results |= {episode: EvaluationResult.from_json(result) for episode, result in counter["values"]}
+        ended = self.control.ended_instances({worker for _, worker in counter["open"]})
+        if lost := [episode for episode, worker in counter["open"] if worker in ended]:
+            self.control.run("return_slots", counter_name(self.request), lost)
         return not self.missing_count
-
-    def _episode(self, slot: int) -> int:
-        count = self.request.episodes
-        return slot if slot < count else self.retried_episodes[slot - count]
-
-
-class _InstanceEnded(dict[str, bool]):
-    """Whether worker instances have ended; queries the control plane once per instance."""
-
-    def __init__(self, control: ControlClient) -> None:
-        super().__init__()
-        self._control = control
-
-    def __missing__(self, instance_id: str) -> bool:
-        self[instance_id] = self._control.instance_has_ended(instance_id)
-        return self[instance_id]
-
-
-def _counter(request: EvaluationRequest) -> str:
-    return f"evaluation/{request.number}"
-
-
-def _key(request: EvaluationRequest, name: str | int) -> str:
-    return f"{_counter(request)}/{name}"

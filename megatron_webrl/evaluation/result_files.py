@@ -36,7 +36,9 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
 
 def read_results(folder: Path, line: dict[str, Any]) -> list[EvaluationResult]:
     """The single episodes of an evaluation."""
-    return [EvaluationResult.from_json(text) for text in _episodes_path(folder, line).read_text().splitlines()]
+    return [
+        EvaluationResult.from_json(json.loads(text)) for text in _episodes_path(folder, line).read_text().splitlines()
+    ]
 
 
 def truncate_after(folder: Path, version: int) -> None:

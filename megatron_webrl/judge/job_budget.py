@@ -6,12 +6,13 @@ within the hour continues with what is left.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_webrl.config.judge import BudgetConfig
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.judge.budget import (
     HOUR_SECONDS,
     USAGE_FILE,
@@ -42,26 +43,25 @@ class JobUsageMeter:
         """Count an estimate in the current hour and return the hour. Raises BudgetSpent beyond a limit."""
         hour = int(self._clock() // HOUR_SECONDS)
         if self._limited:
-            total = add_usage(self._control, hour, estimate)
+            total = await asyncio.to_thread(add_usage, self._control, hour, estimate)
             try:
                 check_budget(self._budget, total)
             except BaseException:
-                add_usage(self._control, hour, Usage() - estimate)
+                await asyncio.to_thread(add_usage, self._control, hour, Usage() - estimate)
                 raise
         return hour
 
     async def settle(self, hour: int, estimate: Usage, actual: Usage) -> None:
         """Replace an estimate by what the request cost."""
         if self._limited:
-            add_usage(self._control, hour, actual - estimate)
+            await asyncio.to_thread(add_usage, self._control, hour, actual - estimate)
 
 
 def add_usage(control: ControlClient, hour: int, usage: Usage) -> Usage:
     """Add to the counters of an hour; returns the job's totals."""
     changes = {"calls": usage.calls, "tokens": usage.tokens, "dollars": round(usage.dollars * _MICRO)}
-    add = control.store.add
-    totals = {name: int(add(f"judge_usage/{hour}/{name}", change)) for name, change in changes.items()}
-    return Usage(totals["calls"], totals["tokens"], totals["dollars"] / _MICRO)
+    calls, tokens, dollars = control.add_all({f"judge_usage/{hour}/{name}": n for name, n in changes.items()})
+    return Usage(calls, tokens, dollars / _MICRO)
 
 
 def restore_usage(control: ControlClient, budget: BudgetConfig, folder: Path) -> None:

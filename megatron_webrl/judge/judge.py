@@ -70,7 +70,7 @@ class Judge:
 
     def _masked(self, trajectory: Trajectory, error: Exception) -> Finding:
         """The mask of an unexpected exception; raises one that says that the job is over."""
-        from megatron_webrl.control.control_plane import JobEnded, JobFailed  # imports torch, which takes seconds
+        from megatron_webrl.control.connection import JobEnded, JobFailed  # imports torch, which takes seconds
 
         if isinstance(error, JobEnded | JobFailed):
             raise error

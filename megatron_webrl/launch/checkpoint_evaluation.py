@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch.distributed import DistNetworkError, DistStoreError
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.evaluation import evaluation_queue, result_files, result_table
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult, ResultCollector
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics, paired_difference
@@ -56,12 +55,9 @@ class CheckpointEvaluation:
         an evaluation is no result. `show` receives every POLL_SECONDS what the current evaluation has. Raises JobFailed
         without a control plane.
         """
-        try:
-            for number, kind in enumerate(self._kinds(), 1):
-                if (outcome := self._evaluate(control, number, kind, poll, show)) is not None:
-                    return outcome
-        except (DistNetworkError, DistStoreError) as error:
-            raise JobFailed(f"{control.role} lost the control plane at {control.host}:{control.port}") from error
+        for number, kind in enumerate(self._kinds(), 1):
+            if (outcome := self._evaluate(control, number, kind, poll, show)) is not None:
+                return outcome
         return self._store_results()
 
     def print_results(self, console: Console) -> None:

@@ -58,7 +58,7 @@ class EvaluationLauncher(LocalLauncher):
 
     def _supervise(self) -> str:
         control = self._start_control()
-        self._start_workers(control)
+        self._start_workers()
         self.evaluation = CheckpointEvaluation(self.config, self.checkpoint, self.output_file)
         with progress_bar(self.console) as bar:
             shown: dict[str, TaskID] = {}

@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +20,8 @@ from rich.console import Console
 from megatron_webrl.cluster.placement import DEVICES_VARIABLE, visible_devices_by_process
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.launch import role_process
 from megatron_webrl.launch.role_process import (
     EXIT_GRACE_SECONDS,
@@ -150,25 +152,27 @@ class LocalLauncher:
         return None
 
     def _statuses(self, control: ControlClient) -> dict[str, str]:
-        names = [role.name for role in self.supervisor.roles[1:]]
-        return {name: self.supervisor.status_line(name) or control.status_of(name) or "starting" for name in names}
+        reports, lines = control.role_reports(), {}
+        for name in (role.name for role in self.supervisor.roles[1:]):
+            reported = reports.get(name, {}).get("status")
+            lines[name] = self.supervisor.status_line(name) or reported or "starting"
+        return lines
 
     def _start_roles(self) -> ControlClient:
         config = self.config
         control, only = self._start_control(), ["--weights-only"] if self.weights_only else []
-        self._start_workers(control, *only)
+        self._start_workers(*only)
         for rank in range(config.trainer_world_size):
             variables = role_process.rank_environment(
                 rank, config.trainer_world_size, rank, config.weights.timeout_seconds, os.environ
             )
-            self._start(f"trainer-{rank}", ["trainer", *self._role_arguments(control), *only], variables)
+            self._start(f"trainer-{rank}", ["trainer", *role_process.role_arguments(self.config), *only], variables)
         return control
 
     def _start_control(self) -> ControlClient:
-        host, port = role_process.start_control_process(
-            self.config, lambda name, arguments: self._start(name, arguments, {}), CONTROL_HOST, CONTROL_PORT
-        )
-        control = self._control = ControlClient(host, port, "launcher", self.config.run.heartbeat_timeout_seconds)
+        start = partial(self._start, environment={})
+        path = role_process.start_control_process(self.config, start, CONTROL_HOST, CONTROL_PORT, self.scratch)
+        control = self._control = ControlClient(path, "launcher", while_lost=self.supervisor.restart_control)
         self.watchdog = Watchdog(self.config, control, self.journal, self._warn)
         return control
 
@@ -179,13 +183,10 @@ class LocalLauncher:
     def _warn(self, message: str) -> None:
         self.console.print(message, style="yellow", markup=False, soft_wrap=True)
 
-    def _start_workers(self, control: ControlClient, *only: str) -> None:
+    def _start_workers(self, *only: str) -> None:
         for worker in range(self.config.rollout.engines):
-            arguments = ["rollout", *self._role_arguments(control), "--worker", str(worker), *only]
+            arguments = ["rollout", *role_process.role_arguments(self.config), "--worker", str(worker), *only]
             self._start(f"rollout-{worker}", arguments, {})
-
-    def _role_arguments(self, control: ControlClient) -> list[str]:
-        return role_process.role_arguments(self.config, f"{control.host}:{control.port}")
 
     def _start(self, name: str, arguments: list[str], environment: dict[str, str]) -> SupervisedProcess:
         path = self.config.run_folder / "logs" / f"{name}.log"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import sys
@@ -14,9 +13,10 @@ from pathlib import Path
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.launch.gpu_environment import gpu_environment
 from megatron_webrl.ring.segment import sweep_segments
-from megatron_webrl.status.control_probe import ControlAddress, ControlProbe, ControlStatus
+from megatron_webrl.status.control_probe import ControlStatus, query
 from megatron_webrl.system import atomic_file, child_process
 from megatron_webrl.system.supervised_process import SupervisedProcess
 
@@ -55,9 +55,9 @@ def control_address_path(config: Config) -> Path:
     return config.run_folder / "control.json"
 
 
-def role_arguments(config: Config, address: str) -> list[str]:
-    """Arguments of every role but the control plane; `address`: HOST:PORT of the control plane."""
-    return ["--config", str(config_path(config)), "--control", address]
+def role_arguments(config: Config) -> list[str]:
+    """Arguments of every role but the control service."""
+    return ["--config", str(config_path(config)), "--control", str(control_address_path(config))]
 
 
 def rank_environment(
@@ -79,32 +79,34 @@ def rank_environment(
 
 
 def start_control_process(
-    config: Config, start: Callable[[str, list[str]], SupervisedProcess], host: str, port: int
-) -> tuple[str, int]:
-    """Start the control plane with `start(name, arguments)` and wait until it listens; returns host and port.
+    config: Config, start: Callable[[str, list[str]], SupervisedProcess], host: str, port: int, scratch: Path
+) -> Path:
+    """Start the control service with `start(name, arguments)` and wait until it listens; returns its address file.
 
-    `port` 0: any free one. Raises RoleStartError if it exits, or does not listen within run.startup_timeout_seconds.
+    `port` 0: any free one. `scratch`: local folder for its journal, with which it can be started again. Raises
+    RoleStartError if it exits, or does not listen within run.startup_timeout_seconds.
     """
     path = control_address_path(config)
     path.unlink(missing_ok=True)
-    arguments = ["control", "--config", str(config_path(config)), "--address-file", str(path)]
+    files = ["--address-file", str(path), "--journal", str(scratch / "control.journal")]
+    arguments = ["control", "--config", str(config_path(config)), *files]
     role = start("control", [*arguments, "--host", host, "--port", str(port)])
-    return wait_for_control_address(path, config.run.startup_timeout_seconds, role.failure_message)
+    wait_for_control_address(path, config.run.startup_timeout_seconds, role.failure_message)
+    return path
 
 
 def wait_for_control_address(
     path: Path, seconds: float, poll_failure: Callable[[], str | None] = lambda: None
-) -> tuple[str, int]:
-    """Wait for the control plane's address file; returns host and port. Raises RoleStartError after `seconds`."""
+) -> ControlAddress:
+    """Wait for the address of the control service and return it. Raises RoleStartError after `seconds`."""
     deadline = time.monotonic() + seconds
-    while not path.is_file():
+    while (address := ControlAddress.read(path)) is None:
         if failure := poll_failure():
             raise RoleStartError(failure)
         if time.monotonic() > deadline:
-            raise RoleStartError(f"the control plane did not start within {seconds:.0f} s")
+            raise RoleStartError(f"the control service did not start within {seconds:.0f} s")
         time.sleep(0.02)
-    fields = json.loads(path.read_text())
-    return fields["host"], fields["port"]
+    return address
 
 
 def prepare_run_folder(config: Config, report: Callable[[str], None]) -> None:
@@ -133,8 +135,7 @@ def check_ended(config: Config) -> None:
     address = ControlAddress.read(control_address_path(config))
     if address is None:
         return
-    with ControlProbe() as probe:
-        status = probe.query(address, ())
+    status = query(control_address_path(config))
     if isinstance(status, ControlStatus) and status.outcome is None:
         raise ConfigError(
             f"run.name={config.run.name}: a job runs in {config.run_folder}, its control plane at "

@@ -27,12 +27,14 @@ from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, failed_outcome
 
 if TYPE_CHECKING:
-    from megatron_webrl.control.control_plane import ControlClient
+    from megatron_webrl.control.client import ControlClient
     from megatron_webrl.launch.trainer_failure import TrainerFailure
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5  # between two queries of the control plane for a trainer failure on another machine
+CONTROL = "control"  # name of the role that runs the control service
+CONTROL_RESTARTS_PER_HOUR = 30
 BAD_INPUT_EXIT_CODE = 2  # of a role that refuses its input: a restart would end the same way
 
 
@@ -84,6 +86,7 @@ class RoleSupervisor:
     ) -> SupervisedProcess:
         """Start a role, bound to `cores` if any are given."""
         budget = self.config.run.worker_restarts_per_hour if self._is_worker(name) else 0
+        budget = CONTROL_RESTARTS_PER_HOUR if name == CONTROL else budget
         role = SupervisedProcess(name, list(command), environment, log, cores, RestartPolicy(budget))
         self.roles.append(role.start())
         return role
@@ -117,10 +120,9 @@ class RoleSupervisor:
         return f"given up: {self.given_up[name]}" if name in self.given_up else ""
 
     def _handle_failure(self, role: SupervisedProcess, failure: str) -> str | None:
-        if role.name == "control":
-            self.journal.add(role.name, events.FAILED, failure, role.log)
-            return failed_outcome(failure, infrastructure=True)
-        from megatron_webrl.control.control_plane import JobFailed
+        if role.name == CONTROL:
+            return self._handle_control_failure(role, failure)
+        from megatron_webrl.control.connection import JobFailed
         from megatron_webrl.launch import trainer_failure
 
         try:
@@ -141,6 +143,30 @@ class RoleSupervisor:
             return failed_outcome(f"{failure}; the control plane does not respond", infrastructure=True)
         self.journal.add(role.name, events.FAILED, failure, role.log)
         return failed_outcome(failure, infrastructure)
+
+    def restart_control(self) -> None:
+        """Start the control service again if it has failed: no other failure can be handled without it.
+
+        Raises JobFailed if it has failed too often.
+        """
+        from megatron_webrl.control.connection import JobFailed
+
+        for role in self.roles:
+            if role.name != CONTROL or (failure := role.poll_failure()) is None:
+                continue
+            if self._handle_control_failure(role, failure) is not None:
+                raise JobFailed(failure)
+
+    def _handle_control_failure(self, role: SupervisedProcess, failure: str) -> str | None:
+        """Start the control service again at once: it continues from its journal; the roles wait for it meanwhile."""
+        if not role.schedule_restart(failure):
+            self.journal.add(role.name, events.FAILED, failure, role.log)
+            return failed_outcome(failure, infrastructure=True)
+        self.journal.add(role.name, events.RESTARTED, failure, role.log)
+        role.restart_at = time.monotonic()
+        role.restart_if_due()
+        self._warn(f"{failure}; starting it again (restart {role.policy.used} of {CONTROL_RESTARTS_PER_HOUR} an hour)")
+        return None
 
     def _handle_worker_failure(self, role: SupervisedProcess, failure: str, infrastructure: bool) -> str | None:
         """Restart a rollout worker or an engine follower, or give up its engine.

@@ -8,14 +8,13 @@ limited by progress rather than by time, because without a checkpoint each begin
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.system.restart_policy import restart_delay
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
@@ -71,7 +70,7 @@ def record_failure(
     count = previous.consecutive_failures + 1 if previous is not None and same else 1
     delay = restart_delay(count, random.random())
     own = TrainerFailure(role, reason, time.time(), checkpoint, count, delay, infrastructure)
-    recorded = TrainerFailure(**json.loads(control.store.compare_set(_key(attempt), "", json.dumps(asdict(own)))))
+    recorded = TrainerFailure(**control.put_if_absent(_key(attempt), asdict(own)))
     if recorded == own:
         journal.add(role, events.RESTARTED if own.job_outcome(config) is None else events.FAILED, reason, log)
     return recorded

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.cluster.placement import rollout_process_names
 from megatron_webrl.config.schema import Config
@@ -25,12 +25,18 @@ from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 
 if TYPE_CHECKING:
-    from megatron_webrl.control.control_plane import ControlClient
+    from megatron_webrl.control.client import ControlClient
     from megatron_webrl.system.supervised_process import SupervisedProcess
 
 REQUEST_FILE = "kill_request.json"
-LivenessSign = tuple[str, str]  # (kind, value), as in ControlClient.liveness_value
+LivenessSign = tuple[str, str]  # (kind, value), as of liveness_value
+RoleReports = Mapping[str, Mapping[str, Any]]  # as of ControlClient.role_reports
 POLL_SECONDS = 2.0
+
+
+def liveness_value(reports: RoleReports, role: str, kind: str) -> str:
+    """A value that changes while a role is alive ("heartbeat") or makes progress ("progress"); empty before that."""
+    return str(reports.get(role, {}).get("beats" if kind == "heartbeat" else "progress", ""))
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,6 @@ class HangDetector:
         self.config, self.control = config, control
         self._workers = rollout_process_names(config)  # engine followers included
         self._ranks = [f"trainer-{rank}" for rank in range(config.trainer_world_size)]
-        self._progress: dict[str, tuple[str, float]] = {}  # by role: its last value, and when it was first seen
         self._requested: dict[str, LivenessSign] = {}  # by role: the sign with which it was last reported
         self._next = 0.0
 
@@ -74,52 +79,44 @@ class HangDetector:
         now = time.monotonic()
         if now < self._next:
             return None
-        if now > self._next + 5 * POLL_SECONDS:  # this process was suspended itself: it cannot judge the others
-            self._progress.clear()
-            self.control.reset_heartbeat_watch()
         self._next = now + POLL_SECONDS
-        return self._request(self._hung_workers(now) | self._hung_rank(now))
+        reports = self.control.role_reports()
+        return self._request(self._hung_workers(reports) | self._hung_rank(reports), reports)
 
-    def _hung_workers(self, now: float) -> dict[str, tuple[str, str]]:
+    def _hung_workers(self, reports: RoleReports) -> dict[str, tuple[str, str]]:
         """By role: the kind of sign that is missing, and the reason to report."""
         run, hung = self.config.run, {}
         for worker in self._workers:
-            if self.control.is_lost(worker):
+            report = reports.get(worker)
+            if report is None or report["cleared"]:  # it starts
+                continue
+            if report["silent_seconds"] > run.heartbeat_timeout_seconds:
                 reason = f"sent no heartbeat for {run.heartbeat_timeout_seconds:g} s (run.heartbeat_timeout_seconds)"
                 hung[worker] = "heartbeat", reason
-            elif run.hang_timeout_seconds and self._idle_seconds(worker, now) > run.hang_timeout_seconds:
+            elif run.hang_timeout_seconds and report["idle_seconds"] > run.hang_timeout_seconds:
                 reason = f"made no progress for {run.hang_timeout_seconds:g} s (run.hang_timeout_seconds)"
                 hung[worker] = "progress", reason
         return hung
 
-    def _hung_rank(self, now: float) -> dict[str, tuple[str, str]]:
+    def _hung_rank(self, reports: RoleReports) -> dict[str, tuple[str, str]]:
         """The trainer rank that stopped first, once no rank makes progress."""
         limit = self.config.run.hang_timeout_seconds
         if not limit or not self.control.ticket_epoch_count():
             return {}
-        idle = {rank: self._idle_seconds(rank, now) for rank in self._ranks}
+        idle = {rank: reports.get(rank, {}).get("idle_seconds", 0.0) for rank in self._ranks}
         if min(idle.values()) <= limit:
             return {}
         first = max(idle, key=lambda rank: idle[rank])
         return {first: ("progress", f"made no progress for {idle[first]:.0f} s, no trainer rank for {limit:g} s")}
 
-    def _request(self, hung: Mapping[str, tuple[str, str]]) -> KillRequest | None:
-        signs = {role: (kind, self.control.liveness_value(role, kind)) for role, (kind, _) in hung.items()}
+    def _request(self, hung: Mapping[str, tuple[str, str]], reports: RoleReports) -> KillRequest | None:
+        signs = {role: (kind, liveness_value(reports, role, kind)) for role, (kind, _) in hung.items()}
         unreported = {role: sign for role, sign in signs.items() if self._requested.get(role) != sign}
         if not unreported:
             return None
         self._requested |= unreported
         reason = "; ".join(f"{role} {hung[role][1]}" for role in unreported)
         return request_stack_dump(self.config.run_folder, reason, unreported)
-
-    def _idle_seconds(self, role: str, now: float) -> float:
-        """Seconds without progress while this process was watching; 0 before the role's first progress."""
-        value = self.control.liveness_value(role, "progress")
-        seen, since = self._progress.get(role, (None, now))
-        if value != seen:
-            since = now
-            self._progress[role] = (value, now)
-        return now - since if value else 0.0
 
 
 class StackDumper:
@@ -152,8 +149,7 @@ class StackDumper:
     def _kill(
         self, targets: Sequence[SupervisedProcess], request: KillRequest, connect: Callable[[], ControlClient]
     ) -> None:
-        # Imports torch, which a node supervisor otherwise does not need.
-        from megatron_webrl.control.control_plane import JobFailed
+        from megatron_webrl.control.connection import JobFailed
 
         try:
             self._kill_hung(targets, request, connect())
@@ -161,9 +157,10 @@ class StackDumper:
             self.report(f"no role was killed: {error}")
 
     def _kill_hung(self, targets: Sequence[SupervisedProcess], request: KillRequest, control: ControlClient) -> None:
+        reports = control.role_reports()
         for role in targets:
             kind, value = request.targets[role.name]
-            if control.liveness_value(role.name, kind) != value:
+            if liveness_value(reports, role.name, kind) != value:
                 self.report(f"{role.name} has recovered and is not killed")
                 continue
             message = f"killing {role.name}: {request.reason}"

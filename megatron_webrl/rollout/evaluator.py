@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient
+from megatron_webrl.control.client import POLL_SECONDS, Claimer, ControlClient
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
 from megatron_webrl.judge.budget import BudgetSpent
@@ -120,6 +120,7 @@ class Evaluator:
         self.config, self.control, self.engine = config, control, engine
         self.episode_runner, self.instance_id = runner, instance_id
         self._request: EvaluationRequest | None = None
+        self._claimer: Claimer | None = None  # of episodes of the request
         self._running: set[asyncio.Task[None]] = set()
         self._budget_spent = False  # of the judge
 
@@ -141,15 +142,15 @@ class Evaluator:
         if request != self._request:
             for task in self._running:  # of a finished evaluation
                 task.cancel()
-            self._request = request
+            self._request, self._claimer = request, None
         if request is None or self._budget_spent or self.engine.partially_updated or self.engine.version < 0:
             return
         if request.exclusive and request.version != self.engine.version:
             return
-        while len(self._running) < self._max_episodes and (
-            claim := evaluation_queue.claim_episode(self.control, request, self.instance_id)
-        ):
-            self._running.add(asyncio.create_task(self._run(request, *claim)))
+        if self._claimer is None:
+            self._claimer = Claimer(self.control, evaluation_queue.counter_name(request), self.instance_id)
+        for episode in self._claimer.poll(self._max_episodes - len(self._running)):
+            self._running.add(asyncio.create_task(self._run(request, episode)))
 
     async def close(self) -> None:
         for task in self._running:
@@ -161,7 +162,7 @@ class Evaluator:
         rollout = self.config.rollout
         return rollout.groups_in_flight * rollout.group_size if self.exclusive else self.config.evaluation.concurrency
 
-    async def _run(self, request: EvaluationRequest, slot: int, episode: int) -> None:
+    async def _run(self, request: EvaluationRequest, episode: int) -> None:
         generator: Generator = FixedTemperature(self.engine, request.temperature)
         if request.kind == "blank_images":
             generator = BlankImages(generator)
@@ -169,12 +170,12 @@ class Evaluator:
             result = await run_evaluation_episode(
                 self.config, self.episode_runner, generator, request, episode, self.instance_id
             )
-        except BudgetSpent as error:  # its slot stays without a result
+        except BudgetSpent as error:  # it stays without a result
             if not self._budget_spent:
                 request_stop_without_budget(self.control, error)
             self._budget_spent = True
         else:
-            evaluation_queue.submit_result(self.control, request, slot, result)
+            await asyncio.to_thread(evaluation_queue.submit_result, self.control, request, result, episode)
 
     def _raise_failed(self) -> None:
         for task in [task for task in self._running if task.done()]:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient, JobEnded
+from megatron_webrl.control.client import POLL_SECONDS, ControlClient
+from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.judge.job_budget import JobUsageMeter
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.ring.ring import Ring

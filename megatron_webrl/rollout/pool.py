@@ -10,7 +10,8 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient, JobEnded
+from megatron_webrl.control.client import POLL_SECONDS, ControlClient
+from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.judge.budget import BudgetSpent
 from megatron_webrl.judge.job_budget import request_stop_without_budget
 from megatron_webrl.ring.ring import Ring
@@ -81,15 +82,15 @@ class RolloutPool:
     def _claim_tickets(self) -> None:
         # Groups that only wait for verdicts take no room: judging holds up neither engine nor browsers.
         room = self.config.rollout.groups_in_flight - sum(group.is_acting for group in self._groups.values())
-        for slot, ticket in self.claims.claim(room):
+        for claim in self.claims.claim(room):
             group = GroupRun(
-                self.episode_runner, self.engine, ticket, self.claims.restart_epoch, self.config.rollout, self._load
+                self.episode_runner, self.engine, claim.ticket, claim.restart_epoch, self.config.rollout, self._load
             )
-            self._groups[asyncio.create_task(self._run_group(slot, group))] = group
+            self._groups[asyncio.create_task(self._run_group(claim.slot, group))] = group
 
     async def _run_group(self, slot: int, group: GroupRun) -> None:
         await self.writer.write([replace(each, worker=self.instance_id) for each in await group.run()])
-        self.control.close_slot(slot)
+        await asyncio.to_thread(self.control.close_slot, slot)  # an outage of the control service delays no other group
 
     def _remove_finished_groups(self) -> None:
         for task in [task for task in self._groups if task.done()]:
@@ -148,8 +149,7 @@ class RolloutPool:
 
     def _report(self) -> None:
         self.control.report_status(self._status())
-        load = {"instance_id": self.instance_id} | self._load.totals()
-        self.control.put_json(f"engine_load/{self.control.role}", load)
+        self.control.report_load({"instance_id": self.instance_id} | self._load.totals())
 
     def _status(self) -> str:
         if self.engine.version < 0:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient, JobEnded, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.ring.ring import Ring
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient, JobFailed
+from megatron_webrl.control.client import POLL_SECONDS, ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.sampling.knowledge import Entry, SamplerKnowledge, SamplerLog
 from megatron_webrl.sampling.task_files import FileDigest, difference_between_nodes
 
@@ -105,7 +106,7 @@ class SamplerPublisher:
         }
         self._control.put_json(_INDEX, fields)
         for number, _, _ in replaced:
-            self._control.store.delete_key(_key(number))
+            self._control.put_json(_key(number), None)
 
     def _put(self, entries: Sequence[Entry], start: int, end: int) -> None:
         for first in range(0, len(entries), CHUNK_ENTRIES):

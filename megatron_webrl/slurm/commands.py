@@ -18,6 +18,7 @@ from megatron_webrl.launch.evaluation_command import add_evaluation_arguments, e
 if TYPE_CHECKING:
     from megatron_webrl.cluster.placement import RoleName
 
+STOP_SECONDS = 30.0  # for the control service to answer `stop`
 TOO_FEW_NODES_EXIT_CODE = 76  # of `choose`: too few nodes passed the check
 
 
@@ -68,9 +69,6 @@ def add_node(commands: Any) -> None:
     for role, text in (("trainer", "run this node's trainer ranks"), ("rollout", "run this node's rollout workers")):
         part = _add_part(parts, role, text, _step)
         part.add_argument("--node", type=int, metavar="N", help="number of this node, from 0 (default: SLURM_NODEID)")
-        part.add_argument(
-            "--control", metavar="HOST:PORT", help="the control plane (default: from control.json in the run's folder)"
-        )
         _add_stub_command(part)
         part.set_defaults(role=role)
 
@@ -212,25 +210,22 @@ def _step(options: argparse.Namespace) -> int:
 
     config = parse_config(options.config)
     node = node_number(options.node, config, os.environ)
-    address = options.control
-    if address is None:
-        address = "{}:{}".format(
-            *wait_for_control_address(control_address_path(config), config.run.startup_timeout_seconds)
-        )
+    address = wait_for_control_address(control_address_path(config), config.run.startup_timeout_seconds)
     role: RoleName = options.role
-    return NodeSupervisor(config, role, node, address, options.stub_command).run()
+    return NodeSupervisor(config, role, node, address.host, options.stub_command).run()
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from megatron_webrl.control.control_plane import ControlClient, JobFailed
+    from megatron_webrl.control.client import ControlClient
+    from megatron_webrl.control.connection import JobFailed
     from megatron_webrl.launch.role_process import RoleStartError, control_address_path, wait_for_control_address
     from megatron_webrl.types import PREEMPTED, STOPPED, failed_outcome
 
     config = parse_config(options.config)
     seconds = config.run.startup_timeout_seconds if options.preempted else 1.0  # may be pre-empted while starting
     try:
-        address = wait_for_control_address(control_address_path(config), seconds)
-        control = ControlClient(*address, "stop", config.run.heartbeat_timeout_seconds, connect_seconds=10.0)
+        wait_for_control_address(control_address_path(config), seconds)
+        control = ControlClient(control_address_path(config), "stop", STOP_SECONDS, STOP_SECONDS)
     except (RoleStartError, JobFailed) as error:
         sys.stderr.write(f"webrl node stop: {error}\n")
         return 1

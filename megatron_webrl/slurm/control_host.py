@@ -11,9 +11,12 @@ from typing import Any
 
 from megatron_webrl.cluster.placement import place_processes
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import KEEP_ALIVE_SECONDS, LINGER_SECONDS, ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.control.service import KEEP_ALIVE_SECONDS, LINGER_SECONDS
 from megatron_webrl.launch import role_process
 from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE, KILL_SECONDS, RoleStartError
+from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.launch.watchdog import Watchdog
 from megatron_webrl.slurm.process_specs import log_folder
 from megatron_webrl.slurm.signals import SignalListener
@@ -38,13 +41,14 @@ class ControlHost:
         """`host`: address of this node, as the other nodes reach it."""
         self.config, self.host = config, host
         self.scratch = child_process.make_scratch_folder()
-        self.role_processes: list[SupervisedProcess] = []
         self.signals = SignalListener()
         self.watchdog: Watchdog | None = None  # set with the control plane
         self.announced_outcome = ""  # the requested outcome that the log has mentioned
         self.updates = summary.tail_updates(config.run_folder)
         self.updates.poll()  # those of an earlier launch
         self.journal = EventLog(config.run_folder)
+        self.supervisor = RoleSupervisor(config, self.journal, self._report, self._connect)
+        self._control: ControlClient | None = None
 
     def run(self) -> int:
         """Run until the job has ended; returns the exit code: 0 clean, 1 failed, another to be requeued."""
@@ -60,7 +64,7 @@ class ControlHost:
             # scancel ends all processes of the step, the control plane perhaps before this one polls its signals.
             outcome = self._interruption() or failed_outcome(str(error), isinstance(error, JobFailed))
         finally:
-            child_process.kill_descendants(KILL_SECONDS, [role.process for role in self.role_processes])
+            child_process.kill_descendants(KILL_SECONDS, self.supervisor.processes)
             shutil.rmtree(self.scratch, ignore_errors=True)
         summary.ensure_written(self.config.run_folder, outcome)
         self.journal.add(events.JOB, events.ENDED, outcome)
@@ -85,28 +89,30 @@ class ControlHost:
 
     def _start_control(self) -> ControlClient:
         port = place_processes(self.config).control_port
-        address = role_process.start_control_process(self.config, self._start, self.host, port)
-        control = ControlClient(*address, "host", self.config.run.heartbeat_timeout_seconds)
-        self._report(f"control plane at {self.host}:{port}")
+        path = role_process.start_control_process(self.config, self._start, self.host, port, self.scratch)
+        control = self._control = ControlClient(path, "host", while_lost=self.supervisor.restart_control)
+        self._report(f"control service at {self.host}:{port}")
         self.watchdog = Watchdog(self.config, control, self.journal, self._report)
         return control
 
     def _poll(self, control: ControlClient) -> str | None:
         """Handle signals and hung roles; returns the outcome of the job if it has ended. Raises JobFailed."""
+        self.supervisor.restart_control()
         if (end := control.job_end()) is not None:
             return end["outcome"]
-        if failure := self.role_processes[0].failure_message():
-            self.journal.add("control", events.FAILED, failure, self.role_processes[0].log)
-            raise JobFailed(failure)
         self._handle_signals(control)
         if self.watchdog is not None:
-            self.watchdog.poll(self.role_processes)
+            self.watchdog.poll(self.supervisor.roles)
         return None
+
+    def _connect(self) -> ControlClient:
+        assert self._control is not None  # set before it polls
+        return self._control
 
     def _await_control_exit(self) -> None:
         """Wait for the control plane, which exits once every role has had the time to read the outcome."""
         deadline = time.monotonic() + KEEP_ALIVE_SECONDS + LINGER_SECONDS + KILL_SECONDS
-        while self.role_processes[0].process.poll() is None and time.monotonic() < deadline:
+        while self.supervisor.roles[0].process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
     def _final_report(self, outcome: str) -> list[str]:
@@ -130,13 +136,8 @@ class ControlHost:
 
     def _start(self, name: str, arguments: list[str]) -> SupervisedProcess:
         path: Path = log_folder(self.config, 0) / f"{name}.log"
-        role = SupervisedProcess(
-            name,
-            role_process.webrl_command(arguments),
-            role_process.role_environment(self.config, arguments[0], self.scratch),
-            path,
-        )
-        self.role_processes.append(role.start())
+        environment = role_process.role_environment(self.config, arguments[0], self.scratch)
+        role = self.supervisor.start(name, role_process.webrl_command(arguments), environment, path)
         self.journal.add(name, events.STARTED, log=path)
         return role
 

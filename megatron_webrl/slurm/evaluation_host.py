@@ -9,7 +9,7 @@ from io import StringIO
 from rich.console import Console
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation, EvaluationProgress
 from megatron_webrl.slurm.control_host import ControlHost
 from megatron_webrl.slurm.evaluation_job import MODEL_FOLDER, EvaluationJob

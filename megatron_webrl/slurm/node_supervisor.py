@@ -32,9 +32,10 @@ from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 
 if TYPE_CHECKING:
-    from megatron_webrl.control.control_plane import ControlClient
+    from megatron_webrl.control.client import ControlClient
 
 POLL_SECONDS = 0.1
+CONNECT_SECONDS = 60.0  # to the control service, which may have to be started again
 
 
 @dataclass
@@ -42,7 +43,7 @@ class NodeSupervisor:
     config: Config
     role: RoleName
     node: int
-    address: str  # of the control plane, HOST:PORT
+    first_host: str  # address of the first node
     stub_command: str = ""
     signals: SignalListener = field(default_factory=SignalListener)
     control_unreachable: bool = False  # failures on other nodes can no longer be polled
@@ -77,7 +78,9 @@ class NodeSupervisor:
 
     def _process_specs(self) -> list[ProcessSpec]:
         placement = place_processes(self.config)
-        return process_specs(self.config, placement, self.node, self.role, self.address, os.environ, self.stub_command)
+        return process_specs(
+            self.config, placement, self.node, self.role, self.first_host, os.environ, self.stub_command
+        )
 
     def _start(self, spec: ProcessSpec) -> None:
         environment = {**role_process.role_environment(self.config, self.role, self.scratch), **spec.environment}
@@ -115,19 +118,16 @@ class NodeSupervisor:
         return 0
 
     def _connect(self) -> ControlClient:
-        from megatron_webrl.control.control_plane import ControlClient
+        from megatron_webrl.control.client import ControlClient
 
-        host, _, port = self.address.rpartition(":")
-        return ControlClient(
-            host, int(port), f"node-{self.node}", self.config.run.heartbeat_timeout_seconds, connect_seconds=30.0
-        )
+        return ControlClient(role_process.control_address_path(self.config), f"node-{self.node}", CONNECT_SECONDS)
 
     def _poll_other_nodes(self) -> str | None:
         """Follow a failure of a rank on another node; returns the outcome of the job if it must end."""
         has_peers = self.role == "trainer" and self.config.cluster.nodes > 1 and not self.stub_command
         if not has_peers or self.control_unreachable:
             return None
-        from megatron_webrl.control.control_plane import JobFailed
+        from megatron_webrl.control.connection import JobFailed
 
         try:
             return self.supervisor.poll_other_machines()
@@ -139,7 +139,7 @@ class NodeSupervisor:
         """Whether the node waits for the end of the job although its workers were given up: the others use its ring."""
         if not self.supervisor.given_up:
             return False
-        from megatron_webrl.control.control_plane import JobFailed
+        from megatron_webrl.control.connection import JobFailed
 
         try:
             return self.supervisor.control.job_end() is None

@@ -108,12 +108,11 @@ def describe_processes(config: Config, placement: Placement, stub_command: str) 
     text = StringIO()
     print_placement(config, placement, Console(file=text, width=140))
     lines = text.getvalue().splitlines()
-    address = f"FIRST_NODE:{placement.control_port}"
     for node in range(placement.nodes):
         for role in ("trainer", "rollout"):
             lines += [
                 f"node {node} {spec.name}: {spec.shell_command()} >> {spec.log} 2>&1"
-                for spec in process_specs(config, placement, node, role, address, {}, stub_command)
+                for spec in process_specs(config, placement, node, role, "FIRST_NODE", {}, stub_command)
             ]
     return lines
 

@@ -34,19 +34,19 @@ def process_specs(
     placement: Placement,
     node: int,
     role: RoleName,
-    address: str,
+    first_host: str,
     inherited: Mapping[str, str],
     stub_command: str,
 ) -> list[ProcessSpec]:
     """The processes of a role on a node. Raises ConfigError.
 
-    `address`: control plane's HOST:PORT; `inherited`: the supervisor's environment; `stub_command`: instead of `webrl`.
+    `first_host`: of the first node; `inherited`: the supervisor's environment; `stub_command`: instead of `webrl`.
     """
     return [
         ProcessSpec(
             process.name,
-            (*(shlex.split(stub_command) or role_process.webrl_command(())), *_arguments(config, process, address)),
-            _environment(config, placement, process, address, inherited),
+            (*(shlex.split(stub_command) or role_process.webrl_command(())), *_arguments(config, process)),
+            _environment(config, placement, process, first_host, inherited),
             process.cores,
             log_folder(config, node) / f"{process.name}.log",
         )
@@ -59,8 +59,8 @@ def log_folder(config: Config, node: int) -> Path:
     return config.run_folder / "logs" / f"node-{node}"
 
 
-def _arguments(config: Config, process: ProcessPlacement, address: str) -> list[str]:
-    arguments = [process.role, *role_process.role_arguments(config, address)]
+def _arguments(config: Config, process: ProcessPlacement) -> list[str]:
+    arguments = [process.role, *role_process.role_arguments(config)]
     if process.role == "rollout":
         arguments += ["--worker", str(process.index)]
         arguments += ["--follower", str(process.follower)] if process.follower else []
@@ -68,7 +68,7 @@ def _arguments(config: Config, process: ProcessPlacement, address: str) -> list[
 
 
 def _environment(
-    config: Config, placement: Placement, process: ProcessPlacement, address: str, inherited: Mapping[str, str]
+    config: Config, placement: Placement, process: ProcessPlacement, first_host: str, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     # MASTER_PORT is a port of the placement, so that no two process groups of the job meet at the same one.
     if process.role == "trainer":
@@ -76,7 +76,7 @@ def _environment(
         environment = role_process.rank_environment(
             process.index, config.trainer_world_size, process.local_rank, config.weights.timeout_seconds, inherited
         )
-        environment |= {"MASTER_ADDR": address.rpartition(":")[0], "MASTER_PORT": str(first.port)}
+        environment |= {"MASTER_ADDR": first_host, "MASTER_PORT": str(first.port)}
     else:
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.port)}
     if process.devices:

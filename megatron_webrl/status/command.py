@@ -15,7 +15,6 @@ from megatron_webrl.config.setting import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from megatron_webrl.status.control_probe import ControlProbe
     from megatron_webrl.status.report import RunReport
 
 WIDTH = 140  # of output that does not go to a terminal
@@ -45,17 +44,15 @@ def add_status(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_webrl.status.control_probe import ControlProbe
     from megatron_webrl.status.report import build_report, find_run
 
     if options.watch is not None and options.watch <= 0:
         raise ConfigError(f"--watch={options.watch:g} must be greater than 0, in seconds")
     folder = find_run(options.of)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    with ControlProbe() as probe:
-        if options.watch is not None:
-            return _watch(folder, probe, options, console)
-        report = build_report(folder, probe)
+    if options.watch is not None:
+        return _watch(folder, options, console)
+    report = build_report(folder)
     if options.json:
         _print_json(report, indent=1)
     else:
@@ -63,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
     return _exit_code(report)
 
 
-def _watch(folder: Path, probe: ControlProbe, options: argparse.Namespace, console: Console) -> int:
+def _watch(folder: Path, options: argparse.Namespace, console: Console) -> int:
     """Show reports until the job has ended or Ctrl-C; returns the exit code of the last report."""
     from rich.live import Live
 
@@ -74,7 +71,7 @@ def _watch(folder: Path, probe: ControlProbe, options: argparse.Namespace, conso
     try:
         with Live(console=console, auto_refresh=False, screen=screen) if screen else nullcontext() as live:
             while True:
-                report = build_report(folder, probe)
+                report = build_report(folder)
                 code = _exit_code(report)
                 if options.json:
                     _print_json(report, indent=None)

@@ -18,7 +18,7 @@ WIDTH = 120  # of tables in the log of a Slurm job
 
 def print_final_report(folder: Path, console: Console, table: bool) -> None:
     """Print evaluations, events and the report of a run whose job has ended; with `table` all its updates, too."""
-    content, report = summary.read_summary(folder), build_report(folder, None)
+    content, report = summary.read_summary(folder), build_report(folder)
     if table and content["updates"]:
         console.print(updates_table(content["updates"]))
         console.print(LEGEND, style="dim")

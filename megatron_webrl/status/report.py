@@ -13,8 +13,9 @@ from megatron_webrl.cluster.placement import place_processes, ring_name
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config, RunConfig
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.ring.ring_usage import read_ring_usage
-from megatron_webrl.status.control_probe import ControlAddress, ControlProbe, ControlStatus, TicketCounts
+from megatron_webrl.status.control_probe import ControlStatus, TicketCounts, query
 from megatron_webrl.status.progress import EpisodeCounts, Progress, count_episodes, recent_progress
 from megatron_webrl.status.role_status import RoleState, role_states
 from megatron_webrl.system.redaction import redact
@@ -93,8 +94,8 @@ def find_run(run: str) -> Path:
     raise ConfigError(f"RUN={run} is neither the folder of a run nor the name of one in {directory}/{known}")
 
 
-def build_report(folder: Path, probe: ControlProbe | None) -> RunReport:
-    """Read a run's files and, with a probe, query its control plane unless the job has ended. Raises ConfigError."""
+def build_report(folder: Path) -> RunReport:
+    """Read a run's files, and query its control service unless the job has ended. Raises ConfigError."""
     config = parse_config(folder / "config.yaml")
     config.run.directory = str(folder.parent)  # the stored path may be relative to another folder
     events = journal.read_events(folder)
@@ -102,10 +103,10 @@ def build_report(folder: Path, probe: ControlProbe | None) -> RunReport:
     updates, ended = summary.read_updates(folder), _summary(folder)
     now, started_at = time.time(), _started_at(folder, job)
     address = ControlAddress.read(folder / "control.json")
-    answer: ControlStatus | str = "the job has not started" if address is None else "not queried"
+    answer: ControlStatus | str = "the job has not started"
     names = _names(config, job)
-    if ended is None and address is not None and probe is not None:
-        answer = probe.query(address, [name for name, _ in names])
+    if ended is None and address is not None:
+        answer = query(folder / "control.json")
         if isinstance(answer, str):
             ended = _summary(folder)  # the job may have ended during the query
             job = journal.events_of_last_job(journal.read_events(folder))

@@ -111,7 +111,7 @@ def _state(
         return "running"
     if name in live.heartbeat_ages:
         age = live.heartbeat_ages[name]
-        return "silent" if age is not None and age > heartbeat_timeout_seconds else "running"
+        return "silent" if age > heartbeat_timeout_seconds else "running"
     return "starting" if last or name in live.status_lines else "not started"
 
 

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.judge.job_budget import restore_usage, save_usage
 from megatron_webrl.system.clock import steady_time
 from megatron_webrl.system.history import History
@@ -109,7 +110,7 @@ class Coordinator:
             self.episode_log,
             on_ready,
             self.task_sampler.block_list.record_group,
-            lambda: control.store.add(DAMAGED_COUNTER, 1),
+            lambda: control.add(DAMAGED_COUNTER, 1),
         )
         self.checkpoints = Checkpointer(
             config.run_folder / "checkpoints",
@@ -287,7 +288,7 @@ class Coordinator:
         reported = sum(report["finished"] for report in reports.values())
         finished = self.resume_point.episodes_closed_before + unreported + reported
         waiting = self.group_source.waiting_episodes() + sum(report["unwritten"] for report in reports.values())
-        damaged = int(self.control.store.add(DAMAGED_COUNTER, 0))
+        damaged = self.control.add(DAMAGED_COUNTER, 0)
         accounting = self.accounting.summary(finished, waiting, self.resume_point.episodes_rolled_back, damaged)
         if not accounting["matches"]:
             log.error("the accounting does not match: %s", accounting)
@@ -339,12 +340,11 @@ class Coordinator:
         replaced = closed + self.group_source.lost_tickets
         return self.resume_point.ticket_limit(replaced, updates_ahead, count)
 
-    def _final_report(self, worker: str, deadline: float) -> tuple[str, dict[str, int]] | None:
+    def _final_report(self, worker: str, deadline: float) -> tuple[str, dict[str, Any]] | None:
         """A worker's instance id and final counts; None if it sends no report before the deadline."""
         while (report := self.control.get_json(f"final_counts/{worker}")) is None:
             if worker in self.control.given_up_workers() or self.control.is_lost(worker) or time.monotonic() > deadline:
                 log.warning("%s sent no final report; counting the episodes that arrived from it", worker)
                 return None
             time.sleep(0.05)
-        assert isinstance(report, dict)
-        return report.pop("instance_id"), report
+        return report["instance_id"], report

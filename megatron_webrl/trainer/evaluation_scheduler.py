@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.evaluation import evaluation_queue, result_files, result_table
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from megatron_webrl.cluster.gpu_sharing import gpu_memory_share
 from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.group_store import connect_group_store, host_group_store
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model import process_groups
@@ -46,11 +46,13 @@ def _attempt_store(config: Config, rank: RankInfo, control: ControlClient, attem
     """The store of this attempt's process groups, hosted by rank 0 until it destroys them."""
     key, seconds = f"trainer/{attempt}/store", collective_timeout_seconds(config)
     if rank.rank == 0:
-        return host_group_store(control.store, key, seconds)
-    control.wait_for_key(
+        store, address = host_group_store(control.host, control.port, seconds)
+        control.put_json(key, address)
+        return store
+    address = control.wait_for_key(
         key, config.run.startup_timeout_seconds, "the store of trainer-0 (run.startup_timeout_seconds)"
     )
-    return connect_group_store(control.store, key, seconds)
+    return connect_group_store(address, seconds)
 
 
 def collective_timeout_seconds(config: Config) -> float:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.trainer import WARM_START_TIMEOUT_SECONDS
-from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file

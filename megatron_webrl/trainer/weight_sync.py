@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of
 from megatron_webrl.model.qwen3_vl.model import Qwen3VL
@@ -71,6 +73,7 @@ class WeightSyncer:
         self._closed_links: set[str] = set()  # link ids that are never served again
         self._consecutive_failures: Counter[str] = Counter()  # by worker
         self._links: dict[str, transport.TransferLink] = {}  # this rank's links, by worker
+        self._facts = FactStore(control.address_file, f"{control.role}-links", config.weights.timeout_seconds)
         self._transfer_count = 0
         self._metrics: dict[str, float] = {}
 
@@ -200,7 +203,7 @@ class WeightSyncer:
             self.control.put_json(f"weights/link/{link_id}", True)
         if self._rank in senders:
             self._links[worker] = transport.join_link(
-                self.control.store,
+                self._facts,
                 f"weights/{link_id}",
                 senders.index(self._rank),
                 len(senders) + plan.engines.sizes[engine].ranks,

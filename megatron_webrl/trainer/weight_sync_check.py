@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.system import atomic_file, torchvision_shim
 from megatron_webrl.trainer import parallel
@@ -53,7 +53,7 @@ def _compare_engines(config: Config, control: ControlClient, weight_syncer: Weig
     for worker in config.worker_names:
         what = f"{worker} to report checksums of its weights"
         timeout_seconds = config.weights.timeout_seconds
-        report = json.loads(control.wait_for_key(f"weights/check_report/{worker}", timeout_seconds, what))
+        report = control.wait_for_key(f"weights/check_report/{worker}", timeout_seconds, what)
         counts = all_gather_object(weight_syncer.compare_checksums(worker, report["checksums"]))
         equal, different = (sum(column) for column in zip(*counts, strict=True))
         engines[worker] = {"load_paths": report["load_paths"], "equal": equal, "different": different}

@@ -7,11 +7,12 @@ the first failed rank.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.control.group_store import connect_group_store, host_group_store
 from megatron_webrl.weights.link_channels import GRACE_SECONDS, GlooChannel, NcclChannel, error_summary, poll_until
 from megatron_webrl.weights.link_nccl import make_nccl_group
@@ -31,6 +33,32 @@ _STORE = "store"  # key of the address of the group's store
 
 class TransferError(RuntimeError):
     """A transfer or a link failed. The link is closed; received weights may be incomplete."""
+
+
+class LinkFacts:
+    """The facts of one link, out of those of the job."""
+
+    def __init__(self, store: FactStore, name: str) -> None:
+        self._store, self._prefix = store, f"link/{name}/"
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._prefix + key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check([self._prefix + key for key in keys])
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._store.multi_get([self._prefix + key for key in keys])
+
+    def set_first(self, key: str, value: str) -> str:
+        """Set a key unless another rank has; returns its value."""
+        return self._store.compare_set(self._prefix + key, "", value).decode()
+
+    def delete_key(self, key: str) -> None:
+        self._store.delete_key(self._prefix + key)
 
 
 @dataclass
@@ -46,7 +74,7 @@ class TransferLink:
     timeout_seconds: float  # timeout of joining
     message_device: torch.device
     parameter_device: torch.device  # of this rank; not the messages' if weights travel through the host
-    store: Any  # the control plane's torch.distributed.Store with a prefix
+    store: LinkFacts
     group_store: Any  # the process group's own torch.distributed.Store
     process_group: Any
     channel: GlooChannel | NcclChannel
@@ -68,7 +96,7 @@ class TransferLink:
         own_error = f"{self.describe_rank(self.rank)}: {reason}"
         text = f"link {self.name} failed on {own_error}"
         try:
-            first = self.store.compare_set(_FAILED, "", own_error).decode()
+            first = self.store.set_first(_FAILED, own_error)
             if first != own_error:
                 text += f"; first to fail was {first}"
         except RuntimeError as error:
@@ -86,7 +114,7 @@ class TransferLink:
 
 
 def join_link(
-    store: dist.TCPStore,
+    store: FactStore,
     name: str,
     rank: int,
     size: int,
@@ -97,7 +125,7 @@ def join_link(
 ) -> TransferLink:
     """Form the link `name` of `size` ranks; blocks until all have joined. A restarted engine needs a new name.
 
-    `store`: the control plane's. Messages of gloo are in host memory, wherever this rank's parameters are; with NCCL
+    `store`: facts of the job. Messages of gloo are in host memory, wherever this rank's parameters are; with NCCL
     both are on the current GPU, and each of the first `senders` ranks is connected to each of the others.
 
     Raises TransferError naming ranks that did not join within `timeout_seconds`, at once if an engine rejects the link
@@ -106,10 +134,13 @@ def join_link(
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is outside 0..{size - 1} (link {name})")
     deadline = time.monotonic() + timeout_seconds
-    scoped, address_key = dist.PrefixStore(f"link/{name}", store), f"link/{name}/{_STORE}"
+    scoped = LinkFacts(store, name)
     own_name = f"{socket.gethostname()}:{os.getpid()}"
     try:
-        hosted = host_group_store(store, address_key, timeout_seconds + GRACE_SECONDS) if rank == 0 else None
+        hosted = None
+        if rank == 0:
+            hosted, address = host_group_store(store.host, store.port, timeout_seconds + GRACE_SECONDS)
+            scoped.set(_STORE, json.dumps(address))
     except (OSError, RuntimeError) as error:
         raise TransferError(f"link {name}: rank 0 ({own_name}) cannot host a store: {error_summary(error)}") from error
     members = _await_members(scoped, name, rank, size, own_name, timeout_seconds)
@@ -117,7 +148,7 @@ def join_link(
     gpu = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
 
     def form() -> tuple[Any, Any]:
-        own = hosted or connect_group_store(store, address_key, seconds)
+        own = hosted or connect_group_store(json.loads(scoped.get(_STORE)), seconds)
         if gpu is not None:
             return own, make_nccl_group(own, rank, size, senders, seconds, gpu)
         return own, dist.ProcessGroupGloo(own, rank, size, timedelta(seconds=seconds))
@@ -126,7 +157,7 @@ def join_link(
         group_store, group = _run_limited(form, seconds, lambda: scoped.check([_FAILED]))
     except RuntimeError as error:
         reason = f"rank {rank} ({own_name}) could not connect to {', '.join(members)}: {error_summary(error)}"
-        first = scoped.compare_set(_FAILED, "", reason).decode()
+        first = scoped.set_first(_FAILED, reason)
         text = f"link {name}: {reason}"
         raise TransferError(text if first == reason else f"{text}; first to fail was {first}") from error
     peers = [other for other in range(size) if other != rank]
@@ -135,13 +166,13 @@ def join_link(
     return TransferLink(name, rank, size, timeout_seconds, *devices, scoped, group_store, group, channel, members)
 
 
-def reject_link(store: dist.Store, name: str, reason: str) -> None:
+def reject_link(store: FactStore, name: str, reason: str) -> None:
     """Publish why this rank will not join link `name`."""
-    dist.PrefixStore(f"link/{name}", store).set(_REFUSED, reason)
+    LinkFacts(store, name).set(_REFUSED, reason)
 
 
 def _await_members(
-    scoped: dist.Store, name: str, rank: int, size: int, own_name: str, timeout_seconds: float
+    scoped: LinkFacts, name: str, rank: int, size: int, own_name: str, timeout_seconds: float
 ) -> list[str]:
     """Announce this rank and wait for the others; returns the names of all by rank. Raises TransferError."""
     scoped.set(f"done/{rank}", "-1")  # last completed transfer

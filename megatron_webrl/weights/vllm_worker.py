@@ -19,14 +19,15 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from megatron_webrl.control.connection import ControlLost
+from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.weights import (
     transport,
@@ -46,8 +47,7 @@ log = logging.getLogger(__name__)
 class LinkInfo(WeightTransferInitInfo):
     """Information that an engine needs to join a link; plain JSON."""
 
-    host: str  # of the control plane's store
-    port: int
+    control: str  # file with the address of the job's control service
     name: str  # of the link
     engine: int  # index of this engine in the plan
     trainer: dict[str, Any]  # fields of TrainerTopology, and "digest" and compressed "tensors" of the trainer's plan
@@ -102,7 +102,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         Raises ValueError, rejecting the link, if the plans differ, TransferError after join_timeout_seconds.
         """
         self._leave("another link is joined")
-        store = _store(init_info)
+        store = _facts(init_info)
         try:
             self._check_backend(init_info)
             agreed = self._agree(init_info)
@@ -299,14 +299,11 @@ class WeightReceiver:
             self.weight_transfer_engine.target.abort_update()
 
 
-def _store(info: LinkInfo) -> dist.TCPStore:
-    limit = timedelta(seconds=info.join_timeout_seconds)
+def _facts(info: LinkInfo) -> FactStore:
     try:
-        return dist.TCPStore(info.host, info.port, is_master=False, timeout=limit)
-    except RuntimeError as error:
-        raise transport.TransferError(
-            f"link {info.name}: no store answers at {info.host}:{info.port} within {info.join_timeout_seconds:g} s"
-        ) from error
+        return FactStore(Path(info.control), f"engine-{info.engine}", info.join_timeout_seconds)
+    except ControlLost as error:
+        raise transport.TransferError(f"link {info.name}: {error}") from error
 
 
 def _decompress(tensors: str) -> list[Any]:

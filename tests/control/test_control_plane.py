@@ -14,18 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.control.control_plane import ControlClient, JobEnded, JobFailed, TicketEpoch, ticket_limit
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobEnded, JobFailed
+from megatron_webrl.control.tickets import TicketEpoch, ticket_limit
 from tests.waiting import until
 
 SERVER = """
 import sys
 from pathlib import Path
-from megatron_webrl.control.control_plane import serve
+from megatron_webrl.control.service import serve
 serve("127.0.0.1", 0, "ring", Path(sys.argv[1]), seconds=60)
 """
 MUTE = """
 import sys
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 ControlClient("127.0.0.1", int(sys.argv[1]), "mute", 1.0).start_heartbeat()
 print("up", flush=True)
 sys.stdin.read()

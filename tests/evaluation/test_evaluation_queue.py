@@ -16,7 +16,7 @@ import torch
 
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.evaluation import evaluation_queue, result_files
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult, ResultCollector
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
@@ -30,7 +30,7 @@ LIMIT = 60.0
 SERVER = """
 import sys
 from pathlib import Path
-from megatron_webrl.control.control_plane import serve
+from megatron_webrl.control.service import serve
 serve("127.0.0.1", 0, "ring", Path(sys.argv[1]), seconds=120)
 """
 

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from megatron_webrl.config.judge import BudgetConfig
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.judge.budget import BudgetSpent, Usage
 from megatron_webrl.judge.job_budget import JobUsageMeter, restore_usage, save_usage
 

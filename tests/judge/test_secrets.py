@@ -16,7 +16,7 @@ from aiohttp import web
 from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
 from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.control_plane import JobEnded, JobFailed
+from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter, Usage
 from megatron_webrl.judge.client import Spending
 from megatron_webrl.judge.evaluation import open_evaluator

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch import trainer_failure
 from megatron_webrl.launch.role_supervisor import with_attempt
 from megatron_webrl.tracking import events, summary

@@ -17,7 +17,8 @@ import pytest
 from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.control_plane import ControlClient, TicketEpoch
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.launch.watchdog import HangDetector, Watchdog
@@ -31,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 ROLE = """
 import signal, sys, threading, time
 from megatron_webrl.system import stack_dump
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 
 def endless_loop_of_this_test():
     while True:

@@ -18,7 +18,8 @@ import pytest
 
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.control.control_plane import ControlClient, serve
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.service import serve
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
 from megatron_webrl.farm.client import RemoteSession

@@ -19,7 +19,8 @@ from torch.distributed import TCPStore
 
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.control.control_plane import ControlClient, TicketEpoch
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor

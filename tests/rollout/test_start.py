@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from megatron_webrl.config.load import parse_config, save_config
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.role_process import role_arguments
 from tests.waiting import until
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient, JobEnded, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.sampling import states as states_module
 from megatron_webrl.sampling.knowledge import BLOCK, PASS, SamplerLog
 from megatron_webrl.sampling.states import SamplerPublisher, SamplerState, SamplerStateReader, read_published

@@ -23,7 +23,8 @@ from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.control_plane import POLL_SECONDS, JobFailed
+from megatron_webrl.control.client import POLL_SECONDS
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.evaluation.evaluation_queue import EvaluationResult
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, parse_evaluation_config

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.control_plane import TicketEpoch
+from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.launch import role_process
 from megatron_webrl.status import control_probe
 from megatron_webrl.status.control_probe import ControlAddress, ControlProbe, ControlStatus

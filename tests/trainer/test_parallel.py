@@ -10,7 +10,7 @@ import torch
 
 from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import JobFailed
+from megatron_webrl.control.connection import JobFailed
 from tests import gloo, planes
 
 POISON = "exception_dump"  # the key that ends every process of the groups on a store

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.control.control_plane import JobFailed
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.trainer.weight_sync import MAX_FAILURES, WeightSyncer
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.model.convert.hf_metadata import copy_metadata
 from megatron_webrl.system.child_process import die_with_parent
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient
+from megatron_webrl.control.client import POLL_SECONDS, ControlClient
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.rollout.engine.engine_leader import NodeSpan, failure_key, reply_key, start_key
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
@@ -88,11 +88,9 @@ class _FollowerSupervisor:
 
     def _follow(self, start: dict[str, Any]) -> None:
         # The ranks rendezvous only once: after a reply of this follower's earlier instance the engine cannot start.
-        reply = json.dumps(
-            {"host": socket.gethostname(), "instance_number": self.control.instance_count(self.control.role)}
-        )
+        reply = {"host": socket.gethostname(), "instance_number": self.control.instance_count(self.control.role)}
         key = reply_key(self.worker, self.worker_number, self.follower)
-        if self.control.store.compare_set(key, "", reply).decode() != reply:
+        if self.control.put_if_absent(key, reply) != reply:
             self._report_failure("was restarted")
             return
         address = own_address(self.control.host, self.control.port)

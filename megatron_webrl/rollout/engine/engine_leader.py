@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_webrl.cluster.placement import rollout_process_name
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import POLL_SECONDS, ControlClient
+from megatron_webrl.control.client import POLL_SECONDS, ControlClient
 from megatron_webrl.rollout.engine.errors import EngineDeadError
 from megatron_webrl.system.network import own_address
 

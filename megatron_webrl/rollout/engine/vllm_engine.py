@@ -16,12 +16,13 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import JobFailed
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.rollout.engine import vllm_environment, vllm_requests
 from megatron_webrl.rollout.engine.errors import EngineDeadError
@@ -146,13 +147,15 @@ class VLLMEngine:
         output = await self._limited(self._request(prompt, sampling))
         return vllm_requests.to_generation(output, self.processor, expanded, grids, self._worker)
 
-    async def join_weight_link(self, host: str, port: int, name: str, description: dict[str, Any]) -> None:
-        """Join the trainer's link `name`, given its `description`. Raises WeightUpdateError: timeout, plans differ."""
+    async def join_weight_link(self, control: Path, name: str, description: dict[str, Any]) -> None:
+        """Join the trainer's link `name`, given its `description`. Raises WeightUpdateError: timeout, plans differ.
+
+        `control`: file with the address of the job's control service.
+        """
         self.check_alive()
         seconds = self._config.weights.timeout_seconds
         info = description | {
-            "host": host,
-            "port": port,
+            "control": str(control),
             "name": name,
             "engine": self._worker,
             "timeout_seconds": seconds,

@@ -16,7 +16,8 @@ from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.trainer import WARM_START_TIMEOUT_SECONDS
-from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine, WeightUpdateError
 from megatron_webrl.weights.engine_map import EngineSizes
 
@@ -100,7 +101,7 @@ class WeightClient:
             return
         description = self.control.get_json("weights/description")
         assert isinstance(description, dict)  # published before the first link
-        await self.engine.join_weight_link(self.control.host, self.control.port, f"weights/{self.link_id}", description)
+        await self.engine.join_weight_link(self.control.address_file, f"weights/{self.link_id}", description)
         ranks = await self.engine.weight_load_paths()
         self._parameters = {path: sum(rank[path]["parameters"] for rank in ranks) for path in ("in_place", "reload")}
         self._linked, self._transfer = True, 0

@@ -19,7 +19,8 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_webrl.control.control_plane import TICKET_DONE, TICKET_FENCE, ControlClient, TicketEpoch
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.tickets import TICKET_DONE, TICKET_FENCE, TicketEpoch
 from megatron_webrl.ring.damaged_records import undamaged_trajectories
 from megatron_webrl.tracking import episode_log
 from megatron_webrl.tracking.episode_log import line_identity, trajectory_identity
@@ -87,7 +88,7 @@ def _recover(control: ControlClient, records: RecordSource, state: TrainerState,
     records.acknowledge(obsolete)
     # A group with a damaged record is incomplete although its worker is done with it: its other episodes end here.
     logged = counted_identities | {line_identity(line) for line in rolled_back}
-    control.store.add(DAMAGED_COUNTER, sum(trajectory_identity(found[number]) not in logged for number in obsolete))
+    control.add(DAMAGED_COUNTER, sum(trajectory_identity(found[number]) not in logged for number in obsolete))
 
     restart_epoch = max(state.restart_epoch, epochs[-1].restart_epoch + 1)
     adopted = sum(claims[ticket] == TICKET_DONE for ticket in surviving)

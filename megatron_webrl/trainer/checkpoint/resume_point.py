@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from megatron_webrl.control.control_plane import TicketEpoch, ticket_limit
+from megatron_webrl.control.tickets import TicketEpoch, ticket_limit
 from megatron_webrl.types import Trajectory
 
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import JobFailed
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.damaged_records import FOLDER as DAMAGED_FOLDER
 from megatron_webrl.ring.damaged_records import read_trajectory
 from megatron_webrl.ring.record import decode_trajectory

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.sampling.knowledge import BLOCK, PASS, PassRate, SamplerLog
 from megatron_webrl.sampling.row_sampler import INITIAL_PASS_RATE
 from megatron_webrl.sampling.samplers import (

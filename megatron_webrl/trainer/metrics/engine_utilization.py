@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 
 RUNNING_SUMS = ("seconds", "busy", "requests", "episodes")
 
 
 class EngineUtilization:
-    """Differences of `engine_load/<worker>` (rollout/engine/engine_load.py) over all workers."""
+    """Differences of the loads that workers report (rollout/engine/engine_load.py)."""
 
     def __init__(self, control: ControlClient, workers: Sequence[str]) -> None:
         self._control, self._workers = control, workers
@@ -21,9 +21,9 @@ class EngineUtilization:
     def pop_metrics(self) -> dict[str, float]:
         """Since the last call: idle share of engine time, mean requests per engine, mean running episodes by worker."""
         total: Counter[str] = Counter()
+        reports = self._control.role_reports()
         for worker in self._workers:
-            sums: Any = self._control.get_json(f"engine_load/{worker}")
-            if sums is None:
+            if not (sums := reports.get(worker, {}).get("load")):
                 continue
             before = self._previous.get(worker)
             if before is None or before["instance_id"] != sums["instance_id"]:

@@ -21,7 +21,8 @@ import pytest
 
 from megatron_webrl.cluster.placement import ring_name, rollout_process_name
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 from megatron_webrl.rollout.engine.engine_leader import EngineFollowers, failure_key, reply_key, start_key
 from megatron_webrl.rollout.engine.errors import EngineDeadError

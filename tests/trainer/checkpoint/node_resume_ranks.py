@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import JobEnded, JobFailed, ticket_epoch_at
+from megatron_webrl.control.connection import JobEnded, JobFailed
+from megatron_webrl.control.tickets import ticket_epoch_at
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from tests.planes import connect

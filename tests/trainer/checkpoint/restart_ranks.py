@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import JobEnded, ticket_epoch_at
+from megatron_webrl.control.connection import JobEnded
+from megatron_webrl.control.tickets import ticket_epoch_at
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from tests.gloo import join

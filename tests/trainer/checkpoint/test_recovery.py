@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.control.control_plane import TICKET_DONE, TICKET_FENCE, ControlClient, TicketEpoch, ticket_epoch_at
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.tickets import TICKET_DONE, TICKET_FENCE, TicketEpoch, ticket_epoch_at
 from megatron_webrl.tracking import episode_log
 from megatron_webrl.tracking.episode_log import EpisodeLog, trajectory_identity
 from megatron_webrl.trainer.accounting import Accounting

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.sampling import samplers
 from tests.gloo import join
 from tests.planes import connect, control_plane

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
-from megatron_webrl.control.control_plane import ControlClient, JobFailed
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.sampling import states
 from megatron_webrl.sampling.knowledge import SamplerKnowledge
 from megatron_webrl.sampling.samplers import updated_pass_rate

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
-from megatron_webrl.control.control_plane import ControlClient
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.sampling import samplers
 from megatron_webrl.sampling.states import SamplerState, read_published
 from megatron_webrl.trainer.data.task_sampler import TaskSampler

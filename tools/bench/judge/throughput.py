@@ -21,7 +21,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
-from megatron_webrl.control.control_plane import ControlClient, serve
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.service import serve
 from megatron_webrl.judge.budget import LocalMeter, UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
 from megatron_webrl.judge.job_budget import JobUsageMeter

@@ -1,0 +1,408 @@
+"""A role's view of its job: facts, tickets and heartbeats of the control service (service.py).
+
+After `start_heartbeat` a thread exchanges one request a second with the service, which also brings each change of the
+facts that this role has read before: reading them again costs nothing. Without it every read is a request.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.control.connection import LOST_SECONDS, Connection, ControlLost, JobEnded, JobFailed
+from megatron_webrl.control.state import TICKETS
+from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
+from megatron_webrl.types import CLEAN_JOB_OUTCOMES, STOPPED
+
+POLL_SECONDS = 0.05
+HEARTBEAT_SECONDS = 1.0  # longest time between two of them
+CLAIM_SECONDS = 1.0  # for which a claim waits at the service
+END_SECONDS = 30.0  # for the outcome to reach the service
+_ALWAYS = ("end", "stop")  # facts that every role with a heartbeat knows
+
+
+class ControlClient:
+    """One role's connection. May be used by several threads."""
+
+    def __init__(
+        self,
+        address_file: Path,
+        role: str,
+        connect_seconds: float = 60.0,
+        lost_seconds: float = LOST_SECONDS,
+        while_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Connect to the service that the file names. Raises JobFailed without an answer within `connect_seconds`.
+
+        `while_lost` is called between the attempts of a request that the service does not answer.
+        """
+        self.address_file, self.role = address_file, role
+        self._connection = Connection(address_file, role, lost_seconds, while_lost)
+        self._claims = Connection(address_file, role, lost_seconds)  # other requests must not wait for a claim
+        status = self._connection.status(connect_seconds)
+        self.job_id: str = status["job_id"]
+        self.heartbeat_timeout_seconds: float = status["heartbeat_timeout_seconds"]
+        assert self._connection.address is not None
+        self.host, self.port = self._connection.address.host, self._connection.address.port
+        self._lost_seconds = lost_seconds
+        self._lock = threading.Lock()  # of what follows
+        self._session = f"{role}-{secrets.token_hex(8)}"
+        self._facts: dict[str, tuple[int, Any]] = {}  # revision and value by subscribed key
+        self._service, self._revision = "", 0  # which the facts are of
+        self._resubscribes = True
+        self._reported: dict[str, Any] = {}  # fields of each report
+        self._progress = 0
+        self._exchanges = threading.Event()
+        self._lost: ControlLost | None = None  # of the thread
+        self._silent_since: dict[str, float] = {}  # by role, as this client saw it
+
+    # -- liveness and the end of the job ----------------------------------------------------------
+
+    def start_heartbeat(self) -> None:
+        """Exchange with the service at least every HEARTBEAT_SECONDS, from a daemon thread until `close`."""
+        self._exchanges.set()
+        with self._lock:
+            self._facts |= dict.fromkeys(_ALWAYS, (0, None))
+        self._merge(self._exchange(Connection(self.address_file, self.role, self._lost_seconds), 0.0))
+        threading.Thread(target=self._run_exchanges, name="heartbeat", daemon=True).start()
+
+    def _run_exchanges(self) -> None:
+        # A connection of its own: a blocking call of the role must not delay the heartbeat.
+        connection = Connection(self.address_file, self.role, self._lost_seconds)
+        try:
+            while self._exchanges.is_set():
+                self._merge(self._exchange(connection, HEARTBEAT_SECONDS))
+        except ControlLost as error:
+            self._lost = error
+
+    def _exchange(self, connection: Connection, seconds: float) -> dict[str, Any]:
+        with self._lock:
+            report = dict(self._reported)
+            if self._progress:
+                report["progress"] = f"{os.getpid()}:{self._progress}"
+            keys = list(self._facts) if self._resubscribes else []
+            self._resubscribes = False
+        return connection.exchange(self._subscription(keys) | {"role": self.role, "report": report}, seconds)
+
+    def report_progress(self) -> None:
+        """Count progress of this role for the hang detector; `check_job` and `report_status` do so, too. For the main
+        thread, between operations that have a limit: heartbeats continue while the main thread hangs.
+        """
+        self._progress += 1
+
+    def report_status(self, status: str) -> None:
+        """Publish this role's status line for the dashboard, with the next heartbeat."""
+        self.report_progress()
+        with self._lock:
+            self._reported["status"] = status
+
+    def report_load(self, load: dict[str, Any]) -> None:
+        """Publish running sums of this role's engine, with the next heartbeat."""
+        with self._lock:
+            self._reported["load"] = load
+
+    def role_reports(self) -> dict[str, dict[str, Any]]:
+        """What each role last reported (liveness.py). One request."""
+        reports: dict[str, dict[str, Any]] = self._connection.status()["roles"]
+        return reports
+
+    def status_of(self, role: str) -> str:
+        """The last status line of a role. One request."""
+        return str(self.role_reports().get(role, {}).get("status", ""))
+
+    def check_job(self, watched_roles: tuple[str, ...] = (), grace_seconds: float = 0.0) -> None:
+        """Raise JobEnded or JobFailed if the job has ended, and JobFailed if a watched role is lost (see is_lost)."""
+        self.report_progress()
+        end = self.job_end()
+        if end is not None:
+            if end["outcome"] in CLEAN_JOB_OUTCOMES:
+                raise JobEnded
+            raise JobFailed(end["outcome"])
+        for role in watched_roles:
+            if self.is_lost(role, grace_seconds):
+                raise JobFailed(
+                    f"{role} is lost: no heartbeat for {self.heartbeat_timeout_seconds + grace_seconds:.0f} s"
+                )
+
+    def is_lost(self, role: str, grace_seconds: float = 0.0) -> bool:
+        """Whether the service has had no heartbeat of a role for its timeout; False before the role's first one.
+
+        `grace_seconds` extend the limit for a restart of the role, which counts as silence only then.
+        """
+        cleared = self.get_json(f"silent/{role}")
+        if cleared is None:
+            self._silent_since.pop(role, None)
+            return False
+        since = self._silent_since.setdefault(role, time.monotonic())
+        return time.monotonic() - since >= grace_seconds if grace_seconds else not cleared
+
+    def clear_heartbeat(self, role: str) -> None:
+        """Clear a role's heartbeat and progress before its restart: it is not lost until it has sent another."""
+        self._connection.exchange({"clear": role}, 0.0)
+
+    def register_instance(self) -> int:
+        """Register this instance of the role; returns its number, which counts the role's restarts from 1."""
+        return self.add(f"instances/{self.role}", 1)
+
+    def instance_count(self, role: str) -> int:
+        """Number of instances that a role has registered."""
+        count = self.get_json(f"instances/{role}", 0)
+        assert isinstance(count, int)
+        return count
+
+    def instance_has_ended(self, instance_id: str) -> bool:
+        """Whether an instance <role>.<number> has ended: its role has registered another one, or is lost (is_lost)."""
+        role, _, number = instance_id.rpartition(".")
+        return self.instance_count(role) != int(number) or self.is_lost(role)
+
+    def give_up_worker(self, worker: str, reason: str) -> None:
+        """Supervisor: let the job continue without a worker; other workers run its tickets, and it ends itself."""
+        self._run(["give_up_worker", worker, reason])
+
+    def given_up_workers(self) -> dict[str, str]:
+        """The reason by worker given up, in order."""
+        return dict(self.get_json("workers/given_up", {}))
+
+    def ended_instances(self, instance_ids: Collection[str]) -> set[str]:
+        """Those that have ended. At most one request."""
+        if not instance_ids or self._exchanges.is_set():
+            return {each for each in instance_ids if self.instance_has_ended(each)}
+        status = self._connection.status()
+        silent = {role for role, report in status["roles"].items() if self._is_silent(report)}
+        named = {each: each.rpartition(".") for each in instance_ids}
+        return {
+            each
+            for each, (role, _, number) in named.items()
+            if status["instances"].get(role) != int(number) or role in silent
+        }
+
+    def _is_silent(self, report: Mapping[str, Any]) -> bool:
+        return report["silent_seconds"] > self.heartbeat_timeout_seconds and not report["cleared"]
+
+    def request_stop(self, outcome: str = STOPPED) -> None:
+        """Request the end after the current update, with a checkpoint. STOPPED replaces others, not vice versa."""
+        self._run(["put" if outcome == STOPPED else "put_if_absent", "stop", outcome])
+
+    def stop_requested(self) -> bool:
+        """Whether a stop was requested."""
+        return self.get_json("stop") is not None
+
+    def requested_outcome(self) -> str:
+        """The outcome of a requested stop."""
+        return str(self.get_json("stop", STOPPED))
+
+    def end_job(self, outcome: str) -> None:
+        """End the job for every role; the first outcome counts. Outcomes in CLEAN_JOB_OUTCOMES are no failure."""
+        with suppress(ControlLost):  # without a control service every role exits anyway
+            self._run(["put_if_absent", "end", {"outcome": outcome, "role": self.role}], seconds=END_SECONDS)
+
+    def job_end(self) -> dict[str, str] | None:
+        """{"outcome", "role"} of the job's end, or None while it runs."""
+        end = self.get_json("end")
+        assert end is None or isinstance(end, dict)
+        return end
+
+    @contextmanager
+    def keep_alive(self) -> Iterator[None]:
+        """Context in which the control service runs on after the end of the job, for at most KEEP_ALIVE_SECONDS."""
+        self.put_json("keep_alive", self.role)
+        try:
+            yield
+        finally:
+            with suppress(ControlLost):
+                self._run(["put", "keep_alive", None], seconds=END_SECONDS)
+
+    def shutdown(self) -> None:
+        """Let the control service exit without lingering."""
+        with suppress(ControlLost):  # it has exited
+            self._run(["put", "shutdown", True], seconds=END_SECONDS)
+
+    def close(self) -> None:
+        """Stop the heartbeat."""
+        self._exchanges.clear()
+
+    # -- tickets ----------------------------------------------------------------------------------
+
+    def start_ticket_epoch(self, epoch: TicketEpoch, limit: int) -> None:
+        """Trainer: publish an epoch, so that workers may claim its slots. Later epochs of a job start at a fence."""
+        self._run(["start_epoch", asdict(epoch), limit])
+
+    def ticket_epoch_count(self) -> int:
+        """Number of the job's ticket epochs; 0 until the trainer has started the first."""
+        count = self.get_json("tickets/epoch_count", 0)
+        assert isinstance(count, int)
+        return count
+
+    def ticket_epochs(self) -> tuple[TicketEpoch, ...]:
+        """All ticket epochs of the job, in order."""
+        return tuple(map(TicketEpoch.from_json, self._run(["read_epochs"])))
+
+    def fence_tickets(self) -> int:
+        """Trainer: stop claims until `start_ticket_epoch`; returns the fence's slot: all below it are claimed."""
+        return int(self._run(["fence"]))
+
+    def set_ticket_limit(self, limit: int) -> None:
+        """Trainer: set the slot below which workers may claim."""
+        self._run(["set_limit", TICKETS, limit])
+
+    def claim_tickets(self, count: int, sharers: int = 1, wait_seconds: float = 0.0) -> list[TicketClaim]:
+        """Worker: claim up to `count` tickets, at most the share of one of `sharers` workers in the free ones.
+
+        Waits up to `wait_seconds` for one, as claims of other counters do. The facts that this client reads afterwards
+        are from after the claim.
+        """
+        return [TicketClaim(*each) for each in self.claim(TICKETS, self.role, count, sharers, wait_seconds)]
+
+    def unfinished_claims(self) -> list[TicketClaim]:
+        """Worker: tickets that earlier instances of this role claimed and did not close, in order of their slots."""
+        return [TicketClaim(*each) for each in self._run(["claims_of", TICKETS, self.role])]
+
+    def close_slot(self, slot: int) -> None:
+        """Worker: close a slot, whose group is completely in the ring."""
+        self._run(["close", TICKETS, slot])
+
+    def claims(self, first: int, end: int) -> list[str]:
+        """The owner of each claimed slot in [first, end), or TICKET_DONE, or TICKET_FENCE."""
+        owners: list[str] = self._run(["owners", TICKETS, first, end])
+        return owners
+
+    def claimed_slots(self) -> int:
+        """Number of slots claimed so far."""
+        return int(self._run(["read_counter", TICKETS])["claimed"])
+
+    # -- other counters ---------------------------------------------------------------------------
+
+    def claim(self, counter: str, owner: str, count: int, sharers: int = 1, wait_seconds: float = 0.0) -> list[Any]:
+        """Claim up to `count` slots of a counter for `owner`; none of a counter that was removed."""
+        answer = self._claims.claim([counter, owner, count, sharers], wait_seconds, **self._subscription([]))
+        self._merge(answer)
+        slots: list[Any] = answer["replies"][0]
+        return slots
+
+    def run(self, *command: Any) -> Any:
+        """Run another command of the state machine (state.py); returns its reply. Raises ValueError if it fails."""
+        return self._run(list(command))
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def put_json(self, key: str, value: object) -> None:
+        """Store a JSON value; None removes it."""
+        self._run(["put", key, value])
+
+    def put_if_absent(self, key: str, value: object) -> Any:
+        """Store a JSON value unless there is one; returns the stored value."""
+        return self._run(["put_if_absent", key, value])
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, initially 0; returns the sum."""
+        return int(self._run(["add", key, amount]))
+
+    def add_all(self, amounts: Mapping[str, int]) -> list[int]:
+        """Add to several numbers at once; returns the sums in the same order."""
+        commands = [["add", key, amount] for key, amount in amounts.items()]
+        answer = self._connection.run(commands, **self._subscription([]))
+        self._merge(answer)
+        return [int(each) for each in answer["replies"]]
+
+    def get_json(self, key: str, default: object = None) -> Any:
+        """A JSON value, or the default while it is not set. Raises JobFailed without a control service."""
+        if not self._exchanges.is_set():
+            value = self._read(key)
+        elif key in self._facts:
+            if self._lost is not None:
+                raise JobFailed(str(self._lost)) from self._lost
+            value = self._facts[key][1]
+        else:
+            value = self._subscribe(key)
+        return default if value is None else value
+
+    def wait_for_key(self, key: str, seconds: float, what: str, watched_roles: tuple[str, ...] = ()) -> Any:
+        """Wait for a value and return it. Raises JobFailed naming `what` after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (value := self.get_json(key)) is None:
+            self.check_job(watched_roles)
+            if time.monotonic() > deadline:
+                raise JobFailed(f"{self.role} waited {seconds:.0f} s for {what}")
+            time.sleep(POLL_SECONDS)
+        return value
+
+    def _read(self, key: str) -> Any:
+        if key.startswith("silent/"):
+            known = self.role_reports().get(key.removeprefix("silent/"))
+            silent = known is not None and known["silent_seconds"] > self.heartbeat_timeout_seconds
+            return known["cleared"] if known is not None and silent else None
+        return self._run(["get", [key]])[0]
+
+    def _subscribe(self, key: str) -> Any:
+        with self._lock:
+            fields = self._subscription([key])
+        self._merge(self._connection.run([], **fields))
+        return self._facts[key][1]
+
+    def _run(self, command: Sequence[Any], seconds: float | None = None) -> Any:
+        answer = self._connection.run([command], seconds, **self._subscription([]))
+        self._merge(answer)
+        return answer["replies"][0]
+
+    def _subscription(self, keys: Sequence[str]) -> dict[str, Any]:
+        if not self._exchanges.is_set():
+            return {}
+        known = {"service": self._service, "known": self._revision}
+        return {"session": self._session, "subscribe": list(keys), **known}
+
+    def _merge(self, answer: dict[str, Any]) -> None:
+        """Take in the news of an answer."""
+        if "facts" not in answer:
+            return
+        with self._lock:
+            if answer["service"] != self._service:  # the first, or one that was started again
+                self._service, self._revision = answer["service"], 0
+                self._facts = {key: (0, value) for key, (_, value) in self._facts.items()}
+                self._resubscribes = True
+            for key, (revision, value) in answer["facts"].items():
+                if revision >= self._facts.get(key, (0, None))[0]:
+                    self._facts[key] = revision, value
+            self._revision = max(self._revision, answer["revision"])
+            if answer["subscriptions"] < len(self._facts):
+                self._resubscribes = True
+
+
+class Claimer:
+    """Claims slots of one counter in the background, so that neither a wait nor an outage holds up the caller."""
+
+    def __init__(self, control: ControlClient, counter: str, owner: str, sharers: int = 1) -> None:
+        """`owner`: the name that claims; `sharers`: the number of claimers that share free slots."""
+        self._control, self._counter, self._owner, self._sharers = control, counter, owner, sharers
+        self._thread: threading.Thread | None = None
+        self._claimed: list[Any] = []
+        self._error: Exception | None = None
+
+    def poll(self, room: int) -> list[Any]:
+        """Slots claimed since the last call, as `ControlClient.claim` returns them; then claims more, up to `room`.
+
+        Never waits. Raises JobFailed without a control service.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return []
+        if self._error is not None:
+            raise self._error
+        claimed, self._claimed = self._claimed, []
+        if room > len(claimed):
+            self._thread = threading.Thread(target=self._claim, args=(room - len(claimed),), daemon=True)
+            self._thread.start()
+        return claimed
+
+    def _claim(self, count: int) -> None:
+        try:
+            self._claimed = self._control.claim(
+                self._counter, self._owner, count, self._sharers, wait_seconds=CLAIM_SECONDS
+            )
+        except Exception as error:  # raised by the next `poll`
+            self._error = error

@@ -1,0 +1,74 @@
+"""Which roles are alive and make progress, and what they last reported. Pure: the caller passes the time.
+
+A role that the service has not heard for the heartbeat timeout is silent. Neither a pause of the service itself nor its
+restart counts as silence. These facts are not durable: roles report them again within a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PAUSE_SECONDS = 2.0  # a longer time between two calls of `silent_roles` is a pause of the service
+
+
+@dataclass
+class RoleReport:
+    """What a role last reported."""
+
+    heard_at: float
+    beats: int = 0  # heartbeats so far
+    progress: str = ""  # changes while the role makes progress; empty: none yet
+    progress_at: float = 0.0  # when it last changed
+    status: str = ""  # status line
+    load: dict[str, Any] = field(default_factory=dict)  # running sums of an engine
+    cleared: bool = False  # its supervisor restarts it: not lost before its next heartbeat
+
+
+class Liveness:
+    """Reports by role."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds  # run.heartbeat_timeout_seconds
+        self.roles: dict[str, RoleReport] = {}
+        self._checked_at: float | None = None
+
+    def report(self, role: str, now: float, fields: dict[str, Any]) -> None:
+        """Take in a heartbeat with the fields of RoleReport that have changed."""
+        known = self.roles.setdefault(role, RoleReport(now))
+        known.heard_at, known.beats, known.cleared = now, known.beats + 1, False
+        if (progress := fields.get("progress", known.progress)) != known.progress:
+            known.progress, known.progress_at = progress, now
+        known.status, known.load = fields.get("status", known.status), fields.get("load", known.load)
+
+    def clear(self, role: str) -> None:
+        """A supervisor restarts a role."""
+        if (known := self.roles.get(role)) is not None:
+            known.progress, known.cleared = "", True
+
+    def silent_roles(self, now: float) -> dict[str, bool]:
+        """The silent roles, and whether each was cleared. Call this several times a second."""
+        paused = 0.0 if self._checked_at is None else now - self._checked_at
+        self._checked_at = now
+        if paused > PAUSE_SECONDS:
+            for known in self.roles.values():
+                known.heard_at = min(now, known.heard_at + paused)
+                known.progress_at = min(now, known.progress_at + paused)
+        return {
+            role: known.cleared for role, known in self.roles.items() if now - known.heard_at > self.timeout_seconds
+        }
+
+    def to_json(self, now: float) -> dict[str, dict[str, Any]]:
+        """By role: its report, with ages in seconds instead of times."""
+        return {
+            role: {
+                "beats": known.beats,
+                "silent_seconds": round(now - known.heard_at, 3),
+                "progress": known.progress,
+                "idle_seconds": round(now - known.progress_at, 3) if known.progress else 0.0,
+                "status": known.status,
+                "load": known.load,
+                "cleared": known.cleared,
+            }
+            for role, known in self.roles.items()
+        }
