@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,30 +21,21 @@ from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.types import BUDGET_SPENT
+from tests.planes import control_plane
 from tests.waiting import until
 
 LIMIT = 60.0
-SERVER = """
-import sys
-from pathlib import Path
-from megatron_webrl.control.service import serve
-serve("127.0.0.1", 0, "ring", Path(sys.argv[1]), seconds=120)
-"""
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("control") / "control.json"
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(path)])
-    until(path.is_file, "a control plane")
-    fields = json.loads(path.read_text())
-    yield fields["host"], fields["port"]
-    process.kill()
-    process.wait()
+    with control_plane(path.parent):
+        yield path
 
 
-def connect(address: tuple[str, int], role: str) -> ControlClient:
-    return ControlClient(*address, role, heartbeat_timeout_seconds=10.0, connect_seconds=10)
+def connect(address: Path, role: str) -> ControlClient:
+    return ControlClient(address, role)
 
 
 def request(number: int, tasks: int = 4, samples: int = 2) -> EvaluationRequest:
@@ -63,14 +51,19 @@ def result(index: int, sample: int, instance_id: str, outcome: str = "success") 
 def work(control: ControlClient, asked: EvaluationRequest, instance_id: str, count: int) -> list[int]:
     """Run up to `count` episodes; returns their numbers."""
     done = []
-    while len(done) < count and (claimed := evaluation_queue.claim_episode(control, asked, instance_id)):
-        slot, episode = claimed
-        evaluation_queue.submit_result(control, asked, slot, result(*asked.task_and_sample(episode), instance_id))
-        done.append(episode)
+    while len(done) < count and (claimed := claim(control, asked, instance_id)):
+        evaluation_queue.submit_result(
+            control, asked, result(*asked.task_and_sample(claimed[0]), instance_id), claimed[0]
+        )
+        done += claimed
     return done
 
 
-def test_workers_share_the_episodes_and_retry_those_of_a_lost_worker(address: tuple[str, int]):
+def claim(control: ControlClient, asked: EvaluationRequest, instance_id: str) -> list[int]:
+    return control.claim(evaluation_queue.counter_name(asked), instance_id, 1)
+
+
+def test_workers_share_the_episodes_and_retry_those_of_a_lost_worker(address: Path):
     trainer = connect(address, "trainer-0")
     workers = [connect(address, f"rollout-{number}") for number in range(2)]
     assert [worker.register_instance() for worker in workers] == [1, 1]
@@ -81,17 +74,16 @@ def test_workers_share_the_episodes_and_retry_those_of_a_lost_worker(address: tu
     assert not collector.poll()
     assert not collector.has_started
     assert work(workers[0], asked, "rollout-0.1", 2) == [0, 1]
-    unfinished = [evaluation_queue.claim_episode(workers[0], asked, "rollout-0.1") for _ in range(2)]
-    assert unfinished == [(2, 2), (3, 3)]
+    assert [claim(workers[0], asked, "rollout-0.1") for _ in range(2)] == [[2], [3]]
     assert work(workers[1], asked, "rollout-1.1", 100) == [4, 5, 6, 7]
     assert not collector.poll()
-    assert (collector.has_started, collector.missing_count, collector.retried_episodes) == (True, 2, [])
+    assert (collector.has_started, collector.missing_count) == (True, 2)
+    assert claim(workers[1], asked, "rollout-1.1") == []
     assert workers[0].register_instance() == 2
     assert not collector.poll()
-    assert collector.retried_episodes == [2, 3]
     assert sorted(work(workers[0], asked, "rollout-0.2", 1) + work(workers[1], asked, "rollout-1.1", 9)) == [2, 3]
     late = result(2, 0, "rollout-0.1", "failure")  # must not count a second time
-    evaluation_queue.submit_result(workers[0], asked, 2, late)
+    evaluation_queue.submit_result(workers[0], asked, late, 2)
     assert collector.poll()
     assert [(r.index, r.sample) for _, r in sorted(collector.results.items())] == [
         (index, sample) for sample in range(2) for index in range(4)
@@ -101,7 +93,7 @@ def test_workers_share_the_episodes_and_retry_those_of_a_lost_worker(address: tu
     assert evaluation_queue.current_request(workers[0]) is None
 
 
-def test_concurrent_workers_claim_every_episode_once(address: tuple[str, int]):
+def test_concurrent_workers_claim_every_episode_once(address: Path):
     asked, done = request(1002, tasks=50), [[], [], []]  # type: EvaluationRequest, list[list[int]]
     evaluation_queue.submit_request(connect(address, "trainer-0"), asked)
 
@@ -157,7 +149,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 class Worker(threading.Thread):
     """Runs evaluations once its engine has weights. Later versions succeed at more tasks, none on blank images."""
 
-    def __init__(self, address: tuple[str, int], name: str, engines: Engines) -> None:
+    def __init__(self, address: Path, name: str, engines: Engines) -> None:
         super().__init__(daemon=True)
         self.engines = engines
         self.control, self.instance_id = connect(address, name), f"{name}.1"
@@ -169,17 +161,17 @@ class Worker(threading.Thread):
         while "blank_images" not in self.kinds and time.monotonic() < deadline:
             asked = evaluation_queue.current_request(self.control)
             if asked is not None and not self.engines.waiting and (not self.kinds or asked.kind != self.kinds[-1]):
-                while claimed := evaluation_queue.claim_episode(self.control, asked, self.instance_id):
-                    slot, episode = claimed
+                while claimed := claim(self.control, asked, self.instance_id):
+                    [episode] = claimed
                     index, sample = asked.task_and_sample(episode)
                     good = asked.version > index and asked.kind != "blank_images"
                     found = result(index, sample, self.instance_id, "success" if good else "failure")
-                    evaluation_queue.submit_result(self.control, asked, slot, found)
+                    evaluation_queue.submit_result(self.control, asked, found, episode)
                 self.kinds.append(asked.kind)
             time.sleep(0.02)
 
 
-def test_a_run_is_evaluated_before_during_and_after_training(address: tuple[str, int], config: Config, one_rank: None):
+def test_a_run_is_evaluated_before_during_and_after_training(address: Path, config: Config, one_rank: None):
     tracker = MLflowTracker(config, None, str)
     engines: Any = Engines()
     evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=0, version=0)
@@ -210,12 +202,12 @@ def test_a_run_is_evaluated_before_during_and_after_training(address: tuple[str,
 
 
 @pytest.fixture
-def stopped(address: tuple[str, int]) -> Iterator[ControlClient]:
+def stopped(address: Path) -> Iterator[ControlClient]:
     """A job that ends because the judge's budget is spent."""
     control = connect(address, "trainer-0")
     control.request_stop(BUDGET_SPENT)
     yield control
-    control.store.delete_key("stop")
+    control.put_json("stop", None)
 
 
 def test_an_evaluation_that_a_spent_budget_ends_is_not_recorded_and_runs_again(
@@ -244,7 +236,7 @@ def test_the_evaluation_of_a_checkpoint_ends_without_a_result_when_the_budget_is
 
 
 def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_training_at_once(
-    address: tuple[str, int], config: Config, one_rank: None
+    address: Path, config: Config, one_rank: None
 ):
     tracker = MLflowTracker(config, None, str)
     engines: Any = Engines()

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from megatron_webrl.config.judge import BudgetConfig
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.judge.budget import BudgetSpent, Usage
+from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, Usage
 from megatron_webrl.judge.job_budget import JobUsageMeter, restore_usage, save_usage
+from tests.planes import control_plane
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    return new_store()
+def job(tmp_path: Path) -> Iterator[Path]:
+    with control_plane(tmp_path) as address:
+        yield address
 
 
-def new_store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-
-
-def meter(store: TCPStore, worker: int, budget: BudgetConfig, hour: list[int]) -> JobUsageMeter:
-    control = ControlClient("127.0.0.1", store.port, f"rollout-{worker}", 60.0)
+def meter(job: Path, worker: int, budget: BudgetConfig, hour: list[int]) -> JobUsageMeter:
+    control = ControlClient(job, f"rollout-{worker}")
     return JobUsageMeter(control, budget, lambda: hour[0] * 3600.0)
 
 
-def test_workers_share_the_budget_of_an_hour(store: TCPStore) -> None:
+def test_workers_share_the_budget_of_an_hour(job: Path) -> None:
     hour, budget = [7], BudgetConfig(calls_per_hour=3, dollars_per_hour=1.0)
-    first, second = (meter(store, worker, budget, hour) for worker in range(2))
+    first, second = (meter(job, worker, budget, hour) for worker in range(2))
     estimate = Usage(1, 500, 0.25)
 
     async def spend() -> None:
@@ -50,36 +48,45 @@ def test_workers_share_the_budget_of_an_hour(store: TCPStore) -> None:
     asyncio.run(spend())
 
 
-def test_a_job_that_resumes_within_the_hour_continues_with_what_is_left(tmp_path: Path) -> None:
+@pytest.fixture
+def jobs() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_a_job_that_resumes_within_the_hour_continues_with_what_is_left(tmp_path: Path, jobs: ExitStack) -> None:
     hour, budget, estimate = [7], BudgetConfig(calls_per_hour=3, dollars_per_hour=9), Usage(1, 500, 0.25)
-    stores = [new_store() for _ in range(3)]
-    controls = [ControlClient("127.0.0.1", store.port, "trainer-0", 60.0) for store in stores]
+    run = tmp_path / "run"
+    run.mkdir()
+    controls = []
+    for number in range(3):
+        (folder := tmp_path / f"job-{number}").mkdir()
+        controls.append(ControlClient(jobs.enter_context(control_plane(folder)), "trainer-0"))
 
     async def spend(job: int, times: int) -> None:
         for _ in range(times):
-            await meter(stores[job], 0, budget, hour).reserve(estimate)
+            await meter(controls[job].address_file, 0, budget, hour).reserve(estimate)
 
-    restore_usage(controls[0], budget, tmp_path)
+    restore_usage(controls[0], budget, run)
     asyncio.run(spend(0, times=2))
-    save_usage(controls[0], budget, tmp_path, lambda: hour[0] * 3600.0)
-    restore_usage(controls[0], budget, tmp_path)  # by a trainer that was restarted in the job: counts nothing twice
+    save_usage(controls[0], budget, run, lambda: hour[0] * 3600.0)
+    restore_usage(controls[0], budget, run)  # by a trainer that was restarted in the job: counts nothing twice
     asyncio.run(spend(0, times=1))
-    save_usage(controls[0], budget, tmp_path, lambda: hour[0] * 3600.0)
+    save_usage(controls[0], budget, run, lambda: hour[0] * 3600.0)
 
-    restore_usage(controls[1], budget, tmp_path)
+    restore_usage(controls[1], budget, run)
     with pytest.raises(BudgetSpent, match="4 calls this hour, the limit is 3"):
         asyncio.run(spend(1, times=1))
     hour[0] += 1
-    restore_usage(controls[2], budget, tmp_path)
+    restore_usage(controls[2], budget, run)
     asyncio.run(spend(2, times=3))
 
 
-def test_without_limits_nothing_is_counted(store: TCPStore, tmp_path: Path) -> None:
-    unlimited = meter(store, 0, BudgetConfig(), [0])
-    keys = store.num_keys()
+def test_without_limits_nothing_is_counted(job: Path, tmp_path: Path) -> None:
+    unlimited = meter(job, 0, BudgetConfig(), [0])
     asyncio.run(unlimited.reserve(Usage(1, 10**12, 10.0**6)))
-    control = ControlClient("127.0.0.1", store.port, "trainer-0", 60.0)
+    control = ControlClient(job, "trainer-0")
     restore_usage(control, BudgetConfig(), tmp_path)
     save_usage(control, BudgetConfig(), tmp_path)
-    assert store.num_keys() == keys
-    assert not list(tmp_path.iterdir())
+    assert control.get_json("judge_usage/0/calls") is None
+    assert not (tmp_path / USAGE_FILE).exists()

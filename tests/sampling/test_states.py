@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,12 +22,12 @@ FIRST, SECOND, THIRD = SamplerState(0, 0, 0), SamplerState(8, 2, 0), SamplerStat
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> Iterator[tuple[str, int]]:
+def address(tmp_path: Path) -> Iterator[Path]:
     with control_plane(tmp_path) as address:
         yield address
 
 
-def reader(address: tuple[str, int], role: str = "rollout-0") -> SamplerStateReader:
+def reader(address: Path, role: str = "rollout-0") -> SamplerStateReader:
     return SamplerStateReader(connect(address, role), 60)
 
 
@@ -38,7 +39,7 @@ async def rates_at(worker: SamplerStateReader, *tickets: int) -> list[float | No
     return [(await worker.knowledge(ticket)).pass_rate("a") for ticket in tickets]
 
 
-async def test_a_worker_knows_of_each_ticket_exactly_what_was_learned_before(address: tuple[str, int]) -> None:
+async def test_a_worker_knows_of_each_ticket_exactly_what_was_learned_before(address: Path) -> None:
     log, publisher, worker = SamplerLog(), SamplerPublisher(connect(address, "trainer-0")), reader(address)
     publisher.publish(log, [FIRST])
     assert await rates_at(worker, 0, 5, 7) == [None] * 3
@@ -55,7 +56,7 @@ async def test_a_worker_knows_of_each_ticket_exactly_what_was_learned_before(add
         assert await each.knowledge(99) is knowledge
 
 
-async def test_a_worker_with_another_task_file_ends_the_job(address: tuple[str, int]) -> None:
+async def test_a_worker_with_another_task_file_ends_the_job(address: Path) -> None:
     trainer = connect(address, "trainer-0")
     files = {TRAIN_FILE: FileDigest("/data/train.jsonl", "aa"), TEST_FILE: FileDigest("test.jsonl", "bb")}
     SamplerPublisher(trainer, files).publish(SamplerLog(), [FIRST])
@@ -71,7 +72,7 @@ async def test_a_worker_with_another_task_file_ends_the_job(address: tuple[str, 
     assert trainer.job_end() == {"outcome": f"failed: {caught.value}", "role": "rollout-3"}
 
 
-async def test_a_small_chunk_grows_until_it_is_full(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_small_chunk_grows_until_it_is_full(address: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states_module, "CHUNK_ENTRIES", 4)
     control, log, worker = connect(address, "trainer-0"), SamplerLog(), reader(address)
     publisher = SamplerPublisher(control)
@@ -89,7 +90,7 @@ async def test_a_small_chunk_grows_until_it_is_full(address: tuple[str, int], mo
 
 
 async def test_a_folded_log_replaces_its_keys_and_reaches_early_and_late_workers(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    address: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(states_module, "CHUNK_ENTRIES", 4)
     control, log, early, asleep = connect(address, "trainer-0"), SamplerLog(), reader(address), reader(address)
@@ -113,7 +114,7 @@ async def test_a_folded_log_replaces_its_keys_and_reaches_early_and_late_workers
     assert (published.base, published.end, len(published.entries), len(states)) == (7, 8, 1, 2)
 
 
-async def test_a_restarted_trainer_may_publish_older_states_than_a_worker_remembers(address: tuple[str, int]) -> None:
+async def test_a_restarted_trainer_may_publish_older_states_than_a_worker_remembers(address: Path) -> None:
     control, log, worker = connect(address, "trainer-0"), SamplerLog(), reader(address)
     for number in range(6):
         log.append(PASS, "a", [number / 8, number + 1])
@@ -126,7 +127,7 @@ async def test_a_restarted_trainer_may_publish_older_states_than_a_worker_rememb
     assert len(numbered_keys(control)) == 1
 
 
-async def test_a_closed_ticket_gets_the_oldest_state(address: tuple[str, int]) -> None:
+async def test_a_closed_ticket_gets_the_oldest_state(address: Path) -> None:
     log, publisher, worker = SamplerLog(), SamplerPublisher(connect(address, "trainer-0")), reader(address)
     log.append(PASS, "a", [0.5, 1])
     publisher.publish(log, [SECOND := SamplerState(8, 1, 0)])
@@ -134,7 +135,7 @@ async def test_a_closed_ticket_gets_the_oldest_state(address: tuple[str, int]) -
     assert (await worker.knowledge(3)).learned == SECOND.learned
 
 
-async def test_a_worker_waits_for_the_first_state(address: tuple[str, int]) -> None:
+async def test_a_worker_waits_for_the_first_state(address: Path) -> None:
     trainer, worker = connect(address, "trainer-0"), reader(address)
     asked = asyncio.create_task(worker.knowledge(2))
     await asyncio.sleep(0)
@@ -143,28 +144,28 @@ async def test_a_worker_waits_for_the_first_state(address: tuple[str, int]) -> N
     assert (await asked).learned == 0
 
 
-async def test_a_missing_state_is_an_error_that_names_the_ticket(address: tuple[str, int]) -> None:
+async def test_a_missing_state_is_an_error_that_names_the_ticket(address: Path) -> None:
     worker = SamplerStateReader(connect(address, "rollout-3"), 0.2)
     message = r"rollout-3 waited 0 s \(run.startup_timeout_seconds\) for the sampler state of ticket 5 from trainer-0"
     with pytest.raises(JobFailed, match=message):
         await worker.knowledge(5)
 
 
-async def test_the_end_of_the_job_ends_the_wait(address: tuple[str, int]) -> None:
+async def test_the_end_of_the_job_ends_the_wait(address: Path) -> None:
     control = connect(address, "rollout-0")
     control.end_job("stopped")
     with pytest.raises(JobEnded):
         await SamplerStateReader(control, 60).knowledge(5)
 
 
-async def test_a_large_log_is_published_in_keys_of_less_than_a_mebibyte(address: tuple[str, int]) -> None:
+async def test_a_large_log_is_published_in_keys_of_less_than_a_mebibyte(address: Path) -> None:
     log, worker = SamplerLog(), SamplerStateReader.from_config(Config(), connect(address, "rollout-0"))
     for number in range(30_000):
         log.append(PASS, f"{number:016x}", [1 / (number + 1), 1])
     log.fold(29_000)
     control = connect(address, "trainer-0")
     SamplerPublisher(control).publish(log, [SamplerState(0, 29_500, 0)])
-    sizes = [len(control.store.get(f"sampler/{number}")) for number in numbered_keys(control)]
+    sizes = [len(json.dumps(control.get_json(f"sampler/{number}"))) for number in numbered_keys(control)]
     assert len(sizes) == 9
     assert 2**17 < max(sizes) < 2**20
     knowledge = await worker.knowledge(0)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobEnded, JobFailed
-from megatron_webrl.control.tickets import ticket_epoch_at
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from tests.planes import connect
@@ -40,7 +39,7 @@ def successes(ticket: int) -> int:
     return int(ticket % 5 != 3)
 
 
-def trainer_rank(rank: int, folder: str, address: tuple[str, int], names: list[str], resumed: bool) -> None:
+def trainer_rank(rank: int, folder: str, address: Path, names: list[str], resumed: bool) -> None:
     """One attempt of a trainer rank; `resumed`: from the saved state."""
     member = Member(rank, 2, folder, names, exchange_seconds=10.0)
     from megatron_webrl.tracking.metrics import UpdateSeconds
@@ -81,25 +80,25 @@ def trainer_rank(rank: int, folder: str, address: tuple[str, int], names: list[s
     coordinator.end_job(UPDATES)
 
 
-def work(address: tuple[str, int], name: str, worker: int) -> None:
+def work(address: Path, name: str, worker: int) -> None:
     """The worker of node `worker`: writes the groups of its tickets until the job ends; on node 1 it is slower."""
     control, finished, written = connect(address, f"rollout-{worker}"), 0, 0
     with Ring.attach(name) as ring, suppress(JobFailed):
         try:
             while True:
                 control.check_job()
-                slot = control.claim_slot() if control.ticket_epoch_count() else None
-                if slot is not None:
-                    epochs, version = control.ticket_epochs(), control.get_json("test/version")
-                    ticket = ticket_epoch_at(epochs, slot).ticket_at(slot)
+                claims = control.claim_tickets(1)
+                for claim in claims:
+                    version = control.get_json("test/version")
+                    ticket = claim.ticket
                     assert isinstance(version, int)
                     made = group(ticket, worker, successes(ticket), version)
                     for each in made.trajectories:
                         finished += 1
-                        now = replace(each, restart_epoch=epochs[-1].restart_epoch, finished_at=time.time())
+                        now = replace(each, restart_epoch=claim.restart_epoch, finished_at=time.time())
                         ring.write(encode_trajectory(now), 10.0)
                         written += 1
-                    control.close_slot(slot)
+                    control.close_slot(claim.slot)
                 time.sleep(0.04 * worker + 0.02)
         except JobEnded:
             final = {"instance_id": f"rollout-{worker}.1", "finished": finished, "unwritten": finished - written}

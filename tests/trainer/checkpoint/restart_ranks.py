@@ -15,7 +15,6 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobEnded
-from megatron_webrl.control.tickets import ticket_epoch_at
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from tests.gloo import join
@@ -61,25 +60,23 @@ def run(rank: int, folder: str, seed: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _work(address: tuple[str, int], ring: Ring, number: int, versions: dict[str, int], seed: int) -> None:
+def _work(address: Path, ring: Ring, number: int, versions: dict[str, int], seed: int) -> None:
     control, finished, choose = connect(address, f"rollout-{number}"), 0, random.Random(f"{seed}/{number}")
     instance_id = f"rollout-{number}.1"
     try:
         while True:
             control.check_job()
-            slot = control.claim_slot() if control.ticket_epoch_count() else None
-            if slot is not None:
-                epochs, version = control.ticket_epochs(), versions["now"]
-                ticket = ticket_epoch_at(epochs, slot).ticket_at(slot)
+            claims = control.claim_tickets(1)
+            for claim in claims:
+                version = versions["now"]
+                ticket = claim.ticket
                 time.sleep(choose.random() * 0.06)
                 for index in range(2):
                     made = trajectory(ticket, index, reward=float(index < (ticket % 5 != 3)), version=version)
-                    made = replace(
-                        made, worker=instance_id, restart_epoch=epochs[-1].restart_epoch, finished_at=time.time()
-                    )
+                    made = replace(made, worker=instance_id, restart_epoch=claim.restart_epoch, finished_at=time.time())
                     finished += 1
                     ring.write(encode_trajectory(made), 10.0)
-                control.close_slot(slot)
+                control.close_slot(claim.slot)
             time.sleep(0.005)
     except JobEnded:
         report = {"instance_id": instance_id, "finished": finished, "unwritten": 0}
@@ -89,9 +86,7 @@ def _work(address: tuple[str, int], ring: Ring, number: int, versions: dict[str,
 class _Trainer:
     """Attempts of the trainer. All but the last die before an update is counted, or before its records are freed."""
 
-    def __init__(
-        self, config: Config, address: tuple[str, int], ring: Ring, versions: dict[str, int], seed: int
-    ) -> None:
+    def __init__(self, config: Config, address: Path, ring: Ring, versions: dict[str, int], seed: int) -> None:
         self.config, self.address, self.ring, self.versions = config, address, ring, versions
         self.choose = random.Random(seed)
         self.saved: str | None = None

@@ -33,7 +33,7 @@ LIMIT = 120.0
 
 
 @contextmanager
-def job(folder: Path, names: list[str]) -> Iterator[tuple[str, int]]:
+def job(folder: Path, names: list[str]) -> Iterator[Path]:
     """Run a control plane and workers while the context is open."""
     with control_plane(folder, LIMIT) as address:
         workers = [
@@ -49,7 +49,7 @@ def job(folder: Path, names: list[str]) -> Iterator[tuple[str, int]]:
             worker.join(LIMIT)
 
 
-def run_trainer(folder: Path, address: tuple[str, int], names: list[str], resumed: bool) -> None:
+def run_trainer(folder: Path, address: Path, names: list[str], resumed: bool) -> None:
     """Run the trainer until the job ends, or until the other rank fails after the killed one."""
     (folder / "rendezvous-2").unlink(missing_ok=True)
     context = forks.start(ranks.trainer_rank, str(folder), address, names, resumed, ranks=2)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.tickets import TICKET_DONE, TICKET_FENCE, TicketEpoch, ticket_epoch_at
+from megatron_webrl.control.tickets import TICKET_DONE, TICKET_FENCE, TicketClaim, TicketEpoch, ticket_epoch_at
 from megatron_webrl.tracking import episode_log
 from megatron_webrl.tracking.episode_log import EpisodeLog, trajectory_identity
 from megatron_webrl.trainer.accounting import Accounting
@@ -40,9 +40,9 @@ def test_no_worker_claims_a_slot_above_a_fence_until_the_job_is_opened_again(con
     fences: list[int] = []
 
     def worker(number: int) -> None:
-        mine = ControlClient(control.host, control.port, f"rollout-{number}", 60.0)
-        while (slot := mine.claim_slot()) is not None:
-            taken[number].append(slot)
+        mine = ControlClient(control.address_file, f"rollout-{number}")
+        while claims := mine.claim_tickets(1):
+            taken[number].append(claims[0].slot)
 
     threads = [threading.Thread(target=worker, args=(number,)) for number in (0, 1)]
     for thread in threads:
@@ -55,13 +55,13 @@ def test_no_worker_claims_a_slot_above_a_fence_until_the_job_is_opened_again(con
         thread.join(60)
     assert sorted(taken[0] + taken[1]) == list(range(fences[0]))
     assert control.claimed_slots() == fences[0] + 1
-    assert control.free_slots() == 0
+    assert control.claim_tickets(1) == []
     assert set(control.claims(0, fences[0])) == {"rollout-0", "rollout-1"}
     control.start_ticket_epoch(TicketEpoch(1, 0, fences[0] + 1, (3, 5), fences[0]), limit=fences[0] + 4)
-    slots = [control.claim_slot() for _ in range(4)]
-    assert slots == [fences[0] + 1, fences[0] + 2, fences[0] + 3, None]
+    assert control.claim_tickets(9) == [
+        TicketClaim(fences[0] + 1 + number, ticket, 1) for number, ticket in enumerate((3, 5, fences[0]))
+    ]
     epochs = control.ticket_epochs()
-    assert [ticket_epoch_at(epochs, p).ticket_at(p) for p in slots[:3] if p is not None] == [3, 5, fences[0]]
     assert ticket_epoch_at(epochs, 7).ticket_at(7) == 7
 
 

@@ -113,7 +113,7 @@ class _Run:
             ring = Ring.create_or_attach(ring_name, 2**21, ring_name)
             stack.callback(ring.close)
             stack.callback(ring.unlink)
-            control = _RecordingControlClient(*address, "trainer-0", 60.0)
+            control = _RecordingControlClient(address, "trainer-0")
             control.raises = self.raises
             tracker = MLflowTracker(self.config, state.mlflow_run_id, lambda tokens: "")
             exchange = SingleNodeExchange(ring)
@@ -160,14 +160,14 @@ class _RecordingControlClient(ControlClient):
     def set_ticket_limit(self, limit: int) -> None:
         index: Any = self.get_json("sampler/index")
         firsts = [first for first, _, _ in index["states"]]
-        self.raises.append((int(self.store.get("tickets/limit")), limit, firsts))
+        self.raises.append((self.run("read_counter", "tickets")["limit"], limit, firsts))
         super().set_ticket_limit(limit)
 
 
 class _Worker:
     """Runs tickets in order, several at a time."""
 
-    def __init__(self, run: _Run, address: tuple[str, int], ring: Any, coordinator: Any) -> None:
+    def __init__(self, run: _Run, address: Path, ring: Any, coordinator: Any) -> None:
         from megatron_webrl.sampling.states import SamplerStateReader
 
         self.run, self.ring, self.coordinator = run, ring, coordinator
@@ -179,8 +179,8 @@ class _Worker:
 
     def step(self, version: int) -> bool:
         """Claim tickets, and finish one if the trainer lacks groups."""
-        while len(self.in_flight) < IN_FLIGHT and (slot := self.control.claim_slot()) is not None:
-            self.in_flight.append(self._run_ticket(self.start.ticket_at(slot), version))
+        for claim in self.control.claim_tickets(IN_FLIGHT - len(self.in_flight)):
+            self.in_flight.append(self._run_ticket(claim.ticket, version))
         if len(self.coordinator.group_source._ready) < self.run.config.trainer.groups_per_update:
             self.coordinator.control.check_job()
             for each in self.in_flight.popleft():
