@@ -1,0 +1,60 @@
+"""The journal of the control service: what it restores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.control import journal as journals
+from megatron_webrl.control.journal import Journal, JournalError, restore
+from megatron_webrl.control.state import JobState
+
+
+def write(path: Path, state: JobState, requests: range) -> None:
+    async def append() -> None:
+        opened = Journal(path)
+        for number in requests:
+            commands = [["put", f"key/{number % 7}", number], ["add", "sum", number]]
+            state.apply("a", number, commands)
+            opened.append("a", number, commands, state)
+        await asyncio.gather(opened.sync(), opened.sync())
+        opened.close()
+
+    asyncio.run(append())
+
+
+def test_a_journal_restores_the_state_wherever_it_was_cut(tmp_path: Path) -> None:
+    path, state = tmp_path / "journal", JobState()
+    write(path, state, range(1, 30))
+    whole = path.read_bytes()
+    assert restore(path).to_json() == json.loads(json.dumps(state.to_json()))
+    lines = whole.splitlines(keepends=True)
+    for end in range(len(whole)):
+        path.write_bytes(whole[:end])
+        restored = restore(path)
+        complete = whole[:end].count(b"\n")
+        assert restored.facts.get("sum", 0) == sum(range(1, complete + 1))
+        assert path.read_bytes() == b"".join(lines[:complete])  # ready for the next line
+
+
+def test_a_long_journal_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "COMPACT_BYTES", 2000)
+    path, state = tmp_path / "journal", JobState()
+    write(path, state, range(1, 500))
+    assert path.stat().st_size < 4000
+    assert restore(path).to_json() == json.loads(json.dumps(state.to_json()))
+    write(path, state, range(500, 600))  # opened again
+    assert restore(path).facts["sum"] == sum(range(600))
+    assert [each.name for each in tmp_path.iterdir()] == ["journal"]
+
+
+@pytest.mark.parametrize("line", [b"[]\n", b"nonsense\n", b'["a", 1, [["explode"]]]\n', b"{}\n"])
+def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
+    path, state = tmp_path / "journal", JobState()
+    write(path, state, range(1, 3))
+    path.write_bytes(path.read_bytes() + line + b'["a", 3, []]\n')
+    with pytest.raises(JournalError, match=f"{path}, line 3: "):
+        restore(path)

@@ -1,0 +1,273 @@
+"""The control service as a process, with real clients."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.control.address import ControlAddress
+from megatron_webrl.control.client import Claimer, ControlClient
+from megatron_webrl.control.connection import JobEnded, JobFailed
+from megatron_webrl.control.fact_store import FactStore
+from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
+from tests.control.service_process import ServiceProcess, service_process, wait_for_exit
+from tests.waiting import until
+
+SHUTDOWN = "service.LINGER_SECONDS = 0.2"
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[ServiceProcess]:
+    with service_process(tmp_path) as running:
+        yield running
+
+
+def test_each_ticket_is_claimed_once_although_the_service_is_killed_again_and_again(service: ServiceProcess) -> None:
+    trainer = service.connect("trainer-0")
+    trainer.start_ticket_epoch(TicketEpoch(0, 0, 10, (), 10), limit=310)
+    taken: list[list[TicketClaim]] = [[], [], []]
+
+    def work(number: int) -> None:
+        control = service.connect(f"rollout-{number}")
+        while claims := control.claim_tickets(2):
+            taken[number] += claims
+            for claim in claims[:1]:
+                control.close_slot(claim.slot)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    chance = random.Random(3)
+    for _ in range(5):
+        time.sleep(chance.random() * 0.2)
+        service.kill()
+        service.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(claim.slot for part in taken for claim in part) == list(range(10, 310))
+    assert all(claim.ticket == claim.slot for part in taken for claim in part)
+    assert trainer.claimed_slots() == 310
+    unfinished = [c for n in range(3) for c in service.connect(f"rollout-{n}").unfinished_claims()]
+    assert len(unfinished) == trainer.claims(10, 310).count("done") == 150
+
+
+def test_a_restarted_worker_finds_its_unfinished_claims(service: ServiceProcess) -> None:
+    service.connect("trainer-0").start_ticket_epoch(TicketEpoch(0, 0, 5, (), 5), limit=12)
+    first, other = service.connect("rollout-0"), service.connect("rollout-1")
+    assert [claim.slot for _ in range(3) for claim in first.claim_tickets(1)] == [5, 6, 7]
+    assert [claim.slot for claim in other.claim_tickets(1)] == [8]
+    first.close_slot(6)
+    assert first.register_instance() == 1
+    again = service.connect("rollout-0")
+    assert again.register_instance() == 2
+    assert [claim.slot for claim in again.unfinished_claims()] == [5, 7]
+    again.give_up_worker("rollout-1", "it failed too often")
+    assert [claim.slot for claim in again.claim_tickets(1)] == [8]
+    assert other.given_up_workers() == {"rollout-1": "it failed too often"}
+
+
+def test_a_claim_waits_for_a_slot_and_a_claimer_waits_in_the_background(service: ServiceProcess) -> None:
+    trainer, worker = service.connect("trainer-0"), service.connect("rollout-0")
+    trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=0)
+    worker.start_heartbeat()
+    claimer = Claimer(worker, "tickets", "rollout-0", sharers=2)
+    assert claimer.poll(4) == []
+    trainer.put_json("sampler/index", "of the limit 4")
+    trainer.set_ticket_limit(4)
+    found: list[list[int]] = []
+    until(lambda: found or found.extend(claimer.poll(4)), "a claim")  # type: ignore[func-returns-value]
+    assert found == [[0, 0, 0], [1, 1, 0]]  # a share of half
+    assert worker.get_json("sampler/index") == "of the limit 4"
+    assert worker.claim("tickets", "rollout-0", 1, 1, wait_seconds=5.0)[0][0] in (2, 3)
+    worker.close()
+
+
+def test_a_role_with_a_heartbeat_sees_changes_without_requests(service: ServiceProcess) -> None:
+    trainer, worker = service.connect("trainer-0"), service.connect("rollout-0")
+    worker.start_heartbeat()
+    assert worker.get_json("weights/offer") is None
+    for version in range(20):
+        trainer.put_json("weights/offer", {"version": version})
+        until(lambda: worker.get_json("weights/offer") == {"version": version}, "the offer")  # noqa: B023
+    service.kill()
+    service.start()
+    trainer.put_json("weights/offer", {"version": 99})
+    until(lambda: worker.get_json("weights/offer") == {"version": 99}, "an offer after the restart")
+    trainer.request_stop("preempted")
+    until(worker.stop_requested, "the stop")
+    trainer.request_stop()
+    until(lambda: worker.requested_outcome() == "stopped", "the user's stop, which replaces others")
+    trainer.request_stop("preempted")
+    assert trainer.requested_outcome() == "stopped"
+    worker.close()
+
+
+def test_a_silent_role_is_lost_unless_it_is_restarted(tmp_path: Path) -> None:
+    with service_process(tmp_path, heartbeat_timeout_seconds=1.5) as service:
+        watcher, rank = service.connect("rollout-0"), service.connect("trainer-0")
+        watcher.start_heartbeat()
+        assert not watcher.is_lost("trainer-0")  # it was never heard
+        rank.start_heartbeat()
+        rank.report_status("update 3")
+        until(lambda: watcher.status_of("trainer-0") == "update 3", "its status")
+        assert watcher.role_reports()["trainer-0"]["progress"].startswith(f"{os.getpid()}:")
+        assert not watcher.is_lost("trainer-0")
+        rank.close()
+        for control in (watcher, service.connect("launcher")):
+            until(lambda: control.is_lost("trainer-0"), "its loss")  # noqa: B023
+        with pytest.raises(JobFailed, match="trainer-0 is lost: no heartbeat for 2 s"):
+            watcher.check_job(("trainer-0",))
+        watcher.check_job(("trainer-0",), grace_seconds=60.0)
+        watcher.clear_heartbeat("trainer-0")
+        until(lambda: not watcher.is_lost("trainer-0"), "its restart")
+        until(lambda: watcher.is_lost("trainer-0", grace_seconds=0.3), "a restart that takes too long")
+        again = service.connect("trainer-0")
+        again.start_heartbeat()
+        until(lambda: not watcher.is_lost("trainer-0", grace_seconds=0.3), "its heartbeat")
+        again.close()
+        watcher.close()
+
+
+def test_a_pause_of_the_service_is_not_the_silence_of_a_role(tmp_path: Path) -> None:
+    with service_process(tmp_path, heartbeat_timeout_seconds=2.0) as service:
+        worker, launcher = service.connect("rollout-0"), service.connect("launcher")
+        worker.start_heartbeat()
+        service.signal(signal.SIGSTOP)
+        time.sleep(3.0)  # longer than the timeout
+        service.signal(signal.SIGCONT)
+        for _ in range(20):
+            assert not launcher.is_lost("rollout-0")
+        service.kill()
+        service.start()
+        assert not launcher.is_lost("rollout-0")
+        worker.close()
+
+
+def test_an_instance_has_ended_once_its_role_registers_another(service: ServiceProcess) -> None:
+    worker, control = service.connect("rollout-0"), service.connect("trainer-0")
+    assert worker.register_instance() == 1
+    assert not control.instance_has_ended("rollout-0.1")
+    assert worker.register_instance() == 2
+    assert control.ended_instances(["rollout-0.1", "rollout-0.2"]) == {"rollout-0.1"}
+
+
+def test_the_first_outcome_counts_and_reaches_every_role(service: ServiceProcess) -> None:
+    one, other = service.connect("a"), service.connect("b")
+    other.start_heartbeat()
+    other.check_job()
+    one.end_job("failed: a: broken")
+    other.end_job("finished")
+    for control in (one, other):
+        with pytest.raises(JobFailed, match="a: broken"):
+            control.check_job()
+    other.close()
+
+
+def test_a_clean_end_is_no_failure_and_keep_alive_delays_the_exit(tmp_path: Path) -> None:
+    with service_process(tmp_path, before=SHUTDOWN) as service:
+        trainer = service.connect("trainer-0")
+        with trainer.keep_alive():
+            trainer.end_job("finished")
+            with pytest.raises(JobEnded):
+                trainer.check_job()
+            time.sleep(1.0)  # longer than it stays by itself
+            assert not service.has_exited()
+        wait_for_exit(service)
+
+
+def test_a_timed_out_wait_names_its_object(service: ServiceProcess) -> None:
+    with pytest.raises(JobFailed, match="a waited 0 s for the manifest"):
+        service.connect("a").wait_for_key("weights/manifest", 0.2, "the manifest")
+
+
+def test_a_service_that_does_not_answer_is_an_error_that_names_it(service: ServiceProcess, tmp_path: Path) -> None:
+    with pytest.raises(
+        JobFailed, match=r"a cannot reach the control service within 1 s: .*missing\.json does not name"
+    ):
+        ControlClient(tmp_path / "missing.json", "a", connect_seconds=1.0)
+    control = service.connect("a", lost_seconds=1.0)
+    control.start_heartbeat()
+    control.get_json("never")
+    service.kill()
+    with pytest.raises(JobFailed, match=r"a lost the control service at 127\.0\.0\.1:\d+: no answer within 1 s"):
+        control.wait_for_key("never", 20, "nothing")
+
+
+def test_a_request_without_the_token_is_refused_and_the_token_is_for_the_user_alone(service: ServiceProcess) -> None:
+    address = ControlAddress.read(service.address)
+    assert address is not None
+    assert stat.S_IMODE(service.address.stat().st_mode) == 0o600
+    assert stat.S_IMODE((service.folder / "journal").stat().st_mode) == 0o600
+    for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {address.token[:-1]}"}):
+        for method, path in (("GET", "/status"), ("POST", "/commands"), ("POST", "/exchange"), ("GET", "/unknown")):
+            connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
+            connection.request(method, path, b"{}", headers)
+            assert connection.getresponse().status == 401
+            connection.close()
+    assert service.process is not None
+    assert address.token not in service.log + Path(f"/proc/{service.process.pid}/cmdline").read_text()
+    assert address.token not in (service.folder / "journal").read_text()
+
+
+NO_REQUESTS = (b"", b"[]", b"null", b"\xff", b'{"stream": "a"')
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *((path, body) for path in ("/commands", "/claim", "/exchange") for body in NO_REQUESTS),
+        ("/commands", b"{}"),
+        ("/commands", b'{"stream": 1, "number": "x", "commands": []}'),
+        ("/commands", b'{"stream": "a", "number": 1, "commands": [[]]}'),
+        ("/claim", b'{"stream": "a", "number": 1, "arguments": []}'),
+        ("/exchange", b'{"session": "a", "subscribe": 3}'),
+    ],
+)
+def test_a_request_that_is_none_is_refused(service: ServiceProcess, path: str, body: bytes) -> None:
+    address = ControlAddress.read(service.address)
+    assert address is not None
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
+    connection.request("POST", path, body, {"Authorization": f"Bearer {address.token}"})
+    response = connection.getresponse()
+    assert response.status == 400, response.read()
+    connection.close()
+    service.connect("a").put_json("key", 1)
+
+
+def test_a_journal_that_cannot_be_written_does_not_end_the_job(tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    with service_process(tmp_path, before=limit) as service:
+        control = service.connect("a")
+        for number in range(100):
+            control.put_json(f"key/{number}", "x" * 100)
+        assert control.get_json("key/99") == "x" * 100
+        assert "File too large" in control._connection.status()["journal_error"]
+        assert "ends if the control service does" in service.log
+        assert not (tmp_path / "journal").exists()
+
+
+def test_links_find_their_facts(service: ServiceProcess) -> None:
+    store = FactStore(service.address, "engine-0", 10.0)
+    assert (store.host, store.check(["link/a/member/0"])) == ("127.0.0.1", False)
+    sums = bytes(range(256))
+    store.set("link/a/sums", sums)
+    store.set("link/a/member/0", "host:1")
+    assert store.multi_get(["link/a/sums", "link/a/member/0"]) == [sums, b"host:1"]
+    assert (
+        store.compare_set("link/a/failed", "", "first") == store.compare_set("link/a/failed", "", "second") == b"first"
+    )
+    store.delete_key("link/a/sums")
+    assert not store.check(["link/a/member/0", "link/a/sums"])
+    with pytest.raises(KeyError, match="link/a/sums"):
+        store.get("link/a/sums")
+    assert "sums" in json.dumps((service.folder / "journal").read_text())
