@@ -1,6 +1,6 @@
 """A role's view of its job: facts, tickets and heartbeats of the control service (service.py).
 
-After `start_heartbeat` a thread exchanges one request a second with the service, which also brings each change of the
+After `start_heartbeat` a thread exchanges a request a second with the service, which also brings each change of the
 facts that this role has read before: reading them again costs nothing. Without it every read is a request.
 """
 
@@ -22,7 +22,6 @@ from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, STOPPED
 
 POLL_SECONDS = 0.05
-HEARTBEAT_SECONDS = 1.0  # longest time between two of them
 CLAIM_SECONDS = 1.0  # for which a claim waits at the service
 END_SECONDS = 30.0  # for the outcome to reach the service
 _ALWAYS = ("end", "stop")  # facts that every role with a heartbeat knows
@@ -57,6 +56,7 @@ class ControlClient:
         self._facts: dict[str, tuple[int, Any]] = {}  # revision and value by subscribed key
         self._service, self._revision = "", 0  # which the facts are of
         self._resubscribes = True
+        self._interval = 1.0  # seconds between two exchanges
         self._reported: dict[str, Any] = {}  # fields of each report
         self._progress = 0
         self._exchanges = threading.Event()
@@ -66,7 +66,7 @@ class ControlClient:
     # -- liveness and the end of the job ----------------------------------------------------------
 
     def start_heartbeat(self) -> None:
-        """Exchange with the service at least every HEARTBEAT_SECONDS, from a daemon thread until `close`."""
+        """Exchange with the service, once a second or as often as it asks, from a daemon thread until `close`."""
         self._exchanges.set()
         with self._lock:
             self._facts |= dict.fromkeys(_ALWAYS, (0, None))
@@ -78,7 +78,7 @@ class ControlClient:
         connection = Connection(self.address_file, self.role, self._lost_seconds)
         try:
             while self._exchanges.is_set():
-                self._merge(self._exchange(connection, HEARTBEAT_SECONDS))
+                self._merge(self._exchange(connection, self._interval))
         except ControlLost as error:
             self._lost = error
 
@@ -369,7 +369,7 @@ class ControlClient:
             for key, (revision, value) in answer["facts"].items():
                 if revision >= self._facts.get(key, (0, None))[0]:
                     self._facts[key] = revision, value
-            self._revision = max(self._revision, answer["revision"])
+            self._revision, self._interval = max(self._revision, answer["revision"]), answer["interval"]
             if answer["subscriptions"] < len(self._facts):
                 self._resubscribes = True
 

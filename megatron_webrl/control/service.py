@@ -45,6 +45,7 @@ KEEP_ALIVE_SECONDS = 90.0  # longest time that ControlClient.keep_alive delays t
 LINGER_SECONDS = 10.0  # after that, so that every role reads the outcome
 MAX_WAIT_SECONDS = 5.0  # of a request that waits
 SESSION_SECONDS = 60.0  # a session without requests is forgotten after this time
+EXCHANGES_PER_SECOND = 1000  # of all sessions: with more of them, heartbeats are less frequent
 TICK_SECONDS = 0.1
 MAX_BODY_BYTES = 64 * 2**20
 
@@ -226,6 +227,7 @@ class ControlService:
     def _reply(self, body: Mapping[str, Any], replies: list[Any]) -> Response:
         content: dict[str, Any] = {"service": self.id, "replies": replies}
         if (session := self._session(body)) is not None:
+            content["interval"] = max(1.0, len(self._sessions) / EXCHANGES_PER_SECOND)
             content["revision"] = self._revision
             content["subscriptions"] = len(session.keys)
             news = self._news(session, body)
