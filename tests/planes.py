@@ -8,19 +8,28 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.journal import restore
 from megatron_webrl.control.service import serve
 from tests.waiting import until
 
 
-@contextmanager
-def control_plane(folder: Path, seconds: float = 300.0, heartbeat_timeout_seconds: float = 60.0) -> Iterator[Path]:
-    """Serve within the context; yields the address file."""
+def start(
+    folder: Path, seconds: float = 300.0, heartbeat_timeout_seconds: float = 60.0
+) -> tuple[Path, threading.Thread]:
+    """Start a service that serves for at most `seconds`; returns its address file and its thread."""
     path = folder / "control.json"
     path.unlink(missing_ok=True)
     arguments = ("127.0.0.1", 0, "ring", path, folder / "control.journal", heartbeat_timeout_seconds, seconds)
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
     until(path.is_file, "the control service")
+    return path, thread
+
+
+@contextmanager
+def control_plane(folder: Path, seconds: float = 300.0, heartbeat_timeout_seconds: float = 60.0) -> Iterator[Path]:
+    """Serve within the context; yields the address file."""
+    path, thread = start(folder, seconds, heartbeat_timeout_seconds)
     yield path
     last = connect(path, "test")
     last.end_job("finished")
@@ -31,3 +40,8 @@ def control_plane(folder: Path, seconds: float = 300.0, heartbeat_timeout_second
 def connect(address: Path, role: str) -> ControlClient:
     """Connect as a role."""
     return ControlClient(address, role)
+
+
+def facts(address: Path) -> set[str]:
+    """Keys of all facts of the job."""
+    return set(restore(address.with_name("control.journal")).facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,11 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.control.group_store import host_group_store
 from megatron_webrl.weights import link as links
 from megatron_webrl.weights import link_nccl, transport
 from megatron_webrl.weights.link_channels import NcclChannel
-from tests import forks
+from tests import forks, planes
+from tests.waiting import until
 
 SECONDS = 2.0
 SLACK = 10.0  # seconds that a busy machine may exceed a timeout
@@ -29,21 +32,22 @@ TORCH_STUB = Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi"
 
 
 @pytest.fixture
-def control() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+def control(tmp_path: Path) -> Iterator[Path]:
+    with planes.control_plane(tmp_path) as address:
+        yield address
 
 
-def client(port: int) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+def client(control: Path) -> FactStore:
+    return FactStore(control, "test", 30)
 
 
-def join_in_threads(port: int, ranks: list[int], size: int, seconds: float = SECONDS) -> dict[int, Any]:
+def join_in_threads(control: Path, ranks: list[int], size: int, seconds: float = SECONDS) -> dict[int, Any]:
     """Join ranks of link "x" at once; returns each one's link or error."""
     found: dict[int, Any] = {}
 
     def join(rank: int) -> None:
         try:
-            found[rank] = transport.join_link(client(port), "x", rank, size, seconds, "gloo")
+            found[rank] = transport.join_link(client(control), "x", rank, size, seconds, "gloo")
         except transport.TransferError as error:
             found[rank] = str(error)
 
@@ -56,10 +60,12 @@ def join_in_threads(port: int, ranks: list[int], size: int, seconds: float = SEC
     return found
 
 
-def victim(port: int, rank: int, number: int) -> None:
+def victim(control: Path, rank: int, number: int) -> None:
     """Join as far as other ranks can see, and die or stop before connecting."""
-    store = client(port)
-    hosted = host_group_store(store, "link/x/store", SECONDS) if rank == 0 else None
+    store, hosted = client(control), None
+    if rank == 0:
+        hosted, address = host_group_store(store.host, store.port, SECONDS)
+        store.set("link/x/store", json.dumps(address))
     store.set(f"link/x/done/{rank}", "-1")
     store.set(f"link/x/member/{rank}", f"{socket.gethostname()}:{os.getpid()}")
     os.kill(os.getpid(), number)
@@ -75,23 +81,23 @@ def victims() -> Iterator[list[Any]]:
         process.join(10)
 
 
-def test_the_groups_keys_stay_out_of_the_control_planes_store(control: dist.TCPStore) -> None:
-    found = join_in_threads(control.port, [0, 1], 2, 20.0)
+def test_the_groups_keys_stay_out_of_the_facts_of_the_job(control: Path) -> None:
+    found = join_in_threads(control, [0, 1], 2, 20.0)
     own = found[0].group_store
     assert own.list_keys(), "the group has exchanged its addresses over its own store"
-    assert set(control.list_keys()) == {
+    assert {key for key in planes.facts(control) if key.startswith("link/")} == {
         "link/x/store",
         *(f"link/x/{key}/{r}" for key in ("member", "done") for r in (0, 1)),
     }
     own.set("exception_dump", "1")
     assert found[1].group_store.check(["exception_dump"])
-    assert not control.check(["exception_dump"])
+    assert "exception_dump" not in planes.facts(control)
     for each in found.values():
         each.close()
 
 
-def test_a_store_ends_with_its_link(control: dist.TCPStore) -> None:
-    found = join_in_threads(control.port, [0, 1], 2, 20.0)
+def test_a_store_ends_with_its_link(control: Path) -> None:
+    found = join_in_threads(control, [0, 1], 2, 20.0)
     address = (found[1].group_store.host, found[1].group_store.port)
     socket.create_connection(address, 5).close()
     found[0].close()
@@ -103,37 +109,39 @@ def test_a_store_ends_with_its_link(control: dist.TCPStore) -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_ends_or_stops_while_the_link_is_formed_fails_it_in_time(
-    control: dist.TCPStore, victims: list[Any], monkeypatch: pytest.MonkeyPatch, rank: int, number: signal.Signals
+    control: Path, victims: list[Any], monkeypatch: pytest.MonkeyPatch, rank: int, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(links, "GRACE_SECONDS", 1.0)
-    victims.append(forks.context().Process(target=victim, args=(control.port, rank, number)))
+    victims.append(forks.context().Process(target=victim, args=(control, rank, number)))
     victims[0].start()
-    control.wait([f"link/x/member/{rank}"], timedelta(seconds=30))
+    store = client(control)
+    until(lambda: store.check([f"link/x/member/{rank}"]), "the victim")
     started = time.monotonic()
-    found = join_in_threads(control.port, [each for each in range(3) if each != rank], 3)
+    found = join_in_threads(control, [each for each in range(3) if each != rank], 3)
     assert time.monotonic() - started < SECONDS + 1.0 + SLACK
     for text in found.values():
         assert text.startswith("link x: rank ")
         assert f":{victims[0].pid}" in text
 
 
-def test_the_first_failure_ends_the_join_of_all_ranks_at_once(control: dist.TCPStore, victims: list[Any]) -> None:
-    victims.append(forks.context().Process(target=victim, args=(control.port, 2, signal.SIGSTOP)))
+def test_the_first_failure_ends_the_join_of_all_ranks_at_once(control: Path, victims: list[Any]) -> None:
+    victims.append(forks.context().Process(target=victim, args=(control, 2, signal.SIGSTOP)))
     victims[0].start()
-    threading.Timer(1.0, control.set, ("link/x/failed", "rank 3 (there:7): no GPU memory")).start()
-    control.wait(["link/x/member/2"], timedelta(seconds=30))
-    control.set("link/x/member/3", "there:7")
+    store = client(control)
+    until(lambda: store.check(["link/x/member/2"]), "the victim")
+    store.set("link/x/member/3", "there:7")
+    threading.Timer(1.0, store.set, ("link/x/failed", "rank 3 (there:7): no GPU memory")).start()
     started = time.monotonic()
-    found = join_in_threads(control.port, [0, 1], 4, 60.0)
+    found = join_in_threads(control, [0, 1], 4, 60.0)
     assert time.monotonic() - started < 1.0 + SLACK
     for text in found.values():
         assert text.endswith("another rank failed; first to fail was rank 3 (there:7): no GPU memory")
 
 
-def test_a_rank_that_cannot_host_the_store_says_so(control: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_host_the_store_says_so(control: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_webrl.control.group_store.own_address", lambda *_: "192.0.2.1")  # of no machine
     with pytest.raises(transport.TransferError, match=r"link x: rank 0 \(.*\) cannot host a store: .*assign"):
-        transport.join_link(client(control.port), "x", 0, 2, SECONDS, "gloo")
+        transport.join_link(client(control), "x", 0, 2, SECONDS, "gloo")
 
 
 class Options:
@@ -229,9 +237,9 @@ def test_variables_of_the_constructor_are_restored(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
-def test_an_nccl_link_neither_reads_nor_writes_the_key_that_ends_processes(control: dist.TCPStore) -> None:
-    control.set("exception_dump", "1")
-    joined = transport.join_link(client(control.port), "x", 0, 1, 20.0, "nccl")
+def test_an_nccl_link_neither_reads_nor_writes_the_key_that_ends_processes(control: Path) -> None:
+    client(control).set("exception_dump", "1")
+    joined = transport.join_link(client(control), "x", 0, 1, 20.0, "nccl")
     joined.close()
     assert not joined.channel.completed()[0]
-    assert set(control.list_keys()) == {"exception_dump", "link/x/store", "link/x/member/0", "link/x/done/0"}
+    assert planes.facts(control) - {"job/id"} == {"exception_dump", "link/x/store", "link/x/member/0", "link/x/done/0"}
