@@ -1,83 +1,68 @@
 """Stub of a trainer rank or rollout worker (STUB_COMMAND=), which checks that the job placed it correctly.
 
 Each process compares its arguments, environment, devices, cores, ports and ring with placement.json of the run, meets
-all others through the job's control plane, and uses its node's ring. The first rank collects the facts of all processes
-in stubs.json and ends the job. Hundreds of stubs start on two cores, so they import only the standard library and
-speak the wire protocol of torch's TCPStore (TCPStoreBackend.hpp) to the control plane.
+all others through the job's control service, and uses its node's ring. The first rank collects the facts of all
+processes in stubs.json and ends the job. Hundreds of stubs start on two cores, so they import only the standard library
+and send their own requests to the control service (control/service.py).
 """
 
+import http.client
 import json
 import os
-import socket
-import struct
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 SECONDS = 150.0
 POLL_SECONDS = 0.5
 
 
 class Store:
-    """A client of torch's TCPStore."""
+    """A client of the control service that an address file names."""
 
-    def __init__(self, host: str, port: int) -> None:
-        deadline = time.monotonic() + SECONDS
-        while True:
-            try:
-                self.socket = socket.create_connection((host, port), 10)
-                break
-            except OSError:
-                assert time.monotonic() < deadline, f"no control plane at {host}:{port}"
-                time.sleep(0.2)
-        self.socket.sendall(struct.pack("<BI", 0, 0x3C85F7CE))
+    def __init__(self, address_file: Path) -> None:
+        self.address = json.loads(address_file.read_text())
+        self.connection = http.client.HTTPConnection(self.address["host"], self.address["port"], timeout=SECONDS)
+        self.stream, self.number = f"stub-{os.urandom(8).hex()}", 0
 
-    def set(self, key: str, value: str) -> None:
-        self.socket.sendall(bytes([1]) + _key(key) + _string(value.encode()))
+    def put(self, key: str, value: Any) -> None:
+        self._run("put", key, value)
 
-    def compare_set(self, key: str, expected: str, value: str) -> str:
-        self.socket.sendall(bytes([2]) + _key(key) + _string(expected.encode()) + _string(value.encode()))
-        return self._value()
-
-    def get(self, key: str) -> str:
-        self.socket.sendall(bytes([3]) + _key(key))
-        return self._value()
+    def put_if_absent(self, key: str, value: Any) -> Any:
+        return self._run("put_if_absent", key, value)
 
     def add(self, key: str, amount: int) -> int:
-        self.socket.sendall(bytes([4]) + _key(key) + struct.pack("<q", amount))
-        return int(struct.unpack("<q", self._exactly(8))[0])
+        return int(self._run("add", key, amount))
 
-    def has(self, key: str) -> bool:
-        self.socket.sendall(bytes([5]) + struct.pack("<Q", 1) + _key(key))
-        return self._exactly(1) == b"\0"
+    def get(self, *keys: str) -> list[Any]:
+        """The values; None without one."""
+        values: list[Any] = self._run("get", list(keys))
+        return values
 
     def until(self, key: str, count: int = 1) -> None:
         """Wait for a counter. The process ends with the job."""
         deadline = time.monotonic() + SECONDS
-        while not self.has(key) or int(self.get(key)) < count:
-            if self.has("end"):
-                sys.exit(f"the job has ended: {self.get('end')}")
-            assert time.monotonic() < deadline, f"{key} is not {count} after {SECONDS:.0f} s"
+        while True:
+            value, end = self.get(key, "end")
+            if (value or 0) >= count:
+                return
+            if end is not None:
+                sys.exit(f"the job has ended: {end}")
+            assert time.monotonic() < deadline, f"{key} is {value}, not {count}, after {SECONDS:.0f} s"
             time.sleep(POLL_SECONDS)
 
-    def _value(self) -> str:
-        return self._exactly(struct.unpack("<Q", self._exactly(8))[0]).decode()
-
-    def _exactly(self, size: int) -> bytes:
-        found = b""
-        while len(found) < size:
-            part = self.socket.recv(size - len(found))
-            assert part, "the control plane has gone"
-            found += part
-        return found
-
-
-def _string(value: bytes) -> bytes:
-    return struct.pack("<Q", len(value)) + value
-
-
-def _key(name: str) -> bytes:
-    return _string(b"/" + name.encode())
+    def _run(self, *command: Any) -> Any:
+        self.number += 1
+        content = {"stream": self.stream, "number": self.number, "commands": [command]}
+        headers = {"Authorization": f"Bearer {self.address['token']}"}
+        self.connection.request("POST", "/commands", json.dumps(content), headers)
+        response = self.connection.getresponse()
+        answer = response.read().decode()
+        assert response.status == http.client.OK, f"{command}: {response.status} {answer}"
+        (reply,) = json.loads(answer)["replies"]
+        assert not isinstance(reply, dict) or "error" not in reply, f"{command}: {reply}"
+        return reply
 
 
 def numbers(text: str) -> list[int]:
@@ -110,7 +95,7 @@ def collect_facts(role: str, options: dict[str, str]) -> dict[str, object]:
     return facts
 
 
-def check(facts: dict[str, object], placement: dict, control: str) -> None:
+def check(facts: dict[str, object], placement: dict, host: str, port: int) -> None:
     """Compare with the placement. Raises AssertionError."""
     same = ("role", "index", "follower")
     expected = next(each for each in placement["processes"] if all(each[name] == facts[name] for name in same))
@@ -120,8 +105,7 @@ def check(facts: dict[str, object], placement: dict, control: str) -> None:
     machine = set(range(os.cpu_count() or 1))
     expected_cores = sorted(machine & set(expected["cores"]))
     assert not expected_cores or facts["bound"] == expected_cores, f"bound to {facts['bound']}, not {expected_cores}"
-    host, _, port = control.rpartition(":")
-    assert int(port) == placement["control_port"], port
+    assert port == placement["control_port"], port
     if facts["role"] == "trainer":
         ranks = [each for each in placement["processes"] if each["role"] == "trainer"]
         assert (facts["local_rank"], facts["world"]) == (expected["local_rank"], len(ranks))
@@ -141,7 +125,7 @@ def keep_to_ring(store: Store, facts: dict[str, object], placement: dict) -> str
             segment.write(mark)
         store.add(f"stubs/ring/{facts['node']}", 1)
         store.until("stubs/readers")
-        store.until("stubs/read", int(store.get("stubs/readers")))
+        store.until("stubs/read", *store.get("stubs/readers"))
         path.unlink()
     else:
         store.until(f"stubs/ring/{facts['node']}")
@@ -162,23 +146,22 @@ def main(arguments: list[str]) -> None:
         sys.exit("it fails on purpose")
     folder = Path(options["--config"]).parent
     placement = json.loads((folder / "placement.json").read_text())
-    check(facts, placement, options["--control"])
-    host, _, port = options["--control"].rpartition(":")
-    store = Store(host, int(port))
+    store = Store(Path(options["--control"]))
+    check(facts, placement, store.address["host"], store.address["port"])
     everyone = [each["name"] for each in placement["processes"]]
     if facts["name"] == everyone[0]:
-        store.set("stubs/readers", str(len(everyone) - placement["nodes"]))  # all but the creator of each ring
+        store.put("stubs/readers", len(everyone) - placement["nodes"])  # all but the creator of each ring
     facts["ring"] = keep_to_ring(store, facts, placement)
-    store.set(f"stubs/of/{facts['name']}", json.dumps(facts))
+    store.put(f"stubs/of/{facts['name']}", facts)
     store.add("stubs/arrived", 1)
     if facts["name"] != "trainer-0":
         store.until("stubs/over")
         return
     store.until("stubs/arrived", len(everyone))
-    found = [json.loads(store.get(f"stubs/of/{name}")) for name in everyone]
+    found = store.get(*(f"stubs/of/{name}" for name in everyone))
     (folder / "stubs.json").write_text(json.dumps(found))
     store.add("stubs/over", 1)
-    store.compare_set("end", "", json.dumps({"outcome": "finished", "role": "trainer-0"}))
+    store.put_if_absent("end", {"outcome": "finished", "role": "trainer-0"})
 
 
 if __name__ == "__main__":

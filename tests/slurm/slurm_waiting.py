@@ -5,7 +5,6 @@ would, and with the outcome finished in a requeued job. --ignore-stop: the first
 --no-checkpoint: every launch is pre-empted at once, without a checkpoint. --fail-NAME: the process NAME fails.
 """
 
-import json
 import os
 import sys
 import time
@@ -22,27 +21,27 @@ def main(arguments: list[str]) -> None:
     if kind == f"--fail-{os.environ['WEBRL_ROLE']}":
         sys.exit("it fails on purpose")
     options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
-    host, _, port = options["--control"].rpartition(":")
-    store, requeued = Store(host, int(port)), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    store, requeued = Store(Path(options["--control"])), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     deadline = time.monotonic() + SECONDS
-    while not store.has("end"):
+    while (facts := store.get("end", "stop"))[0] is None:
+        stop = facts[1]
         assert time.monotonic() < deadline, "nobody ended the job"
         if os.environ["WEBRL_ROLE"] == "trainer-0":
             if kind == "--no-checkpoint":
                 end(store, "preempted")
             elif requeued:
                 end(store, "finished")
-            elif store.has("stop") and kind != "--ignore-stop":
+            elif stop is not None and kind != "--ignore-stop":
                 folder = Path(options["--config"]).parent / "checkpoints"
                 folder.mkdir()
                 (folder / "latest").write_text("version-000001\n")
-                end(store, store.get("stop"))
+                end(store, stop)
         time.sleep(POLL_SECONDS)
 
 
 def end(store: Store, outcome: str) -> None:
     """End the job."""
-    store.compare_set("end", "", json.dumps({"outcome": outcome, "role": "trainer-0"}))
+    store.put_if_absent("end", {"outcome": outcome, "role": "trainer-0"})
 
 
 if __name__ == "__main__":

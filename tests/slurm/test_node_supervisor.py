@@ -18,6 +18,7 @@ from megatron_webrl.cluster.placement import place_processes
 from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.rollout.engine.vllm_environment import engine_environment
@@ -30,13 +31,13 @@ from tests.planes import connect, control_plane
 
 ROOT = Path(__file__).parents[2]
 FOUR = str(ROOT / "configs" / "8b_4node.yaml")
-ADDRESS = "10.0.0.1:29500"
+FIRST_HOST = "10.0.0.1"
 
 
 def of(
     config: Config, node: int, role: str, inherited: dict[str, str] | None = None, stub_command: str = ""
 ) -> list[ProcessSpec]:
-    return process_specs(config, place_processes(config), node, role, ADDRESS, inherited or {}, stub_command)  # type: ignore[arg-type]
+    return process_specs(config, place_processes(config), node, role, FIRST_HOST, inherited or {}, stub_command)  # type: ignore[arg-type]
 
 
 def options(start: ProcessSpec) -> dict[str, str]:
@@ -57,7 +58,8 @@ def test_every_placed_process_is_started_once_with_its_placement() -> None:
             start = here[process.name]
             assert start.command[:3] == (sys.executable, "-m", "megatron_webrl.cli")
             assert start.command[3] == process.role
-            expected = {"--config": "runs/8b_4node/config.yaml", "--control": ADDRESS, "--node": str(node)}
+            expected = {"--config": "runs/8b_4node/config.yaml", "--control": "runs/8b_4node/control.json"}
+            expected["--node"] = str(node)
             if process.role == "rollout":
                 expected["--worker"] = str(process.index)
             assert options(start) == expected
@@ -204,11 +206,15 @@ time.sleep(600)
 """
 
 
-def start_step(
-    tmp_path: Path, address: tuple[str, int], role: str, *more: str, **environment: str
-) -> subprocess.Popen[str]:
+def run_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    return folder
+
+
+def start_step(address: Path, role: str, *more: str, **environment: str) -> subprocess.Popen[str]:
+    tmp_path = address.parents[1]
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", *more])
-    config.run_folder.mkdir(exist_ok=True)
     save_config(config, role_process.config_path(config))
     program = tmp_path / "role.py"
     program.write_text(ROLE)
@@ -222,7 +228,7 @@ def start_step(
         "--node",
         "0",
     ]
-    command += ["--control", "{}:{}".format(*address), "--stub-command", f"{sys.executable} {program}"]
+    command += ["--stub-command", f"{sys.executable} {program}"]
     return subprocess.Popen(
         command,
         env={**os.environ, **environment},
@@ -246,15 +252,15 @@ def await_logs(tmp_path: Path, names: list[str]) -> list[str]:
 def test_processes_are_bound_to_their_cores_and_die_with_their_node(tmp_path: Path) -> None:
     first, second = sorted(os.sched_getaffinity(0))[:2]
     cores = f'cluster.numa_cores=["{first},{second}"]'
-    with control_plane(tmp_path) as address:
-        step = start_step(tmp_path, address, "trainer", cores, "cluster.trainer_cores=1")
+    with control_plane(run_folder(tmp_path)) as address:
+        step = start_step(address, "trainer", cores, "cluster.trainer_cores=1")
         (said,) = await_logs(tmp_path, ["trainer-0"])
         assert said.startswith(f"[{first}] trainer-0 ")
         (child,) = psutil.Process(step.pid).children()
         step.kill()
         step.wait(10)
         child.wait(10)
-        step = start_step(tmp_path, address, "rollout", cores, "cluster.trainer_cores=1")
+        step = start_step(address, "rollout", cores, "cluster.trainer_cores=1")
         (said,) = await_logs(tmp_path, ["rollout-0"])
         assert said.startswith(f"[{second}] rollout-0 ")
         scratch = Path(said.split()[-1])
@@ -269,9 +275,9 @@ def test_processes_are_bound_to_their_cores_and_die_with_their_node(tmp_path: Pa
 @pytest.mark.parametrize("times", [0, 1])
 def test_a_rank_that_fails_too_often_ends_the_job_with_its_name(tmp_path: Path, times: int) -> None:
     why = "trainer-1 exited with code 1; last log line: ERROR it fails on purpose"
-    with control_plane(tmp_path) as address:
+    with control_plane(run_folder(tmp_path)) as address:
         more = "trainer.data_parallel=2", f"run.max_trainer_restarts={times}"
-        step = start_step(tmp_path, address, "trainer", *more, FAILS="trainer-1")
+        step = start_step(address, "trainer", *more, FAILS="trainer-1")
         output, _ = step.communicate(timeout=90)
         end = connect(address, "test").job_end()
     assert step.returncode == 1
@@ -289,8 +295,8 @@ def test_a_rank_that_fails_too_often_ends_the_job_with_its_name(tmp_path: Path, 
 
 
 def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
-    with control_plane(tmp_path) as address:
-        step = start_step(tmp_path, address, "rollout", "run.worker_restarts_per_hour=1")
+    with control_plane(run_folder(tmp_path)) as address:
+        step = start_step(address, "rollout", "run.worker_restarts_per_hour=1")
         await_logs(tmp_path, ["rollout-0"])
         (child,) = psutil.Process(step.pid).children()
         child.kill()
@@ -315,8 +321,8 @@ def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
 
 
 def test_a_notice_ends_no_node_and_a_kill_request_kills_its_target(tmp_path: Path) -> None:
-    with control_plane(tmp_path) as address:
-        step = start_step(tmp_path, address, "rollout", "run.worker_restarts_per_hour=1")
+    with control_plane(run_folder(tmp_path)) as address:
+        step = start_step(address, "rollout", "run.worker_restarts_per_hour=1")
         await_logs(tmp_path, ["rollout-0"])
         step.send_signal(signal.SIGUSR1)
         watchdog.request_stack_dump(tmp_path / "here", "it is a test", {"rollout-0": ("heartbeat", "")})
@@ -337,9 +343,10 @@ def test_missing_cores_are_refused(tmp_path: Path) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", 'cluster.numa_cores=["5000-5009"]'])
     config.run_folder.mkdir()
     save_config(config, role_process.config_path(config))
+    ControlAddress("127.0.0.1", 1, 1, "job", "token").write(role_process.control_address_path(config))
     command = [sys.executable, "-m", "megatron_webrl.cli", "node", "trainer", str(role_process.config_path(config))]
     done = subprocess.run(
-        [*command, "--node", "0", "--control", "127.0.0.1:1"],
+        [*command, "--node", "0"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -356,7 +363,7 @@ def test_a_job_is_stopped_cleanly_or_as_failed(tmp_path: Path) -> None:
     save_config(config, role_process.config_path(config))
     command = [sys.executable, "-m", "megatron_webrl.cli", "node", "stop", str(role_process.config_path(config))]
     early = subprocess.run(command, cwd=ROOT, timeout=60, check=False, stderr=subprocess.PIPE, text=True)
-    assert (early.returncode, early.stderr) == (1, "webrl node stop: the control plane did not start within 1 s\n")
+    assert (early.returncode, early.stderr) == (1, "webrl node stop: the control service did not start within 1 s\n")
     with control_plane(config.run_folder) as address:
         control = connect(address, "test")
         assert not control.stop_requested()
