@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.control.journal import restore
 from megatron_webrl.control.service import serve
 from tests.waiting import until
@@ -31,9 +32,11 @@ def control_plane(folder: Path, seconds: float = 300.0, heartbeat_timeout_second
     """Serve within the context; yields the address file."""
     path, thread = start(folder, seconds, heartbeat_timeout_seconds)
     yield path
-    last = connect(path, "test")
-    last.end_job("finished")
-    last.shutdown()
+    with suppress(JobFailed):  # it has exited after the end of the job
+        if thread.is_alive():
+            last = ControlClient(path, "test", connect_seconds=10.0)
+            last.end_job("finished")
+            last.shutdown()
     thread.join(60)
 
 
