@@ -5,14 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
-
 from megatron_webrl.config.load import parse_config, save_config
-from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.role_process import role_arguments
+from tests.planes import connect, control_plane
 from tests.waiting import until
 
 STARTS_SECONDS, ENDS_SECONDS = 60, 60
@@ -24,20 +21,19 @@ def test_the_end_of_the_job_ends_a_worker_whose_engine_starts(tmp_path: Path, ti
     )
     config.run_folder.mkdir()
     save_config(config, config.run_folder / "config.yaml")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STARTS_SECONDS))
-    store.set("job/id", "webrl-test-start")  # as the control plane does, which this store is
-    control = ControlClient("127.0.0.1", store.port, "trainer-0", config.run.heartbeat_timeout_seconds)
-    command = [*role_arguments(config, f"127.0.0.1:{store.port}"), "--worker", "0", "--weights-only"]
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "megatron_webrl.cli", "rollout", *command], stdout=file, stderr=subprocess.STDOUT
-        )
-    try:
-        until(lambda: control.status_of("rollout-0") == "starting the engine", log.read_text, STARTS_SECONDS)
-        time.sleep(1)
-        control.end_job("finished")
-        assert worker.wait(ENDS_SECONDS) == 0, log.read_text()
-    finally:
-        worker.kill()
-    assert "engine started" not in log.read_text()
+    with control_plane(config.run_folder) as address:
+        control = connect(address, "trainer-0")
+        command = [*role_arguments(config), "--worker", "0", "--weights-only"]
+        log = tmp_path / "log"
+        with log.open("wb") as file:
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "megatron_webrl.cli", "rollout", *command], stdout=file, stderr=subprocess.STDOUT
+            )
+        try:
+            until(lambda: control.status_of("rollout-0") == "starting the engine", log.read_text, STARTS_SECONDS)
+            time.sleep(1)
+            control.end_job("finished")
+            assert worker.wait(ENDS_SECONDS) == 0, log.read_text()
+        finally:
+            worker.kill()
+        assert "engine started" not in log.read_text()
