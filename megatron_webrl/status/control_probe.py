@@ -36,7 +36,8 @@ class ControlStatus:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ControlStatus:
         """The answer to GET /status of control/service.py."""
-        tickets, roles = content["tickets"], content["roles"]
+        tickets = content["tickets"]
+        roles = {role: report for role, report in content["roles"].items() if not report["cleared"]}
         return cls(
             outcome=content["end"]["outcome"] if content["end"] else None,
             job_id=content["job_id"],
@@ -58,6 +59,8 @@ def query(path: Path, seconds: float = QUERY_SECONDS) -> ControlStatus | str:
     try:
         return ControlStatus.from_json(connection.status(seconds))
     except (ControlLost, ValueError) as error:
-        return f"{address.host}:{address.port} does not respond ({first_line(error)})"
+        cause = error.__cause__ or error
+        reason = f"no answer within {seconds:.0f} s" if isinstance(cause, TimeoutError) else first_line(cause)
+        return f"{address.host}:{address.port} does not respond ({getattr(cause, 'strerror', None) or reason})"
     finally:
         connection.close()

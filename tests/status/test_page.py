@@ -62,7 +62,7 @@ def report(tmp_path: Path) -> RunReport:
         "rollout-40", events.RESTARTED,
         "rollout-40 killed by SIGKILL; last log line: version 6 (log: here.log)", Path("here.log"),
     )  # fmt: skip
-    found = build_report(made.run_folder, None)
+    found = build_report(made.run_folder)
     return replace(found, roles=cluster(), hosts=[f"n{node + 1}" for node in range(32)], state="running", healthy=True)
 
 
