@@ -318,7 +318,8 @@ def test_placing_and_estimating_need_no_torch() -> None:
 def test_a_role_on_a_node_that_there_is_not_is_refused(nodes: int, node: int, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"cluster: {{nodes: {nodes}}}\n")
-    words = ["rollout", "--config", str(path), "--control", "127.0.0.1:1", "--worker", "0", f"--node={node}"]
+    control = str(tmp_path / "control.json")
+    words = ["rollout", "--config", str(path), "--control", control, "--worker", "0", f"--node={node}"]
     command = [sys.executable, "-m", "megatron_webrl.cli", *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
