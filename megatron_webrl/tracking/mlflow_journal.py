@@ -6,67 +6,15 @@ An entry is one of {"params": {name: text}}, {"metrics": {name: value}, "step": 
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.system.text import first_line
-
-log = logging.getLogger(__name__)
-
 FILE = "mlflow.jsonl"
-MAX_UNWRITTEN = 1_000  # entries kept in memory while the file cannot be written
 _READ_BYTES = 2**20
 
 Entry = dict[str, Any]
-
-
-class JournalWriter:
-    """Appends entries. On a full disk it keeps them in memory, and writes them with a later one."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE
-        self.lost = 0  # entries
-        self._unwritten: list[bytes] = []
-
-    def is_empty(self) -> bool:
-        return not self._unwritten and (not self.path.exists() or not self.path.stat().st_size)
-
-    def append(self, *entries: Entry) -> None:
-        """Write entries, or keep them for the next call if the file cannot be written. Does not raise OSError."""
-        self._unwritten += [json.dumps(entry).encode() + b"\n" for entry in entries]
-        try:
-            _append(self.path, b"".join(self._unwritten))
-        except OSError as error:
-            dropped = max(0, len(self._unwritten) - MAX_UNWRITTEN)
-            self.lost += dropped
-            del self._unwritten[:dropped]
-            log.error(
-                "%s cannot be written (%s): %d entries for MLflow wait in memory, %d are lost; make room",
-                self.path,
-                first_line(error),
-                len(self._unwritten),
-                self.lost,
-            )
-        else:
-            self._unwritten.clear()
-
-
-def _append(path: Path, data: bytes) -> None:
-    """Append whole lines or nothing. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a writer was killed in the middle of a line
-            data = b"\n" + data
-        if (written := os.write(descriptor, data)) < len(data):
-            os.ftruncate(descriptor, size)
-            raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes written")
-    finally:
-        os.close(descriptor)
 
 
 def read_entries(folder: Path, position: int) -> list[tuple[int, Entry | None]]:

@@ -15,10 +15,11 @@ import numpy as np
 from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.system.clock import steady_time
+from megatron_webrl.system.history import History
 from megatron_webrl.system.redaction import redact
 from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tracking.metrics import UpdateMetrics
-from megatron_webrl.tracking.mlflow_journal import Entry, JournalWriter
+from megatron_webrl.tracking.mlflow_journal import FILE, Entry
 from megatron_webrl.tracking.mlflow_upload import Uploader
 from megatron_webrl.tracking.trajectory_page import write_trajectory_page
 from megatron_webrl.types import Trajectory
@@ -44,10 +45,10 @@ class MLflowTracker:
         """
         self.config, self.decode = config, decode
         self.pages_folder = config.run_folder / "trajectories"
-        self.journal, self.uploader = JournalWriter(config.run_folder), Uploader(config, resume)
+        self.journal, self.uploader = History(config.run_folder / FILE), Uploader(config, resume)
         self.error: str | None = None  # of the last request, while MLflow does not answer
         self._wake, self._closing = threading.Event(), threading.Event()
-        if self.journal.is_empty() and resume is None:
+        if not self.journal.size and resume is None:
             parameters = {key: redact(str(value))[:500] for key, value in flatten_config(config).items()}
             self._append({"params": parameters}, {"artifact": "config.yaml", "folder": ""})
         else:

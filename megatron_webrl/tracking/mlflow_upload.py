@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.system import atomic_file
 from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tracking.mlflow_journal import FILE, Entry, count_entries, read_entries
 
@@ -180,10 +181,8 @@ class Uploader:
 
     def _store(self, state: UploadState) -> None:
         self.state = state
-        temporary = self.folder / f".{STATE_FILE}"
         try:
-            temporary.write_text(json.dumps(asdict(state)) + "\n")
-            temporary.rename(self.folder / STATE_FILE)
+            atomic_file.write_json(self.folder / STATE_FILE, asdict(state))
         except OSError as error:  # a full disk: what is sent again later changes nothing
             log.warning("%s cannot be written: %s", self.folder / STATE_FILE, first_line(error))
 

@@ -1,5 +1,4 @@
 import logging
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +10,9 @@ from mlflow.tracking import MlflowClient
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.system.history import History
 from megatron_webrl.tracking import mlflow_run
-from megatron_webrl.tracking.mlflow_journal import FILE, JournalWriter, read_entries
+from megatron_webrl.tracking.mlflow_journal import FILE
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.tracking.mlflow_upload import Uploader, UploadState
 from tests.tracking.mlflow_server import MLflowServer, black_hole, mlflow_server
@@ -131,11 +131,11 @@ def test_entries_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     config = make_config(tmp_path, "")
-    journal = JournalWriter(config.run_folder)
+    journal = History(config.run_folder / FILE)
     good: dict[str, Any] = {"metrics": {"reward": 1.0}, "step": 1, "time": 1}
     journal.append(good, {**good, "metrics": {"a metric?": 1.0}}, {**good, "step": 2})
     with (config.run_folder / FILE).open("a") as file:
-        file.write('{"metrics": {"rew')  # a writer was killed
+        file.write("a damaged line\n")
     journal.append({"artifact": "missing.html", "folder": ""}, {"strange": 1}, {**good, "step": 3})
     uploader = Uploader(config)
     while uploader.send_some():
@@ -144,31 +144,3 @@ def test_entries_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the
     assert uploader.rejected == 4
     for reason in ("a metric?", "the line is damaged", "missing.html is not a file", "KeyError"):
         assert reason in caplog.text
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs may be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def test_a_full_disk_keeps_entries_in_memory_and_whole_lines_in_the_file(small_disk: Path):
-    journal, filler = JournalWriter(small_disk), small_disk / "filler"
-    journal.append({"tags": {"name": "before"}})
-    with pytest.raises(OSError, match="No space"):
-        filler.write_bytes(bytes(2**20))
-    for number in range(300):
-        journal.append({"tags": {"name": f"{number}" + "y" * 100}})
-    found = read_entries(small_disk, 0)
-    assert len(found) < 300
-    assert all(entry is not None for _, entry in found)
-    filler.unlink()
-    journal.append({"tags": {"name": "after"}})
-    names = [entry["tags"]["name"] for _, entry in read_entries(small_disk, 0) if entry]
-    assert [name.strip("y") for name in names] == ["before", *map(str, range(300)), "after"]
