@@ -36,6 +36,12 @@ def _environment_stays() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture
+def not_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the checks of a configuration see another user than root, for whom some settings are refused."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL with random weights, as a Hugging Face folder."""

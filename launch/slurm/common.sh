@@ -83,11 +83,23 @@ address_of() {
     echo "${ip:-$name}"
 }
 
+# export_job_addresses: sets WEBRL_JOB_ADDRESSES to all addresses of the job's nodes, which pages must not reach.
+export_job_addresses() {
+    local group names=()
+    for group in "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}" ${SLURM_JOB_NODELIST_HET_GROUP_1:-}; do
+        mapfile -t -O "${#names[@]}" names < <(scontrol show hostnames "$group"
+            scontrol show node --oneliner "$group" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    done
+    WEBRL_JOB_ADDRESSES=$(getent ahosts "${names[@]}" | awk '{ print $1 }' | sort -u | paste -sd,) || true
+    export WEBRL_JOB_ADDRESSES
+}
+
 # start_browser_farm CONFIG OVERRIDES: starts router and browser servers on the second component of a heterogeneous job.
 start_browser_farm() {
     local nodes port=${FARM_PORT:-8700} secret=${WEBRL_BROWSERS_SERVER_TOKEN:-$(head -c 24 /dev/urandom | base64)}
     unset WEBRL_BROWSERS_SERVER_TOKEN # workers and trainer ranks have the token of clients only
     [ -z "${DRY_RUN:-}" ] || return 0
+    export_job_addresses
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
     export WEBRL_BROWSERS_TOKEN=${WEBRL_BROWSERS_TOKEN:-$(head -c 24 /dev/urandom | base64)}
     local address
@@ -163,6 +175,7 @@ exit_without_nodes() {
 begin_job() {
     local restarts=${SLURM_RESTART_COUNT:-0}
     mapfile -t ALLOCATED < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
+    export_job_addresses
     NOTICE="" DEADLINE=0
     trap 'handle_signal USR1' USR1
     trap 'handle_signal TERM' TERM

@@ -10,13 +10,14 @@ from functools import partial
 
 from megatron_webrl.browser.browser_instance import BrowserInstance
 from megatron_webrl.browser.browser_supervisor import BrowserSupervisor
-from megatron_webrl.browser.chromium import find_chromium, launch_arguments, proxy_settings
+from megatron_webrl.browser.chromium import find_chromium, launch_arguments
 from megatron_webrl.browser.chromium_process import Chromium
 from megatron_webrl.browser.egress import replay_certificate
-from megatron_webrl.browser.egress.egress_policy import DeclaredEndpoints, declared_endpoints, direct_endpoints
+from megatron_webrl.browser.egress.egress_policy import declared_endpoints
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
 from megatron_webrl.browser.egress.har_archive import check_har_settings
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout, PageCrashed
+from megatron_webrl.browser.isolation import Isolation
 from megatron_webrl.browser.pool_counters import BrowserPoolCounters
 from megatron_webrl.browser.session import Session
 from megatron_webrl.browser.session_cache import SessionCache
@@ -49,19 +50,23 @@ class BrowserPool:
         self._limit = asyncio.Semaphore(sessions)
         self._cache = SessionCache(settings.reuse_pages)
         self.egress_proxy = EgressProxy(settings)
-        self._declared = DeclaredEndpoints({})
-        for site in sites.values():
-            self._declared |= declared_endpoints(site.origins, site.addresses)
-        # During replay nothing bypasses the proxy: it alone keeps pages off the network.
-        self._direct = {} if settings.replay else direct_endpoints(self._declared, self.egress_proxy.egress_policy)
+        self._isolation = Isolation.from_config(settings)
+        self._declared = {name: declared_endpoints(site.origins, site.addresses) for name, site in sites.items()}
         self.counters = BrowserPoolCounters()
         browsers = -(-sessions // SESSIONS_PER_BROWSER)
         warm_each = -(-sessions // (SESSIONS_PER_WARM_CONTEXT * browsers))
         still_images = bool(settings.record or settings.replay)
         trusted_key = replay_certificate.KEY_DIGEST if settings.replay else ""
-        arguments = partial(launch_arguments, self._direct, still_images=still_images, trusted_key=trusted_key)
+        arguments = partial(launch_arguments, still_images=still_images, trusted_key=trusted_key)
         self._browsers = BrowserSupervisor(
-            executable, arguments, browsers, warm_each, self._prepare, self._release_cached, self.counters
+            executable,
+            arguments,
+            browsers,
+            warm_each,
+            self._prepare,
+            self._release_cached,
+            self.counters,
+            self._isolation,
         )
 
     async def start(self) -> None:
@@ -75,6 +80,8 @@ class BrowserPool:
         """End all sessions, browsers and processes within a limit."""
         await self._browsers.close()
         self.egress_proxy.close()
+        if self._isolation is not None:
+            self._isolation.close()
 
     async def __aenter__(self) -> BrowserPool:
         try:
@@ -166,10 +173,11 @@ class BrowserPool:
         return crashed or isinstance(error, BrowserCrashed | PageCrashed)
 
     async def _prepare(self, chromium: Chromium) -> Session:
-        net = await self.egress_proxy.open_port(self._declared)
+        net = await self.egress_proxy.open_port({}, self._isolation.listen() if self._isolation is not None else None)
         try:
-            proxy = proxy_settings(net.port, self._direct)
-            return await Session.prepare(chromium.browser, self._settings, self._sites, self._step_seconds, net, proxy)
+            return await Session.prepare(
+                chromium.browser, self._settings, self._sites, self._declared, self._step_seconds, net
+            )
         except BaseException:
             await net.close()
             raise

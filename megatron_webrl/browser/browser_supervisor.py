@@ -12,6 +12,7 @@ from typing import Any
 from megatron_webrl.browser.browser_instance import BrowserInstance
 from megatron_webrl.browser.chromium_process import Chromium
 from megatron_webrl.browser.errors import BrowserCrashed
+from megatron_webrl.browser.isolation import Isolation
 from megatron_webrl.browser.pool_counters import BrowserPoolCounters
 from megatron_webrl.browser.process_memory import pids_by_process_group
 from megatron_webrl.browser.session import Session
@@ -36,7 +37,7 @@ class BrowserSupervisor:
     def __init__(
         self, executable: str, arguments: Callable[[int], list[str]], count: int, warm_each: int,
         prepare: Callable[[Chromium], Awaitable[Session]], release_cached: Callable[[BrowserInstance], None],
-        counters: BrowserPoolCounters,
+        counters: BrowserPoolCounters, isolation: Isolation | None,
     ) -> None:  # fmt: skip
         """`arguments`: launch arguments, by a local port where nothing listens. `prepare` opens a session, `warm_each`
         are kept ready on each browser; `release_cached` releases the idle sessions of a browser that is about to end.
@@ -45,6 +46,7 @@ class BrowserSupervisor:
         self.draining: set[BrowserInstance] = set()  # each ends with its last session
         self._executable, self._arguments, self._count, self._warm_each = executable, arguments, count, warm_each
         self._prepare, self._release_cached, self._counters = prepare, release_cached, counters
+        self._isolation = isolation
         self._launching: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._watch_task: asyncio.Task[None] | None = None
@@ -164,7 +166,7 @@ class BrowserSupervisor:
         for attempt in range(LAUNCH_ATTEMPTS):
             try:
                 self._counters.launches += 1
-                chromium = await Chromium.launch(self._executable, arguments, PAGE_MIB)
+                chromium = await Chromium.launch(self._executable, arguments, PAGE_MIB, self._isolation)
                 break
             except BrowserCrashed:
                 self._counters.failed_launches += 1

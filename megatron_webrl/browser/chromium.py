@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from playwright.async_api import ProxySettings
 
-from megatron_webrl.browser.egress.egress_policy import Endpoint
 from megatron_webrl.browser.errors import BrowserMissing
 
 EXECUTABLE_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -84,30 +82,26 @@ def _playwright_build(folder: Path) -> str | None:
     return None
 
 
-def launch_arguments(
-    direct: Mapping[Endpoint, Endpoint], closed_port: int, still_images: bool = False, trusted_key: str = ""
-) -> list[str]:
+def launch_arguments(closed_port: int, still_images: bool = False, trusted_key: str = "") -> list[str]:
     """Launch arguments for a small machine or a container, with the network blocked.
 
-    Each context reaches the network through its `proxy_settings`; traffic outside any context goes to a proxy at the
-    local port `closed_port`, where nothing listens. Chromium itself resolves only the hosts of `direct`. With
-    `still_images` animated images do not move. Certificates with `trusted_key`, a digest, are valid for all hosts.
+    Each context reaches the network through its `proxy_settings` only; traffic outside any context goes to a proxy at
+    the local port `closed_port`, where nothing listens. Chromium itself resolves no names. With `still_images` animated
+    images do not move. Certificates with `trusted_key`, a digest, are valid for all hosts.
     """
-    rules = [f"MAP {endpoint} {target}" for endpoint, target in sorted(direct.items())]
     return [
         *_ARGUMENTS,
         *([_STILL_IMAGES] if still_images else []),
         *([f"--ignore-certificate-errors-spki-list={trusted_key}"] if trusted_key else []),
-        f"--host-resolver-rules={', '.join([*rules, 'MAP * ~NOTFOUND', 'EXCLUDE 127.0.0.1'])}",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
         f"--proxy-server=http://127.0.0.1:{closed_port}",
         "--proxy-bypass-list=<-loopback>",
     ]
 
 
-def proxy_settings(port: int, direct: Iterable[Endpoint]) -> ProxySettings:
-    """Proxy settings of a context: the egress proxy at the local port `port`, bypassed for `direct` over HTTP."""
-    bypass = [f"{scheme}://{endpoint}" for endpoint in sorted(direct) for scheme in ("http", "ws")]
-    return {"server": f"http://127.0.0.1:{port}", "bypass": ",".join(["<-loopback>", *bypass])}
+def proxy_settings(port: int) -> ProxySettings:
+    """Proxy settings of a context: the egress proxy at the local port `port`, for loopback addresses too."""
+    return {"server": f"http://127.0.0.1:{port}", "bypass": "<-loopback>"}
 
 
 def use_sandbox() -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,6 +18,7 @@ from playwright.async_api import Error as PlaywrightError
 from megatron_webrl.browser.chromium import use_sandbox
 from megatron_webrl.browser.driver import PlaywrightDriver
 from megatron_webrl.browser.errors import BrowserCrashed
+from megatron_webrl.browser.isolation import Isolation
 from megatron_webrl.browser.process_memory import limit_page_memory, pids_by_process_group, resident_mib
 from megatron_webrl.system import child_process
 from megatron_webrl.system.text import first_line
@@ -31,37 +34,44 @@ MAX_FAILED_PINGS = 2  # in a row before a browser counts as hung: a pause of thi
 class Chromium:
     """Driver and browser, started and ended together; after a crash either may be gone."""
 
-    def __init__(self, driver: PlaywrightDriver, browser: Browser, control: CDPSession, pid: int) -> None:
+    def __init__(
+        self, driver: PlaywrightDriver, browser: Browser, control: CDPSession, pid: int, home: Path | None
+    ) -> None:
+        """`home`: the browser's own folder, if it runs isolated; removed at the end."""
         self.browser, self.pid = browser, pid
         self.resident_mib = 0.0  # at the latest measurement, driver included
         self._launched_mib = 0.0  # after the launch
-        self._driver, self._control = driver, control
+        self._driver, self._control, self._home = driver, control, home
         self._connected = True
         self._group = os.getpgid(pid)  # its leader may be a shell script: Debian's chromium is one
         self._group_started = child_process.start_time(self._group)
 
     @classmethod
-    async def launch(cls, executable: str, arguments: list[str], page_mib: int) -> Chromium:
+    async def launch(
+        cls, executable: str, arguments: list[str], page_mib: int, isolation: Isolation | None = None
+    ) -> Chromium:
         """Start both within START_SECONDS; each renderer may use `page_mib` MiB. Raises BrowserCrashed."""
         started, driver = time.monotonic(), None
+        home = isolation.make_home(executable) if isolation is not None else None
         try:
             async with asyncio.timeout(START_SECONDS):
                 driver = await PlaywrightDriver.start()
                 browser = await driver.playwright.chromium.launch(
-                    executable_path=executable,
+                    executable_path=executable if home is None else home / "chromium",
                     args=arguments,
-                    chromium_sandbox=use_sandbox(),
+                    chromium_sandbox=use_sandbox() or isolation is not None,
                     handle_sigint=False, handle_sigterm=False, handle_sighup=False,  # this process closes it
                     timeout=START_SECONDS * 1000,
                 )  # fmt: skip
                 control = await browser.new_browser_cdp_session()
-                chromium = cls(driver, browser, control, await _pid(control))
+                chromium = cls(driver, browser, control, await _pid(control), home)
                 await asyncio.to_thread(limit_page_memory, chromium.pid, page_mib)
                 chromium.measure_memory(await asyncio.to_thread(pids_by_process_group))
                 chromium._launched_mib = chromium.resident_mib
         except BaseException as error:
             if driver is not None:
                 await driver.stop(graceful=False)
+            await asyncio.to_thread(_remove, home)
             if not isinstance(error, PlaywrightError | TimeoutError | ProcessLookupError | psutil.NoSuchProcess):
                 raise
             reason = f"not started within {START_SECONDS} s" if isinstance(error, TimeoutError) else first_line(error)
@@ -124,10 +134,16 @@ class Chromium:
                 await asyncio.to_thread(self._kill)
             await self._driver.stop(graceful=graceful)
             await asyncio.to_thread(self._kill)
+            await asyncio.to_thread(_remove, self._home)
 
     def _kill(self) -> None:
         if child_process.start_time(self._group) in (0, self._group_started):  # else the id was reused
             child_process.kill_process_group(self._group)
+
+
+def _remove(home: Path | None) -> None:
+    if home is not None:
+        shutil.rmtree(home, ignore_errors=True)
 
 
 async def _pid(control: CDPSession) -> int:

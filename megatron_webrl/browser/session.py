@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urldefrag
 
-from playwright.async_api import Browser, BrowserContext, Page, ProxySettings
+from playwright.async_api import Browser, BrowserContext, Page
 from playwright.async_api import Error as PlaywrightError
 
+from megatron_webrl.browser.chromium import proxy_settings
+from megatron_webrl.browser.egress.egress_policy import Endpoint
 from megatron_webrl.browser.egress.har_recorder import HARRecorder
 from megatron_webrl.browser.egress.har_replayer import HARReplayer
 from megatron_webrl.browser.egress.network_access import NetworkAccess
@@ -45,10 +47,12 @@ class Session:
     """
 
     def __init__(
-        self, context: BrowserContext, settings: BrowserConfig, sites: Mapping[str, TaskSite], step_seconds: float,
-        network: NetworkAccess,
+        self, context: BrowserContext, settings: BrowserConfig, sites: Mapping[str, TaskSite],
+        declared: Mapping[str, Mapping[Endpoint, Endpoint]], step_seconds: float, network: NetworkAccess,
     ) -> None:  # fmt: skip
+        """`declared`: endpoints by task source; `network` reaches only those of the episode's own source."""
         self.network = network
+        self._declared = declared
         self.task: Task | None = None
         self._context, self._settings, self._sites, self._step_seconds = context, settings, sites, step_seconds
         self.recording_saved: bool | None = None  # once closed; None: there was no episode to record
@@ -87,10 +91,10 @@ class Session:
 
     @classmethod
     async def prepare(
-        cls, browser: Browser, settings: BrowserConfig, sites: Mapping[str, TaskSite], step_seconds: float,
-        network: NetworkAccess, proxy: ProxySettings,
+        cls, browser: Browser, settings: BrowserConfig, sites: Mapping[str, TaskSite],
+        declared: Mapping[str, Mapping[Endpoint, Endpoint]], step_seconds: float, network: NetworkAccess,
     ) -> Session:  # fmt: skip
-        """Open a context with an empty page; `close` closes `network`, whose port is `proxy`. Raises BrowserError."""
+        """Open a context with an empty page; `close` closes `network`, its only way out. Raises BrowserError."""
         try:
             async with asyncio.timeout(step_seconds):
                 context = await browser.new_context(
@@ -98,12 +102,12 @@ class Session:
                     device_scale_factor=1,
                     service_workers="block",
                     accept_downloads=False,
-                    proxy=proxy,
+                    proxy=proxy_settings(network.port),
                     reduced_motion="reduce" if settings.record or settings.replay else None,
                 )
                 await context.add_init_script(settle.DISABLE_CARET_BLINK)
                 await context.grant_permissions([])  # denies all permissions without a prompt
-                session = cls(context, settings, sites, step_seconds, network)
+                session = cls(context, settings, sites, declared, step_seconds, network)
                 browser.on("disconnected", session._on_browser_exit)
                 await session._tabs.start()
                 return session
@@ -117,6 +121,7 @@ class Session:
     async def reset(self, task: Task) -> Observation:
         """Open the task's page; the observation has `instruction`. Raises BrowserError, KeyError (unknown source)."""
         reused, self.task = self.task is not None, task
+        self.network.declared = self._declared[task.source]
         return await self._bounded(f"reset of {task.id}", self._open(self._sites[task.source], task, reused))
 
     async def step(self, action: Action) -> Observation:

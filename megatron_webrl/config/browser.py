@@ -16,6 +16,11 @@ class BrowserConfig:
     )
     processes: int = setting(1, "Browser servers that each worker starts, processes with their own Chromium.", low=1)
     executable: str = setting("", "Chromium executable; empty: the first one on PATH, or Playwright's own build.")
+    user: str = setting(
+        "",
+        "User as whom Chromium runs if this process is root, such as nobody; browser.open_web needs one then. root: "
+        "accept that a page which breaks out of Chromium is root.",
+    )
     width: int = setting(1280, "Viewport width, pixels.", low=32)
     height: int = setting(768, "Viewport height, pixels.", low=32)
     screenshot: str = setting("jpeg", "Encoding of screenshots.", choices=("jpeg", "png", "webp"))
@@ -38,7 +43,11 @@ class BrowserConfig:
     allow: list[str] = setting(
         [], "Public hosts that pages may reach: example.com, or *.example.com with all its subdomains; empty: all."
     )
-    deny: list[str] = setting([], "Hosts and addresses that pages may not reach, even if another setting permits them.")
+    deny: list[str] = setting(
+        [],
+        "Hosts, addresses and networks (203.0.113.0/24) that pages may not reach, even if another setting permits "
+        "them.",
+    )
     ports: list[int] = setting([80, 443], "Ports of public hosts that pages may reach.")
     record: str = setting("", "Folder in which the HTTP responses of every episode are recorded; empty: none.")
     replay: str = setting("", "Folder of recorded episodes that answer requests instead of the network; empty: none.")

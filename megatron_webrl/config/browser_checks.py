@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from urllib.parse import urlsplit
 
 from megatron_webrl.config.browser import BrowserConfig
@@ -14,15 +16,18 @@ from megatron_webrl.types import OPTIONAL_ACTION_KINDS, TAB_ACTION_KINDS
 
 # Settings of browser.* that only the process with the browsers reads.
 BROWSER_SERVER_SETTINGS = (
-    "processes", "executable", "reuse_pages", "open_web", "allow", "deny", "ports", "max_requests", "max_network_mib",
-    "record", "replay", "replay_ignore",
+    "processes", "executable", "user", "reuse_pages", "open_web", "allow", "deny", "ports", "max_requests",
+    "max_network_mib", "record", "replay", "replay_ignore",
 )  # fmt: skip
+
+DENIED_PLACES = "write hosts such as example.com or *.example.com, addresses, or networks such as 10.0.0.0/8"
 
 
 def check_browser_server_config(config: Config) -> None:
     """The same for what a node of a browser farm takes of a configuration. Raises ConfigError."""
     check_limits(config, "")
     check_browser_settings(config)
+    check_browser_user(config)
 
 
 def check_browser_settings(config: Config) -> None:
@@ -38,6 +43,9 @@ def check_browser_settings(config: Config) -> None:
             "coordinates; set demonstrations to 0, or browser.marks=false"
         )
     check_recording_settings(browser)
+    for text in browser.deny:
+        if "/" in text:
+            parse_denied_network(text)
     if browser.reuse_pages and (browser.record or browser.replay):
         name = "record" if browser.record else "replay"
         raise ConfigError(
@@ -50,6 +58,27 @@ def check_browser_settings(config: Config) -> None:
         raise ConfigError(
             f"browser.executable={executable} is not an executable file; leave it empty to search for Chromium"
         )
+
+
+def check_browser_user(config: Config) -> None:
+    """Whether browsers may run as the user of this process. Raises ConfigError."""
+    browser = config.browser
+    if os.geteuid() != 0 and browser.user:
+        raise ConfigError(f"browser.user={browser.user} needs root, but this process is not root; leave it out")
+    if os.geteuid() == 0 and browser.open_web and not browser.user:
+        raise ConfigError(
+            "browser.open_web=true, but this process is root, and so would be a page that breaks out of Chromium, "
+            "which has no sandbox then; set browser.user=nobody or another user, run as another user, or set "
+            "browser.user=root to accept it"
+        )
+
+
+def parse_denied_network(text: str) -> IPv4Network | IPv6Network:
+    """A network on browser.deny. Raises ConfigError."""
+    try:
+        return ip_network(text)
+    except ValueError as error:
+        raise ConfigError(f"browser.deny contains {text!r}: {error}; {DENIED_PLACES}") from None
 
 
 def check_recording_settings(browser: BrowserConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_webrl.cluster.memory_estimate import check_memory, estimate_memory
 from megatron_webrl.cluster.parallel_layout import check_parallel_layout
 from megatron_webrl.cluster.placement import check_cluster
-from megatron_webrl.config.browser_checks import check_browser_settings
+from megatron_webrl.config.browser_checks import check_browser_settings, check_browser_user
 from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.rollout import RolloutConfig
@@ -289,5 +289,5 @@ def _check_ring(config: Config) -> None:
 
 
 MACHINE_CHECKS: tuple[Callable[[Config], None], ...] = (
-    *(_check_packages, _check_start, _check_demonstrations, _check_ring, _check_resume),
-)  # of what this machine has: packages, files, shared memory
+    *(_check_packages, _check_start, _check_demonstrations, _check_ring, _check_resume, check_browser_user),
+)  # of what this machine has: packages, files, shared memory, the user

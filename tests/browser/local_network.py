@@ -45,4 +45,4 @@ class NameService:
         self.answers: dict[str, list[str]] = {"inner.test": [FORBIDDEN]}
 
     async def look_up(self, host: str) -> list[str]:
-        return self.answers.get(host, ["127.0.0.1"])
+        return self.answers.get(host.removesuffix("."), ["127.0.0.1"])

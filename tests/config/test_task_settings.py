@@ -14,6 +14,8 @@ from megatron_webrl.launch.validation import load_config
 from megatron_webrl.tasks.files.digests import task_file_digests
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
 
+pytestmark = pytest.mark.usefixtures("not_root")  # pages of the open web
+
 
 @pytest.fixture
 def config_file(tmp_path: Path, tiny_model: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import secrets
 import signal
 import subprocess
@@ -240,7 +241,8 @@ async def test_a_server_ends_with_its_parent_if_configured(client: aiohttp.Clien
 
 
 async def test_pages_reach_neither_the_server_nor_anything_else_of_this_machine(client: aiohttp.ClientSession) -> None:
-    with browser_server("browser.open_web=true", sessions=1) as server:
+    user = ["browser.user=nobody"] if os.geteuid() == 0 else []
+    with browser_server("browser.open_web=true", *user, sessions=1) as server:
         http = Http(client, server.url)
         port = server.url.rpartition(":")[2]
         assert (await http("GET", "/v1/tasks")).json["sources"]["web"] == ["page"]

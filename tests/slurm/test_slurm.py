@@ -287,6 +287,30 @@ def test_a_node_whose_name_resolves_to_loopback_is_reached_by_its_address(tmp_pa
         assert re.fullmatch(expected, done.stdout.strip()), done.stdout
 
 
+def test_browsers_know_the_addresses_of_all_nodes_of_the_job(tmp_path: Path) -> None:
+    program = tmp_path / "scontrol"
+    program.write_text(
+        """#!/bin/sh
+case "$2 $3" in
+"hostnames a"*) echo localhost ;;
+"hostnames b"*) echo 10.1.2.4 ;;
+"node "*) echo NodeName=n1 NodeAddr=10.1.2.3 NodeHostName=n1; echo NodeName=n2 NodeAddr=2001:db8::7 NodeHostName=n2 ;;
+esac
+"""
+    )
+    program.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", "source launch/slurm/common.sh; export_job_addresses; printenv WEBRL_JOB_ADDRESSES"],
+        env={
+            **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "a[1-2]",
+            "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]", "SLURM_JOB_NODELIST_HET_GROUP_1": "b1",
+        },
+        capture_output=True, text=True, timeout=20, check=True,
+    )  # fmt: skip
+    found = set(done.stdout.strip().split(","))
+    assert {"127.0.0.1", "10.1.2.3", "10.1.2.4", "2001:db8::7"} <= found | ({"127.0.0.1"} if "::1" in found else set())
+
+
 def test_modules_and_an_apptainer_image_are_used_for_every_command(tmp_path: Path) -> None:
     """Neither is installed: stand-ins record how they are called."""
     calls = tmp_path / "calls"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import unquote_to_bytes
 
 import idna
+import psutil
 
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.browser_checks import DENIED_PLACES, parse_denied_network
 from megatron_webrl.config.setting import ConfigError
 
 DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
@@ -64,6 +67,9 @@ _SPECIAL = tuple(
 )
 _GLOBAL_IPV6 = ip_network("2000::/3")
 _EMBEDDING = tuple(ip_network(text) for text in ("::ffff:0:0/96", "64:ff9b::/96"))  # IPv4-mapped, NAT64
+_LOCAL_NAT64 = ip_network("64:ff9b:1::/48")
+
+JOB_ADDRESSES_VARIABLE = "WEBRL_JOB_ADDRESSES"  # of the job's nodes, separated by commas; the job's script sets it
 
 _LABEL = re.compile(r"[a-z0-9_-]{1,63}")
 _WILDCARD_LABEL = "_any_"  # takes the place of `*` while a declared host is parsed
@@ -191,23 +197,6 @@ def _declared_host(host: str) -> str:
     return normalize_host(host.replace("*", _WILDCARD_LABEL, 1)).replace(_WILDCARD_LABEL, "*", 1)
 
 
-def direct_endpoints(declared: Mapping[Endpoint, Endpoint], policy: EgressPolicy) -> dict[Endpoint, Endpoint]:
-    """Declared endpoints that are plain HTTP servers at a loopback address; browsers reach them without the proxy."""
-    direct = {}
-    for endpoint, target in declared.items():
-        if "*" in endpoint.host and policy.deny:
-            continue  # the proxy refuses the denied ones among its hosts
-        address = _literal(target.host)
-        if endpoint.port != 443 and address is not None and address.is_loopback:
-            try:
-                policy.check_endpoint(endpoint, declared)
-                policy.check_address(address, endpoint, declared)
-            except EgressDenied:
-                continue
-            direct[endpoint] = target
-    return direct
-
-
 @dataclass(frozen=True)
 class EgressPolicy:
     """The rules of a browser pool. Deny wins; a declared endpoint may be anywhere except at a metadata service."""
@@ -215,19 +204,27 @@ class EgressPolicy:
     open_web: bool
     allow: tuple[str, ...]  # patterns as returned by `normalize_pattern`; empty: every public host
     deny: tuple[str, ...]
+    deny_networks: tuple[IPv4Network | IPv6Network, ...]
     ports: frozenset[int]
+    job: frozenset[IPv4Address | IPv6Address] = frozenset()  # addresses of the job's nodes
 
     @classmethod
-    def from_config(cls, settings: BrowserConfig) -> EgressPolicy:
-        """Build the rules from the settings. Raises ConfigError."""
+    def from_config(cls, settings: BrowserConfig, job_addresses: str = "") -> EgressPolicy:
+        """Build the rules from the settings; `job_addresses` separated by commas. Raises ConfigError."""
         allow = tuple(normalize_pattern(text, "browser.allow") for text in settings.allow)
-        deny = tuple(normalize_pattern(text, "browser.deny") for text in settings.deny)
+        networks = {text: _network(text) for text in settings.deny}
+        deny = tuple(normalize_pattern(text, "browser.deny") for text, network in networks.items() if network is None)
         if allow and not settings.open_web:
             raise ConfigError("browser.allow has no effect with browser.open_web=false; set browser.open_web=true")
         for port in settings.ports:
             if not 0 < port < 65536:
                 raise ConfigError(f"browser.ports contains {port}, which is not a port; use 1 to 65535")
-        return cls(settings.open_web, allow, deny, frozenset(settings.ports))
+        try:
+            job = frozenset(ip_address(text.strip()) for text in job_addresses.split(",") if text.strip())
+        except ValueError as error:
+            raise ConfigError(f"{JOB_ADDRESSES_VARIABLE}={job_addresses}: {error}; separate them by commas") from None
+        denied = tuple(network for network in networks.values() if network is not None)
+        return cls(settings.open_web, allow, deny, denied, frozenset(settings.ports), job)
 
     def check_endpoint(self, endpoint: Endpoint, declared: Mapping[Endpoint, Endpoint]) -> None:
         """Check an endpoint before its name is resolved. Raises EgressDenied."""
@@ -259,13 +256,31 @@ class EgressPolicy:
         self, address: IPv4Address | IPv6Address, endpoint: Endpoint, declared: Mapping[Endpoint, Endpoint]
     ) -> None:
         """Check an address that `endpoint` resolved to. Raises EgressDenied."""
-        address = _unwrapped(address)
-        if address in METADATA_ADDRESSES:
+        readings = _readings(address)
+        address = readings[-1]
+        if any(each in METADATA_ADDRESSES for each in readings):
             raise EgressDenied("metadata", f"{endpoint.host} leads to {address}, a cloud metadata service")
-        if _matches(self.deny, str(address)):
+        if any(each in network for each in readings for network in self.deny_networks):
             raise EgressDenied("denied", f"{address} is on the list of denied hosts (browser.deny)")
-        if endpoint not in declared and (kind := special_address_kind(address)) is not None:
-            raise EgressDenied(kind, f"{endpoint.host} leads to {address}, which is a {kind} address")
+        if endpoint in declared:
+            return
+        if (kind := special_address_kind(readings[0])) is not None:
+            raise EgressDenied(kind, f"{endpoint.host} leads to {_unwrapped(readings[0])}, which is a {kind} address")
+        if any(each in self.job for each in readings):
+            raise EgressDenied("this_job", f"{endpoint.host} leads to {address}, a node of this job")
+        if any(each in machine_addresses() for each in readings):
+            raise EgressDenied("this_machine", f"{endpoint.host} leads to {address}, an address of this machine")
+
+
+def machine_addresses() -> set[IPv4Address | IPv6Address]:
+    """The addresses of this machine's network interfaces except loopback ones, as they are at the moment."""
+    texts = [
+        each.address.partition("%")[0]
+        for interface in psutil.net_if_addrs().values()
+        for each in interface
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    return {address for address in map(ip_address, texts) if not address.is_loopback}
 
 
 def special_address_kind(address: IPv4Address | IPv6Address) -> str | None:
@@ -284,8 +299,23 @@ def normalize_pattern(text: str, setting: str) -> str:
         bare = text.removeprefix("*.")
         host = normalize_host(f"[{bare}]" if ":" in bare and not bare.startswith("[") else bare)
     except EgressDenied:
-        raise ConfigError(f"{setting} contains {text!r}; write hosts such as example.com or *.example.com") from None
+        places = DENIED_PLACES if setting == "browser.deny" else "write hosts such as example.com or *.example.com"
+        raise ConfigError(f"{setting} contains {text!r}; {places}") from None
     return f"*.{host}" if below else host
+
+
+def _network(text: str) -> IPv4Network | IPv6Network | None:
+    """The network of a CIDR or of an address; None for a host name. Raises ConfigError."""
+    if "/" in text:
+        network = parse_denied_network(text)
+        if any(network.version == 6 and network.subnet_of(embedding) for embedding in _EMBEDDING):  # type: ignore[arg-type]
+            return ip_network((int(network.network_address) & 0xFFFFFFFF, network.prefixlen - 96))
+        return network
+    try:
+        address = _literal(normalize_host(f"[{text}]" if ":" in text and not text.startswith("[") else text))
+    except EgressDenied:
+        return None
+    return None if address is None else ip_network(_unwrapped(address))
 
 
 def _matches(patterns: Iterable[str], host: str) -> bool:
@@ -300,6 +330,16 @@ def _literal(host: str) -> IPv4Address | IPv6Address | None:
         return ip_address(host)
     except ValueError:
         return None
+
+
+def _readings(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
+    """The address and the IPv4 address that it embeds, which is where a translator or relay would send a packet."""
+    if address.version == 6 and address.sixtofour is not None:
+        return [address, address.sixtofour]
+    if address in _LOCAL_NAT64:
+        return [address, IPv4Address(int(address) & 0xFFFFFFFF)]
+    plain = _unwrapped(address)
+    return [address] if plain == address else [address, plain]
 
 
 def _unwrapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,7 +18,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import h11
 
-from megatron_webrl.browser.egress.egress_policy import EgressPolicy, Endpoint
+from megatron_webrl.browser.egress.egress_policy import JOB_ADDRESSES_VARIABLE, EgressPolicy, Endpoint
 from megatron_webrl.browser.egress.http1 import BUFFER_BYTES, HTTPStream
 from megatron_webrl.browser.egress.network_access import EgressTotals, NetworkAccess
 from megatron_webrl.browser.egress.proxy_connection import ProxyConnection, UpstreamConnection
@@ -31,10 +32,11 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0  # for a DNS look-up and all attempts together
 CONNECT_ATTEMPT_SECONDS = 4.0
 CONNECT_ATTEMPTS = 4  # addresses tried for one name
-LOOKUP_THREADS = 32
+LOOKUP_THREADS = 128  # started as needed; an episode uses MAX_LOOKUPS at most
 BACKLOG = 128
 
-Resolver = Callable[[str], Awaitable[list[str]]]  # addresses of a host name; raises OSError
+# Addresses of a host name, which ends with a dot where search domains and /etc/hosts must not apply; raises OSError.
+Resolver = Callable[[str], Awaitable[list[str]]]
 
 
 class EgressProxy:
@@ -42,20 +44,26 @@ class EgressProxy:
 
     def __init__(self, settings: BrowserConfig, resolve: Resolver | None = None) -> None:
         """`resolve` replaces the system's resolver. Raises ConfigError."""
-        self.egress_policy = EgressPolicy.from_config(settings)
+        self.egress_policy = EgressPolicy.from_config(settings, os.environ.get(JOB_ADDRESSES_VARIABLE, ""))
         self.totals = EgressTotals()
         self._tls = server_context() if settings.replay else None
         self._settings = settings
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="lookup")
         self._resolve = resolve or self._look_up
+        self._lookups: set[asyncio.Future[list[str]]] = set()
 
     @property
     def refused(self) -> Counter[str]:
         """Refused requests of all episodes, by reason."""
         return self.totals.refused
 
-    async def open_port(self, declared: Mapping[Endpoint, Endpoint]) -> NetworkAccess:
-        """Open a port for one episode; `declared` as returned by `declared_endpoints` for its task source."""
+    async def open_port(
+        self, declared: Mapping[Endpoint, Endpoint], listener: socket.socket | None = None
+    ) -> NetworkAccess:
+        """Open a port for one episode; `declared` as returned by `declared_endpoints` for its task source.
+
+        `listener`: a socket that listens where the browser can reach it; by default at a loopback address.
+        """
         network = NetworkAccess(self.egress_policy, declared, self._settings, self.totals)
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,12 +75,15 @@ class EgressProxy:
             else:
                 await ProxyConnection(network, self.connect, reader, writer).run()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=BUFFER_BYTES, backlog=BACKLOG)
+        listener = listener or socket.create_server(("127.0.0.1", 0))
+        server = await asyncio.start_server(serve, sock=listener, limit=BUFFER_BYTES, backlog=BACKLOG)
         network.server, network.port = server, server.sockets[0].getsockname()[1]
         return network
 
     def close(self) -> None:
         """Stop the look-up threads; each port closes with its episode."""
+        for lookup in self._lookups:
+            lookup.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def connect(self, network: NetworkAccess, endpoint: Endpoint) -> UpstreamConnection:
@@ -82,7 +93,7 @@ class EgressProxy:
         target = network.declared.get(endpoint, endpoint)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                addresses = await self._addresses(network, target.host)
+                addresses = await self._addresses(network, target.host, endpoint in network.declared)
                 # One forbidden address denies the name: no legitimate name mixes public and private addresses.
                 for address in addresses:
                     network.egress_policy.check_address(address, endpoint, network.declared)
@@ -91,7 +102,7 @@ class EgressProxy:
         except TimeoutError:
             raise HostUnreachable(f"{endpoint} did not answer within {CONNECT_SECONDS} s") from None
 
-    async def _addresses(self, network: NetworkAccess, host: str) -> list[IPv4Address | IPv6Address]:
+    async def _addresses(self, network: NetworkAccess, host: str, declared: bool) -> list[IPv4Address | IPv6Address]:
         try:
             return [ip_address(host)]
         except ValueError:
@@ -99,11 +110,26 @@ class EgressProxy:
         if host == "localhost" or host.endswith(".localhost"):
             return [IPv4Address("127.0.0.1")]
         try:
-            async with network.lookup_semaphore:
-                return [ip_address(text) for text in await self._resolve(host)]
+            texts = await self._permitted_lookup(network, host if declared else f"{host}.")
+            return [ip_address(text) for text in texts]
         except (OSError, ValueError) as error:
             log.debug("no address of %s: %s", host, error)
             raise HostUnreachable(f"no address is known for {host}") from None
+
+    async def _permitted_lookup(self, network: NetworkAccess, host: str) -> list[str]:
+        """Look up a name; the permit is held until the look-up has ended, because its thread cannot be cancelled."""
+        await network.lookup_semaphore.acquire()
+        lookup = asyncio.ensure_future(self._resolve(host))
+        self._lookups.add(lookup)
+
+        def end(lookup: asyncio.Future[list[str]]) -> None:
+            network.lookup_semaphore.release()
+            self._lookups.discard(lookup)
+            if not lookup.cancelled():
+                lookup.exception()  # nobody waits for it after a timeout
+
+        lookup.add_done_callback(end)
+        return await asyncio.shield(lookup)
 
     async def _look_up(self, host: str) -> list[str]:
         results = await asyncio.get_running_loop().run_in_executor(

@@ -75,9 +75,10 @@ async def open_network(
     answers = {name: iter(lists) for name, lists in (names or {}).items()}
 
     async def resolve(host: str) -> list[str]:
-        if host not in answers:
+        name = host.removesuffix(".")
+        if name not in answers:
             raise OSError("no such name")
-        return next(answers[host])
+        return next(answers[name])
 
     proxy = EgressProxy(BrowserConfig(**settings), resolve)  # type: ignore[arg-type]
     declared = declared_endpoints(origins or {}, {url.split("//")[1]: to for url, to in (origins or {}).items()})

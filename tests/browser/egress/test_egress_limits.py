@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from megatron_webrl.browser.egress import egress_proxy as proxy_module
 from megatron_webrl.browser.egress import proxy_connection
+from megatron_webrl.browser.egress.egress_policy import declared_endpoints
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
+from megatron_webrl.browser.egress.network_access import MAX_LOOKUPS
 from megatron_webrl.config.browser import BrowserConfig
 from tests.browser.egress.proxy_client import (
     OK,
@@ -146,6 +149,54 @@ async def test_a_look_up_without_an_answer_times_out(monkeypatch: pytest.MonkeyP
     async with asyncio.timeout(SECONDS):
         answer = await ask(network, "CONNECT a.example:443 HTTP/1.1\r\nHost: a.test\r\n\r\n")
     assert b"a.example:443 did not answer within 0.1 s" in answer
+    await network.close()
+    proxy.close()
+
+
+async def test_a_look_up_holds_its_permit_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_module, "CONNECT_SECONDS", 0.05)
+    running, release = 0, threading.Event()
+
+    def slow(*arguments: object, **options: object) -> list[object]:
+        nonlocal running
+        running += 1
+        release.wait(SECONDS)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(proxy_module.socket, "getaddrinfo", slow)
+    proxy = EgressProxy(BrowserConfig(open_web=True))
+    one, two = await proxy.open_port({}), await proxy.open_port({})
+    try:
+        async with asyncio.timeout(SECONDS):
+            for number in range(MAX_LOOKUPS + 3):  # one after the other, each until its time limit
+                await ask(one, f"CONNECT a{number}.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert running == MAX_LOOKUPS
+            await ask(two, "CONNECT b.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert running == MAX_LOOKUPS + 1
+            release.set()
+            while one.lookup_semaphore.locked():
+                await asyncio.sleep(0.01)
+            await ask(one, "CONNECT c.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert running == MAX_LOOKUPS + 2
+    finally:
+        release.set()
+        for network in (one, two):
+            await network.close()
+        proxy.close()
+
+
+async def test_names_of_the_web_are_absolute_and_declared_ones_as_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    async def resolve(host: str) -> list[str]:
+        asked.append(host)
+        raise OSError("no such name")
+
+    proxy = EgressProxy(BrowserConfig(open_web=True), resolve)
+    network = await proxy.open_port(declared_endpoints(["http://shop.test"], {"shop.test": "shop-server:8000"}))
+    for host in ("web.example", "web.example.", "intranet", "shop.test"):
+        await ask(network, get(f"http://{host}/"))
+    assert asked == ["web.example.", "web.example.", "intranet.", "shop-server"]
     await network.close()
     proxy.close()
 

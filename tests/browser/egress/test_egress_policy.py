@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_webrl.browser.egress import egress_policy
 from megatron_webrl.browser.egress.egress_policy import (
     EgressDenied,
     EgressPolicy,
     Endpoint,
     declared_endpoints,
-    direct_endpoints,
+    machine_addresses,
     normalize_host,
     parse_endpoint,
     special_address_kind,
@@ -271,6 +274,38 @@ def test_a_denied_address_is_denied_under_every_name() -> None:
     assert address_reason(policy(deny=["2606:4700::1"]), "2606:4700:0::1") == "denied"
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["93.184.1.1", "::ffff:93.184.1.1", "64:ff9b::93.184.1.1", "64:ff9b:1::5db8:101", "2002:5db8:101::1", "2a00:1::5"],
+)
+@pytest.mark.parametrize("denied", [["93.184.0.0/16", "2a00:1::/32"], ["::ffff:93.184.0.0/112", "2a00:1::5"]])
+def test_a_denied_network_is_denied_in_every_address_that_leads_there(denied: list[str], address: str) -> None:
+    rules = policy(deny=denied)
+    for declared in (False, True):
+        assert address_reason(rules, address, declared=declared) == "denied"
+    assert address_reason(rules, "93.185.1.1") is None
+
+
+def test_addresses_of_this_machine_and_of_the_job_are_reached_only_as_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(egress_policy, "machine_addresses", lambda: {ip_address("8.8.4.4"), ip_address("2a00:1::5")})
+    rules = EgressPolicy.from_config(BrowserConfig(open_web=True), "9.9.9.9, 2a00:2::7")
+    for address, kind in (
+        ("8.8.4.4", "this_machine"), ("::ffff:8.8.4.4", "this_machine"), ("64:ff9b::8.8.4.4", "this_machine"),
+        ("2a00:1::5", "this_machine"), ("9.9.9.9", "this_job"), ("2a00:2::7", "this_job"), ("9.9.9.8", None),
+    ):  # fmt: skip
+        assert address_reason(rules, address) == kind
+        assert address_reason(rules, address, declared=True) is None
+    assert reason(rules, "http://0x09090909/") == "this_job"
+    with pytest.raises(ConfigError, match="WEBRL_JOB_ADDRESSES=node7: 'node7' does not appear to be"):
+        EgressPolicy.from_config(BrowserConfig(open_web=True), "node7")
+
+
+def test_the_addresses_of_this_machine_are_those_of_its_interfaces() -> None:
+    shown = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True).stdout
+    expected = {ip_address(text.split("/")[0]) for text in re.findall(r" inet6? (\S+)", shown)}
+    assert machine_addresses() == {address for address in expected if not address.is_loopback}
+
+
 def test_by_default_only_declared_origins_can_be_reached() -> None:
     rules = EgressPolicy.from_config(BrowserConfig())
     assert reason(rules, "http://shop.localhost/cart", SHOP) is None
@@ -294,12 +329,6 @@ def test_declared_origins_map_to_the_addresses_of_their_source() -> None:
     }
 
 
-def test_only_plain_loopback_servers_are_reached_without_the_proxy() -> None:
-    declared = SHOP | declared_endpoints(["http://far.example", "http://a.example"], {"a.example": "10.0.0.1"})
-    assert direct_endpoints(declared, policy()) == {Endpoint("shop.localhost", 80): Endpoint("127.0.0.1", 8000)}
-    assert direct_endpoints(declared, policy(deny=["shop.localhost"])) == {}
-
-
 def test_a_star_in_a_declared_host_stands_for_part_of_its_label() -> None:
     shops = declared_endpoints(["http://shop-*.localhost"], {"shop-*.localhost": "127.0.0.1:8000"}) | SHOP
     rules = EgressPolicy.from_config(BrowserConfig())
@@ -315,9 +344,7 @@ def test_a_star_in_a_declared_host_stands_for_part_of_its_label() -> None:
 
 def test_a_denied_host_is_denied_among_declared_ones_too() -> None:
     shops = declared_endpoints(["http://shop-*.localhost"], {"shop-*.localhost": "127.0.0.1:8000"})
-    assert direct_endpoints(shops, policy()) == {Endpoint("shop-*.localhost", 80): Endpoint("127.0.0.1", 8000)}
     rules = policy(deny=["shop-5.localhost"])
-    assert direct_endpoints(shops, rules) == {}  # the proxy tells them apart
     assert reason(rules, "http://shop-5.localhost/", shops) == "denied"
     assert reason(rules, "http://shop-6.localhost/", shops) is None
 
@@ -326,9 +353,13 @@ def test_a_denied_host_is_denied_among_declared_ones_too() -> None:
     ("settings", "message"),
     [
         ({"allow": ["a.example"]}, r"browser\.allow has no effect with browser\.open_web=false"),
-        ({"deny": ["http://a.example"]}, r"browser\.deny contains 'http://a\.example'; write hosts such as"),
+        ({"deny": ["http://a.example"]}, r"browser\.deny contains 'http://a\.example': .*; write hosts such as"),
         ({"deny": ["*"]}, r"browser\.deny contains '\*'"),
         ({"deny": ["a.*.example"]}, r"browser\.deny contains"),
+        ({"deny": ["10.0.0.1/8"]}, r"'10\.0\.0\.1/8': 10\.0\.0\.1/8 has host bits set; write hosts such as"),
+        ({"deny": ["10.0.0.0/33"]}, r"'10\.0\.0\.0/33'.*networks such as 10\.0\.0\.0/8"),
+        ({"deny": ["a.example/8"]}, r"browser\.deny contains 'a\.example/8'"),
+        ({"allow": ["10.0.0.0/8"], "open_web": True}, r"browser\.allow contains '10\.0\.0\.0/8'; write hosts such as"),
         ({"ports": [0]}, r"browser\.ports contains 0"),
     ],
 )

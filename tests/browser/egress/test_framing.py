@@ -277,7 +277,7 @@ async def test_chromium_reads_the_same_through_the_proxy_as_h11_in_the_original(
         return [r.status, await r.text(), r.headers.get('x')]; } catch (error) { return null; } }"""
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
-            executable_path=find_chromium(), args=launch_arguments({}, 9), chromium_sandbox=False
+            executable_path=find_chromium(), args=launch_arguments(9), chromium_sandbox=False
         )
         try:
             for name, raw in cases.items():
@@ -292,7 +292,7 @@ async def test_chromium_reads_the_same_through_the_proxy_as_h11_in_the_original(
                     sending(response) as server,
                     open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as net,
                 ):
-                    context = await browser.new_context(proxy=proxy_settings(net.port, ()))
+                    context = await browser.new_context(proxy=proxy_settings(net.port))
                     page = await context.new_page()
                     seen = await page.evaluate(script, "http://a.test/")
                     await context.close()

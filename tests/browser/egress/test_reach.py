@@ -9,6 +9,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -20,7 +21,7 @@ from megatron_webrl.browser.egress import egress_policy
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.types import Action
+from megatron_webrl.types import Action, Task
 from tests.browser.conftest import FolderSite, page_task
 from tests.browser.local_network import FORBIDDEN, NameService, WebServer
 from tests.waiting import eventually
@@ -260,7 +261,7 @@ async def test_a_service_worker_reaches_nothing(
     async with pool.session() as session, asyncio.timeout(SECONDS):
         browser = session.page.context.browser
         assert browser is not None
-        context = await browser.new_context(proxy=proxy_settings(network.port, ()))
+        context = await browser.new_context(proxy=proxy_settings(network.port))
         page = await context.new_page()
         await page.goto("http://site.localhost/first.html")
         count = await page.evaluate(
@@ -308,6 +309,40 @@ async def test_a_name_that_changes_to_an_inner_address_while_its_page_is_open_re
         assert "which is a loopback address" in await session.page.evaluate(text, "/secret")
         names.answers["rebind.test"] = ["127.0.0.1"]
         assert "<title>public</title>" in await session.page.evaluate(text, "/public")
+
+
+async def test_the_pages_of_a_task_source_are_reached_in_its_own_episodes_only(site: FolderSite) -> None:
+    other = OtherSite(site.folder)
+    try:
+        async with BrowserPool(
+            BrowserConfig(width=400, height=300), {"site": site, "other": other}, 1, SECONDS
+        ) as pool:
+            for own, foreign in (("site", "other"), ("other", "site")):
+                async with pool.session() as session:
+                    await session.reset(replace(page_task("first"), source=own))
+                    assert await session.page.title() == "First"
+                    seen = await session.step(Action("navigate", url=f"http://{foreign}.localhost/second.html"))
+                    assert f"{foreign}.localhost:80 is not one of the allowed places" in str(seen.error)
+                    await fetched(session.page, [f"http://{foreign}.localhost/second.html"])
+                    assert session.network.refused == {"not_declared": 1}  # the navigation was refused without one
+    finally:
+        other.server.close()
+
+
+class OtherSite(FolderSite):
+    """The same pages as another task source."""
+
+    @property
+    def origins(self) -> frozenset[str]:
+        return frozenset({"http://other.localhost"})
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {"other.localhost": self.server.address}
+
+    async def open(self, page: Page, task: Task) -> str:
+        await page.goto(f"http://other.localhost/{task.environment}.html")
+        return ""
 
 
 async def test_endless_redirects_end_at_the_request_limit_of_the_episode(

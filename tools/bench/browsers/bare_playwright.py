@@ -12,7 +12,6 @@ import psutil
 from playwright.async_api import Browser, BrowserContext, CDPSession, Page
 
 from megatron_webrl.browser.chromium import proxy_settings
-from megatron_webrl.browser.egress.egress_policy import EgressPolicy, Endpoint, declared_endpoints, direct_endpoints
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.process_memory import resident_mib
 from megatron_webrl.config.browser import BrowserConfig
@@ -68,7 +67,7 @@ class BarePlaywright:
         context = await browser.new_context(
             viewport={"width": settings.width, "height": settings.height}, device_scale_factor=1,
             service_workers="block", accept_downloads=False,
-            proxy=proxy_settings(CLOSED_PORT, proxy_bypass(settings, site)),
+            proxy=proxy_settings(server_port(site)),
         )  # fmt: skip
         await context.add_init_script(settle.DISABLE_CARET_BLINK)
         page = await context.new_page()
@@ -95,9 +94,10 @@ class BarePlaywright:
         return screenshot, {"acting": acted - started, "settling": settled - acted, "capturing": ended - settled}
 
 
-def proxy_bypass(settings: BrowserConfig, site: TaskSite) -> dict[Endpoint, Endpoint]:
-    """Endpoints of `site` that a pool lets Chromium reach without its egress proxy."""
-    return direct_endpoints(declared_endpoints(site.origins, site.addresses), EgressPolicy.from_config(settings))
+def server_port(site: TaskSite) -> int:
+    """The port of the one local server of `site`; as its context's proxy it gets the requests for its own origin."""
+    (address,) = site.addresses.values()
+    return int(address.rpartition(":")[2])
 
 
 def rotated(contestants: Sequence[T], turn: int) -> list[T]:

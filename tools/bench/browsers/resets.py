@@ -19,7 +19,6 @@ from tools.bench.browsers.bare_playwright import (
     BarePlaywright,
     BrowserBenchSize,
     cpu_seconds,
-    proxy_bypass,
     rotated,
 )
 from tools.bench.browsers.report import Measurement, Section, ratio_to
@@ -38,7 +37,7 @@ async def measure_resets(amount: BrowserBenchSize, seed: int) -> Section:
     unseen: list[float] = []  # CPU seconds of ended browser processes
     with MiniWobTaskSource(ENVIRONMENTS, len(CLICKS)) as source:
         tasks = (source.training_task(seed, ticket) for ticket in itertools.count())
-        arguments = launch_arguments(proxy_bypass(settings, source), CLOSED_PORT)
+        arguments = launch_arguments(CLOSED_PORT)
 
         async def launch() -> Browser:
             return await playwright.chromium.launch(

@@ -1,0 +1,103 @@
+"""Chromium of a process that is root: it runs as another user, in a network that has only ports of the egress proxy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import shlex
+import shutil
+import socket
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system import child_process
+from megatron_webrl.system.network import leave_network
+
+log = logging.getLogger(__name__)
+
+PROGRAMS = ("nsenter", "setpriv", "env")
+
+_SCRIPT = """#!/bin/sh
+# Give Chromium a profile that its user may write; the driver's own is root's.
+for argument; do
+    shift
+    case $argument in --user-data-dir=*) argument=--user-data-dir={profile} ;; esac
+    set -- "$@" "$argument"
+done
+umask 077
+exec {command} "$@"
+"""
+
+
+class Isolation:
+    """A user and a network namespace for the browsers of a pool.
+
+    The namespace belongs to a thread of this process, whose sockets listen within it: browsers reach the ports that
+    `listen` returns, and nothing else that is on this machine or beyond.
+    """
+
+    def __init__(self, user: str) -> None:
+        """`user`: name or number. Without permission for a namespace there is none. Raises ConfigError."""
+        entry = _find_user(user)
+        self._uid, self._gid = entry.pw_uid, entry.pw_gid
+        missing = [name for name in PROGRAMS if not shutil.which(name)]
+        if missing:
+            raise ConfigError(
+                f"browser.user={user} needs the programs {', '.join(missing)}; install Debian's util-linux"
+            )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="browser-network")
+        self.namespace: str | None = None  # its file in /proc
+        try:
+            self.namespace = self._thread.submit(_enter_namespace).result()
+        except OSError as error:
+            log.warning("browsers run as %s, but in this machine's own network: %s", user, error)
+
+    @classmethod
+    def from_config(cls, settings: BrowserConfig) -> Isolation | None:
+        """The isolation that browser.user asks for; None without one. Raises ConfigError."""
+        return cls(settings.user) if settings.user not in ("", "root") else None
+
+    def listen(self) -> socket.socket:
+        """A socket that listens at a loopback address of the browsers' network."""
+        return self._thread.submit(socket.create_server, ("127.0.0.1", 0)).result()
+
+    def make_home(self, executable: str) -> Path:
+        """Make a folder with a `chromium` that starts `executable` isolated; remove it after its end."""
+        # Not in TMPDIR, which other users need not reach; the name lets `sweep_scratch` find it.
+        name = f"{child_process.SCRATCH_PREFIX}{os.getpid()}-{child_process.start_time(os.getpid())}-"
+        home = Path(tempfile.mkdtemp(prefix=name, dir="/tmp"))
+        home.chmod(0o711)
+        profile = home / "profile"
+        profile.mkdir(mode=0o700)
+        os.chown(profile, self._uid, self._gid)
+        command = ["nsenter", f"--net={self.namespace}"] if self.namespace is not None else []
+        command += ["setpriv", f"--reuid={self._uid}", f"--regid={self._gid}", "--clear-groups", "--inh-caps=-all"]
+        command += ["--no-new-privs", "env", f"HOME={profile}", f"TMPDIR={profile}", executable]
+        script = home / "chromium"
+        script.write_text(_SCRIPT.format(profile=shlex.quote(str(profile)), command=shlex.join(command)))
+        script.chmod(0o755)
+        return home
+
+    def close(self) -> None:
+        """Leave the namespace, which ends with its last process and socket."""
+        self._thread.shutdown()
+
+
+def _find_user(user: str) -> pwd.struct_passwd:
+    try:
+        entry = pwd.getpwuid(int(user)) if user.isdecimal() else pwd.getpwnam(user)
+    except KeyError:
+        raise ConfigError(f"browser.user={user} is not a user of this machine; name one, such as nobody") from None
+    if entry.pw_uid == 0:
+        raise ConfigError(f"browser.user={user} is root under another name; write browser.user=root")
+    return entry
+
+
+def _enter_namespace() -> str:
+    leave_network()
+    return f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net"
