@@ -20,10 +20,8 @@ from tests.guard import SNAPSHOT_SECONDS
 def test_leaves_processes():
     folder = Path({folder!r})
     child = subprocess.Popen(["sleep", "600"], start_new_session=True, env={{}})
-    command = ["sh", "-c", "sleep 600 >/dev/null & echo $!"]
-    started = subprocess.run(
-        command, start_new_session=True, stdout=subprocess.PIPE, check=True, timeout=30
-    )
+    orphan = ["sh", "-c", "sleep 600 >/dev/null & echo $!"]
+    started = subprocess.run(orphan, start_new_session=True, stdout=subprocess.PIPE, check=True, timeout=30)
     role = child_process.start_process(
         ["sh", "-c", "trap '' TERM; setsid sleep 600 & echo $!; wait"], folder / "role.log", os.environ, "role"
     )

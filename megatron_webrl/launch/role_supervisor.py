@@ -8,17 +8,14 @@ any other role ends the job.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING
 
 from megatron_webrl.cluster.placement import worker_name_of
 from megatron_webrl.config.schema import Config
-from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE, KILL_SECONDS
+from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE
 from megatron_webrl.system import child_process
 from megatron_webrl.system.restart_policy import RestartPolicy
 from megatron_webrl.system.supervised_process import SupervisedProcess
@@ -29,8 +26,6 @@ from megatron_webrl.types import CLEAN_JOB_OUTCOMES, failed_outcome
 if TYPE_CHECKING:
     from megatron_webrl.control.client import ControlClient
     from megatron_webrl.launch.trainer_failure import TrainerFailure
-
-log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5  # between two queries of the control plane for a trainer failure on another machine
 CONTROL = "control"  # name of the role that runs the control service
@@ -131,13 +126,16 @@ class RoleSupervisor:
                     return None  # its finished groups are counted already
                 self._report(f"{role.name} ended with the job")
                 return end["outcome"]
-            code, infrastructure = role.process.poll(), role.process.poll() == INFRASTRUCTURE_EXIT_CODE
-            if is_trainer_rank(role) and self._restarts_trainer and code != BAD_INPUT_EXIT_CODE:
+            code = role.process.poll()
+            infrastructure = role.survived_kill or code == INFRASTRUCTURE_EXIT_CODE
+            if role.survived_kill:
+                pass  # another life would find the same file system, and the devices in use
+            elif is_trainer_rank(role) and self._restarts_trainer and code != BAD_INPUT_EXIT_CODE:
                 recorded = trainer_failure.record_failure(
                     self.control, self.config, self.journal, self.attempt, role.name, failure, role.log, infrastructure
                 )
                 return self._restart_trainer(recorded)
-            if self._is_worker(role.name):
+            elif self._is_worker(role.name):
                 return self._handle_worker_failure(role, failure, infrastructure)
         except JobFailed:
             return failed_outcome(f"{failure}; the control plane does not respond", infrastructure=True)
@@ -182,7 +180,7 @@ class RoleSupervisor:
             self.control.clear_heartbeat(role.name)
             self.journal.add(role.name, events.RESTARTED, failure, role.log)
             count = f"restart {role.policy.used} of {limit} within an hour"
-            self._warn(f"{failure}; restarting {role.name}{_delay(role)} ({count})")
+            self._report(f"{failure}; restarting {role.name}{_delay(role)} ({count})")
             return None
         child_process.kill_process_group(role.process.pid)
         self.control.clear_heartbeat(role.name)
@@ -196,7 +194,7 @@ class RoleSupervisor:
         if left < least:
             few = f"{left} of {all_engines} engines are left, and rollout.min_engines={least}"
             return failed_outcome(f"{failure}; {why}, and {few}", infrastructure)
-        self._warn(f"{failure}; {why}: {worker} is given up, the job continues with {left} of {all_engines} engines")
+        self._report(f"{failure}; {why}: {worker} is given up, the job continues with {left} of {all_engines} engines")
         return None
 
     def _restart_trainer(self, failure: TrainerFailure) -> str | None:
@@ -207,8 +205,9 @@ class RoleSupervisor:
         for rank in ranks:  # all at once: a rank that sees its peers die would log errors of its own
             rank.process.kill()
         for rank in ranks:
-            with suppress(TimeoutExpired):
-                rank.process.wait(KILL_SECONDS)
+            rank.kill()
+            if rank.survived_kill:
+                return failed_outcome(f"{failure.reason}; {rank.failure_message()}", infrastructure=True)
             child_process.kill_process_group(rank.process.pid)
         self.attempt += 1
         for rank in ranks:
@@ -221,15 +220,11 @@ class RoleSupervisor:
             count += " without a new checkpoint"
         own = failure.role in {rank.name for rank in ranks}  # the machine of the rank reports the reason
         reason = failure.reason if own else f"{failure.role} failed on another node"
-        self._warn(f"{reason}; restarting all trainer ranks{_delay(ranks[0])} from {source} ({count})")
+        self._report(f"{reason}; restarting all trainer ranks{_delay(ranks[0])} from {source} ({count})")
         return None
 
     def _is_worker(self, name: str) -> bool:
         return worker_name_of(name) in self.config.worker_names
-
-    def _warn(self, message: str) -> None:
-        log.warning("%s", message)
-        self._report(message)
 
 
 def _delay(role: SupervisedProcess) -> str:

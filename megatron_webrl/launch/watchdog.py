@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.cluster.placement import rollout_process_names
 from megatron_webrl.config.schema import Config
-from megatron_webrl.system import atomic_file, child_process, stack_dump
+from megatron_webrl.system import atomic_file, stack_dump
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 
@@ -167,8 +167,7 @@ class StackDumper:
             role.process.output.add(f"ERROR {message}")  # the last log line, which its supervisor reports
             self.report(message)
             self.journal.add(role.name, events.KILLED, request.reason, role.log)
-            role.process.kill()
-            role.process.wait(child_process.KILL_SECONDS)
+            role.kill()
 
     def _file_version(self) -> tuple[int, int] | None:
         """Inode and modification time of the request file."""

@@ -28,6 +28,7 @@ from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED, failed_outcome, is_infrastructure_failure
 
 POLL_SECONDS = 0.5
+CONTROL_EXIT_SECONDS = 2.0
 PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job, as does INFRASTRUCTURE_EXIT_CODE
 
 
@@ -59,10 +60,11 @@ class ControlHost:
         self.journal.add(events.JOB, events.STARTED)
         try:
             outcome = self._host()
-        except (JobFailed, RoleStartError) as error:  # JobFailed: the control plane was lost
-            self.signals.poll()
+        except RoleStartError as error:
+            outcome = self._interruption() or failed_outcome(str(error))
+        except JobFailed as error:
             # scancel ends all processes of the step, the control plane perhaps before this one polls its signals.
-            outcome = self._interruption() or failed_outcome(str(error), isinstance(error, JobFailed))
+            outcome = self._interruption() or failed_outcome(str(error), infrastructure=True)
         finally:
             child_process.kill_descendants(KILL_SECONDS, self.supervisor.processes)
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -131,6 +133,7 @@ class ControlHost:
 
     def _interruption(self) -> str:
         """The outcome after a signal that ends the job; empty without one."""
+        self.signals.poll()
         number = self.signals.end_signal
         return f"interrupted by {signal.Signals(number).name}" if number else ""
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 from megatron_webrl.system import child_process
 from megatron_webrl.system.child_process import ChildProcess
@@ -25,12 +26,13 @@ class SupervisedProcess:
     may_exit: bool = True  # whether exit code 0 is no failure
     process: ChildProcess = field(init=False)
     restart_at: float | None = None  # monotonic time of the scheduled restart
+    survived_kill: bool = False  # this life did not end after SIGKILL
     _reported: bool = False  # whether `poll_failure` has reported the end of this life
 
     def start(self) -> SupervisedProcess:
         """Start the process in the main thread. Raises ProcessError."""
         self.process = child_process.start_process(self.command, self.log, self.environment, self.name, (), self.cores)
-        self.restart_at, self._reported = None, False
+        self.restart_at, self.survived_kill, self._reported = None, False, False
         return self
 
     @property
@@ -41,6 +43,11 @@ class SupervisedProcess:
     def failure_message(self) -> str | None:
         """How this life of the process failed; None while it runs and after a clean exit."""
         code = self.process.poll()
+        if code is None and self.survived_kill:
+            seconds = child_process.KILL_SECONDS
+            return (
+                f"{self.name} runs {seconds:g} s after SIGKILL, in a call to a file system or device (log: {self.log})"
+            )
         if code is None or (code == 0 and self.may_exit):
             return None
         how, line = child_process.describe_exit(code), self.process.output.last_line()
@@ -52,6 +59,14 @@ class SupervisedProcess:
             return None
         self._reported = True
         return message
+
+    def kill(self) -> None:
+        """Kill the process. It has failed, too, if it does not end within KILL_SECONDS."""
+        self.process.kill()
+        try:
+            self.process.wait(child_process.KILL_SECONDS)
+        except TimeoutExpired:
+            self.survived_kill = True
 
     def schedule_restart(self, reason: str) -> bool:
         """Kill what is left of the process, and schedule a restart if the policy grants one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ import pytest
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobEnded
+from megatron_webrl.control.control_plane import ControlClient, JobEnded, TicketEpoch
 from megatron_webrl.control.tickets import TicketEpoch
-from megatron_webrl.launch import role_process
+from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.system import child_process, restart_policy
@@ -154,6 +156,39 @@ def test_a_role_that_lost_its_file_system_ends_the_job_as_a_failure_of_the_infra
         outcome = here.supervisor.poll()
         assert outcome is not None
         assert not is_infrastructure_failure(outcome)
+
+
+@pytest.fixture
+def stalled(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system on which every call that changes it waits, until the end of the test."""
+    image, folder = tmp_path / "image", tmp_path / "mounted"
+    folder.mkdir()
+    for command in (
+        f"truncate -s 20M {image}", f"mkfs.ext4 -q {image}", f"mount -o loop {image} {folder}", f"fsfreeze -f {folder}",
+    ):  # fmt: skip
+        if subprocess.run(command.split(), capture_output=True, timeout=60, check=False).returncode:
+            pytest.skip(f"{command.split()[0]} does not work here")
+    yield folder
+    subprocess.run(["fsfreeze", "-u", str(folder)], check=True, timeout=60)
+    until(lambda: subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode == 0, "umount")
+
+
+def test_a_role_that_waits_for_a_dead_file_system_ends_the_job_although_it_cannot_be_killed(
+    tmp_path: Path, stalled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "KILL_SECONDS", 2.0)
+    with machine(tmp_path, "rollout.engines=1") as here:
+        role = here.start("rollout-0", [sys.executable, "-c", f"open({str(stalled / 'file')!r}, 'w')"])
+        until(lambda: child_process.process_state(role.process.pid) == "D", "its wait")
+        dumper = watchdog.StackDumper(EventLog(here.config.run_folder), here.messages.append)
+        watchdog.request_stack_dump(here.config.run_folder, "it hangs", {"rollout-0": ("heartbeat", "")})
+        dumper.poll(here.supervisor.roles, lambda: here.control)
+        outcome = here.supervisor.poll()
+        assert outcome is not None
+        assert outcome.startswith(
+            "failed: infrastructure: rollout-0 runs 2 s after SIGKILL, in a call to a file system"
+        )
+        assert here.supervisor.poll() is None
 
 
 def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(tmp_path: Path) -> None:

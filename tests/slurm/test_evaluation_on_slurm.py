@@ -110,7 +110,7 @@ def test_a_checkpoint_is_evaluated_on_two_nodes_although_a_worker_is_killed(two:
         assert (found[name]["versions"], found[name]["missing"]) == ([7, 7], 0)
     assert sorted(each["index"] for each in found["episodes"]) == list(range(60))  # of two environments
     assert "node 1 (" in said
-    assert "restarting rollout-1 (attempt 1 of 3)" in said
+    assert "restarting rollout-1 (restart 1 of 6 within an hour)" in said
     assert f"job: results: {result}" in said
     workers = {json.loads(line)["worker"] for path in (folder / "evaluations").iterdir() for line in path.open()}
     assert {"rollout-0.1", "rollout-1.1"} <= workers
@@ -122,7 +122,7 @@ def test_a_checkpoint_is_evaluated_on_two_nodes_although_a_worker_is_killed(two:
 
 
 def test_a_worker_that_does_not_start_ends_the_evaluation_with_its_name(two: Cluster, trained: Path) -> None:
-    job = evaluate(two, trained, STUB_COMMAND=f"{WAITING} --fail-rollout-1")
+    job = evaluate(two, trained, "rollout.min_engines=2", STUB_COMMAND=f"{WAITING} --fail-rollout-1")
     folder = folder_of(trained, job)
     assert two.wait(job, 200) == "FAILED", log(trained.parent)
     assert outcome(folder).startswith("failed: rollout-1 exited with code 1; last log line: it fails on purpose")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_webrl.cli import main
@@ -65,6 +66,18 @@ class Waiting:
     def signal(self) -> None:
         self.cluster.run("scancel", "--batch", "--signal=USR1", self.job)
 
+    def process(self, *words: str) -> psutil.Process:
+        """The Python process of this job with all of these words in its command line."""
+        for process in psutil.process_iter(["cmdline"]):
+            line = process.info["cmdline"] or []
+            if (
+                str(self.run_folder) in " ".join(line)
+                and "python" in line[0]
+                and all(any(word in part for part in line) for word in words)
+            ):
+                return process
+        raise AssertionError(f"{self.name} has no process {words}: {self.log}")
+
     def restarts(self) -> int:
         return int(self.cluster.show(self.job)["Restarts"])
 
@@ -116,6 +129,35 @@ def test_a_signalled_job_saves_and_resumes_and_a_stopped_one_does_not(five: Clus
     message += "(run.max_requeues=1)"
     assert without_checkpoint.outcome.startswith(message)
     assert message.removeprefix("failed: ") in without_checkpoint.log
+
+
+@on_slurm
+@pytest.mark.slow
+def test_a_job_that_lost_its_control_plane_or_a_supervisor_is_requeued_and_one_that_failed_is_not(
+    five: Cluster, tmp_path: Path
+) -> None:
+    control = Waiting(five, tmp_path / "control", STEP_EXIT_SECONDS="3")
+    supervisor = Waiting(five, tmp_path / "supervisor", STEP_EXIT_SECONDS="3")
+    failed = Waiting(five, tmp_path / "failed", "--fail-trainer-0", "run.max_trainer_restarts=0", STEP_EXIT_SECONDS="3")
+    for job in (control, supervisor):
+        job.until_it_runs()
+    control.process("control", "--config").kill()
+    supervisor.process("node", "rollout").kill()
+
+    assert five.wait(control.job, 180) == "COMPLETED", control.log
+    assert (control.restarts(), control.outcome) == (1, "finished")
+    assert control.log.count("job: the infrastructure failed; requeueing the job") == 1
+    assert (
+        "the previous launch ended: failed: infrastructure: control killed by SIGKILL; last log line" in control.log
+    ), control.log
+
+    assert five.wait(supervisor.job, 180) == "COMPLETED", supervisor.log
+    assert (supervisor.restarts(), supervisor.outcome) == (1, "finished")
+    assert "the previous launch ended: failed: infrastructure: the rollout step ended with code 137" in supervisor.log
+
+    assert five.wait(failed.job, 120) == "FAILED", failed.log
+    assert failed.restarts() == 0
+    assert failed.outcome.startswith("failed: trainer-0 exited with code 1; last log line: it fails on purpose")
 
 
 def test_too_few_good_nodes_have_an_exit_code_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
