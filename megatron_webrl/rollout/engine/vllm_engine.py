@@ -72,7 +72,7 @@ class VLLMEngine:
         self._update = asyncio.Lock()
         self._paused_seconds, self._paused_since = 0.0, None  # type: float, float | None
         self._closed = False
-        self._watching = None if followers is None else asyncio.create_task(self._watch(followers))
+        self._watching = asyncio.create_task(self._watch(followers))
 
     @classmethod
     async def start(
@@ -241,11 +241,13 @@ class VLLMEngine:
         if not self._death.done():
             self._death.set_result(reason)
 
-    async def _watch(self, followers: EngineFollowers) -> None:
-        """Declare the engine dead if a follower fails: vLLM would wait for its ranks without limit."""
+    async def _watch(self, followers: EngineFollowers | None) -> None:
+        """Declare the engine dead if its core or a follower fails: vLLM's calls would wait for them without limit."""
         with suppress(JobFailed):  # the worker's own check raises it
             while not self._death.done():
-                if failure := followers.failure():
+                if self._llm.errored:
+                    self._die("its engine core ended")
+                elif followers is not None and (failure := followers.failure()):
                     self._die(failure)
                 await asyncio.wait((self._death,), timeout=FOLLOWER_POLL_SECONDS)
 
@@ -264,11 +266,20 @@ class VLLMEngine:
 
     @asynccontextmanager
     async def _weight_operation(self, failure: str, seconds: float) -> AsyncIterator[None]:
-        """Limit an operation, and turn its errors into WeightUpdateError while the engine core is alive."""
+        """Limit an operation, end it with the engine, and turn errors of a live one into WeightUpdateError."""
         try:
-            async with asyncio.timeout(seconds):
-                yield
+            async with asyncio.timeout(seconds) as limit:
+
+                def expire(_: object) -> None:
+                    limit.reschedule(asyncio.get_running_loop().time())
+
+                self._death.add_done_callback(expire)
+                try:
+                    yield
+                finally:
+                    self._death.remove_done_callback(expire)
         except TimeoutError as error:
+            self.check_alive()
             # The engine core is still busy, for an unknown time.
             self._die(f"{failure} within {seconds:g} s")
             raise EngineDeadError(f"{failure} within {seconds:g} s") from error

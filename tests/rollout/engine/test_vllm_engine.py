@@ -348,6 +348,8 @@ async def test_a_dead_engine_core_is_an_error_that_names_the_engine_and_leaves_n
         assert cores
         for core in cores:
             core.kill()
+        with pytest.raises(EngineDeadError, match="engine 0 is dead"):  # its limit is weights.timeout_seconds and 90 s
+            await asyncio.wait_for(engine.update_weights(1, 1), 20)
         with pytest.raises(EngineDeadError, match="engine 0 is dead"):
             await asyncio.wait_for(request, 20)
     with pytest.raises(EngineDeadError, match="engine 0 is dead"):
