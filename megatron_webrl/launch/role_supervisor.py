@@ -163,7 +163,9 @@ class RoleSupervisor:
         self.journal.add(role.name, events.RESTARTED, failure, role.log)
         role.restart_at = time.monotonic()
         role.restart_if_due()
-        self._warn(f"{failure}; starting it again (restart {role.policy.used} of {CONTROL_RESTARTS_PER_HOUR} an hour)")
+        self._report(
+            f"{failure}; starting it again (restart {role.policy.used} of {CONTROL_RESTARTS_PER_HOUR} an hour)"
+        )
         return None
 
     def _handle_worker_failure(self, role: SupervisedProcess, failure: str, infrastructure: bool) -> str | None:

@@ -28,7 +28,6 @@ from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED, failed_outcome, is_infrastructure_failure
 
 POLL_SECONDS = 0.5
-CONTROL_EXIT_SECONDS = 2.0
 PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job, as does INFRASTRUCTURE_EXIT_CODE
 
 
