@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from megatron_webrl.system import atomic_file
 
 FILE = "control.json"
 
@@ -31,12 +32,7 @@ class ControlAddress:
 
     def write(self, path: Path) -> None:
         """Write the file atomically, for its user only."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(asdict(self), file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+        atomic_file.write_json(path, asdict(self), mode=0o600)
 
     @property
     def is_loopback(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.control.state import JobState
+from megatron_webrl.system import atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +93,8 @@ class Journal:
         os.close(self._file)
 
     def _compact(self, state: JobState) -> None:
-        temporary = self.path.with_name(f"{self.path.name}.new")
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        with os.fdopen(os.dup(file), "wb") as writer:
-            writer.write(json.dumps(state.to_json()).encode() + b"\n")
-        os.fdatasync(file)
-        temporary.rename(self.path)
+        atomic_file.write_json(self.path, state.to_json(), mode=0o600)
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, self._file)  # a sync in progress keeps the descriptor's number
         os.close(file)
         self._appended = self._synced = self._snapshot_end = os.fstat(self._file).st_size

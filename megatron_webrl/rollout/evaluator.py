@@ -15,7 +15,8 @@ import numpy as np
 from PIL import Image
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.client import POLL_SECONDS, Claimer, ControlClient
+from megatron_webrl.control.claimer import Claimer
+from megatron_webrl.control.client import POLL_SECONDS, ControlClient
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
 from megatron_webrl.judge.budget import BudgetSpent

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from megatron_webrl.control.client import Claimer, ControlClient
+from megatron_webrl.control.claimer import Claimer
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketClaim
 

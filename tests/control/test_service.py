@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.control.address import ControlAddress
-from megatron_webrl.control.client import Claimer, ControlClient
+from megatron_webrl.control.claimer import Claimer
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
