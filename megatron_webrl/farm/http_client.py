@@ -16,6 +16,7 @@ from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserM
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm import protocol
 from megatron_webrl.service.tls import client_context
+from megatron_webrl.system import name_lookup
 from megatron_webrl.system.text import first_line
 
 CONNECT_TIMEOUT_SECONDS = 5.0
@@ -90,7 +91,8 @@ class HttpClient:
     """Requests over persistent connections."""
 
     def __init__(self, token: str | None) -> None:
-        """`token` is sent with every request, unless None. Raises ConfigError."""
+        """`token` is sent with every request, unless None. To be called in an event loop. Raises ConfigError."""
+        name_lookup.use_own_threads()
         connector = aiohttp.TCPConnector(
             limit=0,
             keepalive_timeout=KEEPALIVE_SECONDS,

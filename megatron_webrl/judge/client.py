@@ -23,6 +23,7 @@ from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, UsageMeter
 from megatron_webrl.judge.replies import UnusableReply
+from megatron_webrl.system import name_lookup
 from megatron_webrl.system.redaction import declare_secret, redact
 from megatron_webrl.system.text import shorten
 
@@ -144,6 +145,7 @@ class JudgeClient:
                 self._endpoints[model.url, model.key_variable] = _open_endpoint(model, settings)
 
     async def __aenter__(self) -> JudgeClient:
+        name_lookup.use_own_threads()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
