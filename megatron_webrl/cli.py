@@ -31,6 +31,7 @@ from megatron_webrl.parity.command import add_parity
 from megatron_webrl.slurm.commands import add_node
 from megatron_webrl.status.command import add_status
 from megatron_webrl.system import stack_dump
+from megatron_webrl.system.printable import printable
 from megatron_webrl.system.redaction import configure_logging, redact
 from megatron_webrl.system.text import first_line
 from megatron_webrl.tasks.command import add_tasks
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except ConfigError as error:
-        sys.stderr.write(f"webrl: {redact(str(error))}\n")
+        sys.stderr.write(f"webrl: {printable(redact(str(error)))}\n")
         return 2
 
 

@@ -240,7 +240,8 @@ class Session:
             await asyncio.wait({self._lost}, timeout=ERROR_GRACE_SECONDS)
             if self._lost.done():
                 raise self._lost.result() from error
-            raise BrowserError(f"{name} failed: {first_line(error)}") from error
+            reasons = "; ".join([first_line(error), *self.network.take_errors("")])  # the proxy knows more
+            raise BrowserError(f"{name} failed: {reasons}") from error
         finally:
             running.cancel()
             watching.cancel()

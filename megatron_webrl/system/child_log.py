@@ -16,6 +16,8 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+from megatron_webrl.system.printable import printable
+
 MAX_LOG_BYTES = 64 * 2**20  # a file that has reached this is renamed to <name>.1
 KEPT_LOGS = 3  # <name>.1 to <name>.3
 PIPE_BYTES = 2**20
@@ -26,7 +28,7 @@ def last_line(text: str) -> str:
     """The last line with ERROR of an output, else its last line that is not empty; "none" without one."""
     lines = [line.strip() for line in text.splitlines()[-200:] if line.strip()]
     errors = [line for line in lines if "ERROR" in line]
-    return (errors or lines or ["none"])[-1][:500]
+    return printable((errors or lines or ["none"])[-1][:500])
 
 
 class ChildLog:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import unquote
 
+from megatron_webrl.system.printable import printable
+
 HIDDEN = "***"
 MIN_SECRET_CHARS = 8  # shorter values are placeholders, and would replace parts of words
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH)(_ID)?$", re.IGNORECASE)
@@ -56,10 +58,10 @@ def has_address_with_user(text: str) -> bool:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats records, their tracebacks included, without secrets."""
+    """Formats records, their tracebacks included, without secrets and without control characters of pages."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return printable(redact(super().format(record)))
 
 
 def configure_logging(line_format: str, level: int = logging.INFO) -> None:

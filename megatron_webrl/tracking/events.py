@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.system import history
+from megatron_webrl.system.printable import printable
 
 log = logging.getLogger(__name__)
 
@@ -97,4 +98,4 @@ def _event(content: Any) -> ProcessEvent | None:
         event = ProcessEvent(**{name: value for name, value in content.items() if name in known})
     except (TypeError, AttributeError):  # not an event
         return None
-    return event if isinstance(event.time, int | float) else None
+    return replace(event, reason=printable(str(event.reason))) if isinstance(event.time, int | float) else None

@@ -12,6 +12,11 @@ import numpy as np
 
 from megatron_webrl.types import COORDINATE_RANGE, Step, Trajectory, Verdict
 
+# The page shows texts and images of web pages; it runs no script and loads nothing.
+CONTENT_POLICY = (
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'; form-action 'none'; base-uri 'none'\">"
+)
 STYLE = """
 h1 { font-size: 1.4rem; }
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; color: #1c2430; }
@@ -33,7 +38,8 @@ def write_trajectory_page(path: Path, trajectory: Trajectory, decode: Callable[[
         f"{trajectory.seconds:.1f} s, ticket {trajectory.ticket}"
     )
     path.write_text(
-        f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+        f'<!doctype html><meta charset="utf-8">{CONTENT_POLICY}<title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style>"
         f'<h1>{html.escape(title)}</h1><p class="muted">{html.escape(facts)}</p>{_verdict(trajectory.verdict)}\n'
         f"{steps}\n{_final_screenshot(trajectory)}"
     )

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from playwright.async_api import async_playwright
 from rich.console import Console
 
+from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.dashboard import UPDATE_COLUMNS, TerminalDashboard, accounting_line, updates_table
 from megatron_webrl.tracking.events import EventLog
@@ -150,6 +152,22 @@ def test_a_trajectory_page_shows_screenshot_click_and_response(tmp_path: Path):
     assert "left:50.0%;top:50.0%" in text
     assert "&lt;3 tokens&gt;" in text
     assert "<b>here</b>" not in text
+
+
+async def test_a_trajectory_page_shows_its_images_and_runs_no_script_even_if_one_got_in(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write_trajectory_page(page, with_image("Click here"), str)
+    page.write_text(
+        f"{page.read_text()}<script>document.title = 'owned'</script><img src=x onerror=\"document.title='x'\">"
+    )
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=find_chromium(), chromium_sandbox=use_sandbox())
+        opened = await browser.new_page()
+        await opened.goto(page.as_uri())
+        assert await opened.title() == "click-test: Click here"
+        assert await opened.evaluate("document.images[0].naturalWidth") > 0
+        assert await opened.evaluate("getComputedStyle(document.querySelector('.mark')).position") == "absolute"
+        await browser.close()
 
 
 def test_a_trajectory_page_shows_every_stage_of_the_verdict_and_the_final_screenshot(tmp_path: Path):
