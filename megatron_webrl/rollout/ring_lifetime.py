@@ -24,22 +24,20 @@ def open_node_ring(config: Config, control: ControlClient, node_ring: NodeRing, 
     if first_instance and (removed := node_ring.sweep_segments(config.run.name)):
         log.info("removed rings of an earlier job: %s", ", ".join(removed))
     with node_ring.create_or_attach(config.ring.capacity_mib * 2**20) as ring:
-        ended = True
+        clean = True
         try:
             yield ring
-        except JobEnded:
-            raise
-        except BaseException:
-            ended = _has_ended(control)
+        except BaseException as error:
+            clean = isinstance(error, JobEnded)
             raise
         finally:
-            if ended:
+            if _has_ended(control, clean):
                 ring.unlink()
 
 
-def _has_ended(control: ControlClient) -> bool:
-    """Whether the job has ended, not only this role. False if the control plane does not answer."""
+def _has_ended(control: ControlClient, clean: bool) -> bool:
+    """Whether the job has ended, not only this role. Without an answer of the control plane, if the role was clean."""
     try:
         return control.job_end() is not None
     except JobFailed:
-        return False
+        return clean

@@ -15,6 +15,7 @@ import pytest
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobEnded
+from megatron_webrl.control.control_plane import ControlClient, JobEnded, JobFailed, TicketEpoch
 from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
@@ -134,6 +135,8 @@ def test_the_worker_of_a_follower_that_is_given_up_ends_itself(tmp_path: Path) -
         with pytest.raises(JobEnded):
             worker.check_job()
         other.check_job()
+        with pytest.raises(JobFailed, match=r"rollout-1 is lost: it was given up: rollout-1\.follower-1 killed"):
+            here.control.check_job(("rollout-1",))
         part = here.start("rollout-1", [sys.executable, "-c", "import sys; sys.exit(1)"])
         here.poll_until("ended", part)
         assert len(here.messages) == 1  # its failure is no other one
