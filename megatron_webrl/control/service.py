@@ -141,7 +141,8 @@ class ControlService:
         return self._reply(body, [])
 
     async def _status(self, request: Request) -> Response:
-        state = self.state
+        state, now = self.state, time.monotonic()
+        self._watch(now)  # the service may have been suspended until now
         counter = state.counters.get(TICKETS)
         tickets = None
         if counter is not None and state.epochs:
@@ -155,7 +156,7 @@ class ControlService:
                 "end": state.facts.get("end"),
                 "stop": state.facts.get("stop"),
                 "tickets": tickets,
-                "roles": self.liveness.to_json(time.monotonic()),
+                "roles": self.liveness.to_json(now),
                 "instances": instances,
                 "heartbeat_timeout_seconds": self.liveness.timeout_seconds,
                 "journal_error": self.journal.error,

@@ -224,5 +224,7 @@ async def test_a_page_that_does_not_open_is_a_browser_error(tmp_path: Path) -> N
     assert gone.addresses  # the first look at them starts the server
     gone.server.close()
     async with pool_on(gone) as pool, pool.session() as session:
-        with pytest.raises(BrowserError, match=r"reset of site/first failed: .*; site\.localhost:80 cannot be reached: "):
+        with pytest.raises(
+            BrowserError, match=r"reset of site/first failed: .*; site\.localhost:80 cannot be reached: "
+        ):
             await session.reset(page_task("first"))

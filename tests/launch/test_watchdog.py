@@ -1,4 +1,4 @@
-"""Roles that hang are found, dump their stacks, and are killed: small processes with a real control plane."""
+"""Roles that hang are found, dump their stacks, and are killed: small processes with a real control service."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +18,6 @@ import pytest
 from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.validation import load_config
@@ -27,10 +27,12 @@ from megatron_webrl.system.restart_policy import RestartPolicy
 from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking.events import EventLog
 from tests.planes import connect, control_plane
+from tests.waiting import started, until
 
 ROOT = Path(__file__).parents[2]
 ROLE = """
 import signal, sys, threading, time
+from pathlib import Path
 from megatron_webrl.system import stack_dump
 from megatron_webrl.control.client import ControlClient
 
@@ -39,8 +41,8 @@ def endless_loop_of_this_test():
         signal.pause()
 
 stack_dump.register_dump_signal()
-port, name, marks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-control = ControlClient("127.0.0.1", port, name, 10.0)
+address, name, marks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+control = ControlClient(address, name)
 control.start_heartbeat()
 while marks and control.get_json("halt") is None:
     control.check_job()
@@ -54,19 +56,22 @@ FOR_EVER = "1000000"
 class Machine:
     """Roles on this machine, their watchdog, and its messages."""
 
-    def __init__(self, config: Config, port: int) -> None:
-        self.config, self.messages, self.port = config, [], port  # type: ignore[var-annotated]
-        self.control = ControlClient("127.0.0.1", port, "launcher", config.run.heartbeat_timeout_seconds)
+    def __init__(self, config: Config, address: Path) -> None:
+        self.config, self.messages, self.address = config, [], address  # type: ignore[var-annotated]
+        self.control = connect(address, "launcher")
         self.watchdog = Watchdog(config, self.control, EventLog(config.run_folder), self.messages.append)
         self.roles: list[SupervisedProcess] = []
 
     def start(self, name: str, marks: str) -> SupervisedProcess:
-        command = [sys.executable, "-c", ROLE, str(self.port), name, marks]
+        command = [sys.executable, "-c", ROLE, str(self.address), name, marks]
         log = self.config.run_folder / f"{name}.log"
         policy = RestartPolicy(self.config.run.worker_restarts_per_hour)
         self.roles.append(SupervisedProcess(name, command, dict(os.environ), log, policy=policy).start())
-        self.until(lambda: self.control.liveness_value(name, "progress"), f"a mark of {name}")
+        self.until(lambda: self.progress(name), f"a mark of {name}")
         return self.roles[-1]
+
+    def progress(self, name: str) -> str:
+        return watchdog.liveness_value(self.control.role_reports(), name, "progress")
 
     def until(self, condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
@@ -81,8 +86,9 @@ def machine(folder: Path, *settings: str) -> Iterator[Machine]:
     config = parse_config(None, [f"run.directory={folder}", "run.name=here", *settings])
     config.run_folder.mkdir()
     save_config(config, role_process.config_path(config))
-    with control_plane(config.run_folder) as address:
-        made = Machine(config, address[1])
+    seconds = config.run.heartbeat_timeout_seconds
+    with control_plane(config.run_folder, heartbeat_timeout_seconds=seconds) as address:
+        made = Machine(config, address)
         try:
             yield made
         finally:
@@ -102,7 +108,7 @@ def test_a_worker_that_hangs_but_sends_heartbeats_dumps_its_stacks_and_is_killed
         ]
         text = role.log.read_text()
         assert "endless_loop_of_this_test" in text
-        assert "_send_heartbeats" in text  # of the other thread
+        assert "_run_exchanges" in text  # of the other thread
         assert "in <module>" in here.roles[0].log.read_text()
         assert here.roles[0].process.poll() is None
         failure = role.failure_message()
@@ -131,7 +137,7 @@ def test_a_stopped_worker_or_follower_is_found_by_missing_heartbeats_and_restart
         assert role.schedule_restart(failure)
         here.control.clear_heartbeat(name)
         assert role.restart_if_due()
-        here.until(lambda: here.control.liveness_value(name, "progress").startswith(f"{role.process.pid}:"), "it")
+        here.until(lambda: here.progress(name).startswith(f"{role.process.pid}:"), "it")
         time.sleep(4)  # longer than the limit: the new instance is judged by itself
         here.until(lambda: True, "a look")
         assert role.process.poll() is None
@@ -170,7 +176,7 @@ def test_a_kill_request_from_an_earlier_launch_is_ignored(tmp_path: Path) -> Non
     assert messages == []
 
 
-def test_a_detector_that_was_suspended_itself_reports_no_hang(tmp_path: Path) -> None:
+def test_a_suspended_job_has_no_hang_when_it_continues(tmp_path: Path) -> None:
     config = parse_config(
         None,
         [
@@ -181,16 +187,23 @@ def test_a_detector_that_was_suspended_itself_reports_no_hang(tmp_path: Path) ->
         ],
     )
     config.run_folder.mkdir(parents=True)
-    with control_plane(config.run_folder) as address:
+    save_config(config, role_process.config_path(config))
+    address, journal = role_process.control_address_path(config), str(config.run_folder / "control.journal")
+    command = role_process.webrl_command(["control", "--config", str(role_process.config_path(config))])
+    command += ["--address-file", str(address), "--journal", journal]
+    with started(command, cwd=ROOT) as service, ThreadPoolExecutor(1) as pool:
+        until(address.is_file, "the control service")
         worker = connect(address, "rollout-0")
-        for kind in ("heartbeat", "progress"):
-            worker.store.set(f"{kind}/rollout-0", "1:1")
-        detector = HangDetector(config, ControlClient(*address, "detector", config.run.heartbeat_timeout_seconds))
-        assert detector.poll() is None
-        time.sleep(7 * watchdog.POLL_SECONDS)
-        assert detector.poll() is None
+        detector = HangDetector(config, connect(address, "detector"))
+        worker._connection.exchange({"role": "rollout-0", "report": {"progress": "1:1"}}, 0.0)
+        service.send_signal(signal.SIGSTOP)  # and with it the whole job: nobody beats or looks
+        time.sleep(6 * watchdog.POLL_SECONDS)
+        first = pool.submit(detector.poll)  # a request that the service finds when it continues
+        time.sleep(watchdog.POLL_SECONDS)
+        service.send_signal(signal.SIGCONT)
+        assert first.result(60) is None
         time.sleep(2 * watchdog.POLL_SECONDS)
-        assert (detector.poll() or watchdog.KillRequest(0, "", {})).targets == {"rollout-0": ("heartbeat", "1:1")}
+        assert (detector.poll() or watchdog.KillRequest(0, "", {})).targets == {"rollout-0": ("heartbeat", "1")}
 
 
 def test_browsers_and_other_programs_are_never_signalled(tmp_path: Path) -> None:
