@@ -14,8 +14,7 @@ import pytest
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.connection import JobEnded
-from megatron_webrl.control.control_plane import ControlClient, JobEnded, JobFailed, TicketEpoch
+from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
