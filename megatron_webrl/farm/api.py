@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
@@ -21,6 +24,7 @@ from megatron_webrl.service.tokens import Token
 log = logging.getLogger(__name__)
 
 JSON_MEDIA_TYPE = "application/json"
+T = TypeVar("T")
 RETRY_AFTER_SECONDS = 1  # value of Retry-After while every session is leased
 
 Responses = dict[int | str, dict[str, Any]]
@@ -47,8 +51,9 @@ def make_app(
     """Application behind tokens; errors are `ErrorResponse`. `body_limits`: bytes by path, if not the default."""
     # FastAPI's documentation pages load scripts from other hosts.
     app = FastAPI(
-        title=title, description=description, version=API_PREFIX.removeprefix("/v"), docs_url=None, redoc_url=None
-    )
+        title=title, description=description, version=API_PREFIX.removeprefix("/v"), docs_url=None, redoc_url=None,
+        openapi_url=None,
+    )  # fmt: skip
     app.add_middleware(
         AuthMiddleware, tokens=tokens, role_of=role_of, body_limits=body_limits or {},
         error_body=lambda message: dump(ErrorResponse(message)),
@@ -62,28 +67,52 @@ def make_app(
 
 def add_public_routes(
     app: FastAPI,
-    health_problem: Callable[[], Awaitable[str | None]],
+    health_problem: Callable[[], Coroutine[Any, Any, str | None]],
     metrics: Callable[[], bytes],
     page: Callable[[], str],
 ) -> None:
-    """Add the paths that need no token. `health_problem` returns None or why the server cannot work."""
+    """Add the paths that need no token: many requests at a time cost little more than one. `health_problem` returns
+    None or why the server cannot work.
+    """
+    check, render = _shared(health_problem), _shared(lambda: run_in_threadpool(metrics))  # it inspects many processes
+    document = b""
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        """The OpenAPI document, encoded once."""
+        nonlocal document
+        document = document or json.dumps(app.openapi()).encode()
+        return Response(document, media_type=JSON_MEDIA_TYPE)
 
     @app.get("/healthz", response_class=PlainTextResponse, responses={503: {"description": "The reason"}})
     async def health() -> Response:
         """Whether the server can provide sessions."""
-        problem = await health_problem()
+        problem = await check()
         return PlainTextResponse(f"{problem or 'ok'}\n", 200 if problem is None else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    def prometheus() -> Response:  # not async: it inspects many processes, so it runs in a thread
+    async def prometheus() -> Response:
         """Prometheus metrics."""
-        return Response(metrics(), media_type=CONTENT_TYPE)
+        return Response(await render(), media_type=CONTENT_TYPE)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def status_page() -> Response:
         """Status page."""
         policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
         return HTMLResponse(page(), headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
+
+
+def _shared(work: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Awaitable[T]]:
+    """The same function, but concurrent calls share one run."""
+    running: asyncio.Task[T] | None = None
+
+    async def call() -> T:
+        nonlocal running
+        if running is None or running.done():
+            running = asyncio.get_running_loop().create_task(work())
+        return await asyncio.shield(running)
+
+    return call
 
 
 def error_response(

@@ -94,7 +94,9 @@ class _Connection(socket.socket):
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP/1.1 that closes a connection whose next request does not arrive within `seconds`: head and body."""
+    """HTTP/1.1 that closes a connection whose next request does not arrive within `seconds`: head and body. A client
+    that sends a request before the response of the previous one gets no other: it cannot queue up work.
+    """
 
     def __init__(self, seconds: float, **options: Any) -> None:
         super().__init__(**options)
@@ -111,12 +113,12 @@ class TimedProtocol(H11Protocol):
             self._start_timer()
         else:
             self._stop_timer()
+            if self.conn.trailing_data[0]:  # a pipelined request: no client of today sends one
+                self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         self._stop_timer()  # the time limit of idle connections holds until the next byte
         super().on_response_complete()
-        if not self.cycle.response_complete and self.cycle.more_body:  # a pipelined request has begun
-            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

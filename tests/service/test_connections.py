@@ -109,7 +109,6 @@ async def running(limits: ConnectionLimits) -> AsyncIterator[Service]:
         b"GET / HT",
         b"GET /quick HTTP/1.1\r\nHost: localhost\r\n",
         b"POST /quick HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nhalf",
-        GET + b"GET /qu",  # the second request of a connection
     ],
 )
 async def test_a_request_must_arrive_in_time(sent: bytes) -> None:
@@ -117,6 +116,25 @@ async def test_a_request_must_arrive_in_time(sent: bytes) -> None:
         client = await service.connect()
         client.writer.write(sent)
         assert await client.seconds_until_closed() == pytest.approx(0.3, abs=0.25)
+
+
+async def test_a_second_request_must_arrive_in_time_too() -> None:
+    async with running(SHORT) as service:
+        client = await service.connect()
+        assert await client.response() == b"ok"
+        client.writer.write(b"GET /qu")
+        assert await client.seconds_until_closed() == pytest.approx(0.3, abs=0.25)
+
+
+async def test_requests_in_advance_are_not_answered() -> None:
+    async with running(ConnectionLimits()) as service:
+        client = await service.connect()
+        client.writer.write(GET.replace(b"quick", b"slow") * 100)
+        await eventually(lambda: service.operations, LIMIT)
+        service.may_answer.set()
+        assert await client.response(b"") == b"late"
+        assert await client.seconds_until_closed() < 5.0
+        assert service.operations == 1
 
 
 async def test_bytes_that_trickle_in_prolong_nothing() -> None:
