@@ -117,14 +117,23 @@ class ControlClient:
         return str(self.role_reports().get(role, {}).get("status", ""))
 
     def check_job(self, watched_roles: tuple[str, ...] = (), grace_seconds: float = 0.0) -> None:
-        """Raise JobEnded or JobFailed if the job has ended, and JobFailed if a watched role is lost (see is_lost)."""
+        """Raise JobEnded or JobFailed if the job has ended, and JobFailed if a watched role is lost (see is_lost).
+
+        For a role of a worker that was given up, the job has ended.
+        """
         self.report_progress()
         end = self.job_end()
         if end is not None:
             if end["outcome"] in CLEAN_JOB_OUTCOMES:
                 raise JobEnded
             raise JobFailed(end["outcome"])
+        is_worker = self.role.startswith("rollout-")
+        given_up = self.given_up_workers() if is_worker or watched_roles else {}
+        if is_worker and self.role.partition(".")[0] in given_up:
+            raise JobEnded  # its engine was given up because of a part on another node
         for role in watched_roles:
+            if role in given_up:
+                raise JobFailed(f"{role} is lost: it was given up: {given_up[role]}")
             if self.is_lost(role, grace_seconds):
                 raise JobFailed(
                     f"{role} is lost: no heartbeat for {self.heartbeat_timeout_seconds + grace_seconds:.0f} s"
@@ -157,9 +166,9 @@ class ControlClient:
         return count
 
     def instance_has_ended(self, instance_id: str) -> bool:
-        """Whether an instance <role>.<number> has ended: its role has registered another one, or is lost (is_lost)."""
+        """Whether an instance <role>.<number> has ended: its role has registered another, was given up, or is lost."""
         role, _, number = instance_id.rpartition(".")
-        return self.instance_count(role) != int(number) or self.is_lost(role)
+        return role in self.given_up_workers() or self.instance_count(role) != int(number) or self.is_lost(role)
 
     def give_up_worker(self, worker: str, reason: str) -> None:
         """Supervisor: let the job continue without a worker; other workers run its tickets, and it ends itself."""
@@ -170,16 +179,18 @@ class ControlClient:
         return dict(self.get_json("workers/given_up", {}))
 
     def ended_instances(self, instance_ids: Collection[str]) -> set[str]:
-        """Those that have ended. At most one request."""
+        """Those that have ended. At most two requests."""
         if not instance_ids or self._exchanges.is_set():
             return {each for each in instance_ids if self.instance_has_ended(each)}
         status = self._connection.status()
-        silent = {role for role, report in status["roles"].items() if self._is_silent(report)}
+        gone = set(self.given_up_workers()) | {
+            role for role, report in status["roles"].items() if self._is_silent(report)
+        }
         named = {each: each.rpartition(".") for each in instance_ids}
         return {
             each
             for each, (role, _, number) in named.items()
-            if status["instances"].get(role) != int(number) or role in silent
+            if status["instances"].get(role) != int(number) or role in gone
         }
 
     def _is_silent(self, report: Mapping[str, Any]) -> bool:

@@ -124,8 +124,8 @@ def test_a_worker_that_never_served_is_not_restarted(tmp_path: Path) -> None:
 def test_the_worker_of_a_follower_that_is_given_up_ends_itself(tmp_path: Path) -> None:
     spanning = ("cluster.nodes=2", "trainer.data_parallel=2", "rollout.pipeline_parallel=2", "rollout.engines=2")
     with machine(tmp_path, *spanning, "run.worker_restarts_per_hour=0") as here:
-        worker = ControlClient(here.control.host, here.control.port, "rollout-1", 60.0)
-        other = ControlClient(here.control.host, here.control.port, "rollout-0", 60.0)
+        worker = ControlClient(here.control.address_file, "rollout-1")
+        other = ControlClient(here.control.address_file, "rollout-0")
         role = here.start("rollout-1.follower-1")
         here.poll_until("runs", role)
         worker.check_job()

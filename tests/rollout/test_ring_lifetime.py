@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.control_plane import JobEnded
+from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
