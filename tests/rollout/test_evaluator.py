@@ -1,12 +1,9 @@
-"""Evaluation episodes of a worker: real Chromium and control plane, a scripted engine."""
+"""Evaluation episodes of a worker: real Chromium and control service, a scripted engine."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +16,6 @@ import pytest
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.service import serve
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
 from megatron_webrl.farm.client import RemoteSession
@@ -32,6 +28,7 @@ from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
 from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
 from tests.farm.servers import browser_of, config_for, server_processes, until
+from tests.planes import connect, control_plane
 from tests.rollout.held_evaluator import HeldEvaluator
 from tests.trajectories import trajectory
 
@@ -60,15 +57,9 @@ class ScriptedEngine:
 
 
 @pytest.fixture
-def control(tmp_path: Path) -> ControlClient:
-    path = tmp_path / "control.json"
-    threading.Thread(target=serve, args=("127.0.0.1", 0, "ring", path, LIMIT), daemon=True).start()
-    deadline = time.monotonic() + LIMIT
-    while not path.is_file():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    fields = json.loads(path.read_text())
-    return ControlClient(fields["host"], fields["port"], "rollout-0", heartbeat_timeout_seconds=60.0)
+def control(tmp_path: Path) -> Iterator[ControlClient]:
+    with control_plane(tmp_path) as address:
+        yield connect(address, "rollout-0")
 
 
 @pytest.fixture
@@ -118,9 +109,9 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         seen = len(engine.screenshots)
         alone = EvaluationRequest(2, "blank_images", tasks=2, samples=1, temperature=0.0, version=3, exclusive=True)
         evaluation_queue.submit_request(control, alone)
-        evaluator.poll()
+        idle = ", evaluation blank_images: 0 episodes running"
+        await until(lambda: (evaluator.poll(), evaluator.status() == idle)[1], "the end of the earlier episodes", LIMIT)
         assert evaluator.exclusive
-        assert evaluator.status() == ", evaluation blank_images: 0 episodes running"
         engine.version = 3
         collector = await collect(alone)
         assert [r.versions for r in collector.results.values()] == [(3, 3)] * 2
@@ -134,8 +125,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         evaluation_queue.submit_request(
             control, EvaluationRequest(3, "during", tasks=2, samples=1, temperature=0.0, version=3)
         )
-        evaluator.poll()
-        await until(lambda: len(engine.temperatures) > requests, "a running episode", LIMIT)
+        await until(lambda: (evaluator.poll(), len(engine.temperatures) > requests)[1], "a running episode", LIMIT)
         evaluation_queue.withdraw_request(control)
         evaluator.poll()
         assert evaluator.status() == ""
