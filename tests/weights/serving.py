@@ -1,10 +1,8 @@
-"""Control plane, real trainer ranks and real engines under load, for the tests of updates."""
+"""Control service, real trainer ranks and real engines under load, for the tests of updates."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -21,13 +19,12 @@ from safetensors.torch import save_file
 from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control import control_plane
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.model.convert.hf_metadata import copy_metadata
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.generator import Generation
-from tests import forks
+from tests import forks, planes
 from tests.rollout.engine.engines import expected, picture, prompt, scorable
 from tests.weights import trainer_rank
 
@@ -68,35 +65,25 @@ def changed_folders(folder: Path, model: Path, count: int) -> list[Path]:
 
 @dataclass
 class Stage:
-    """A control plane in this process, and the trainer's processes."""
+    """A control service in this process, and the trainer's processes."""
 
     folder: Path
     config: Config
     trainers: list[BaseProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        address = self.folder / "control.json"
-        serving = threading.Thread(
-            target=control_plane.serve, args=("127.0.0.1", 0, "ring", address, 900.0), daemon=True
-        )
-        serving.start()
-        deadline = time.monotonic() + 30
-        while not address.is_file():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        fields = json.loads(address.read_text())
-        self.host, self.port = fields["host"], fields["port"]
+        self.address_file, _ = planes.start(self.folder, 900.0, self.config.run.heartbeat_timeout_seconds)
         self.control = self.connect("test")
         self.path = self.folder / "config.yaml"
         save_config(self.config, self.path)
 
     def connect(self, role: str) -> ControlClient:
-        return ControlClient(self.host, self.port, role, self.config.run.heartbeat_timeout_seconds)
+        return planes.connect(self.address_file, role)
 
     def start_trainer(self, folders: Sequence[Path]) -> None:
         size = self.config.trainer_world_size
         for rank in range(size):
-            arguments = (RankInfo(rank, size, rank), self.path, self.host, self.port, list(folders), self.folder)
+            arguments = (RankInfo(rank, size, rank), self.path, self.address_file, list(folders), self.folder)
             process = forks.context().Process(target=trainer_rank.run, args=arguments)
             process.start()
             self.trainers.append(process)

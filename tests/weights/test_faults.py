@@ -75,7 +75,7 @@ async def test_an_engine_whose_trainer_is_killed_is_complete_or_paused_and_joins
                     await asyncio.sleep(0.5)
                     assert len(found.answers) == answers
                     assert found.engine._llm.output_processor.has_unfinished_requests()  # kept, not lost
-            stage.control.store.delete_key("go/forever")
+            stage.control.put_json("go/forever", None)
             stage.start_trainer([])
             await stage.until(
                 lambda: found.engine.version == 0 and not found.engine.partially_updated, "complete weights"

@@ -1,6 +1,6 @@
 """One rank of a real trainer that only sends weights: one version after the other, each from its own folder.
 
-Version 0 is the configuration's model, version n the n-th folder's weights, sent when `go/<n>` is in the store; the
+Version 0 is the configuration's model, version n the n-th folder's weights, sent when `go/<n>` is among the facts; the
 first rank sets `sent/<n>` to the result. After the last one the model is written to <run folder>/exported.
 With `go/forever` it sends the folders' weights in a loop without waiting.
 """
@@ -21,7 +21,7 @@ from megatron_webrl.model.convert.hf_metadata import copy_metadata
 from megatron_webrl.system.child_process import die_with_parent
 
 
-def run(rank: RankInfo, config_file: Path, host: str, port: int, folders: Sequence[Path], logs: Path) -> None:
+def run(rank: RankInfo, config_file: Path, address: Path, folders: Sequence[Path], logs: Path) -> None:
     """Send the weights of `folders`. Output goes to `logs`/trainer-RANK.log."""
     die_with_parent()
     with (logs / f"trainer-{rank.rank}.log").open("ab") as log:
@@ -35,7 +35,7 @@ def run(rank: RankInfo, config_file: Path, host: str, port: int, folders: Sequen
     from tests.model.hf_export import hf_tensors
 
     config = parse_config(config_file)
-    control = ControlClient(host, port, f"trainer-{rank.rank}", config.run.heartbeat_timeout_seconds)
+    control = ControlClient(address, f"trainer-{rank.rank}")
     control.start_heartbeat()
     platform = parallel.initialize(config, rank, control, f"test/{control.register_instance()}")
     learner = make_learner(config, platform)

@@ -1,4 +1,4 @@
-"""An engine over two nodes: a worker and a follower in a separate process, connected by a control plane.
+"""An engine over two nodes: a worker and a follower in a separate process, connected by a control service.
 
 Both run on this machine, but share no other memory: vLLM communicates over TCP between them, as between nodes.
 """
@@ -48,7 +48,7 @@ def spanning(folder: Path, model: Path) -> Config:
 @asynccontextmanager
 async def follower_process(stage: Stage) -> AsyncIterator[SupervisedProcess]:
     """`webrl rollout --follower`, which must exit with 0 at the end of the job."""
-    arguments = ["--config", str(stage.path), "--control", f"{stage.host}:{stage.port}", "--node", "1", "--worker", "0"]
+    arguments = ["--config", str(stage.path), "--control", str(stage.address_file), "--node", "1", "--worker", "0"]
     command = [sys.executable, "-m", "megatron_webrl.cli", "rollout", *arguments, "--follower", "1"]
     role = SupervisedProcess(FOLLOWER, command, dict(os.environ), stage.folder / "follower.log").start()
     try:
@@ -229,9 +229,8 @@ async def test_each_instance_of_an_engine_has_its_own_rendezvous_port(tiny_model
 
 async def test_a_failed_or_silent_follower_is_named(tiny_model: Path, tmp_path: Path) -> None:
     config = spanning(tmp_path, tiny_model)
-    with control_plane(tmp_path) as address:
+    with control_plane(tmp_path, heartbeat_timeout_seconds=0.3) as address:
         worker, follower = connect(address, "rollout-0"), connect(address, FOLLOWER)
-        worker.heartbeat_timeout_seconds = 0.3
         follower.put_json(reply_key(0, 1, 1), {"host": "far"})
         followers = await EngineFollowers.start(config, worker, 0, 1, (0, 4))
         assert followers.failure() is None
@@ -239,7 +238,7 @@ async def test_a_failed_or_silent_follower_is_named(tiny_model: Path, tmp_path: 
         assert await failure_of(followers) == how
         follower.put_json(reply_key(0, 2, 1), {"host": "far"})
         followers = await EngineFollowers.start(config, worker, 0, 2, (0, 4))
-        follower.store.set(f"heartbeat/{FOLLOWER}", "1")
+        follower._connection.exchange({"role": FOLLOWER, "report": {}}, 0.0)  # its last heartbeat
         assert (await failure_of(followers)).startswith(f"{FOLLOWER} on node 4 (far) sent no heartbeat")
 
 
