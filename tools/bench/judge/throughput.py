@@ -5,7 +5,7 @@ in rollout/pool.py; the group reaches the trainer with its last verdict. Without
 when it was acted. If judging keeps up, this lag stays constant, and training runs at the same speed, a constant
 behind; it is held up by the growth of the lag, and by what judging slows the agents in the same process, compared
 with the same agents without verdicts, in another process at the same time. Requests are counted against a budget in
-a control plane of its own process, as those of a job.
+a control service of its own process, as those of a job.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from megatron_webrl.control.service import serve
 from megatron_webrl.judge.budget import LocalMeter, UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
 from megatron_webrl.judge.job_budget import JobUsageMeter
-from megatron_webrl.launch.role_process import wait_for_control_address
 from tools.bench.judge.correctness import ORACLE
 from tools.bench.judge.episodes import make_episode
 from tools.judge_endpoint.process import endpoint_process, stats_of
 
 BUDGET = BudgetConfig(calls_per_hour=10**9, tokens_per_hour=10**12)  # counted, and never spent
-START_SECONDS = 120.0  # of the control plane
+START_SECONDS = 120.0  # of the control service
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def _lengths(ticket: int, size: ThroughputSize) -> list[float]:
 def measure_throughput(
     folder: Path, size: ThroughputSize, progress: Callable[[str], None] = lambda line: None
 ) -> ThroughputResult:
-    """Raises RuntimeError, RoleStartError."""
+    """Raises RuntimeError."""
     with (
         _control_plane(folder) as control,
         endpoint_process(folder, "--oracle", ORACLE, "--latency", f"{size.latency:g}") as url,
@@ -142,12 +141,13 @@ def _slowness_without(size: ThroughputSize) -> float:
 
 @contextmanager
 def _control_plane(folder: Path) -> Iterator[ControlClient]:
-    """A client of a control plane in a process of its own, which ends with the block."""
+    """A client of a control service in a process of its own, which ends with the block."""
     address = folder / "control.json"
-    process = get_context("spawn").Process(target=serve, args=("127.0.0.1", 0, "bench", address), daemon=True)
+    arguments = ("127.0.0.1", 0, "bench", address, folder / "control.journal")
+    process = get_context("spawn").Process(target=serve, args=arguments, daemon=True)
     process.start()
     try:
-        yield ControlClient(*wait_for_control_address(address, START_SECONDS), "rollout-0", START_SECONDS)
+        yield ControlClient(address, "rollout-0", START_SECONDS)
     finally:
         process.kill()
         process.join()
