@@ -1,8 +1,9 @@
-"""Claims in the background."""
+"""Claim slots of a counter of the control service in the background: tickets, or episodes of an evaluation."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from megatron_webrl.control.client import ControlClient
@@ -11,7 +12,10 @@ CLAIM_SECONDS = 1.0  # for which a claim waits at the service
 
 
 class Claimer:
-    """Claims slots of one counter in the background, so that neither a wait nor an outage holds up the caller."""
+    """Claims slots of one counter, so that neither a wait nor an outage holds up the caller. Methods never wait.
+
+    They raise JobFailed without a control service.
+    """
 
     def __init__(self, control: ControlClient, counter: str, owner: str, sharers: int = 1) -> None:
         """`owner`: the name that claims; `sharers`: the number of claimers that share free slots."""
@@ -21,24 +25,41 @@ class Claimer:
         self._error: Exception | None = None
 
     def poll(self, room: int) -> list[Any]:
-        """Slots claimed since the last call, as `ControlClient.claim` returns them; then claims more, up to `room`.
-
-        Never waits. Raises JobFailed without a control service.
-        """
-        if self._thread is not None and self._thread.is_alive():
+        """Slots claimed since the last call, as `ControlClient.claim` returns them; then claims more, up to `room`."""
+        if self._is_busy():
             return []
-        if self._error is not None:
-            raise self._error
         claimed, self._claimed = self._claimed, []
         if room > len(claimed):
-            self._thread = threading.Thread(target=self._claim, args=(room - len(claimed),), daemon=True)
-            self._thread.start()
+            self._start(self._claim, room - len(claimed))
         return claimed
 
+    def put_back(self) -> None:
+        """Let others claim what the last claim has brought: the caller cannot use it now. Call this until it can."""
+        if not self._is_busy() and self._claimed:
+            claimed, self._claimed = self._claimed, []
+            self._start(self._return, [each[0] if isinstance(each, list) else each for each in claimed])
+
+    def _is_busy(self) -> bool:
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        if self._error is not None:
+            raise self._error
+        return False
+
+    def _start(self, request: Callable[[Any], None], argument: Any) -> None:
+        def run() -> None:
+            try:
+                request(argument)
+            except Exception as error:  # raised by the next call
+                self._error = error
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
     def _claim(self, count: int) -> None:
-        try:
-            self._claimed = self._control.claim(
-                self._counter, self._owner, count, self._sharers, wait_seconds=CLAIM_SECONDS
-            )
-        except Exception as error:  # raised by the next `poll`
-            self._error = error
+        self._claimed = self._control.claim(
+            self._counter, self._owner, count, self._sharers, wait_seconds=CLAIM_SECONDS
+        )
+
+    def _return(self, slots: list[int]) -> None:
+        self._control.run("return_slots", self._counter, slots)

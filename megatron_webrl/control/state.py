@@ -172,9 +172,9 @@ class JobState:
         return self._described(name, counter.claim(owner, min(count, -(-counter.free // sharers))))
 
     def claims_of(self, name: str, owner: str) -> list[Any]:
-        """The open slots of an owner, in order; as `claim` returns them."""
-        counter = self._counter(name, make=True)
-        return self._described(name, sorted(slot for slot, each in counter.open.items() if each == owner))
+        """The open slots of an owner, in order, without returned ones; as `claim` returns them."""
+        self._counter(name, make=True)
+        return self._described(name, self._slots_of(name, owner))
 
     def close(self, name: str, slot: int, value: Json = None) -> bool:
         """Close a slot; False if it is not open, or its counter was removed."""
@@ -190,8 +190,7 @@ class JobState:
         """Let all open slots of an owner be claimed again; returns their number."""
         if name not in self.counters:
             return 0
-        slots = sorted(slot for slot, each in self.counters[name].open.items() if each == owner)
-        self.return_slots(name, slots)
+        self.return_slots(name, slots := self._slots_of(name, owner))
         return len(slots)
 
     def remove_counter(self, name: str) -> None:
@@ -271,6 +270,10 @@ class JobState:
                 raise CommandError(f"there is no counter {name!r}")
             self.counters[name] = SlotCounter()
         return self.counters[name]
+
+    def _slots_of(self, name: str, owner: str) -> list[int]:
+        counter = self.counters[name]
+        return sorted(slot for slot, each in counter.open.items() if each == owner and slot not in counter.returned)
 
     def _described(self, name: str, slots: list[int]) -> list[Any]:
         if name != TICKETS:

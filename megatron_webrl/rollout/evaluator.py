@@ -145,6 +145,8 @@ class Evaluator:
                 task.cancel()
             self._request, self._claimer = request, None
         if request is None or self._budget_spent or self.engine.partially_updated or self.engine.version < 0:
+            if self._claimer is not None:
+                self._claimer.put_back()
             return
         if request.exclusive and request.version != self.engine.version:
             return

@@ -61,7 +61,9 @@ class RolloutPool:
                 self.evaluator.poll()
                 if self.evaluator.exclusive:
                     await self._cancel_groups_for_evaluation()
-                elif polled and not self._needs_weights and not self._budget_spent:
+                if self.evaluator.exclusive or not polled or self._needs_weights or self._budget_spent:
+                    self.claims.put_back()
+                else:
                     self._claim_tickets()
                 self._report()
                 await asyncio.sleep(POLL_SECONDS)

@@ -31,3 +31,7 @@ class TicketClaims:
                 log.info("resuming %d groups that an earlier instance left unfinished", len(self._unfinished))
         claims, self._unfinished = self._unfinished[: max(0, count)], self._unfinished[max(0, count) :]
         return claims + [TicketClaim(*each) for each in self._claimer.poll(count - len(claims))]
+
+    def put_back(self) -> None:
+        """While no group can start: let other workers have the tickets that were claimed in the background."""
+        self._claimer.put_back()
