@@ -8,18 +8,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
-from torch.distributed import TCPStore
 
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
@@ -38,9 +36,11 @@ from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
 from megatron_webrl.types import BUDGET_SPENT
+from tests.planes import connect, control_plane
 from tests.rollout.held_evaluator import HeldEvaluator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+Place = tuple[Path, Ring]  # address file and ring of a job
 LIMIT = 60.0  # seconds; CI machines are slow
 
 
@@ -101,14 +101,8 @@ async def episodes(
         model=ModelConfig(path=str(tiny_model)),
         tasks=TasksConfig(environments=["enter-text"], max_steps=3),
     )
-    config.rollout = replace(
-        config.rollout,
-        group_size=2,
-        groups_in_flight=4,
-        max_model_len=4096,
-        max_new_tokens=64,
-        operation_timeout_seconds=30,
-    )
+    config.rollout = replace(config.rollout, group_size=2, groups_in_flight=4, max_model_len=4096, max_new_tokens=64)
+    config.rollout.operation_timeout_seconds = 30
     config.browser.width, config.browser.height, config.browser.screenshot = 160, 210, "png"
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
         yield episodes
@@ -116,26 +110,27 @@ async def episodes(
 
 @dataclass
 class Job:
-    """A control plane and a ring, with the trainer's side of both."""
+    """A control service and a ring, with the trainer's side of both."""
 
     config: Config
-    store: TCPStore
+    address: Path
     ring: Ring
     pools: list[RolloutPool] = field(default_factory=list)
     transfers: int = 0
 
     def __post_init__(self) -> None:
-        self.trainer = self.control("trainer-0")
+        self.trainer = connect(self.address, "trainer-0")
         self.accounting = Accounting()
         self.source = GroupSource(self.ring, self.config, ResumePoint.for_new_job(), self.accounting)
         self.trainer.put_json("weights/trainer", 1)
         self.trainer.put_json("weights/description", {})
 
-    def control(self, role: str) -> ControlClient:
-        return ControlClient("127.0.0.1", self.store.port, role, LIMIT)
-
     def open(self, limit: int) -> None:
         self.trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit)
+
+    def has_free_tickets(self) -> bool:
+        counter = self.trainer.run("read_counter", TICKETS)
+        return counter["claimed"] < counter["limit"]
 
     async def offer(self, version: int, workers: Sequence[int] | None = None) -> None:
         """Offer weights to these workers (None: all), once they are linked."""
@@ -155,9 +150,7 @@ class Job:
 
     def account(self) -> dict[str, Any]:
         """The final accounting, as the trainer computes it."""
-        final: list[Any] = [
-            self.trainer.get_json(f"final_counts/rollout-{worker}") for worker in range(len(self.pools))
-        ]
+        final: list[Any] = [self.trainer.get_json(f"final_counts/{pool.control.role}") for pool in self.pools]
         self.source.poll(0)
         unwritten = sum(each["unwritten"] for each in final)
         return self.accounting.summary(
@@ -166,30 +159,33 @@ class Job:
 
 
 @pytest.fixture
-def ring() -> Iterator[Ring]:
+def place(tmp_path: Path) -> Iterator[Place]:
     name = f"webrl-test-{secrets.token_hex(4)}"
     ring = Ring.create_or_attach(name, 2**24, name)
-    yield ring
+    with control_plane(tmp_path) as address:
+        yield address, ring
     ring.unlink()
     ring.close()
 
 
 @asynccontextmanager
-async def job_of(episodes: EpisodeRunner, ring: Ring, *engines: DelayedEngine, **rollout: Any) -> AsyncIterator[Job]:
+async def job_of(episodes: EpisodeRunner, place: Place, *engines: DelayedEngine, **rollout: Any) -> AsyncIterator[Job]:
     """A job with a worker for each engine; the end of the context finishes the job."""
     config = replace(episodes.config, rollout=replace(episodes.config.rollout, engines=len(engines), **rollout))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
-    job = Job(config, store, ring)
+    job = Job(config, *place)
     shared = replace(episodes, config=config)
     if config.rollout.stepping == "lockstep":
         shared.stepping = Lockstep(config.rollout.operation_timeout_seconds)
     for worker, engine in enumerate(engines):
-        control, name = job.control(f"rollout-{worker}"), f"rollout-{worker}.1"
+        control, name = connect(job.address, f"rollout-{worker}"), f"rollout-{worker}.1"
+        control.start_heartbeat()
         engine_double: Any = engine
         weights = WeightClient(config, control, engine_double, worker, name)
         evaluator = Evaluator(config, control, engine_double, shared, name)
-        job.pools.append(RolloutPool(config, control, ring, engine_double, shared, weights, evaluator, name))
+        job.pools.append(RolloutPool(config, control, job.ring, engine_double, shared, weights, evaluator, name))
     async with AsyncExitStack() as stack:
+        for pool in job.pools:
+            stack.callback(pool.control.close)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         for pool in job.pools:
             tasks.create_task(pool.run())
@@ -200,11 +196,11 @@ async def job_of(episodes: EpisodeRunner, ring: Ring, *engines: DelayedEngine, *
 
 
 async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_old_are_aborted(
-    episodes: EpisodeRunner, processor: Processor, ring: Ring
+    episodes: EpisodeRunner, processor: Processor, place: Place
 ) -> None:
     engine = DelayedEngine(processor, episodes.config)
     engine.delays = lambda answered: answered == 1  # the second step of every episode
-    async with job_of(episodes, ring, engine, max_staleness=1) as job:
+    async with job_of(episodes, place, engine, max_staleness=1) as job:
         await job.offer(0)
         job.open(limit=1)
         await job.until(lambda: engine.asking == 2 and sum(engine.answered.values()) == 2)
@@ -228,10 +224,10 @@ async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_ol
 
 
 async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(
-    episodes: EpisodeRunner, processor: Processor, ring: Ring
+    episodes: EpisodeRunner, processor: Processor, place: Place
 ) -> None:
     engine = DelayedEngine(processor, episodes.config)
-    async with job_of(episodes, ring, engine, mode="sync") as job:
+    async with job_of(episodes, place, engine, mode="sync") as job:
         await job.offer(0)
         job.open(limit=2)
         await job.until(lambda: job.pools[0].writer.written_episodes == 4)
@@ -253,11 +249,11 @@ async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(
 
 
 async def test_groups_that_wait_for_verdicts_hold_neither_browsers_nor_tickets(
-    episodes: EpisodeRunner, processor: Processor, ring: Ring
+    episodes: EpisodeRunner, processor: Processor, place: Place
 ) -> None:
     engine, evaluator = DelayedEngine(processor, episodes.config), HeldEvaluator()
     slow: Any = evaluator
-    async with job_of(replace(episodes, evaluator=slow), ring, engine, groups_in_flight=1) as job:
+    async with job_of(replace(episodes, evaluator=slow), place, engine, groups_in_flight=1) as job:
         await job.offer(0)
         job.open(limit=6)  # 12 episodes; the fixture has browsers for 8
         await job.until(lambda: evaluator.waiting == 12)
@@ -270,11 +266,11 @@ async def test_groups_that_wait_for_verdicts_hold_neither_browsers_nor_tickets(
 
 
 async def test_a_spent_budget_stops_the_job_and_loses_no_episode(
-    episodes: EpisodeRunner, processor: Processor, ring: Ring
+    episodes: EpisodeRunner, processor: Processor, place: Place
 ) -> None:
     engine, evaluator = DelayedEngine(processor, episodes.config), HeldEvaluator(BudgetSpent("4 calls this hour"))
     spent: Any = evaluator
-    async with job_of(replace(episodes, evaluator=spent), ring, engine, groups_in_flight=2) as job:
+    async with job_of(replace(episodes, evaluator=spent), place, engine, groups_in_flight=2) as job:
         await job.offer(0)
         job.open(limit=8)
         await job.until(lambda: evaluator.waiting == 4)
@@ -288,10 +284,10 @@ async def test_a_spent_budget_stops_the_job_and_loses_no_episode(
 
 
 async def test_a_worker_with_outdated_weights_claims_no_ticket(
-    episodes: EpisodeRunner, processor: Processor, ring: Ring
+    episodes: EpisodeRunner, processor: Processor, place: Place
 ) -> None:
     left_out, other = (DelayedEngine(processor, episodes.config) for _ in range(2))
-    async with job_of(episodes, ring, left_out, other, max_staleness=1) as job:
+    async with job_of(episodes, place, left_out, other, max_staleness=1) as job:
         await job.offer(0)
         await job.until(lambda: left_out.version == other.version == 0)
         for version in (1, 2):
@@ -310,41 +306,41 @@ async def test_a_worker_with_outdated_weights_claims_no_ticket(
 
 
 async def test_a_slow_worker_leaves_the_work_to_a_fast_one(
-    episodes: EpisodeRunner, processor: Processor, ring: Ring
+    episodes: EpisodeRunner, processor: Processor, place: Place
 ) -> None:
     fast, slow = (DelayedEngine(processor, episodes.config) for _ in range(2))
     slow.delays = lambda answered: True
-    async with job_of(episodes, ring, fast, slow, groups_in_flight=2) as job:
+    async with job_of(episodes, place, fast, slow, groups_in_flight=2) as job:
         await job.offer(0)
         await job.until(lambda: fast.version == slow.version == 0)
         job.open(limit=8)
         await job.until(lambda: job.pools[0].writer.written_episodes == 12 and slow.asking == 4)
-        assert job.trainer.free_slots() == 0
+        assert not job.has_free_tickets()
         assert job.pools[1].writer.written_episodes == 0
     assert job.account()["matches"]
 
 
 async def test_no_worker_claims_all_tickets_in_one_poll(
-    episodes: EpisodeRunner, processor: Processor, ring: Ring
+    episodes: EpisodeRunner, processor: Processor, place: Place
 ) -> None:
     engines = [DelayedEngine(processor, episodes.config) for _ in range(2)]
     for engine in engines:
         engine.delays = lambda answered: True
-    async with job_of(episodes, ring, *engines) as job:
+    async with job_of(episodes, place, *engines) as job:
         await job.offer(0)
         await job.until(lambda: all(engine.version == 0 for engine in engines))
         job.open(limit=4)  # the room of one worker
-        await job.until(lambda: not job.trainer.free_slots())
-        assert all(pool._groups for pool in job.pools)
+        await job.until(lambda: not job.has_free_tickets())
+        assert set(job.trainer.claims(0, 4)) == {"rollout-0", "rollout-1"}
     assert job.account()["matches"]
 
 
 async def test_an_episode_with_an_engine_error_is_retried(
-    episodes: EpisodeRunner, processor: Processor, ring: Ring
+    episodes: EpisodeRunner, processor: Processor, place: Place
 ) -> None:
     engine = DelayedEngine(processor, episodes.config)
     engine.failures = 1
-    async with job_of(episodes, ring, engine) as job:
+    async with job_of(episodes, place, engine) as job:
         await job.offer(0)
         job.open(limit=1)
         await job.until(lambda: job.pools[0].writer.written_episodes == 2)
@@ -356,7 +352,7 @@ async def test_an_episode_with_an_engine_error_is_retried(
 
 @pytest.mark.parametrize("stepping", ["free", "lockstep"])
 async def test_a_browser_acts_while_others_generate_except_in_lockstep(
-    episodes: EpisodeRunner, processor: Processor, ring: Ring, stepping: str
+    episodes: EpisodeRunner, processor: Processor, place: Place, stepping: str
 ) -> None:
     engine = DelayedEngine(processor, episodes.config)
     delayed: list[int] = []
@@ -366,7 +362,7 @@ async def test_a_browser_acts_while_others_generate_except_in_lockstep(
         return len(delayed) == 1
 
     engine.delays = delay_first
-    async with job_of(episodes, ring, engine, stepping=stepping) as job:
+    async with job_of(episodes, place, engine, stepping=stepping) as job:
         await job.offer(0)
         job.open(limit=1)
         await job.until(lambda: engine.answered.total() >= (2 if stepping == "free" else 1))
@@ -380,10 +376,10 @@ async def test_a_browser_acts_while_others_generate_except_in_lockstep(
 
 
 async def test_a_worker_waits_for_the_weights_of_a_restarted_trainer_and_runs_its_tickets(
-    episodes: EpisodeRunner, processor: Processor, ring: Ring
+    episodes: EpisodeRunner, processor: Processor, place: Place
 ) -> None:
     engine = DelayedEngine(processor, episodes.config)
-    async with job_of(episodes, ring, engine) as job:
+    async with job_of(episodes, place, engine) as job:
         await job.offer(3)
         job.open(limit=1)
         await job.until(lambda: job.pools[0].writer.written_episodes == 2)
@@ -392,8 +388,10 @@ async def test_a_worker_waits_for_the_weights_of_a_restarted_trainer_and_runs_it
         job.trainer.start_ticket_epoch(TicketEpoch(1, 2, fence + 1, (0,), 1), limit=fence + 3)
         announced = lambda: job.trainer.get_json("engine/rollout-0")["trainer"] == 2  # type: ignore[index]  # noqa: E731
         await job.until(lambda: announced() and "new weights" in job.trainer.status_of("rollout-0"))
-        assert (fence, job.trainer.claimed_slots()) == (1, 2)
+        assert fence == 1
+        await job.until(lambda: not job.trainer.run("read_counter", TICKETS)["open"])  # others can claim them
+        assert job.pools[0].writer.written_episodes == 2
         await job.offer(2)
         await job.until(lambda: job.pools[0].writer.written_episodes == 6)
-        made = [decode_trajectory(ring.read(number)) for number in ring.committed()]
+        made = [decode_trajectory(job.ring.read(number)) for number in job.ring.committed()]
         assert Counter((each.ticket, each.restart_epoch) for each in made) == {(0, 0): 2, (0, 1): 2, (1, 1): 2}
