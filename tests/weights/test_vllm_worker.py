@@ -73,10 +73,15 @@ def test_a_trainer_with_another_plan_is_refused_on_both_sides(report: Any) -> No
     assert all("EngineSizes(tensor=" in error and "pipeline=2" in error for error in refusals["layout"])
 
 
-def test_a_missing_store_fields_or_link_are_errors(report: Any) -> None:
+def test_an_absent_control_service_missing_fields_or_link_are_errors(report: Any) -> None:
     refusals = report["refusals"]
-    assert all("no store answers at 127.0.0.1:1 within 1 s" in error for error in refusals["store"])
-    assert all("missing 10 required" in error for error in refusals["field"])
+    assert all(
+        "lost the control service at 127.0.0.1:1: no answer within 1 s (Connection refused)" in error
+        for error in refusals["silent"]
+    )
+    assert all("cannot reach the control service within 1 s" in error for error in refusals["missing"])
+    assert all("missing.json does not name it yet" in error for error in refusals["missing"])
+    assert all("missing 9 required" in error for error in refusals["field"])
     assert all(
         error == "TransferError: no link to the trainer is joined; join one first (init)" for error in refusals["start"]
     )

@@ -12,14 +12,15 @@ import json
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control.address import ControlAddress
+from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import parameter_mappings, parameter_shapes, to_megatron
 from megatron_webrl.rollout.engine import vllm_environment
@@ -27,6 +28,7 @@ from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import box_index
+from tests import planes
 from tests.weights.vllm_process import SAMPLING, Scoring
 
 SENDERS = 2
@@ -38,13 +40,12 @@ Source = Callable[[str], torch.Tensor]
 class Sender:
     """All ranks of a trainer with the weights of a transformers model."""
 
-    def __init__(self, reference: Any, engine_ranks: int) -> None:
+    def __init__(self, reference: Any, engine_ranks: int, folder: Path) -> None:
+        """`folder`: of the control service."""
         self.reference, self.ranks = reference, engine_ranks
         self.trainer = TrainerTopology(ParallelSizes(tensor=SENDERS), SENDERS, ("here",) * SENDERS)
         self.engines = EngineTopology.uniform(EngineSizes(tensor=engine_ranks), (("here",) * engine_ranks,))
-        self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SECONDS)
-        )
+        self.control, _ = planes.start(folder, 900.0)
         self.plan = self.plan_of(reference.config)
         self.pool = ThreadPoolExecutor(SENDERS)
         self.links: list[transport.TransferLink] = []
@@ -56,8 +57,7 @@ class Sender:
         """LinkInfo fields of link `name`."""
         return {
             **(plan or self.plan).to_json(),
-            "host": "127.0.0.1",
-            "port": self.store.port,
+            "control": str(self.control),
             "name": name,
             "engine": 0,
             "dtype": "float32",
@@ -68,8 +68,8 @@ class Sender:
 
     def join(self, name: str) -> None:
         def one(rank: int) -> transport.TransferLink:
-            store = dist.TCPStore("127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=SECONDS))
-            return transport.join_link(store, name, rank, SENDERS + self.ranks, SECONDS, "gloo")
+            facts = FactStore(self.control, f"trainer-{rank}", SECONDS)
+            return transport.join_link(facts, name, rank, SENDERS + self.ranks, SECONDS, "gloo")
 
         assert self.plan.senders(0) == tuple(range(SENDERS))
         self.links = list(self.pool.map(one, range(SENDERS)))
@@ -125,7 +125,7 @@ class LinkHarness:
 
     def __init__(self, llm: Any, folder: Path, ranks: int) -> None:
         self.llm, self.scoring, self.transfers, self.scored = llm, Scoring(folder), 0, 0
-        self.sender = Sender(self.scoring.reference, ranks)
+        self.sender = Sender(self.scoring.reference, ranks, folder)
 
     async def call(self, method: str | Callable[..., Any], *arguments: Any) -> list[Any]:
         return await asyncio.wait_for(self.llm.collective_rpc(method, args=arguments), 4 * SECONDS)
@@ -166,18 +166,23 @@ class LinkHarness:
 
 
 async def refusals(harness: LinkHarness) -> dict[str, Any]:
-    """Errors for another model, another engine layout, a missing store, missing fields and a missing link."""
+    """Errors for another model, another engine layout, an absent service, missing fields and a missing link."""
     other = copy.deepcopy(harness.scoring.reference.config)
     other.vision_config.intermediate_size *= 2
     sender = harness.sender
     found: dict[str, Any] = {"model": await harness.run_phase("init", sender.info("other", sender.plan_of(other)))}
-    found["stored_reason"] = sender.store.get("link/other/refused").decode()
+    found["stored_reason"] = FactStore(sender.control, "trainer-0", SECONDS).get("link/other/refused").decode()
     layout = sender.info("layout")
     layout["engines"]["sizes"][0]["pipeline"] = 2
     found["layout"] = await harness.run_phase("init", layout)
     found["backend"] = await harness.run_phase("init", sender.info("backend") | {"backend": "nccl"})
-    found["store"] = await harness.run_phase("init", sender.info("nowhere") | {"port": 1, "join_timeout_seconds": 1.0})
-    found["field"] = await harness.run_phase("init", {"host": "127.0.0.1"})
+    address = ControlAddress.read(sender.control)
+    assert address is not None
+    replace(address, port=1).write(silent := sender.control.with_name("silent.json"))
+    for name, file in (("silent", silent), ("missing", sender.control.with_name("missing.json"))):
+        info = sender.info("nowhere") | {"control": str(file), "join_timeout_seconds": 1.0}
+        found[name] = await harness.run_phase("init", info)
+    found["field"] = await harness.run_phase("init", {"control": str(sender.control)})
     found["start"] = await harness.run_phase("start")
     return found
 
