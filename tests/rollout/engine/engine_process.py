@@ -24,7 +24,7 @@ async def main(folder: Path, result: Path) -> None:
     engine = await VLLMEngine.start(config, 0)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     perturb(model, seed=4)
-    sender = Sender(model)
+    sender = Sender(model, result.parent)
     await sender.join(engine)
     await sender.send(engine, 1)
 

@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import io
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from PIL import Image
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import parameter_mappings, parameter_shapes, to_megatron
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
@@ -22,6 +21,7 @@ from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
+from tests import planes
 
 TOLERANCE = 1e-4
 STAGING = 2**20
@@ -44,12 +44,11 @@ def configuration(model: Path) -> Config:
 
 
 class Sender:
-    """A trainer of one rank for an engine of one rank: a store, a plan, and a link driven by threads of the test."""
+    """A trainer of one rank for an engine of one rank: control service, plan, and a link in threads of the test."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-        )
+    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
+        """`folder`: of the control service."""
+        self.control, _ = planes.start(folder, 900.0)
         self.model, self.transfers = model, 0
         engines = EngineTopology.uniform(EngineSizes(), (("here",),))
         self.plan = TransferPlan(model.config, TrainerTopology(ParallelSizes(), 1, ("here",)), engines, 4, STAGING)
@@ -62,9 +61,10 @@ class Sender:
         self, engine: VLLMEngine, name: str
     ) -> tuple[transport.TransferLink | BaseException, BaseException | None]:
         """Join a link from both sides; what each side returns or raises."""
-        joining = asyncio.to_thread(transport.join_link, self.store, name, 0, 2, 30.0, "gloo")
+        facts = FactStore(self.control, "trainer-0", 30.0)
+        joining = asyncio.to_thread(transport.join_link, facts, name, 0, 2, 30.0, "gloo")
         description = self.plan.to_json() | {"dtype": "float32", "backend": "gloo"}
-        joined = engine.join_weight_link("127.0.0.1", self.store.port, name, description)
+        joined = engine.join_weight_link(self.control, name, description)
         return await asyncio.gather(joining, joined, return_exceptions=True)
 
     async def join(self, engine: VLLMEngine, name: str = "weights/test") -> None:

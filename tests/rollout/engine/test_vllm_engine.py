@@ -78,8 +78,8 @@ def reference(tiny_model: Path) -> torch.nn.Module:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sender(engine: VLLMEngine, reference: torch.nn.Module) -> Sender:
-    sender = Sender(reference)
+async def sender(engine: VLLMEngine, reference: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Sender:
+    sender = Sender(reference, tmp_path_factory.mktemp("control"))
     await sender.join(engine)
     return sender
 
@@ -288,11 +288,11 @@ async def test_with_salted_caches_later_prompts_use_the_new_weights_and_running_
 
 
 async def test_a_plan_for_another_model_is_refused_and_the_engine_still_serves(
-    engine: VLLMEngine, reference: torch.nn.Module
+    engine: VLLMEngine, reference: torch.nn.Module, tmp_path: Path
 ) -> None:
     config = transformers.AutoConfig.for_model(**reference.config.to_dict())
     config.text_config.num_hidden_layers += 1
-    other = Sender(transformers.AutoModelForImageTextToText.from_config(config))
+    other = Sender(transformers.AutoModelForImageTextToText.from_config(config), tmp_path)
     here, there = await asyncio.wait_for(other.try_join(engine, "weights/other"), 40)
     for refusal, kind in ((here, transport.TransferError), (there, WeightUpdateError)):
         assert isinstance(refusal, kind)
