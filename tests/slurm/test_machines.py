@@ -63,7 +63,7 @@ def test_the_quickstart_trains_on_two_machines_and_resumes_after_a_signal(tmp_pa
             30,
         )
     text = log(tmp_path)
-    assert f"job: control plane at {address(1)}:" in text
+    assert f"job: control service at {address(1)}:" in text
     assert "job: state:      preempted; " in text
     resumed = rf"job: launch 2 of job {job}, resuming from version-00000\d; the previous launch ended: pre"
     assert re.search(resumed, text)
