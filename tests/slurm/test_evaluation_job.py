@@ -151,11 +151,12 @@ def test_a_dry_run_shows_every_process_of_an_evaluation(model_8b: Path, tmp_path
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("node ")]
     settings = tmp_path / "8b_4node-evaluation-model" / "config.yaml"
+    address = settings.with_name("control.json")
     assert len(lines) == 17
     for number, line in enumerate(lines[:16]):
         node, gpu = divmod(number, 8)
         assert line.startswith(f"node {node} rollout-{number}: CUDA_VISIBLE_DEVICES={gpu} ")
-        assert f"cli rollout --config {settings} --control FIRST_NODE:29500 --worker {number} --node {node} " in line
+        assert f"cli rollout --config {settings} --control {address} --worker {number} --node {node} " in line
     assert lines[16].startswith("node 0 evaluation: ")
     assert lines[16].endswith(f" node eval {settings} --host FIRST_NODE")
     assert "2 nodes of 8 GPUs, all for engines" in done.stdout
@@ -202,8 +203,8 @@ class Host:
                 [*command, "--host", "127.0.0.1"], stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
             )
         path = control_address_path(config)
-        self.address = wait_for_control_address(path, 90, lambda: self.process.poll() and self.output.read_text())
-        self.control = connect(self.address, "test")
+        wait_for_control_address(path, 90, lambda: self.process.poll() and self.output.read_text())
+        self.address, self.control = path, connect(path, "test")
 
     def serve(self, worker: str, instances: int = 1) -> None:
         """Run episodes as a worker does. With two instances the first is lost with its first episode."""
@@ -214,13 +215,14 @@ class Host:
                 while control.job_end() is None:
                     request = evaluation_queue.current_request(control)
                     name = f"{worker}.{instance}"
-                    if request is None or not (claim := evaluation_queue.claim_episode(control, request, name)):
+                    claimed = request and control.claim(evaluation_queue.counter_name(request), name, 1)
+                    if request is None or not claimed:
                         time.sleep(POLL_SECONDS)
                         continue
                     if instance < instances:
                         break
-                    slot, episode = claim
-                    evaluation_queue.submit_result(control, request, slot, self.result(episode, worker))
+                    (episode,) = claimed
+                    evaluation_queue.submit_result(control, request, self.result(episode, worker), episode)
 
     def result(self, episode: int, worker: str) -> EvaluationResult:
         environment = self.config.tasks.environments[episode % TASKS]
@@ -276,22 +278,22 @@ def test_the_folder_of_a_running_evaluation_is_refused_until_its_end(
 
 
 def test_an_evaluation_with_missing_episodes_stores_its_results_and_fails(tmp_path: Path, tiny_model: Path) -> None:
-    host = Host(prepare(tmp_path, tiny_model, "evaluation.timeout_seconds=0.5"))
+    host = Host(prepare(tmp_path, tiny_model, "evaluation.timeout_seconds=3"))
     try:
         until(lambda: evaluation_queue.current_request(host.control) is not None, host.output.read_text)
         request = evaluation_queue.current_request(host.control)
         assert request is not None
-        for number in range(2):
-            worker = f"rollout-{number}"
+        workers = "rollout-0", "rollout-1"
+        for worker in workers:
             assert connect(host.address, worker).register_instance() == 1
-            claim = evaluation_queue.claim_episode(host.control, request, f"{worker}.1")
-            assert claim is not None
-        evaluation_queue.submit_result(host.control, request, claim[0], host.result(claim[1], worker))
+        for worker in workers:
+            (episode,) = host.control.claim(evaluation_queue.counter_name(request), f"{worker}.1", 1)
+        evaluation_queue.submit_result(host.control, request, host.result(episode, worker), episode)
         assert host.process.wait(120) == 1, host.output.read_text()
     finally:
         child_process.terminate_tree(host.process, 30.0)
     said = host.output.read_text()
-    outcome = f"failed: {2 * TASKS - 1} of {2 * TASKS} episodes are missing after 0.5 s (evaluation.timeout_seconds)"
+    outcome = f"failed: {2 * TASKS - 1} of {2 * TASKS} episodes are missing after 3 s (evaluation.timeout_seconds)"
     assert "success of episodes with a verdict" in said  # the table
     assert f"job: {outcome}; raise it, or lower evaluation.episodes\n" in said
     assert json.loads((host.config.run_folder / "summary.json").read_text())["outcome"].startswith(outcome)
