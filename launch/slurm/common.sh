@@ -227,7 +227,7 @@ run_processes() {
     done
     case $outcome in
         0) ;;
-        74) requeue "the infrastructure failed" ;;
+        74 | 137) requeue "the infrastructure failed" ;; # 137: the host itself was killed by SIGKILL
         75) requeue "pre-empted${SAVES:+, with a checkpoint}" ;;
         *) if [ -n "$NOTICE" ] || preempted; then requeue "the job failed after a notice of its end"; fi ;;
     esac

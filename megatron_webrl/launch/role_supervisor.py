@@ -49,7 +49,7 @@ class RoleSupervisor:
         """
         self.config, self.journal = config, journal
         self.roles: list[SupervisedProcess] = []
-        self.given_up: dict[str, str] = {}  # roles of this machine that are not restarted, and why
+        self.given_up: set[str] = set()  # roles of this machine that are not restarted
         self.attempt = 0  # of the trainer ranks
         self._report, self._connect = report, connect
         self._restarts_trainer = restarts_trainer and config.run.max_trainer_restarts > 0
@@ -112,7 +112,7 @@ class RoleSupervisor:
 
     def status_line(self, name: str) -> str:
         """What replaces a role's own status line; empty while it runs."""
-        return f"given up: {self.given_up[name]}" if name in self.given_up else ""
+        return "given up" if name in self.given_up else ""
 
     def _handle_failure(self, role: SupervisedProcess, failure: str) -> str | None:
         if role.name == CONTROL:
@@ -175,7 +175,7 @@ class RoleSupervisor:
         """
         worker, limit = worker_name_of(role.name), self.config.run.worker_restarts_per_hour
         if worker in self.control.given_up_workers():  # by the supervisor of another part of its engine
-            self.given_up[role.name] = f"with {worker}"
+            self.given_up.add(role.name)
             return None
         may_serve = (role.process.poll() or 0) < 0 or self.control.get_json(f"weights/applied/{worker}") is not None
         if may_serve and role.schedule_restart(failure):
@@ -187,7 +187,7 @@ class RoleSupervisor:
         child_process.kill_process_group(role.process.pid)
         self.control.clear_heartbeat(role.name)
         self.control.give_up_worker(worker, failure)
-        self.given_up[role.name] = failure
+        self.given_up.add(role.name)
         self.journal.add(role.name, events.FAILED, failure, role.log)
         why = f"run.worker_restarts_per_hour={limit} is used up" if may_serve else "it failed before it had served"
         all_engines = len(self.config.worker_names)
