@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.slurm.evaluation_job import MODEL_FOLDER
@@ -78,14 +79,13 @@ def has_result_of(worker: str, folder: Path) -> bool:
     """Whether an instance of a worker has finished an episode of the running evaluation."""
     if not (folder / "control.json").is_file():
         return False
-    address = json.loads((folder / "control.json").read_text())
-    store = connect((address["host"], address["port"]), "test").store
-    for number in (1, 2):  # with screenshots, then blank images
-        claimed = f"evaluation/{number}/claimed"
-        count = int(store.get(claimed)) if store.check([claimed]) else 0
-        values = store.multi_get([f"evaluation/{number}/{slot}" for slot in range(count)]) if count else []
-        if any(value.startswith(b"{") and json.loads(value)["worker"] == worker for value in values):
-            return True
+    control = connect(folder / "control.json", "test")
+    request = evaluation_queue.current_request(control)
+    if request is None:  # with screenshots, then blank images
+        return False
+    with suppress(ValueError):  # withdrawn since
+        values = control.run("read_counter", evaluation_queue.counter_name(request))["values"]
+        return any(result["worker"] == worker for _, result in values)
     return False
 
 

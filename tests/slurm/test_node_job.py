@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -55,14 +54,14 @@ class NodeJob:
 
     def start_all(self) -> None:
         address = self.folder / "control.json"
-        self.start("control", "control", "--address-file", str(address))
+        journal = self.folder / "control.journal"
+        self.start("control", "control", "--address-file", str(address), "--journal", str(journal))
         deadline = time.monotonic() + 120
         while not address.is_file():
             assert time.monotonic() < deadline, self.log("control").read_text()
             time.sleep(0.05)
-        fields = json.loads(address.read_text())
         for node in ("0", "1"):
-            where = ("--control", f"{fields['host']}:{fields['port']}", "--node", node)
+            where = ("--control", str(address), "--node", node)
             self.start(f"rollout-{node}", "rollout", *where, "--worker", node)
             place = {"RANK": node, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
             self.start(f"trainer-{node}", "trainer", *where, **place)
