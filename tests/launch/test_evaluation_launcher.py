@@ -123,7 +123,7 @@ class WithoutWorkers(EvaluationLauncher):
             def claim_first() -> None:
                 request = evaluation_queue.current_request(control)
                 assert request is not None
-                evaluation_queue.claim_episode(control, request, "rollout-0.1")
+                control.claim(evaluation_queue.counter_name(request), "rollout-0.1", 1)
 
             self.evaluation = CheckpointEvaluation(self.config, self.checkpoint, self.output_file)
             return self.evaluation.run(control, claim_first, lambda progress: None)
