@@ -161,17 +161,24 @@ class Cluster:
 
 @contextmanager
 def virtual_slurm(
-    nodes: int, gpus: int = 0, cores: int = 2, namespaces: bool = False, shared: Sequence[Path] = ()
+    nodes: int,
+    gpus: int = 0,
+    cores: int = 2,
+    namespaces: bool = False,
+    shared: Sequence[Path] = (),
+    slurmd_seconds: int = 30,
 ) -> Iterator[Cluster]:
     """A cluster for a test; it and its jobs end with the context. Raises AssertionError if it does not start.
 
     `shared`: folders of /tmp that nodes in `namespaces` see, in addition to the current one and the cluster's own.
+    `slurmd_seconds`: time after which such a node that does not answer is down (SlurmdTimeout).
     """
     child_process.sweep_scratch(SCRATCH)  # left by killed clusters
     # Not one that jobs sweep: they see it, but on nodes in namespaces not who owns it.
     folder = child_process.make_scratch_folder(SCRATCH)
     command = [sys.executable, "-m", "tests.slurm.virtual_slurm", str(folder), "--nodes", str(nodes)]
     command += ["--gpus", str(gpus), "--cores", str(cores), *(["--namespaces"] if namespaces else [])]
+    command += ["--slurmd-seconds", str(slurmd_seconds)]
     command += [word for path in shared for word in ("--share", str(path))]
     process = child_process.start_process(command, folder / "cluster.log", os.environ, "virtual-slurm")
     try:
@@ -195,6 +202,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--namespaces", action="store_true", help="give each node a network, /tmp, /dev/shm of its own")
+    parser.add_argument("--slurmd-seconds", type=int, default=30, help="SlurmdTimeout of nodes in namespaces")
     parser.add_argument("--share", type=Path, action="append", default=[], help="a folder of /tmp that all nodes see")
     options = parser.parse_args()
     if reason := why_not(options.namespaces):
@@ -215,7 +223,8 @@ def main() -> int:
         if options.namespaces:
             virtual_nodes.enter_network()
         shared = [folder, Path.cwd(), *(path.absolute() for path in options.share)]
-        _start(folder, options.nodes, options.gpus, options.cores, shared if options.namespaces else [])
+        seconds = options.slurmd_seconds if options.namespaces else 60
+        _start(folder, options.nodes, options.gpus, options.cores, shared if options.namespaces else [], seconds)
         cluster = Cluster(folder, options.nodes)
         _await_nodes(cluster, ended)
         (folder / "starting").write_text(str(os.getpid()))
@@ -232,7 +241,7 @@ def main() -> int:
     return 1 if left else 0
 
 
-def _start(folder: Path, nodes: int, gpus: int, cores: int, shared: Sequence[Path]) -> None:
+def _start(folder: Path, nodes: int, gpus: int, cores: int, shared: Sequence[Path], slurmd_seconds: int) -> None:
     """Start all daemons; the nodes in namespaces if they have `shared` folders."""
     for name in ("munge", "state", "spool", "switched-on"):
         (folder / name).mkdir(mode=0o755, exist_ok=True)
@@ -242,7 +251,9 @@ def _start(folder: Path, nodes: int, gpus: int, cores: int, shared: Sequence[Pat
     key, sock = folder / "munge" / "key", folder / "munge" / "socket"
     subprocess.run(["mungekey", "--create", f"--keyfile={key}"], env={**os.environ, "PATH": _path()}, check=True)
     names = f"n[1-{nodes}]" if nodes > 1 else "n1"
-    (folder / "slurm.conf").write_text(_configuration(folder, sock, nodes, names, gpus, cores, bool(shared)))
+    (folder / "slurm.conf").write_text(
+        _configuration(folder, sock, nodes, names, gpus, cores, bool(shared), slurmd_seconds)
+    )
     (folder / "gres.conf").write_text(f"NodeName={names} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" if gpus else "")
     munge = folder / "munge"
     _daemon(folder, "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={sock}",
@@ -273,7 +284,9 @@ def _files(folder: Path, node: str) -> Path:
     return folder / "nodes" / node
 
 
-def _configuration(folder: Path, sock: Path, nodes: int, names: str, gpus: int, cores: int, apart: bool) -> str:
+def _configuration(
+    folder: Path, sock: Path, nodes: int, names: str, gpus: int, cores: int, apart: bool, slurmd_seconds: int
+) -> str:
     host = socket.gethostname()
     port = free_ports(nodes + 1)
     own = virtual_nodes.address(0) if apart else "127.0.0.1"
@@ -286,7 +299,7 @@ def _configuration(folder: Path, sock: Path, nodes: int, names: str, gpus: int, 
         "AccountingStorageType=accounting_storage/none", "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core", "SwitchType=switch/none", "MpiDefault=none", "ReturnToService=2",
         "SlurmdParameters=config_overrides", "SchedulerParameters=sched_interval=2,batch_sched_delay=0", "KillWait=5",
-        "SlurmctldTimeout=60", f"SlurmdTimeout={30 if apart else 60}", "TreeWidth=64", "MinJobAge=600",
+        "SlurmctldTimeout=60", f"SlurmdTimeout={slurmd_seconds}", "TreeWidth=64", "MinJobAge=600",
         *(["GresTypes=gpu"] if gpus else []),
     ]  # fmt: skip
     gres = f" Gres=gpu:{gpus}" if gpus else ""

@@ -29,6 +29,7 @@ UPDATES_BEFORE_FAULT = 2  # updates before the fault
 JOB_SECONDS = 1200.0
 CLEANUP_SECONDS = 30.0  # limit for the processes of a job to end after it
 DISK_MIB = 640
+SLURMD_SECONDS = 120  # time after which Slurm sees a node that does not answer as down: longer than the cut of a link
 OPEN_TICKETS_AT_END = 4  # tickets in flight: (max_staleness + 1) * groups_per_update of tests/tiny_settings.py
 
 
@@ -87,7 +88,10 @@ def run_drills(drills: Sequence[Drill], folder: Path) -> list[DrillResult]:
     """Run drills one after another on one cluster, each with a job of its own in `folder`."""
     disk = folder / "small disk"
     disk.mkdir()
-    with small_disk(disk, DISK_MIB), virtual_slurm(NODES, namespaces=True, shared=[folder]) as cluster:
+    with (
+        small_disk(disk, DISK_MIB),
+        virtual_slurm(NODES, namespaces=True, shared=[folder], slurmd_seconds=SLURMD_SECONDS) as cluster,
+    ):
         results = []
         for drill in drills:
             (folder / drill.name).mkdir()

@@ -13,7 +13,8 @@ import psutil
 
 from tools.drills.run import FIRST_NODE, SECOND_NODE, DrillError, DrillJob
 
-CUT_SECONDS = 20.0
+CUT_SECONDS = 60.0
+STOP_SECONDS = 30.0
 FAILED_CHECKPOINTS = 2  # checkpoints that fail before the disk has space again
 FAULT_SECONDS = 300.0
 
@@ -79,6 +80,27 @@ def cut_link(run: DrillJob) -> None:
         run.cluster.mend(SECOND_NODE)
 
 
+def kill_control(run: DrillJob) -> None:
+    """Kill the control service three times, and stop it for STOP_SECONDS."""
+    killed: set[int] = set()
+    for _ in range(3):
+        process = run.wait_for(lambda: _other_control(run, killed), "control service", FAULT_SECONDS)
+        process.send_signal(signal.SIGKILL)
+        killed.add(process.pid)
+        time.sleep(5.0)
+    process = run.wait_for(lambda: _other_control(run, killed), "control service", FAULT_SECONDS)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(STOP_SECONDS)
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def _other_control(run: DrillJob, killed: set[int]) -> psutil.Process | None:
+    process = run.role_process(FIRST_NODE, "control")
+    return None if process is None or process.pid in killed else process
+
+
 def fill_disk(run: DrillJob) -> None:
     """Fill the disk of the checkpoints until some could not be written."""
     filler = run.run_folder / "checkpoints" / "filler"
@@ -131,6 +153,14 @@ DRILLS = {
         ),
         Drill("node", "a node is lost", kill_node, requeued=True, lost_node=SECOND_NODE),
         Drill("link", f"a node's link is cut for {CUT_SECONDS:.0f} s", cut_link, must_survive=(*TRAINERS, *WORKERS)),
+        Drill(
+            "control",
+            f"the control service is killed three times, and stopped for {STOP_SECONDS:.0f} s",
+            kill_control,
+            must_survive=(*TRAINERS, *WORKERS),
+            log_pattern=r"starting it again \(restart 3 of 30 an hour\)",
+            updates_after=30,
+        ),
         Drill("disk", "the checkpoints' disk is full", fill_disk, must_survive=(*TRAINERS, *WORKERS), small_disk=True),
         Drill("preempt", "the job is pre-empted", preempt_job, requeued=True, updates_after=30),
     )
