@@ -74,7 +74,7 @@ def add_public_routes(
     """Add the paths that need no token: many requests at a time cost little more than one. `health_problem` returns
     None or why the server cannot work.
     """
-    check, render = _shared(health_problem), _shared(lambda: run_in_threadpool(metrics))  # it inspects many processes
+    check, render = shared(health_problem), shared(lambda: run_in_threadpool(metrics))  # it inspects many processes
     document = b""
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -102,7 +102,7 @@ def add_public_routes(
         return HTMLResponse(page(), headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
 
 
-def _shared(work: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Awaitable[T]]:
+def shared(work: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Awaitable[T]]:
     """The same function, but concurrent calls share one run."""
     running: asyncio.Task[T] | None = None
 
