@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_webrl.cluster.placement import rollout_process_names
 from megatron_webrl.config.schema import Config
 from megatron_webrl.system import atomic_file, stack_dump
+from megatron_webrl.system.disk_faults import continue_without
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 
@@ -114,9 +115,12 @@ class HangDetector:
         unreported = {role: sign for role, sign in signs.items() if self._requested.get(role) != sign}
         if not unreported:
             return None
-        self._requested |= unreported
         reason = "; ".join(f"{role} {hung[role][1]}" for role in unreported)
-        return request_stack_dump(self.config.run_folder, reason, unreported)
+        with continue_without(f"the request to kill {', '.join(unreported)}"):
+            request = request_stack_dump(self.config.run_folder, reason, unreported)
+            self._requested |= unreported
+            return request
+        return None
 
 
 class StackDumper:

@@ -15,6 +15,7 @@ import numpy as np
 from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.system.clock import steady_time
+from megatron_webrl.system.disk_faults import continue_without
 from megatron_webrl.system.history import History
 from megatron_webrl.system.redaction import redact
 from megatron_webrl.system.text import first_line, shorten
@@ -53,8 +54,8 @@ class MLflowTracker:
             self._append({"params": parameters}, {"artifact": "config.yaml", "folder": ""})
         else:
             self._append(_status("RUNNING"))
-        self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
+        self.thread.start()
 
     @property
     def run_id(self) -> str | None:
@@ -65,12 +66,9 @@ class MLflowTracker:
         self.log_metrics(update.mlflow_metrics(), update.version)
         for trajectory in trajectories:
             name = f"version-{update.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
-            try:
+            with continue_without(str(self.pages_folder / name)):
                 self.pages_folder.mkdir(parents=True, exist_ok=True)
                 write_trajectory_page(self.pages_folder / name, trajectory, self.decode)
-            except OSError as error:
-                log.error("%s cannot be written: %s", self.pages_folder / name, first_line(error))
-            else:
                 self._append({"artifact": f"{self.pages_folder.name}/{name}", "folder": "trajectories"})
 
     def log_metrics(self, values: Mapping[str, float], version: int) -> None:
@@ -90,7 +88,7 @@ class MLflowTracker:
         self._append(_status(status))
         self._closing.set()
         self._wake.set()
-        self._thread.join(FAILED_END_SECONDS if status == "FAILED" else END_SECONDS)
+        self.thread.join(FAILED_END_SECONDS if status == "FAILED" else END_SECONDS)
         if message := self.pending_message():
             log.warning("%s", message)
 

@@ -17,6 +17,7 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.judge.job_budget import restore_usage, save_usage
 from megatron_webrl.system.clock import steady_time
+from megatron_webrl.system.disk_faults import continue_without
 from megatron_webrl.system.history import History
 from megatron_webrl.system.text import metric_label
 from megatron_webrl.tasks.files.digests import task_file_digests
@@ -168,13 +169,14 @@ class Coordinator:
         pages = self.exchange.gather_with_images(sampled)
         if self.config.tracking.keep_records and self.exchange.writes_node_files:
             path = group_files.group_file_path(self.config.records_folder, version - 1, self.exchange.topology.node)
-            group_files.write_trajectories(path, self.exchange.trajectories_to_store(groups))
+            with continue_without(str(path)):
+                group_files.write_trajectories(path, self.exchange.trajectories_to_store(groups))
         if self.tracker is None:
             return
         update = self._update_metrics(result)
         assert self.updates is not None
         self.updates.append(update.to_json())
-        save_usage(self.control, self.config.judge.budget, self.config.run_folder)
+        self._save_judge_usage()
         self.tracker.log_update(update, pages)
 
     def _update_metrics(self, result: UpdateResult) -> UpdateMetrics:
@@ -268,7 +270,7 @@ class Coordinator:
             with self.control.keep_alive():
                 self.control.end_job(outcome)
                 self._write_summary(outcome, version)
-                save_usage(self.control, self.config.judge.budget, self.config.run_folder)
+                self._save_judge_usage()
             self.tracker.close("FINISHED" if outcome == "finished" else "KILLED")
         else:
             self.exchange.finish_collecting()
@@ -295,6 +297,10 @@ class Coordinator:
         summary.write_summary(self.config.run_folder, outcome, accounting)
         for history in self._histories:
             history.close()
+
+    def _save_judge_usage(self) -> None:
+        with continue_without("the use of judge.budget"):
+            save_usage(self.control, self.config.judge.budget, self.config.run_folder)
 
     def _sync_histories(self) -> None:
         """Flush to disk the lines before a checkpoint. Raises OSError."""

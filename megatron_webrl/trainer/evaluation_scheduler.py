@@ -17,6 +17,7 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.evaluation import evaluation_queue, result_files, result_table
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics
+from megatron_webrl.system.disk_faults import continue_without
 from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
@@ -158,7 +159,8 @@ class EvaluationScheduler:
     def _record(self, collector: ResultCollector, seconds: float) -> None:
         results = [collector.results[episode] for episode in sorted(collector.results)]
         line = aggregate_results(collector.request, results, seconds, self.restart_epoch)
-        result_files.append_evaluation(self.config.run_folder, line, results)
+        with continue_without(f"evaluation {line['kind']} of version {line['version']}"):
+            result_files.append_evaluation(self.config.run_folder, line, results)
         log.info("evaluation of version %d in %.1f s: %s", line["version"], seconds, result_table.format_rates(line))
         if self.tracker is not None:
             self.tracker.log_metrics(mlflow_metrics(line), line["version"])

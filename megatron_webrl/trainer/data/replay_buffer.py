@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import count_records, read_record_file
+from megatron_webrl.system.disk_faults import continue_without
 from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.exchange.record_exchange import RecordExchange
 from megatron_webrl.types import Group
@@ -63,7 +64,8 @@ class ReplayBuffer:
             return
         successes = (t for t in self.exchange.trajectories_to_store(groups) if t.trainable and t.reward > 0)
         path = group_files.group_file_path(self.folder, version, self.exchange.topology.node)
-        group_files.write_trajectories(path, successes)
+        with continue_without(str(path)):
+            group_files.write_trajectories(path, successes)
         for stored, other in self._files():
             if stored <= version - self.retained_versions or (stored == version and other != path):
                 other.unlink()

@@ -1,0 +1,1 @@
+"""Drills as tests, in their short forms."""
