@@ -159,6 +159,7 @@ def test_state_files_are_written_by_one_module():
         "launch/role_process.py",  # an earlier run's folder
         "trainer/checkpoint/checkpoint_files.py",  # a checkpoint that is deleted
         "system/child_log.py",  # a log that has become long
+        "tracking/run_lease.py",  # the staging folder of an earlier launch
     }
 
 

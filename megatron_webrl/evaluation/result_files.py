@@ -43,7 +43,9 @@ def read_results(folder: Path, line: dict[str, Any]) -> list[EvaluationResult]:
 
 def truncate_after(folder: Path, version: int) -> None:
     """Delete the lines of versions after the one from which a run resumes: those versions are trained again."""
-    history.cut_back(folder / FILE, lambda line: line["version"] <= version)
+    path = folder / FILE
+    if path.is_file():
+        History(path, history.kept_size(path, lambda line: line["version"] <= version)).close()
 
 
 def summarise(folder: Path, version: int) -> dict[str, Any]:

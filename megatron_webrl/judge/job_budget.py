@@ -77,7 +77,10 @@ def save_usage(
     """Keep the usage of the current hour in the run's folder."""
     if is_limited(budget):
         hour = int(clock() // HOUR_SECONDS)
-        write_usage(folder / USAGE_FILE, hour, add_usage(control, hour, Usage()))
+        try:
+            write_usage(folder / USAGE_FILE, hour, add_usage(control, hour, Usage()))
+        except OSError as error:  # a job that resumes within the hour counts from the last file
+            log.warning("%s cannot be written: %s", folder / USAGE_FILE, error)
 
 
 def request_stop_without_budget(control: ControlClient, error: BudgetSpent) -> None:

@@ -39,6 +39,7 @@ from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.dashboard import TerminalDashboard
 from megatron_webrl.tracking.events import EventLog
+from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
 from megatron_webrl.types import BUDGET_SPENT, CLEAN_JOB_OUTCOMES, failed_outcome
 
 POLL_SECONDS = 0.25
@@ -58,6 +59,7 @@ class LocalLauncher:
     journal: EventLog = field(init=False)
     supervisor: RoleSupervisor = field(init=False)
     _control: ControlClient | None = None
+    lease: RunLease | None = field(default=None, init=False)  # set with the run's folder
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a configuration of several nodes or of more GPUs than CUDA_VISIBLE_DEVICES allows, and
@@ -91,16 +93,29 @@ class LocalLauncher:
         if config.cluster.gpus_per_node and config.model.platform == "auto" and not has_gpu():
             self._warn("no GPU on this machine: all roles compute on its cores (model.platform=auto)")
         try:
-            role_process.prepare_run_folder(config, lambda message: self.console.print(message, markup=False))
+            lease = role_process.prepare_run_folder(config, lambda message: self.console.print(message, markup=False))
         except ConfigError:
             shutil.rmtree(self.scratch, ignore_errors=True)
             raise
+        self.lease = lease
+        with lease.kept_alive():
+            outcome = self._run_roles()
+            if not lease.is_held:  # the files are those of another launch
+                self.console.print(outcome, style="bold red", markup=False, soft_wrap=True)
+                return 1
+            summary.ensure_written(config.run_folder, outcome)
+            self.journal.add(events.JOB, events.ENDED, outcome)
+            lease.release()
+        return self._print_result(outcome)
+
+    def _run_roles(self) -> str:
+        """Run all roles until the job ends and none is left; returns its outcome."""
+        config, outcome = self.config, "failed"
         self.journal.add(events.JOB, events.STARTED)
         child_process.become_subreaper()
-        outcome = "failed"
         try:
             outcome = self._supervise()
-        except (JobFailed, RoleStartError) as error:
+        except (JobFailed, RoleStartError, LeaseLost) as error:
             outcome = failed_outcome(str(error))
         finally:
             left = child_process.kill_descendants(KILL_SECONDS, self.supervisor.processes)
@@ -109,9 +124,7 @@ class LocalLauncher:
             shutil.rmtree(self.scratch, ignore_errors=True)
             if left:
                 self.console.print(f"could not terminate: {', '.join(left)}", style="red", markup=False)
-        summary.ensure_written(config.run_folder, outcome)
-        self.journal.add(events.JOB, events.ENDED, outcome)
-        return self._print_result(outcome)
+        return outcome
 
     def _supervise(self) -> str:
         """Start the roles and watch them until the job ends; returns its outcome."""
@@ -140,6 +153,8 @@ class LocalLauncher:
             return outcome
         if end := control.job_end():
             return end["outcome"]
+        if self.lease is not None:
+            self.lease.check()
         if self.watchdog is not None:
             self.watchdog.poll(self.supervisor.roles)
         if self.interrupts > 1:
@@ -192,7 +207,7 @@ class LocalLauncher:
         path = self.config.run_folder / "logs" / f"{name}.log"
         devices = {DEVICES_VARIABLE: self.visible_devices[name]} if name in self.visible_devices else {}
         inherited = role_process.role_environment(self.config, arguments[0], self.scratch)
-        environment = {**inherited, **devices, **environment}
+        environment = {**inherited, **devices, **(self.lease.variables if self.lease else {}), **environment}
         role = self.supervisor.start(name, role_process.webrl_command(arguments), environment, path)
         self.journal.add(name, events.STARTED, log=path)
         return role

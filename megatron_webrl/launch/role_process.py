@@ -19,6 +19,8 @@ from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.status.control_probe import ControlStatus, query
 from megatron_webrl.system import atomic_file, child_process
 from megatron_webrl.system.supervised_process import SupervisedProcess
+from megatron_webrl.tracking import run_lease
+from megatron_webrl.tracking.run_lease import RunLease
 
 EXIT_GRACE_SECONDS = 60.0  # for roles to exit after a clean outcome: last records, artifacts of the checkpoint
 FAILED_EXIT_GRACE_SECONDS = 5.0  # after a failure: a role that waits for a dead one does not exit by itself
@@ -109,22 +111,29 @@ def wait_for_control_address(
     return address
 
 
-def prepare_run_folder(config: Config, report: Callable[[str], None]) -> None:
+def prepare_run_folder(
+    config: Config, report: Callable[[str], None], environment: Mapping[str, str] | None = None
+) -> RunLease:
     """Make the run's folder and store the configuration; an earlier run of this name is renamed, unless resumed.
 
-    Raises ConfigError instead of renaming the folder of a job that runs.
+    Returns the lease of the folder: of the Slurm job of `environment`, or of this process. Raises ConfigError while
+    another job runs in the folder.
     """
-    folder = config.run_folder
+    folder, holder = config.run_folder, run_lease.Holder.of_this_process(environment or {})
+    wait = report if holder.slurm_job_id else None  # nobody is there to start a batch job again
     if not config.run.resume and folder.exists():
         check_ended(config)
+        run_lease.take(folder, holder, wait)
         number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
         backup = folder.with_name(f"{folder.name}.{number}")
         folder.rename(backup)
         report(f"renamed the earlier run of this name to {backup}")
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    lease = run_lease.take(folder, holder, wait)
+    (folder / "logs").mkdir(exist_ok=True)
     atomic_file.remove_leftovers(folder)
     (folder / "summary.json").unlink(missing_ok=True)
     save_config(config, config_path(config))
+    return lease
 
 
 def check_ended(config: Config) -> None:

@@ -12,6 +12,7 @@ the rank that stopped first is killed.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ from megatron_webrl.tracking.events import EventLog
 if TYPE_CHECKING:
     from megatron_webrl.control.client import ControlClient
     from megatron_webrl.system.supervised_process import SupervisedProcess
+
+log = logging.getLogger(__name__)
 
 REQUEST_FILE = "kill_request.json"
 LivenessSign = tuple[str, str]  # (kind, value), as of liveness_value

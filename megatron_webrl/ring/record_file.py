@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,21 +41,24 @@ class RecordFileWriter:
         self.records += 1
 
     def close(self) -> None:
-        """Write the trailer, sync the file and rename it. A second call does nothing."""
+        """Write the trailer, sync the file and rename it. A second call does nothing. Raises OSError."""
         if self._file is None:
             return
-        self._file.write(_ENTRY.pack(_END, self.records))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
-        atomic_file.publish(self._temporary, self.path)
+        try:
+            self._file.write(_ENTRY.pack(_END, self.records))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            atomic_file.publish(self._temporary, self.path)
+        finally:
+            self.discard()
 
     def discard(self) -> None:
+        """Remove the temporary file. Without effect after `close`."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of bytes that were never written
+                self._file.close()
             self._file = None
-            self._temporary.unlink()
+            self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> RecordFileWriter:
         return self

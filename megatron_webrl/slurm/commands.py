@@ -14,6 +14,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.evaluation_command import add_evaluation_arguments, evaluation_arguments
+from megatron_webrl.tracking import run_lease
 
 if TYPE_CHECKING:
     from megatron_webrl.cluster.placement import RoleName
@@ -147,7 +148,9 @@ def _prepare_evaluation(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from megatron_webrl.slurm.evaluation_job import convert_checkpoint
 
-    convert_checkpoint(parse_config(options.config))
+    config = parse_config(options.config)
+    with run_lease.kept_alive(run_lease.of_process(config.run_folder, os.environ)):
+        convert_checkpoint(config)
     return 0
 
 
@@ -176,9 +179,9 @@ def _browsers(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from megatron_webrl.preflight.node_check import run_node_check
 
-    return run_node_check(
-        parse_config(options.config), options.nodes, options.first_address, options.min_gib_per_second
-    )
+    config = parse_config(options.config)
+    with run_lease.kept_alive(run_lease.of_process(config.run_folder, os.environ)):
+        return run_node_check(config, options.nodes, options.first_address, options.min_gib_per_second)
 
 
 def _choose(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -15,7 +16,7 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.control.service import KEEP_ALIVE_SECONDS, LINGER_SECONDS
 from megatron_webrl.launch import role_process
-from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE, KILL_SECONDS, RoleStartError
+from megatron_webrl.launch.role_process import KILL_SECONDS, RoleStartError
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.launch.watchdog import Watchdog
 from megatron_webrl.slurm.process_specs import log_folder
@@ -23,9 +24,10 @@ from megatron_webrl.slurm.signals import SignalListener
 from megatron_webrl.status.final_report import final_report_lines
 from megatron_webrl.system import child_process
 from megatron_webrl.system.supervised_process import SupervisedProcess
-from megatron_webrl.tracking import events, summary
+from megatron_webrl.tracking import events, run_lease, summary
 from megatron_webrl.tracking.events import EventLog
-from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED, failed_outcome, is_infrastructure_failure
+from megatron_webrl.tracking.run_lease import LeaseLost
+from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED, failed_outcome
 
 POLL_SECONDS = 0.5
 PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job, as does INFRASTRUCTURE_EXIT_CODE
@@ -38,8 +40,9 @@ class ControlHost:
     successful_outcomes: tuple[str, ...] = CLEAN_JOB_OUTCOMES
 
     def __init__(self, config: Config, host: str) -> None:
-        """`host`: address of this node, as the other nodes reach it."""
+        """`host`: address of this node, as the other nodes reach it. Raises LeaseLost if another launch has started."""
         self.config, self.host = config, host
+        self.lease = run_lease.of_process(config.run_folder, os.environ)
         self.scratch = child_process.make_scratch_folder()
         self.signals = SignalListener()
         self.watchdog: Watchdog | None = None  # set with the control plane
@@ -55,20 +58,15 @@ class ControlHost:
         self.signals.listen()
         child_process.die_with_parent(signal.SIGTERM)
         child_process.become_subreaper()
-        outcome = "failed"
-        self.journal.add(events.JOB, events.STARTED)
-        try:
-            outcome = self._host()
-        except RoleStartError as error:
-            outcome = self._interruption() or failed_outcome(str(error))
-        except JobFailed as error:
-            # scancel ends all processes of the step, the control plane perhaps before this one polls its signals.
-            outcome = self._interruption() or failed_outcome(str(error), infrastructure=True)
-        finally:
-            child_process.kill_descendants(KILL_SECONDS, self.supervisor.processes)
-            shutil.rmtree(self.scratch, ignore_errors=True)
-        summary.ensure_written(self.config.run_folder, outcome)
-        self.journal.add(events.JOB, events.ENDED, outcome)
+        with run_lease.kept_alive(self.lease):
+            outcome = self._run_control()
+            if self.lease is not None and not self.lease.is_held:  # the files are those of another launch
+                self._report(outcome)
+                return 1
+            summary.ensure_written(self.config.run_folder, outcome)
+            self.journal.add(events.JOB, events.ENDED, outcome)
+            if self.lease is not None:
+                self.lease.release()
         for line in self._final_report(outcome):
             self._report(line)
         if outcome == PREEMPTED:
@@ -76,6 +74,22 @@ class ControlHost:
         if is_infrastructure_failure(outcome):
             return INFRASTRUCTURE_EXIT_CODE
         return 0 if outcome in self.successful_outcomes else 1
+
+    def _run_control(self) -> str:
+        """Run the control plane until the job has ended and no process is left; returns its outcome."""
+        outcome = "failed"
+        self.journal.add(events.JOB, events.STARTED)
+        try:
+            outcome = self._host()
+        except (RoleStartError, LeaseLost) as error:
+            outcome = self._interruption() or failed_outcome(str(error))
+        except JobFailed as error:
+            # scancel ends all processes of the step, the control plane perhaps before this one polls its signals.
+            outcome = self._interruption() or failed_outcome(str(error), infrastructure=True)
+        finally:
+            child_process.kill_descendants(KILL_SECONDS, self.supervisor.processes)
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        return outcome
 
     def _host(self) -> str:
         """Run the control plane and watch the job until it ends; returns its outcome."""
@@ -97,10 +111,12 @@ class ControlHost:
         return control
 
     def _poll(self, control: ControlClient) -> str | None:
-        """Handle signals and hung roles; returns the outcome of the job if it has ended. Raises JobFailed."""
+        """Handle signals and hung roles; returns the job's outcome if it has ended. Raises JobFailed, LeaseLost."""
         self.supervisor.restart_control()
         if (end := control.job_end()) is not None:
             return end["outcome"]
+        if self.lease is not None:
+            self.lease.check()
         self._handle_signals(control)
         if self.watchdog is not None:
             self.watchdog.poll(self.supervisor.roles)

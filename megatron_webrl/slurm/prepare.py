@@ -65,7 +65,7 @@ def make_job_folder(
     launches = requeue.record_launch(config, environment)
     if launches and launches[-1].message:
         report(launches[-1].message)
-    role_process.prepare_run_folder(config, report)
+    role_process.prepare_run_folder(config, report, environment)
     requeue.write_launches(config.run_folder, launches)
     for node in range(placement.nodes):
         log_folder(config, node).mkdir(exist_ok=True)

@@ -25,6 +25,7 @@ from megatron_webrl.tracking.events import ProcessEvent
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.tracking.mlflow_journal import FILE
 from megatron_webrl.tracking.mlflow_upload import count_unsent
+from megatron_webrl.tracking.run_lease import STAGING_PREFIX
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
 
 ACTIVITY_FILES = ("updates.jsonl", "episodes.jsonl", journal.FILE, "control.json", "config.yaml")  # and the logs
@@ -249,7 +250,7 @@ def _checkpoints(folder: Path, updates: Sequence[dict[str, Any]]) -> CheckpointS
         str(newest) if newest else None,
         (folder / "latest").stat().st_mtime if newest else None,
         failures,
-        any(folder.glob(".writing-*")),
+        any(folder.glob(f"{STAGING_PREFIX}*/[0-9]*")),
     )
 
 

@@ -25,12 +25,12 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of file systems on which fold
 
 
 @contextmanager
-def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o666, folder: Path | None = None) -> Iterator[BinaryIO]:
     """A binary file for the new content of `path`, which appears there, on disk, at the end. Raises OSError.
 
-    `mode`: permissions, less the umask.
+    `mode`: permissions, less the umask. `folder`: for the temporary file, on the same file system.
     """
-    temporary = temporary_path(path)
+    temporary = temporary_path(path if folder is None else folder / path.name)
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             yield file
@@ -64,7 +64,7 @@ def temporary_path(path: Path) -> Path:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a synced file or folder its final name in the same folder, and sync that folder. Raises OSError."""
+    """Give a synced file or folder its final name on the same file system, and sync its folder. Raises OSError."""
     temporary.replace(path)
     fsync(path.parent)
 

@@ -3,7 +3,7 @@
 `History` is the one writer of a file; a file of several writers grows by `append_shared`. A line is written by one
 call; a process that is killed, or a full disk, can leave half of one at the end: readers leave it out and say so, the
 next writer cuts it off. A resumed run cuts off the lines after its checkpoint, at a known size (`History`) or line by
-line from the end (`cut_back`). `Tail` reads what is new.
+line from the end (`kept_size`). `Tail` reads what is new.
 """
 
 from __future__ import annotations
@@ -37,18 +37,23 @@ class History:
     Lines that cannot be written are kept in memory, up to MAX_UNWRITTEN_BYTES, and written by a later call.
     """
 
-    def __init__(self, path: Path, size: int | None = None) -> None:
-        """Open or create the file, and cut off what follows `size` bytes, or half a line at its end. Raises OSError."""
-        self.path, self._unwritten, self._failing = path, b"", False
+    def __init__(self, path: Path, size: int | None = None, guard: Callable[[], object] = lambda: None) -> None:
+        """Open or create the file, and cut off what follows `size` bytes, or half a line at its end. Raises OSError.
+
+        `guard` is called before the file is changed; it raises if this process may no longer write.
+        """
+        self.path, self._guard, self._unwritten, self._failing = path, guard, b"", False
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         present = os.fstat(self._descriptor).st_size
         self.size = min(present, _end_of_lines(self._descriptor, present if size is None else min(size, present)))
         if self.size < present:
+            guard()
             os.ftruncate(self._descriptor, self.size)
         self._synced_folder = False
 
     def append(self, *lines: Mapping[str, Any]) -> None:
         """Add lines. Raises OSError only after many that could not be written."""
+        self._guard()
         added = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         self._unwritten += added
         self.size += len(added)
@@ -147,19 +152,17 @@ def is_line_end(path: Path, size: int) -> bool:
         return size == 0
 
 
-def cut_back(path: Path, keep: Callable[[Any], bool]) -> int:
-    """Cut off the lines at the end of a file that `keep` refuses or that are broken; returns its size. Raises OSError.
+def kept_size(path: Path, keep: Callable[[Any], bool]) -> int:
+    """Size of a file without the lines at its end that `keep` refuses or that are broken. Raises OSError.
 
     It reads no more than these lines and the one before them.
     """
     if not path.is_file():
         return 0
-    with path.open("rb+") as file:
-        present = size = os.fstat(file.fileno()).st_size
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         while size and not _is_kept(file.fileno(), start := _end_of_lines(file.fileno(), size - 1), size, keep):
             size = start
-        if size < present:
-            file.truncate(size)
         return size
 
 
@@ -169,16 +172,21 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: deque[tuple[int, int, int]] = deque(maxlen=_KNOWN_LINES)  # start, end, checksum of each line read
-        self._size = -1  # of the file at the last call
+        self._size, self._failing = -1, False  # size of the file at the last call
 
     def poll(self) -> list[Any]:
-        """The new lines, oldest first; none without a file. Broken lines are left out. Raises OSError."""
+        """The new lines, oldest first; none while the file is missing or cannot be read. Broken lines are left out."""
         try:
-            size = self.path.stat().st_size
+            return self._read_new() if self.path.stat().st_size != self._size else []
         except FileNotFoundError:
             return []
-        if size == self._size:
+        except OSError as error:
+            if not self._failing:
+                log.warning("%s cannot be read: %s", self.path, error)
+            self._failing = True
             return []
+
+    def _read_new(self) -> list[Any]:
         with self.path.open("rb") as file:
             while self._lines and not _is_same(file.fileno(), *self._lines[-1]):
                 self._lines.pop()
@@ -194,7 +202,7 @@ class Tail:
                     found.append(json.loads(line))
                 except ValueError:
                     log.warning("%s has a broken line, which is left out", self.path)
-        self._size = position
+        self._size, self._failing = position, False
         return found
 
 

@@ -6,7 +6,7 @@ rolled_back.jsonl: the lines after the checkpoint that a trainer resumed from in
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ TRAINED = "trained"
 class EpisodeLog:
     """Writes one line per counted episode. The file has as many lines as the accounting has closed episodes."""
 
-    def __init__(self, folder: Path, closed: int, size: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, closed: int, size: int | None = None, guard: Callable[[], object] = lambda: None
+    ) -> None:
         """`closed`: number of lines to keep, those before the checkpoint of a resumed run; later lines are cut off.
 
         `size`: that of these lines in bytes, as `size` was at the checkpoint; without it the lines are counted.
+        `guard`: as of History.
         """
-        self._history = History(folder / FILE, size_of_lines(folder, closed, size))
+        self._history = History(folder / FILE, size_of_lines(folder, closed, size), guard)
 
     @property
     def size(self) -> int:

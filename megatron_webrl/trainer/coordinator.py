@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from megatron_webrl.tasks.files.digests import task_file_digests
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
+from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
 from megatron_webrl.tracking.step_metrics import step_metrics
 from megatron_webrl.tracking.trajectory_page import sample_across_outcomes
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FINAL_REPORT_TIMEOUT_SECONDS = 60.0
+LEASE_CHECK_SECONDS = 1.0  # between two looks at the run's lease; it is taken over after minutes
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,14 @@ class Coordinator:
         resume_point: ResumePoint,
         tracker: MLflowTracker | None,
         on_ready: Callable[[Group], None] = lambda group: None,
+        lease: RunLease | None = None,
     ) -> None:
         """`state`: that of the checkpoint to go on from, or a new one. `tracker`: None except on the first rank.
 
-        The first rank calls `on_ready` for each group that waits to be trained.
+        The first rank calls `on_ready` for each group that waits to be trained. `lease`: of the run's folder.
         """
         self.config, self.control, self.exchange, self.tracker = config, control, exchange, tracker
+        self._lease, self._lease_checked_at = lease, -math.inf
         self.accounting = Accounting.from_state_dict(state.accounting)
         self.resume_point, self.ticket_epoch = resume_point, resume_point.ticket_epoch
         self.tickets_dropped_before = state.dropped_tickets
@@ -98,8 +103,10 @@ class Coordinator:
         self.updates: History | None = None
         self._histories: tuple[EpisodeLog | History, ...] = ()  # on the first rank
         if self.is_first_rank:
-            self.episode_log = EpisodeLog(config.run_folder, self.accounting.closed_episodes, state.episode_log_bytes)
-            self.updates = summary.open_updates(config.run_folder, state.version)
+            self.episode_log = EpisodeLog(
+                config.run_folder, self.accounting.closed_episodes, state.episode_log_bytes, self._check_lease
+            )
+            self.updates = summary.open_updates(config.run_folder, state.version, self._check_lease)
             self._histories = (self.episode_log, self.updates)
             restore_usage(control, config.judge.budget, config.run_folder)
         self.group_source = GroupSource(
@@ -119,6 +126,7 @@ class Coordinator:
             config.trainer.checkpoint,
             control.report_progress,
             sync_histories=self._sync_histories,
+            lease=lease,
         )
         self.utilization = EngineUtilization(control, config.worker_names)
         self._sequences: dict[int, list[int]] = {}
@@ -302,6 +310,16 @@ class Coordinator:
         with continue_without("the use of judge.budget"):
             save_usage(self.control, self.config.judge.budget, self.config.run_folder)
 
+    def _check_lease(self) -> None:
+        """Raise JobFailed if another launch has taken over the run's folder; looks once in LEASE_CHECK_SECONDS."""
+        if self._lease is None or time.monotonic() < self._lease_checked_at + LEASE_CHECK_SECONDS:
+            return
+        try:
+            self._lease.check()
+        except LeaseLost as error:
+            raise JobFailed(str(error)) from None
+        self._lease_checked_at = time.monotonic()
+
     def _sync_histories(self) -> None:
         """Flush to disk the lines before a checkpoint. Raises OSError."""
         for history in self._histories:
@@ -309,6 +327,7 @@ class Coordinator:
 
     def _should_continue(self, version: int, ready: int, has_new_engines: Callable[[], bool]) -> bool:
         self.control.check_job()
+        self._check_lease()
         self._raise_ticket_limit(version, self._updates_ahead)
         count = self.config.trainer.groups_per_update
         dropped = self.accounting.format_dropped()

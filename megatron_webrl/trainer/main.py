@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +11,12 @@ from typing import TYPE_CHECKING
 from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.system import torchvision_shim
+from megatron_webrl.tracking import run_lease
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
@@ -43,6 +47,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     control.report_status("loading the model" if attempt == 0 else f"loading the model, attempt {attempt + 1}")
     is_first = rank.rank == 0
     platform = parallel.initialize(config, rank, control, f"{node_ring.job_id}/{attempt}")
+    lease = parallel.broadcast_object(_lease(config) if is_first else None)
     checkpoint = parallel.broadcast_object(_starting_checkpoint(config, attempt) if is_first else None)
     config = replace(config, run=replace(config.run, resume=checkpoint is not None))
     state = _initial_state(checkpoint)
@@ -63,7 +68,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     syncer = WeightSyncer(learner.models, config, control, platform)
     coordinator = Coordinator(
         config, control, exchange, state, resume_point, tracker,
-        on_ready=lambda group: packer.prefetch(training_samples([group], config, 0)),
+        on_ready=lambda group: packer.prefetch(training_samples([group], config, 0)), lease=lease,
     )  # fmt: skip
     evaluations = EvaluationScheduler(config, control, tracker, resume_point.ticket_epoch.restart_epoch, state.version)
     replay = ReplayBuffer(config, exchange)
@@ -80,6 +85,14 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     exchange.close()
     packer.close()
     parallel.shutdown()
+
+
+def _lease(config: Config) -> RunLease | None:
+    """The lease of the launch. Raises JobFailed if another launch has taken over."""
+    try:
+        return run_lease.of_process(config.run_folder, os.environ)
+    except LeaseLost as error:
+        raise JobFailed(str(error)) from None
 
 
 def _starting_checkpoint(config: Config, attempt: int) -> Path | None:

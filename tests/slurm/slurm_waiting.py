@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
                 end(store, "finished")
             elif stop is not None and kind != "--ignore-stop":
                 folder = Path(options["--config"]).parent / "checkpoints"
-                folder.mkdir()
+                folder.mkdir(exist_ok=True)
                 (folder / "latest").write_text("version-000001\n")
                 end(store, stop)
         time.sleep(POLL_SECONDS)

@@ -179,7 +179,7 @@ def test_a_requeued_job_resumes_from_its_checkpoint(tmp_path: Path, tiny_model: 
     more, again = settings(tmp_path, tiny_model, "tasks.environments=[click-test]"), {"SLURM_RESTART_COUNT": "1"}
     folder = prepare_job(str(empty), more, False, print).parent
     assert resume_overrides(str(empty), more, again) == []
-    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints").mkdir(exist_ok=True)
     (folder / "checkpoints" / "latest").write_text("version-000001\n")
     assert resume_overrides(str(empty), more, {"SLURM_RESTART_COUNT": "0"}) == []
     added = resume_overrides(str(empty), more, again)

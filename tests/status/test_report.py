@@ -294,7 +294,7 @@ def test_a_failed_role_shows_its_reason_after_the_end(config: Config) -> None:
 
 def test_the_newest_checkpoint_and_failures_are_reported(config: Config) -> None:
     folder = config.run_folder / "checkpoints"
-    (folder / ".writing-000006").mkdir(parents=True)
+    (folder / ".staging-000001-ab" / "000006").mkdir(parents=True)
     (folder / "latest").write_text("version-000004")
     train(config, 6, **{"checkpoint/failures": 2.0})
     found = build_report(config.run_folder).checkpoints

@@ -106,13 +106,27 @@ def test_lines_are_cut_back_from_the_end_without_reading_the_others(tmp_path: Pa
         return found
 
     monkeypatch.setattr(os, "pread", counted)
-    size = history.cut_back(path, lambda line: line["n"] <= 49_997)
-    assert size == path.stat().st_size
+    size = history.kept_size(path, lambda line: line["n"] <= 49_997)
     assert sum(read) < 6 * history._BLOCK_BYTES
+    History(path, size).close()
+    assert size == path.stat().st_size
     assert numbers(path)[-1] == 49_997
-    assert history.cut_back(path, lambda line: False) == 0
-    assert path.stat().st_size == 0
-    assert history.cut_back(tmp_path / "none.jsonl", lambda line: True) == 0
+    assert history.kept_size(path, lambda line: False) == 0
+    assert history.kept_size(tmp_path / "none.jsonl", lambda line: True) == 0
+
+
+def test_a_process_that_may_no_longer_write_changes_nothing(tmp_path: Path):
+    path = written(tmp_path / "h.jsonl", 0, 1)
+
+    def refuse() -> None:
+        raise PermissionError("another launch has taken over")
+
+    grown = History(path, guard=refuse)
+    with pytest.raises(PermissionError, match="another launch"):
+        grown.append({"n": 2})
+    with pytest.raises(PermissionError, match="another launch"):
+        History(path, 0, refuse)
+    assert numbers(path) == [0, 1]
 
 
 def test_lines_that_do_not_fit_are_written_once_they_do(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -3,11 +3,13 @@
     checkpoints/latest                     name of the newest complete checkpoint
     checkpoints/version-000005/            complete; its files never change
     checkpoints/version-000005.1/          the same version saved again after a resume
-    checkpoints/.writing-000006/           in progress, or left by a crash
-    checkpoints/.deleting-version-000004/  obsolete, being deleted
+    checkpoints/.staging-000003-5f0c/      of the launch that holds the run's lease:
+        000006/                            in progress, or left by a crash
+        deleting-version-000004/           an obsolete one that is deleted
 
 A folder gets its final name once all its bytes are on disk, and `latest` is updated after that: a crash at any moment
-leaves `latest` naming a complete folder.
+leaves `latest` naming a complete folder. `latest` never goes back: every rename starts in the staging folder, which the
+next launch moves away (tracking/run_lease.py), and a commit refuses a version below that of `latest`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from megatron_webrl.system import atomic_file
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
 _VERSION = re.compile(r"version-(\d{6,})(?:\.(\d+))?")
-_LEFTOVERS = (".writing-*", ".deleting-*")
 
 
 class CheckpointError(RuntimeError):
@@ -38,15 +39,16 @@ def latest_checkpoint(run_folder: Path) -> Path:
     return checkpoint
 
 
-def temporary_folder(folder: Path, version: int) -> Path:
+def temporary_folder(staging: Path, version: int) -> Path:
     """The folder into which a checkpoint is written before it is committed."""
-    return folder / f".writing-{version:06d}"
+    return staging / f"{version:06d}"
 
 
 def make_empty_folder(temporary: Path) -> Path:
-    """Create a temporary folder, deleting an older one; returns it."""
+    """Create a folder whose parent exists, deleting an older one; returns it."""
     shutil.rmtree(temporary, ignore_errors=True)
-    (temporary / "megatron").mkdir(parents=True)
+    temporary.mkdir()
+    (temporary / "megatron").mkdir()
     return temporary
 
 
@@ -56,15 +58,22 @@ def version_folder(folder: Path, version: int, copy: int = 0) -> Path:
 
 
 def commit(temporary: Path, version: int) -> Path:
-    """Rename a complete folder to its final name and point `latest` to it; returns it. Its files must be on disk."""
-    folder = temporary.parent
+    """Rename a complete folder to its final name and point `latest` to it; returns it. Its files must be on disk.
+
+    Raises OSError, and CheckpointError if `latest` names a newer checkpoint.
+    """
+    staging, folder = temporary.parent, temporary.parent.parent
     copy = 0
     target = version_folder(folder, version)
     while target.exists():  # replacing the folder that `latest` names would take two steps
         copy += 1
         target = version_folder(folder, version, copy)
+    newest = find_latest_checkpoint(folder.parent)
+    if newest is not None and (_version_and_copy(newest) or (0, 0)) > (version, copy):
+        raise CheckpointError(f"{folder / 'latest'} names {newest.name}, which is newer than {target.name}")
     atomic_file.publish(temporary, target)
-    atomic_file.write_text(folder / "latest", target.name)
+    with atomic_file.replacing(folder / "latest", folder=staging) as pointer:
+        pointer.write(target.name.encode())
     return target
 
 
@@ -87,21 +96,21 @@ def obsolete_checkpoints(newest: Path, keep: int, keep_every: int) -> list[Path]
     ]
 
 
-def delete_checkpoints(paths: list[Path]) -> None:
+def delete_checkpoints(paths: list[Path], staging: Path) -> None:
     """Delete checkpoints. Each is renamed first, so that a partly deleted one is never taken for a checkpoint."""
     for path in paths:
-        doomed = path.with_name(f".deleting-{path.name}")
+        doomed = staging / f"deleting-{path.name}"
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         shutil.rmtree(doomed)
 
 
-def delete_leftovers(folder: Path) -> list[str]:
-    """Delete folders that a crash left half written or half deleted; returns their names."""
-    left = sorted(path for pattern in _LEFTOVERS for path in folder.glob(pattern))
+def delete_leftovers(staging: Path) -> list[str]:
+    """Delete what a crash left half written or half deleted in the staging folder; returns the names."""
+    left = sorted(staging.iterdir())
     for path in left:
-        shutil.rmtree(path)
-    return [path.name for path in left] + (atomic_file.remove_leftovers(folder) if folder.is_dir() else [])
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return [path.name for path in left]
 
 
 def fsync_tree(folder: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.trainer import CheckpointConfig
+from megatron_webrl.tracking.run_lease import STAGING_PREFIX, RunLease
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.checkpoint_plan import CheckpointPlan, plan_checkpoint, write_metadata
@@ -91,11 +92,13 @@ class Checkpointer:
         report_progress: Callable[[], None] = lambda: None,
         timeout_seconds: float = WRITE_TIMEOUT_SECONDS,
         sync_histories: Callable[[], None] = lambda: None,
+        lease: RunLease | None = None,
     ) -> None:
         """`folder`: the run's checkpoints. `model_folder`: the Hugging Face folder whose configuration is copied along.
 
         `report_progress` is called while a save is waited for; `timeout_seconds` limits the writing of one checkpoint;
-        `sync_histories` flushes the files that a state refers to, on the first rank. It may raise OSError.
+        `sync_histories` flushes the files that a state refers to, on the first rank. It may raise OSError. `lease`: of
+        the run; None if no other process writes to it.
         """
         self.folder, self.model_folder, self.settings = folder, model_folder, settings
         self.timeout_seconds, self._report_progress = timeout_seconds, report_progress
@@ -108,14 +111,17 @@ class Checkpointer:
         self._current: _Save | None = None
         self._validated = False
         self._deletion: threading.Thread | None = None
+        self._staging = folder / f"{STAGING_PREFIX}000000" if lease is None else lease.staging
         if self._is_first_rank:
-            _delete_leftovers(folder)
+            if lease is None:
+                self._staging.mkdir(parents=True, exist_ok=True)
+            _delete_leftovers(self._staging)
 
     def start_save(self, learner: Learner, state: TrainerState) -> None:
         """Start a checkpoint of the current state, after waiting for one in progress."""
         self.wait_for_save()
         started = time.monotonic()
-        folder = files.temporary_folder(self.folder, state.version)
+        folder = files.temporary_folder(self._staging, state.version)
         if self._run_on_first_rank(state.version, lambda: self._prepare(folder)) is None:
             return
         sharded_state = sharded_learner_state(learner, self.settings.optimizer_shards, is_loading=False)
@@ -217,7 +223,9 @@ class Checkpointer:
         if self._deletion is not None:
             self._deletion.join(DELETE_TIMEOUT_SECONDS)
         paths = files.obsolete_checkpoints(newest, self.settings.keep, self.settings.keep_every)
-        self._deletion = threading.Thread(target=_delete, args=(paths,), name="delete checkpoints", daemon=True)
+        self._deletion = threading.Thread(
+            target=_delete, args=(paths, self._staging), name="delete checkpoints", daemon=True
+        )
         self._deletion.start()
 
 
@@ -247,16 +255,16 @@ def _check_space(folder: Path, needed: int) -> Path:
     return folder
 
 
-def _delete_leftovers(folder: Path) -> None:
+def _delete_leftovers(staging: Path) -> None:
     try:
-        if names := files.delete_leftovers(folder):
-            log.warning("deleted folders of interrupted saves in %s: %s", folder, ", ".join(names))
+        if names := files.delete_leftovers(staging):
+            log.warning("deleted what interrupted saves left in %s: %s", staging, ", ".join(names))
     except OSError as error:
-        log.error("folders of interrupted saves in %s could not be deleted: %s", folder, one_line_error(error))
+        log.error("what interrupted saves left in %s could not be deleted: %s", staging, one_line_error(error))
 
 
-def _delete(paths: list[Path]) -> None:
+def _delete(paths: list[Path], staging: Path) -> None:
     try:
-        files.delete_checkpoints(paths)
+        files.delete_checkpoints(paths, staging)
     except OSError as error:
         log.error("an old checkpoint could not be deleted: %s", one_line_error(error))

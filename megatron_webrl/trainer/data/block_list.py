@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from megatron_webrl.sampling.knowledge import BLOCK, SamplerLog
 from megatron_webrl.system import history
 from megatron_webrl.types import BLOCKED, Group
+
+log = logging.getLogger(__name__)
 
 FILE = "blocklist.jsonl"
 
@@ -65,4 +68,7 @@ class BlockList:
 
     def _write(self, website: str, event: str, **fields: Any) -> None:
         line = {"time": round(self._clock(), 3), "website": website, "event": event, **fields}
-        history.append_shared(self._path, [json.dumps(line).encode() + b"\n"])
+        try:
+            history.append_shared(self._path, [json.dumps(line).encode() + b"\n"])
+        except OSError as error:  # the block holds in this job, and in its checkpoints
+            log.warning("%s cannot be written: %s; it lacks %s, %s", self._path, error, website, event)

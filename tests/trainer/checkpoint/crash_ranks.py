@@ -54,7 +54,7 @@ def drive(_: int, folder: str, rounds: int, seed: int) -> None:
             if rng.random() < 0.3:
                 time.sleep(rng.uniform(0, 0.05))  # the other rank runs on for a moment
         _wait(_nothing_left, f"round {number}: a process outlives the ranks")
-        left = sorted(path.name for path in Path(folder, "checkpoints").glob(".*"))
+        left = sorted(path.name for path in Path(folder, "checkpoints").glob(".staging-*/*"))
         found.append(json.loads(report.read_text()) | {"left": left})
     Path(folder, "rounds.json").write_text(json.dumps(found))
 
@@ -109,7 +109,7 @@ def _job(rank: int, folder: Path, number: int) -> None:
         step(learner)  # gives the optimiser moments
         checkpoints = checkpoints_in(folder)
         torch.distributed.barrier()  # the first rank has deleted the leftovers
-        report: dict[str, Any] = {"swept": not list((folder / "checkpoints").glob(".*ing-*")), "version": 0}
+        report: dict[str, Any] = {"swept": not list((folder / "checkpoints").glob(".staging-*/*")), "version": 0}
         if (folder / "checkpoints" / "latest").exists():
             path = latest_checkpoint(folder)
             load_learner(path, learner)

@@ -30,6 +30,12 @@ from tests.trainer.checkpoint.small_learner import (
 from tests.trainer.checkpoint.weights_ranks import small_updates, weights_alone
 
 
+def names_in(folder: Path) -> list[Path]:
+    """All of the checkpoints' folder but the staging folder, and what is in that."""
+    checkpoints = folder / "checkpoints"
+    return [*checkpoints.glob("[!.]*"), *checkpoints.glob(".staging-*/*")]
+
+
 def saves(rank: int, folder: str) -> None:
     """Successful and failing saves; writes the observations of each case."""
     found: dict[str, Any] = {}
@@ -117,7 +123,7 @@ def _no_room(learner: Any, folder: Path) -> dict[str, Any]:
         "trouble": checkpoints.last_error,
         "newest": checkpoints.last_completed[0],
         "figures": checkpoints.pop_metrics(),
-        "left": sorted(path.name for path in (folder / "checkpoints").iterdir()),
+        "left": sorted(path.name for path in names_in(folder)),
     }
     torch.distributed.barrier()  # the next save creates its folder there
     save(checkpoints, learner, 3)
@@ -148,9 +154,9 @@ def _names(learner: Any, folder: Path) -> dict[str, Any]:
     checkpoints = checkpoints_in(folder, keep=2, keep_every=3)
     for version in range(1, 8):
         save(checkpoints, learner, version)
-    stay = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    stay = sorted(path.name for path in names_in(folder))
     again = save(checkpoints_in(folder, keep=2, keep_every=3), learner, 7)
-    return {"stay": stay, "again": again.name, "then": sorted(p.name for p in (folder / "checkpoints").iterdir())}
+    return {"stay": stay, "again": again.name, "then": sorted(p.name for p in names_in(folder))}
 
 
 def full_disk(rank: int, folder: str, disk: str) -> None:
