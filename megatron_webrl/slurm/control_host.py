@@ -16,7 +16,7 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.control.service import KEEP_ALIVE_SECONDS, LINGER_SECONDS
 from megatron_webrl.launch import role_process
-from megatron_webrl.launch.role_process import KILL_SECONDS, RoleStartError
+from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE, KILL_SECONDS, RoleStartError
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.launch.watchdog import Watchdog
 from megatron_webrl.slurm.process_specs import log_folder
@@ -27,7 +27,7 @@ from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking import events, run_lease, summary
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.tracking.run_lease import LeaseLost
-from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED, failed_outcome
+from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED, failed_outcome, is_infrastructure_failure
 
 POLL_SECONDS = 0.5
 PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job, as does INFRASTRUCTURE_EXIT_CODE
