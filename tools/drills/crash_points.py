@@ -39,6 +39,7 @@ from tools.drills.report import Findings, run
 EPISODES = 2  # of an update
 KEEP = 2  # checkpoints
 GOAL_POINTS = 1000
+STRIDE, SHORT_STRIDE = 1, 7  # operations from one crash point to the next
 MEMORY = "/dev/shm"  # where fsync takes no time
 EPISODE = trajectory(0, 0)
 
@@ -167,7 +168,7 @@ def measure(quick: bool) -> Findings:
             operations = _count(Path(folder), scenario)
         findings.figures[f"operations of {name}"] = operations
         for crash in SHORT if quick else LONG:
-            for at in range(1, operations + 1, 7 if quick else 1):
+            for at in range(1, operations + 1, SHORT_STRIDE if quick else STRIDE):
                 with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
                     problem = _crash(Path(folder, "run"), name, at, crash)
                 points += 1
