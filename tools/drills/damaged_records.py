@@ -9,6 +9,7 @@ records (500) whose description has other values, types, keys or nesting, with r
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -186,11 +187,11 @@ def _change(description: dict[str, Any], rng: random.Random) -> None:
         holder = holder[key]
     kind = rng.random()
     if kind < 0.6:
-        holder[key] = rng.choice(VALUES)
+        holder[key] = copy.deepcopy(rng.choice(VALUES))
     elif kind < 0.8:
         del holder[key]
     elif kind < 0.9 and isinstance(holder, dict):
-        holder[rng.choice(("extra", "steps", "ticket", ""))] = rng.choice(VALUES)
+        holder[rng.choice(("extra", "steps", "ticket", ""))] = copy.deepcopy(rng.choice(VALUES))
     else:
         holder[key] = [holder[key]]
 
