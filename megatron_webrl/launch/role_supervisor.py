@@ -8,24 +8,24 @@ any other role ends the job.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_webrl.cluster.placement import worker_name_of
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.launch import trainer_failure
 from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE
+from megatron_webrl.launch.trainer_failure import TrainerFailure
 from megatron_webrl.system import child_process
 from megatron_webrl.system.restart_policy import RestartPolicy
 from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, failed_outcome
-
-if TYPE_CHECKING:
-    from megatron_webrl.control.client import ControlClient
-    from megatron_webrl.launch.trainer_failure import TrainerFailure
 
 POLL_SECONDS = 0.5  # between two queries of the control plane for a trainer failure on another machine
 CONTROL = "control"  # name of the role that runs the control service
@@ -98,17 +98,23 @@ class RoleSupervisor:
         return None
 
     def poll_other_machines(self) -> str | None:
-        """Restart the trainer ranks of this machine after a failure on another one; returns as `poll`.
-
-        Raises JobFailed without a control plane.
-        """
-        from megatron_webrl.launch import trainer_failure
-
+        """Restart the trainer ranks of this machine after a failure on another one; returns as `poll`."""
         if not self._restarts_trainer or time.monotonic() - self._polled_at < POLL_SECONDS:
             return None
         self._polled_at = time.monotonic()
-        failure = trainer_failure.failure_of_attempt(self.control, self.attempt)
-        return self._restart_trainer(failure) if failure is not None else None
+        try:
+            failure = trainer_failure.failure_of_attempt(self.control, self.attempt)
+            return self._restart_trainer(failure) if failure is not None else None
+        except JobFailed:  # the job has ended, or its ranks will fail by themselves; a first connection is retried
+            self._polled_at = self._polled_at if self._control is None else math.inf
+            return None
+
+    def job_runs(self) -> bool:
+        """Whether the job has not ended; False without a control service."""
+        try:
+            return self.control.job_end() is None
+        except JobFailed:
+            return False
 
     def status_line(self, name: str) -> str:
         """What replaces a role's own status line; empty while it runs."""
@@ -117,9 +123,6 @@ class RoleSupervisor:
     def _handle_failure(self, role: SupervisedProcess, failure: str) -> str | None:
         if role.name == CONTROL:
             return self._handle_control_failure(role, failure)
-        from megatron_webrl.control.connection import JobFailed
-        from megatron_webrl.launch import trainer_failure
-
         try:
             if (end := self.control.job_end()) is not None:  # the role failed because the job had ended
                 if end["outcome"] in CLEAN_JOB_OUTCOMES and self._is_worker(role.name):
@@ -147,8 +150,6 @@ class RoleSupervisor:
 
         Raises JobFailed if it has failed too often.
         """
-        from megatron_webrl.control.connection import JobFailed
-
         for role in self.roles:
             if role.name != CONTROL or (failure := role.poll_failure()) is None:
                 continue

@@ -17,18 +17,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_webrl.cluster.placement import rollout_process_names
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.system import atomic_file, stack_dump
 from megatron_webrl.system.disk_faults import continue_without
+from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
-
-if TYPE_CHECKING:
-    from megatron_webrl.control.client import ControlClient
-    from megatron_webrl.system.supervised_process import SupervisedProcess
 
 log = logging.getLogger(__name__)
 
@@ -156,8 +155,6 @@ class StackDumper:
     def _kill(
         self, targets: Sequence[SupervisedProcess], request: KillRequest, connect: Callable[[], ControlClient]
     ) -> None:
-        from megatron_webrl.control.connection import JobFailed
-
         try:
             self._kill_hung(targets, request, connect())
         except JobFailed as error:

@@ -1,7 +1,6 @@
 """Runs the processes of one role on one node: starts them as placed, supervises them, and ends them together.
 
-It restarts those that fail (launch/role_supervisor.py). The processes die with the supervisor. torch, slow to import,
-is imported only after a failure and where failures on other nodes must be polled.
+It restarts those that fail (launch/role_supervisor.py). The processes die with the supervisor.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_webrl.cluster.cores import format_cores
 from megatron_webrl.cluster.placement import RoleName, place_processes
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch import role_process
 from megatron_webrl.launch.role_process import FAILED_EXIT_GRACE_SECONDS, KILL_SECONDS
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
@@ -30,9 +29,6 @@ from megatron_webrl.slurm.signals import SignalListener
 from megatron_webrl.system import child_process
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
-
-if TYPE_CHECKING:
-    from megatron_webrl.control.client import ControlClient
 
 POLL_SECONDS = 0.1
 CONNECT_SECONDS = 60.0  # to the control service, which may have to be started again
@@ -46,7 +42,6 @@ class NodeSupervisor:
     first_host: str  # address of the first node
     stub_command: str = ""
     signals: SignalListener = field(default_factory=SignalListener)
-    control_unreachable: bool = False  # failures on other nodes can no longer be polled
     scratch: Path = field(default_factory=child_process.make_scratch_folder)
 
     def __post_init__(self) -> None:
@@ -107,7 +102,9 @@ class NodeSupervisor:
             running = self.supervisor.is_active  # polled before the failures
             if (outcome := self.supervisor.poll() or self._poll_other_nodes()) is not None:
                 return self._fail(outcome)
-            running = running or self.supervisor.is_active or self._outlives_its_processes()
+            running = running or self.supervisor.is_active
+            if not running and self.supervisor.given_up:  # the trainer reads the ring of its workers to the end
+                running = self.supervisor.job_runs()
             dumper.poll(self.supervisor.roles, lambda: self.supervisor.control)
             self.signals.poll()  # a notice is the control host's business: it requests the stop
             if self.signals.end_signal:
@@ -118,33 +115,12 @@ class NodeSupervisor:
         return 0
 
     def _connect(self) -> ControlClient:
-        from megatron_webrl.control.client import ControlClient
-
         return ControlClient(role_process.control_address_path(self.config), f"node-{self.node}", CONNECT_SECONDS)
 
     def _poll_other_nodes(self) -> str | None:
         """Follow a failure of a rank on another node; returns the outcome of the job if it must end."""
         has_peers = self.role == "trainer" and self.config.cluster.nodes > 1 and not self.stub_command
-        if not has_peers or self.control_unreachable:
-            return None
-        from megatron_webrl.control.connection import JobFailed
-
-        try:
-            return self.supervisor.poll_other_machines()
-        except JobFailed:  # the job has ended, or its ranks will fail by themselves; a first connection is retried
-            self.control_unreachable = self.supervisor.has_connected
-            return None
-
-    def _outlives_its_processes(self) -> bool:
-        """Whether the node waits for the end of the job although its workers were given up: the others use its ring."""
-        if not self.supervisor.given_up:
-            return False
-        from megatron_webrl.control.connection import JobFailed
-
-        try:
-            return self.supervisor.control.job_end() is None
-        except JobFailed:
-            return False
+        return self.supervisor.poll_other_machines() if has_peers else None
 
     def _fail(self, outcome: str) -> int:
         """End the job unless it has ended, and give the other processes time to exit by themselves; returns 1."""
