@@ -151,7 +151,7 @@ def _add_demonstrate(commands: Any) -> None:
 
 
 def _add_control(commands: Any) -> None:
-    control = commands.add_parser("control", help="the control plane (started by `train` and by Slurm scripts)")
+    control = commands.add_parser("control", help="the control service (started by `train` and by Slurm scripts)")
     _add_config(control)
     control.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     control.add_argument("--port", type=int, default=0, help="port to listen on (default: 0, any free one)")

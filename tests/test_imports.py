@@ -194,7 +194,7 @@ def stores_of_process_groups(text: str) -> list[str]:
     return found
 
 
-def test_no_process_group_is_formed_over_the_control_planes_store():
+def test_no_process_group_is_formed_over_the_control_services_store():
     # A failed NCCL group sets a key of its store that ends every process of every group on that store.
     stores = {str(p.relative_to(PACKAGE)): stores_of_process_groups(p.read_text()) for p in FILES}
     assert {path: found for path, found in stores.items() if found} == {

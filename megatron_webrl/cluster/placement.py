@@ -42,7 +42,7 @@ class ProcessPlacement:
 
     @property
     def name(self) -> str:
-        """Name in logs and in the control plane."""
+        """Name in logs and in the control service."""
         return (
             rollout_process_name(self.index, self.follower) if self.role == "rollout" else f"{self.role}-{self.index}"
         )
@@ -81,7 +81,7 @@ class Placement:
     """All processes of a job by node, trainer ranks first on each node."""
 
     nodes: int
-    control_port: int  # of the control plane, on the first node
+    control_port: int  # of the control service, on the first node
     processes: tuple[ProcessPlacement, ...]
     rings: tuple[RingPlacement, ...]  # of each node; none without a trainer
     blocks: RankBlocks
@@ -166,7 +166,7 @@ def ring_name(config: Config, node: int) -> str:
 
 
 def rollout_process_name(worker: int, follower: int) -> str:
-    """Name of a worker, or of a follower of its engine, in logs and in the control plane; follower 0: the worker."""
+    """Name of a worker, or of a follower of its engine, in logs and in the control service; follower 0: the worker."""
     return f"rollout-{worker}" + (f".follower-{follower}" if follower else "")
 
 

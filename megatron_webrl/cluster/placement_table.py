@@ -94,7 +94,7 @@ def print_placement(config: Config, placement: Placement, console: Console) -> N
             )
         table.add_section()
     console.print(table)
-    console.print(f"control plane: node 0, port {placement.control_port}", highlight=False)
+    console.print(f"control service: node 0, port {placement.control_port}", highlight=False)
     for line in (*_ring_lines(placement), *_group_lines(config, placement)):
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -45,7 +45,7 @@ class ClusterConfig:
         above=0,
     )
     base_port: int = setting(
-        29500, "First port: the control plane's, followed by one for each process of a node.", low=1, high=65535
+        29500, "First port: the control service's, followed by one for each process of a node.", low=1, high=65535
     )
 
     @property

@@ -1,1 +1,1 @@
-"""The control plane of a job."""
+"""The control service of a job."""

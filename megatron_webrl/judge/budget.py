@@ -40,7 +40,7 @@ class Usage:
 
 
 class UsageMeter(Protocol):
-    """Counts usage against the budget: of one process, or of a whole job through its control plane.
+    """Counts usage against the budget: of one process, or of a whole job through its control service.
 
     A request reserves an upper estimate before it is sent, so that requests in flight cannot exceed the budget
     together, and settles it afterwards.

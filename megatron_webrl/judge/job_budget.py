@@ -1,4 +1,4 @@
-"""The judge's budget of a whole job: counters of the control plane that all workers share.
+"""The judge's budget of a whole job: counters of the control service that all workers share.
 
 The trainer restores them from the run's folder at the start of a job and saves them there, so that a job that resumes
 within the hour continues with what is left.

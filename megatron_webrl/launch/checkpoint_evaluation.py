@@ -53,7 +53,7 @@ class CheckpointEvaluation:
 
         `poll` watches the job and returns its outcome if it has ended early; a requested stop ends it, too: a part of
         an evaluation is no result. `show` receives every POLL_SECONDS what the current evaluation has. Raises JobFailed
-        without a control plane.
+        without a control service.
         """
         for number, kind in enumerate(self._kinds(), 1):
             if (outcome := self._evaluate(control, number, kind, poll, show)) is not None:

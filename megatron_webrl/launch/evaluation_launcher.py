@@ -47,7 +47,7 @@ class EvaluationLauncher(LocalLauncher):
 
     checkpoint: EvaluatedCheckpoint = field(kw_only=True)
     output_file: Path | None = None
-    evaluation: CheckpointEvaluation | None = None  # set with the control plane
+    evaluation: CheckpointEvaluation | None = None  # set with the control service
 
     def convert_checkpoint(self) -> None:
         """Convert the Megatron checkpoint to a temporary Hugging Face folder for the engines."""

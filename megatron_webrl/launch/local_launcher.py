@@ -1,4 +1,4 @@
-"""Runs a job on one machine: the control plane, the rollout workers and the trainer ranks.
+"""Runs a job on one machine: the control service, the rollout workers and the trainer ranks.
 
 It restarts roles that fail or hang (launch/role_supervisor.py). No process outlives the job: roles die with the
 launcher, it kills their orphans, and the next launch removes what survived its SIGKILL.
@@ -54,7 +54,7 @@ class LocalLauncher:
     interrupts: int = 0
     scratch: Path = field(init=False)  # TMPDIR of the roles
     weights_only: bool = False  # transfer weights to the engines without training (`webrl doctor --weights`)
-    watchdog: Watchdog | None = None  # set with the control plane
+    watchdog: Watchdog | None = None  # set with the control service
     visible_devices: dict[str, str] = field(init=False)  # CUDA_VISIBLE_DEVICES by role; empty without GPUs
     journal: EventLog = field(init=False)
     supervisor: RoleSupervisor = field(init=False)
@@ -213,7 +213,7 @@ class LocalLauncher:
         return role
 
     def _wait_for_exits(self, outcome: str) -> str | None:
-        """Wait for every role but the control plane to exit; returns a message if one does not, or fails."""
+        """Wait for every role but the control service to exit; returns a message if one does not, or fails."""
         seconds = EXIT_GRACE_SECONDS if outcome in CLEAN_JOB_OUTCOMES else FAILED_EXIT_GRACE_SECONDS
         deadline = time.monotonic() + seconds
         others = self.supervisor.roles[1:]

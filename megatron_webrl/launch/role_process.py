@@ -1,4 +1,4 @@
-"""Commands and environments of the processes of a job, its run folder, and the start of its control plane."""
+"""Commands and environments of the processes of a job, its run folder, and the start of its control service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_webrl.tracking.run_lease import RunLease
 EXIT_GRACE_SECONDS = 60.0  # for roles to exit after a clean outcome: last records, artifacts of the checkpoint
 FAILED_EXIT_GRACE_SECONDS = 5.0  # after a failure: a role that waits for a dead one does not exit by itself
 KILL_SECONDS = 8.0
-INFRASTRUCTURE_EXIT_CODE = 74  # of a role or a job that lost its file system, or a job that lost its control plane
+INFRASTRUCTURE_EXIT_CODE = 74  # of a role or a job that lost its file system, or a job that lost its control service
 _FILE_SYSTEM_ERRORS = {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EROFS}
 
 
@@ -53,7 +53,7 @@ def config_path(config: Config) -> Path:
 
 
 def control_address_path(config: Config) -> Path:
-    """Path of the file that holds the control plane's address."""
+    """Path of the file that holds the control service's address."""
     return config.run_folder / "control.json"
 
 
@@ -137,7 +137,7 @@ def prepare_run_folder(
 
 
 def check_ended(config: Config) -> None:
-    """Raise ConfigError if the job in the run's folder runs: its control plane answers.
+    """Raise ConfigError if the job in the run's folder runs: its control service answers.
 
     That of a job on one machine answers on this machine only.
     """
@@ -147,7 +147,7 @@ def check_ended(config: Config) -> None:
     status = query(control_address_path(config))
     if isinstance(status, ControlStatus) and status.outcome is None:
         raise ConfigError(
-            f"run.name={config.run.name}: a job runs in {config.run_folder}, its control plane at "
+            f"run.name={config.run.name}: a job runs in {config.run_folder}, its control service at "
             f"{address.host}:{address.port} answers; wait for its end, or choose another run.name"
         )
 

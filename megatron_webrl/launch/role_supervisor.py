@@ -27,7 +27,7 @@ from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, failed_outcome
 
-POLL_SECONDS = 0.5  # between two queries of the control plane for a trainer failure on another machine
+POLL_SECONDS = 0.5  # between two queries of the control service for a trainer failure on another machine
 CONTROL = "control"  # name of the role that runs the control service
 CONTROL_RESTARTS_PER_HOUR = 30
 BAD_INPUT_EXIT_CODE = 2  # of a role that refuses its input: a restart would end the same way
@@ -44,7 +44,7 @@ class RoleSupervisor:
         connect: Callable[[], ControlClient],
         restarts_trainer: bool = True,
     ) -> None:
-        """`journal`: the machine's event log; `report` shows a message; `connect` connects to the control plane, once
+        """`journal`: the machine's event log; `report` shows a message; `connect` connects to the control service, once
         a role has failed.
         """
         self.config, self.journal = config, journal
@@ -67,12 +67,12 @@ class RoleSupervisor:
 
     @property
     def has_connected(self) -> bool:
-        """Whether there was a connection to the control plane."""
+        """Whether there was a connection to the control service."""
         return self._control is not None
 
     @property
     def control(self) -> ControlClient:
-        """The connection to the control plane. Raises JobFailed."""
+        """The connection to the control service. Raises JobFailed."""
         self._control = self._control or self._connect()
         return self._control
 
@@ -141,7 +141,7 @@ class RoleSupervisor:
             elif self._is_worker(role.name):
                 return self._handle_worker_failure(role, failure, infrastructure)
         except JobFailed:
-            return failed_outcome(f"{failure}; the control plane does not respond", infrastructure=True)
+            return failed_outcome(f"{failure}; the control service does not respond", infrastructure=True)
         self.journal.add(role.name, events.FAILED, failure, role.log)
         return failed_outcome(failure, infrastructure)
 

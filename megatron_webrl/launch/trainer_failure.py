@@ -1,4 +1,4 @@
-"""The failure of a trainer attempt, agreed on by every machine of a job through the control plane.
+"""The failure of a trainer attempt, agreed on by every machine of a job through the control service.
 
 When one rank fails, all ranks on every machine are killed and start again from the newest checkpoint as the next
 attempt, counted from 0. The machine that sees a rank fail stores a TrainerFailure as JSON in trainer/failure/<attempt>;
@@ -32,7 +32,7 @@ class TrainerFailure:
     checkpoint: str  # name of the newest complete checkpoint at that time; empty: none
     consecutive_failures: int  # without a new checkpoint, this one included
     delay_seconds: float  # before the restart
-    infrastructure: bool  # whether the rank lost its file system or the control plane
+    infrastructure: bool  # whether the rank lost its file system or the control service
 
     def job_outcome(self, config: Config) -> str | None:
         """The outcome of the job if the restarts are used up; None if the trainer is to start again."""

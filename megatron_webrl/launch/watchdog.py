@@ -1,6 +1,6 @@
 """Finds roles that hang, dumps the stacks of every role, and kills the hung ones.
 
-`HangDetector` polls the control plane, in the local launcher or on the first node of a cluster job, and writes a
+`HangDetector` polls the control service, in the local launcher or on the first node of a cluster job, and writes a
 `KillRequest` to a file, so that other machines need no connection. `StackDumper`, on each machine, has every role write
 its stacks to its log and kills the requested roles that still hang. Their supervisor restarts them.
 
@@ -135,7 +135,7 @@ class StackDumper:
         self._next = 0.0
 
     def poll(self, roles: Sequence[SupervisedProcess], connect: Callable[[], ControlClient]) -> None:
-        """Carry out a new request, every POLL_SECONDS; `connect` connects to the control plane before a kill."""
+        """Carry out a new request, every POLL_SECONDS; `connect` connects to the control service before a kill."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + POLL_SECONDS

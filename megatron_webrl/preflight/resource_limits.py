@@ -11,7 +11,7 @@ from megatron_webrl.system.child_process import MAX_OPEN_FILES
 
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 LOCKED_MEMORY_GIB = 4  # of one process: NCCL registers buffers of some MiB for each channel and peer
-FILES_PER_PROCESS = 8  # connections to each process of the job: control plane, and gloo groups of all ranks
+FILES_PER_PROCESS = 8  # connections to each process of the job: control service, and gloo groups of all ranks
 FILES_PER_EPISODE = 16  # pages, sockets and screenshots of an episode in its worker and browser server
 OTHER_FILES = 1024  # libraries, logs, shared memory, caches
 

@@ -36,7 +36,7 @@ def open_node_ring(config: Config, control: ControlClient, node_ring: NodeRing, 
 
 
 def _has_ended(control: ControlClient, clean: bool) -> bool:
-    """Whether the job has ended, not only this role. Without an answer of the control plane, if the role was clean."""
+    """Whether the job has ended, not only this role. Without an answer of the service, if the role was clean."""
     try:
         return control.job_end() is not None
     except JobFailed:

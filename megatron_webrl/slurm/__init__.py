@@ -1,1 +1,1 @@
-"""The processes of a Slurm job on each node: preparation, control plane, supervision, requeue."""
+"""The processes of a Slurm job on each node: preparation, control service, supervision, requeue."""

@@ -61,8 +61,8 @@ def add_node(commands: Any) -> None:
     )
 
     for name, text, run in (
-        ("control", "run the control plane and report the job's progress", _control),
-        ("eval", "run the control plane of an evaluation and collect its results", _evaluate),
+        ("control", "run the control service and report the job's progress", _control),
+        ("eval", "run the control service of an evaluation and collect its results", _evaluate),
     ):
         host = _add_part(parts, name, text, run)
         host.add_argument("--host", default=socket.gethostname(), help="address of this node (default: its name)")

@@ -1,4 +1,4 @@
-"""`webrl node control`: runs the control plane of a cluster job and reports the job's progress to its log."""
+"""`webrl node control`: runs the control service of a cluster job and reports the job's progress to its log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job, as d
 
 
 class ControlHost:
-    """Runs the control plane on the first node, watches the job, and reports its progress and its end."""
+    """Runs the control service on the first node, watches the job, and reports its progress and its end."""
 
     effect_of_stop = "the job ends after the current update, with a checkpoint"
     successful_outcomes: tuple[str, ...] = CLEAN_JOB_OUTCOMES
@@ -45,7 +45,7 @@ class ControlHost:
         self.lease = run_lease.of_process(config.run_folder, os.environ)
         self.scratch = child_process.make_scratch_folder()
         self.signals = SignalListener()
-        self.watchdog: Watchdog | None = None  # set with the control plane
+        self.watchdog: Watchdog | None = None  # set with the control service
         self.announced_outcome = ""  # the requested outcome that the log has mentioned
         self.updates = summary.tail_updates(config.run_folder)
         self.updates.poll()  # those of an earlier launch
@@ -76,7 +76,7 @@ class ControlHost:
         return 0 if outcome in self.successful_outcomes else 1
 
     def _run_control(self) -> str:
-        """Run the control plane until the job has ended and no process is left; returns its outcome."""
+        """Run the control service until the job has ended and no process is left; returns its outcome."""
         outcome = "failed"
         self.journal.add(events.JOB, events.STARTED)
         try:
@@ -84,7 +84,7 @@ class ControlHost:
         except (RoleStartError, LeaseLost) as error:
             outcome = self._interruption() or failed_outcome(str(error))
         except JobFailed as error:
-            # scancel ends all processes of the step, the control plane perhaps before this one polls its signals.
+            # scancel ends all processes of the step, the control service perhaps before this one polls its signals.
             outcome = self._interruption() or failed_outcome(str(error), infrastructure=True)
         finally:
             child_process.kill_descendants(KILL_SECONDS, self.supervisor.processes)
@@ -92,7 +92,7 @@ class ControlHost:
         return outcome
 
     def _host(self) -> str:
-        """Run the control plane and watch the job until it ends; returns its outcome."""
+        """Run the control service and watch the job until it ends; returns its outcome."""
         control = self._start_control()
         while (outcome := self._poll(control)) is None:
             self._report_updates()
@@ -127,7 +127,7 @@ class ControlHost:
         return self._control
 
     def _await_control_exit(self) -> None:
-        """Wait for the control plane, which exits once every role has had the time to read the outcome."""
+        """Wait for the control service, which exits once every role has had the time to read the outcome."""
         deadline = time.monotonic() + KEEP_ALIVE_SECONDS + LINGER_SECONDS + KILL_SECONDS
         while self.supervisor.roles[0].process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""`webrl node eval`: hosts the control plane of an evaluation on several nodes, and collects its results."""
+"""`webrl node eval`: hosts the control service of an evaluation on several nodes, and collects its results."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`webrl status`: the state of a run, from its files and its control plane. docs/status.md"""
+"""`webrl status`: the state of a run, from its files and its control service. docs/status.md"""

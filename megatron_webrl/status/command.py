@@ -26,7 +26,7 @@ def add_status(commands: Any) -> None:
         "status",
         help="state of a run: job, processes, speed, failures",
         description="Show the state of a run while its job runs, after it has ended, and after it was killed, from any "
-        "machine that sees its folder. Queries the job's control plane if it can be reached; read-only. "
+        "machine that sees its folder. Queries the job's control service if it can be reached; read-only. "
         "Exit code 0: the run is running or has ended cleanly; 1: it failed or does not respond; 2: there is no such "
         "run. docs/status.md",
         epilog="example: webrl status quickstart --watch 5",

@@ -1,4 +1,4 @@
-"""Builds the report on a run from its files and its control plane."""
+"""Builds the report on a run from its files and its control service."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RunReport:
     slurm_job_id: str  # of the last job; empty without Slurm
     hosts: list[str]  # by node, of the nodes that have started
     nodes: int
-    control_address: str  # of the control plane, and whether it responds
+    control_address: str  # of the control service, and whether it responds
     version: int
     target_updates: int  # trainer.updates
     expected_end: float | None
@@ -191,7 +191,7 @@ def _state(
         kind, _, reason = outcome.partition(": ")
         return (kind, reason) if kind in (*CLEAN_JOB_OUTCOMES, "failed") else _split_outcome(outcome)
     if address is None and now - max(started_at, last_activity_at) < config.run.startup_timeout_seconds:
-        return "starting", "the control plane has not started yet"
+        return "starting", "the control service has not started yet"
     host = next((event.host for event in job if event.host), "")
     machine = f" ({host})" if host else ""
     local = address is not None and address.is_loopback

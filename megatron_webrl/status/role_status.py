@@ -45,7 +45,7 @@ def role_states(
 ) -> list[RoleState]:
     """The state of each process in `names`, given as (name, node).
 
-    `job`: events of the last job; `live`: the control plane's answer, if any; `job_state`: (state, reason) of the job.
+    `job`: events of the last job; `live`: the answer of the service, if any; `job_state`: (state, reason) of the job.
     """
     by_role: dict[str, list[ProcessEvent]] = {}
     for event in job:

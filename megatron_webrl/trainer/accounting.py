@@ -11,8 +11,8 @@ from megatron_webrl.types import Trajectory
 
 RETRIED = "retried"
 DAMAGED = "damaged_record"
-# Counter in the control plane: of the job, over restarts of the trainer; with the other episodes of such groups that a
-# restart freed, because their tickets were issued again.
+# Counter of the job in the control service, over restarts of the trainer; with the other episodes of such groups that
+# a restart freed, because their tickets were issued again.
 DAMAGED_COUNTER = "accounting/damaged_records"
 
 

@@ -1,4 +1,4 @@
-"""Each trainer rank's groups, tickets, accounting, logs and checkpoints; only the first talks to the control plane."""
+"""Each trainer rank's groups, tickets, accounting, logs and checkpoints; only the first calls the control service."""
 
 from __future__ import annotations
 
@@ -130,11 +130,11 @@ class Coordinator:
         )
         self.utilization = EngineUtilization(control, config.worker_names)
         self._sequences: dict[int, list[int]] = {}
-        self._ticket_limit = -1  # as the control plane has it
+        self._ticket_limit = -1  # as the control service has it
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank talks to the control plane and writes the logs."""
+        """Whether this rank talks to the control service and writes the logs."""
         return self.tracker is not None
 
     def open_job(self, version: int) -> None:

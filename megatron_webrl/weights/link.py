@@ -1,8 +1,8 @@
 """Link: a separate process group of the trainer ranks that send to an engine and the engine's ranks.
 
 It carries only point-to-point operations. The group has a store of its own, hosted by link rank 0, which is closed with
-the link. The control plane's store holds the link's state: members, announced and completed transfers, and the error of
-the first failed rank.
+the link. The control service holds the link's state: members, announced and completed transfers, and the error of the
+first failed rank.
 """
 
 from __future__ import annotations

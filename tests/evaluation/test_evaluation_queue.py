@@ -1,4 +1,4 @@
-"""Evaluations via a real control plane: distribution, collection, retries after lost workers, time limits."""
+"""Evaluations via a real control service: distribution, collection, retries after lost workers, time limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.types import BUDGET_SPENT
-from tests.planes import control_plane
+from tests.job_control import control_service
 from tests.waiting import until
 
 LIMIT = 60.0
@@ -30,7 +30,7 @@ LIMIT = 60.0
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("control") / "control.json"
-    with control_plane(path.parent):
+    with control_service(path.parent):
         yield path
 
 

@@ -13,12 +13,12 @@ from megatron_webrl.config.judge import BudgetConfig
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, Usage
 from megatron_webrl.judge.job_budget import JobUsageMeter, restore_usage, save_usage
-from tests.planes import control_plane
+from tests.job_control import control_service
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Path]:
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         yield address
 
 
@@ -61,7 +61,7 @@ def test_a_job_that_resumes_within_the_hour_continues_with_what_is_left(tmp_path
     controls = []
     for number in range(3):
         (folder := tmp_path / f"job-{number}").mkdir()
-        controls.append(ControlClient(jobs.enter_context(control_plane(folder)), "trainer-0"))
+        controls.append(ControlClient(jobs.enter_context(control_service(folder)), "trainer-0"))
 
     async def spend(job: int, times: int) -> None:
         for _ in range(times):

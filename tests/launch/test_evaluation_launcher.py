@@ -27,8 +27,8 @@ from megatron_webrl.launch.evaluation_launcher import EvaluationLauncher
 from megatron_webrl.launch.role_process import prepare_run_folder
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
+from tests.job_control import connect, control_service
 from tests.launch.whole_jobs import owned
-from tests.planes import connect, control_plane
 
 SETTINGS: dict[str, Any] = {
     "rollout": {
@@ -117,7 +117,7 @@ class WithoutWorkers(EvaluationLauncher):
     """The first episode is claimed, and never ends."""
 
     def _supervise(self) -> str:
-        with control_plane(self.config.run_folder) as address:
+        with control_service(self.config.run_folder) as address:
             control = connect(address, "launcher")
 
             def claim_first() -> None:
@@ -145,9 +145,9 @@ def test_the_folder_of_a_running_evaluation_is_left_alone(run_folder: Path, caps
     config = evaluation_config(checkpoint, [])
     folder, renamed = config.run_folder, config.run_folder.with_name(f"{config.run_folder.name}.1")
     folder.mkdir()
-    with control_plane(folder):
+    with control_service(folder):
         assert main(["eval", str(run_folder)]) == 2
-        assert f"run.name={folder.name}: a job runs in {folder}, its control plane at" in capsys.readouterr().err
+        assert f"run.name={folder.name}: a job runs in {folder}, its control service at" in capsys.readouterr().err
         launcher = EvaluationLauncher(config, Console(file=StringIO()), checkpoint=checkpoint)
         with pytest.raises(ConfigError, match=r"wait for its end, or choose another run\.name"):
             launcher.run()

@@ -193,7 +193,7 @@ def test_roles_die_with_a_killed_launcher_and_the_next_launch_removes_the_ring(j
     assert_nothing_left(job)
 
 
-def test_a_control_plane_that_cannot_start_is_named_in_the_outcome(job: Job):
+def test_a_control_service_that_cannot_start_is_named_in_the_outcome(job: Job):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job.start(program=("-c", WITH_CONTROL_PORT.format(port=port)))

@@ -1,4 +1,4 @@
-"""Workers that keep failing are restarted, then given up, and the job continues: real processes and control plane."""
+"""Workers that keep failing are restarted, then given up, and the job continues: real processes and control service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.types import is_infrastructure_failure
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.waiting import until
 
 SLEEPS = [sys.executable, "-c", "import time; print('served', flush=True); time.sleep(600)"]
@@ -60,7 +60,7 @@ class Machine:
 @contextmanager
 def machine(folder: Path, *settings: str) -> Iterator[Machine]:
     (folder / "here").mkdir(exist_ok=True)
-    with control_plane(folder) as address:
+    with control_service(folder) as address:
         made = Machine(folder, address, *settings)
         try:
             yield made
@@ -193,7 +193,7 @@ def test_a_role_that_waits_for_a_dead_file_system_ends_the_job_although_it_canno
 
 
 def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(tmp_path: Path) -> None:
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         trainer = connect(address, "trainer-0")
         lost, *others = (connect(address, f"rollout-{number}") for number in range(3))
         trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), 6)

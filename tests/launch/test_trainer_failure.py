@@ -13,12 +13,12 @@ from megatron_webrl.launch import trainer_failure
 from megatron_webrl.launch.role_supervisor import with_attempt
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.events import EventLog
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 
 
 @pytest.fixture
 def control(tmp_path: Path) -> Iterator[ControlClient]:
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         yield connect(address, "node-0")
 
 

@@ -26,7 +26,7 @@ from megatron_webrl.system import child_process, stack_dump
 from megatron_webrl.system.restart_policy import RestartPolicy
 from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking.events import EventLog
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.waiting import started, until
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def machine(folder: Path, *settings: str) -> Iterator[Machine]:
     config.run_folder.mkdir()
     save_config(config, role_process.config_path(config))
     seconds = config.run.heartbeat_timeout_seconds
-    with control_plane(config.run_folder, heartbeat_timeout_seconds=seconds) as address:
+    with control_service(config.run_folder, heartbeat_timeout_seconds=seconds) as address:
         made = Machine(config, address)
         try:
             yield made

@@ -28,7 +28,7 @@ from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
 from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
 from tests.farm.servers import browser_of, config_for, server_processes, until
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.rollout.held_evaluator import HeldEvaluator
 from tests.trajectories import trajectory
 
@@ -58,7 +58,7 @@ class ScriptedEngine:
 
 @pytest.fixture
 def control(tmp_path: Path) -> Iterator[ControlClient]:
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         yield connect(address, "rollout-0")
 
 

@@ -36,7 +36,7 @@ from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
 from megatron_webrl.types import BUDGET_SPENT
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.rollout.held_evaluator import HeldEvaluator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -162,7 +162,7 @@ class Job:
 def place(tmp_path: Path) -> Iterator[Place]:
     name = f"webrl-test-{secrets.token_hex(4)}"
     ring = Ring.create_or_attach(name, 2**24, name)
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         yield address, ring
     ring.unlink()
     ring.close()

@@ -13,7 +13,7 @@ from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 
 NAME = f"webrl-lifetime{os.getpid()}"
 
@@ -44,7 +44,7 @@ def test_only_the_end_of_the_job_removes_the_ring(
         except (JobEnded, RuntimeError):
             assert error is not None
 
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         control = connect(address, "rollout-0")
         serve()  # a worker that was given up, or failed: the trainer still reads its records
         assert file.exists()

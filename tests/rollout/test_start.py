@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.launch.role_process import role_arguments
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.waiting import until
 
 STARTS_SECONDS, ENDS_SECONDS = 60, 60
@@ -21,7 +21,7 @@ def test_the_end_of_the_job_ends_a_worker_whose_engine_starts(tmp_path: Path, ti
     )
     config.run_folder.mkdir()
     save_config(config, config.run_folder / "config.yaml")
-    with control_plane(config.run_folder) as address:
+    with control_service(config.run_folder) as address:
         control = connect(address, "trainer-0")
         command = [*role_arguments(config), "--worker", "0", "--weights-only"]
         log = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""Sampler states and their log through a real control plane."""
+"""Sampler states and their log through a real control service."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_webrl.sampling import states as states_module
 from megatron_webrl.sampling.knowledge import BLOCK, PASS, SamplerLog
 from megatron_webrl.sampling.states import SamplerPublisher, SamplerState, SamplerStateReader, read_published
 from megatron_webrl.sampling.task_files import TEST_FILE, TRAIN_FILE, FileDigest
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 
 FIRST, SECOND, THIRD = SamplerState(0, 0, 0), SamplerState(8, 2, 0), SamplerState(13, 3, 1)
 
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[Path]:
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         yield address
 
 

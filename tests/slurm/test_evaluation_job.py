@@ -38,7 +38,7 @@ from megatron_webrl.slurm.prepare import plan_processes
 from megatron_webrl.slurm.process_specs import process_specs
 from megatron_webrl.slurm.requeue import read_launches
 from megatron_webrl.system import child_process
-from tests.planes import connect
+from tests.job_control import connect
 from tests.slurm.slurm_jobs import ROOT, SCRIPTS
 from tests.tiny_settings import SETTINGS
 from tests.waiting import until
@@ -268,7 +268,7 @@ def test_the_folder_of_a_running_evaluation_is_refused_until_its_end(
     (tmp_path / "trained" / "checkpoints" / "latest").write_text("version-000007")
     settings = (folder / "config.yaml").read_text()
     assert main(again) == 2
-    assert f"run.name={folder.name}: a job runs in {folder}, its control plane at " in capsys.readouterr().err
+    assert f"run.name={folder.name}: a job runs in {folder}, its control service at " in capsys.readouterr().err
     assert (folder / MODEL_FOLDER).is_dir()
     assert (folder / "config.yaml").read_text() == settings
     assert main(["node", "stop", str(folder / "config.yaml")]) == 0

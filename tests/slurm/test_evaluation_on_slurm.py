@@ -18,7 +18,7 @@ from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_meg
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.slurm.evaluation_job import MODEL_FOLDER
 from megatron_webrl.tracking import events
-from tests.planes import connect
+from tests.job_control import connect
 from tests.slurm.slurm_jobs import ROOT, log, overrides, rings, submit
 from tests.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
 from tests.tiny_settings import SETTINGS

@@ -29,7 +29,7 @@ LIMIT = 700.0
 
 
 class NodeJob:
-    """Control plane, a trainer rank on each of two nodes, and there a worker or a part of an engine."""
+    """Control service, a trainer rank on each of two nodes, and there a worker or a part of an engine."""
 
     def __init__(self, folder: Path, model: Path, engine_stages: int = 1, **trainer: Any) -> None:
         name = f"n{os.getpid()}"

@@ -27,7 +27,7 @@ from megatron_webrl.slurm.commands import node_number
 from megatron_webrl.slurm.prepare import farm_overrides, plan_job, prepare_job, resume_overrides
 from megatron_webrl.slurm.process_specs import ProcessSpec, process_specs
 from megatron_webrl.tracking import events
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 
 ROOT = Path(__file__).parents[2]
 FOUR = str(ROOT / "configs" / "8b_4node.yaml")
@@ -252,7 +252,7 @@ def await_logs(tmp_path: Path, names: list[str]) -> list[str]:
 def test_processes_are_bound_to_their_cores_and_die_with_their_node(tmp_path: Path) -> None:
     first, second = sorted(os.sched_getaffinity(0))[:2]
     cores = f'cluster.numa_cores=["{first},{second}"]'
-    with control_plane(run_folder(tmp_path)) as address:
+    with control_service(run_folder(tmp_path)) as address:
         step = start_step(address, "trainer", cores, "cluster.trainer_cores=1")
         (said,) = await_logs(tmp_path, ["trainer-0"])
         assert said.startswith(f"[{first}] trainer-0 ")
@@ -275,7 +275,7 @@ def test_processes_are_bound_to_their_cores_and_die_with_their_node(tmp_path: Pa
 @pytest.mark.parametrize("times", [0, 1])
 def test_a_rank_that_fails_too_often_ends_the_job_with_its_name(tmp_path: Path, times: int) -> None:
     why = "trainer-1 exited with code 1; last log line: ERROR it fails on purpose"
-    with control_plane(run_folder(tmp_path)) as address:
+    with control_service(run_folder(tmp_path)) as address:
         more = "trainer.data_parallel=2", f"run.max_trainer_restarts={times}"
         step = start_step(address, "trainer", *more, FAILS="trainer-1")
         output, _ = step.communicate(timeout=90)
@@ -295,7 +295,7 @@ def test_a_rank_that_fails_too_often_ends_the_job_with_its_name(tmp_path: Path, 
 
 
 def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
-    with control_plane(run_folder(tmp_path)) as address:
+    with control_service(run_folder(tmp_path)) as address:
         step = start_step(address, "rollout", "run.worker_restarts_per_hour=1")
         await_logs(tmp_path, ["rollout-0"])
         (child,) = psutil.Process(step.pid).children()
@@ -321,7 +321,7 @@ def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
 
 
 def test_a_notice_ends_no_node_and_a_kill_request_kills_its_target(tmp_path: Path) -> None:
-    with control_plane(run_folder(tmp_path)) as address:
+    with control_service(run_folder(tmp_path)) as address:
         step = start_step(address, "rollout", "run.worker_restarts_per_hour=1")
         await_logs(tmp_path, ["rollout-0"])
         step.send_signal(signal.SIGUSR1)
@@ -364,7 +364,7 @@ def test_a_job_is_stopped_cleanly_or_as_failed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_webrl.cli", "node", "stop", str(role_process.config_path(config))]
     early = subprocess.run(command, cwd=ROOT, timeout=60, check=False, stderr=subprocess.PIPE, text=True)
     assert (early.returncode, early.stderr) == (1, "webrl node stop: the control service did not start within 1 s\n")
-    with control_plane(config.run_folder) as address:
+    with control_service(config.run_folder) as address:
         control = connect(address, "test")
         assert not control.stop_requested()
         subprocess.run(command, cwd=ROOT, timeout=60, check=True)

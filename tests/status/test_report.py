@@ -27,7 +27,7 @@ from megatron_webrl.status.report import RunReport, build_report, find_run
 from megatron_webrl.status.role_status import RoleState
 from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.events import EventLog
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.status.made_runs import begin_job, make_run, train
 from tests.waiting import until
 
@@ -64,10 +64,10 @@ def states(report: RunReport) -> dict[str, str]:
 # -- while it runs ------------------------------------------------------------------------------------
 
 
-def test_a_running_job_is_reported_from_its_control_plane(config: Config) -> None:
+def test_a_running_job_is_reported_from_its_control_service(config: Config) -> None:
     journal = begin(config)
     train(config, 4)
-    with control_plane(config.run_folder) as address:
+    with control_service(config.run_folder) as address:
         trainer, worker = connect(address, "trainer-0"), connect(address, "rollout-0")
         trainer.report_status("update 5: waiting for groups, 3 of 8; dropped so far: none")
         trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=12)
@@ -103,7 +103,7 @@ def test_a_running_job_is_reported_from_its_control_plane(config: Config) -> Non
 
 def test_a_restarted_role_does_not_show_the_status_of_its_earlier_instance(config: Config) -> None:
     journal = begin(config)
-    with control_plane(config.run_folder) as address:
+    with control_service(config.run_folder) as address:
         worker = connect(address, "rollout-0")
         send_heartbeat(worker, status="version 8: 2 groups running")
         assert by_name(build_report(config.run_folder))["rollout-0"].status_line == "version 8: 2 groups running"
@@ -114,7 +114,7 @@ def test_a_restarted_role_does_not_show_the_status_of_its_earlier_instance(confi
 
 
 def test_a_probe_leaves_no_trace_in_the_job(config: Config) -> None:
-    with control_plane(config.run_folder) as address:
+    with control_service(config.run_folder) as address:
         control = connect(address, "test")
         control.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=3)
         reports, journal = control.role_reports(), (config.run_folder / "control.journal").read_bytes()
@@ -127,7 +127,7 @@ def test_a_probe_leaves_no_trace_in_the_job(config: Config) -> None:
 def test_a_silent_role_is_named(tmp_path: Path) -> None:
     config = make_run(tmp_path, "run.heartbeat_timeout_seconds=5")
     begin(config)
-    with control_plane(config.run_folder) as address:
+    with control_service(config.run_folder) as address:
         trainer, worker = connect(address, "trainer-0"), connect(address, "rollout-0")
         send_heartbeat(trainer)
         until(lambda: trainer.role_reports()["trainer-0"]["silent_seconds"] > 5, "its silence")
@@ -146,7 +146,7 @@ def test_a_silent_role_is_named(tmp_path: Path) -> None:
 
 def test_the_end_of_a_job_is_reported_before_its_processes_exit(config: Config) -> None:
     begin(config)
-    with control_plane(config.run_folder) as address:
+    with control_service(config.run_folder) as address:
         connect(address, "trainer-0").end_job("failed: trainer-1: RuntimeError: no more memory")
         report = build_report(config.run_folder)
     assert (report.state, report.reason) == ("failed", "trainer-1: RuntimeError: no more memory")
@@ -156,7 +156,7 @@ def test_the_end_of_a_job_is_reported_before_its_processes_exit(config: Config) 
 
 
 def test_a_requested_stop_is_reported(config: Config) -> None:
-    with control_plane(config.run_folder) as address:
+    with control_service(config.run_folder) as address:
         control = connect(address, "test")
         control.request_stop()
         report = build_report(config.run_folder)
@@ -193,7 +193,7 @@ def test_a_killed_job_is_silent(config: Config) -> None:
     assert report.expected_end is None
 
 
-def test_the_wait_for_a_hung_control_plane_is_limited(config: Config) -> None:
+def test_the_wait_for_a_hung_control_service_is_limited(config: Config) -> None:
     begin(config)
     process = serve(config.run_folder, "a-ring")
     path = config.run_folder / "control.json"
@@ -211,7 +211,7 @@ def test_the_wait_for_a_hung_control_plane_is_limited(config: Config) -> None:
     process.wait()
 
 
-def test_the_control_plane_of_another_job_is_recognised(config: Config) -> None:
+def test_the_control_service_of_another_job_is_recognised(config: Config) -> None:
     process = serve(config.run_folder, "another")
     path = config.run_folder / "control.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"job_id": "mine", "token": "my own"}))
@@ -224,7 +224,7 @@ def test_the_control_plane_of_another_job_is_recognised(config: Config) -> None:
 
 def test_a_job_in_preparation_is_starting_for_a_limited_time(config: Config) -> None:
     report = build_report(config.run_folder)
-    assert (report.state, report.reason) == ("starting", "the control plane has not started yet")
+    assert (report.state, report.reason) == ("starting", "the control service has not started yet")
     assert set(states(report).values()) == {"not started"}
     old = time.time() - 2 * config.run.startup_timeout_seconds
     os.utime(config.run_folder / "config.yaml", (old, old))

@@ -11,7 +11,7 @@ import torch
 from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobFailed
-from tests import gloo, planes
+from tests import gloo, job_control
 
 POISON = "exception_dump"  # the key that ends every process of the groups on a store
 
@@ -25,7 +25,7 @@ def run(rank: int, address: Path, folder: str) -> None:
     config = Config()
     config.model.platform = "cpu"
     config.trainer.data_parallel = 2
-    control = planes.connect(address, f"trainer-{rank}")
+    control = job_control.connect(address, f"trainer-{rank}")
     keys: list[list[str]] = []
     for attempt in range(2):
         parallel.initialize(config, RankInfo(rank, 2, rank), control, f"job/{attempt}")
@@ -45,11 +45,11 @@ def run(rank: int, address: Path, folder: str) -> None:
     config.run.startup_timeout_seconds = 0.2
     with pytest.raises(JobFailed, match=rf"trainer-{rank} waited 0 s for the store of trainer-0"):
         parallel._attempt_store(config, RankInfo(1, 2, 1), control, "job/2")
-    torch.save((keys, sorted(planes.facts(address))), Path(folder) / f"keys-{rank}.pt")
+    torch.save((keys, sorted(job_control.facts(address))), Path(folder) / f"keys-{rank}.pt")
 
 
 def test_each_attempt_of_the_trainer_has_a_store_of_its_own(tmp_path: Path) -> None:
-    with planes.control_plane(tmp_path) as address:
+    with job_control.control_service(tmp_path) as address:
         gloo.spawn(run, address, str(tmp_path), seconds=120)
         for rank in range(2):
             attempts, of_job = torch.load(tmp_path / f"keys-{rank}.pt")

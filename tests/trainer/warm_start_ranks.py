@@ -12,7 +12,7 @@ from megatron_webrl.ring.record_file import RecordFileWriter
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Step
 from tests import gloo
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.trainer.learner_ranks import make_config, make_groups
 
 
@@ -37,7 +37,7 @@ def run(rank: int, folder: str, model: str) -> None:
         for group in make_groups(config):
             steps = tuple(_as_written(step, placeholder) for step in group.trajectories[0].steps)
             file.write(encode_trajectory(replace(group.trajectories[0], steps=steps, reward=1.0, outcome="success")))
-    with control_plane(Path(folder)) as address:
+    with control_service(Path(folder)) as address:
         control = connect(address, "trainer-0")
         control.put_json("demonstrations/ready", True)
         for workers in (0, 1):

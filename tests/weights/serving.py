@@ -24,7 +24,7 @@ from megatron_webrl.model.convert.hf_metadata import copy_metadata
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.generator import Generation
-from tests import forks, planes
+from tests import forks, job_control
 from tests.rollout.engine.engines import expected, picture, prompt, scorable
 from tests.weights import trainer_rank
 
@@ -72,13 +72,13 @@ class Stage:
     trainers: list[BaseProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.address_file, _ = planes.start(self.folder, 900.0, self.config.run.heartbeat_timeout_seconds)
+        self.address_file, _ = job_control.start(self.folder, 900.0, self.config.run.heartbeat_timeout_seconds)
         self.control = self.connect("test")
         self.path = self.folder / "config.yaml"
         save_config(self.config, self.path)
 
     def connect(self, role: str) -> ControlClient:
-        return planes.connect(self.address_file, role)
+        return job_control.connect(self.address_file, role)
 
     def start_trainer(self, folders: Sequence[Path]) -> None:
         size = self.config.trainer_world_size

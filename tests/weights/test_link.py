@@ -23,7 +23,7 @@ from megatron_webrl.control.group_store import host_group_store
 from megatron_webrl.weights import link as links
 from megatron_webrl.weights import link_nccl, transport
 from megatron_webrl.weights.link_channels import NcclChannel
-from tests import forks, planes
+from tests import forks, job_control
 from tests.waiting import until
 
 SECONDS = 2.0
@@ -33,7 +33,7 @@ TORCH_STUB = Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi"
 
 @pytest.fixture
 def control(tmp_path: Path) -> Iterator[Path]:
-    with planes.control_plane(tmp_path) as address:
+    with job_control.control_service(tmp_path) as address:
         yield address
 
 
@@ -85,13 +85,13 @@ def test_the_groups_keys_stay_out_of_the_facts_of_the_job(control: Path) -> None
     found = join_in_threads(control, [0, 1], 2, 20.0)
     own = found[0].group_store
     assert own.list_keys(), "the group has exchanged its addresses over its own store"
-    assert {key for key in planes.facts(control) if key.startswith("link/")} == {
+    assert {key for key in job_control.facts(control) if key.startswith("link/")} == {
         "link/x/store",
         *(f"link/x/{key}/{r}" for key in ("member", "done") for r in (0, 1)),
     }
     own.set("exception_dump", "1")
     assert found[1].group_store.check(["exception_dump"])
-    assert "exception_dump" not in planes.facts(control)
+    assert "exception_dump" not in job_control.facts(control)
     for each in found.values():
         each.close()
 
@@ -242,4 +242,9 @@ def test_an_nccl_link_neither_reads_nor_writes_the_key_that_ends_processes(contr
     joined = transport.join_link(client(control), "x", 0, 1, 20.0, "nccl")
     joined.close()
     assert not joined.channel.completed()[0]
-    assert planes.facts(control) - {"job/id"} == {"exception_dump", "link/x/store", "link/x/member/0", "link/x/done/0"}
+    assert job_control.facts(control) - {"job/id"} == {
+        "exception_dump",
+        "link/x/store",
+        "link/x/member/0",
+        "link/x/done/0",
+    }

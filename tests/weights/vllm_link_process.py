@@ -28,7 +28,6 @@ from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import box_index
-from tests import planes
 from tests.weights.vllm_process import SAMPLING, Scoring
 
 SENDERS = 2
@@ -45,7 +44,7 @@ class Sender:
         self.reference, self.ranks = reference, engine_ranks
         self.trainer = TrainerTopology(ParallelSizes(tensor=SENDERS), SENDERS, ("here",) * SENDERS)
         self.engines = EngineTopology.uniform(EngineSizes(tensor=engine_ranks), (("here",) * engine_ranks,))
-        self.control, _ = planes.start(folder, 900.0)
+        self.control, _ = job_control.start(folder, 900.0)
         self.plan = self.plan_of(reference.config)
         self.pool = ThreadPoolExecutor(SENDERS)
         self.links: list[transport.TransferLink] = []

@@ -25,7 +25,7 @@ from tests.tiny_settings import SETTINGS
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "quickstart"
 JOB_NODES = 2
-FIRST_NODE, SECOND_NODE = "n1", "n2"  # the first one runs the job script and the control plane
+FIRST_NODE, SECOND_NODE = "n1", "n2"  # the first one runs the job script and the control service
 START_SECONDS, POLL_SECONDS = 900.0, 0.2
 EXPECTED_LOG_LINES = "|".join(
     (

@@ -5,7 +5,7 @@
 
 Any loss ends the whole engine: the worker ends with an error that names the follower, is restarted, and starts all
 followers again. The ranks of each instance rendezvous at a new port, so that ranks of an earlier instance cannot join.
-Keys of the control plane:
+Keys of the control service:
 
     engine_followers/<worker>                          the newest start: instance number, host and port to meet at
     engine_followers/<worker>/<instance>/<follower>    the reply: name of the follower's host

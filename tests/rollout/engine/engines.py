@@ -21,7 +21,6 @@ from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
-from tests import planes
 
 TOLERANCE = 1e-4
 STAGING = 2**20
@@ -48,7 +47,7 @@ class Sender:
 
     def __init__(self, model: torch.nn.Module, folder: Path) -> None:
         """`folder`: of the control service."""
-        self.control, _ = planes.start(folder, 900.0)
+        self.control, _ = job_control.start(folder, 900.0)
         self.model, self.transfers = model, 0
         engines = EngineTopology.uniform(EngineSizes(), (("here",),))
         self.plan = TransferPlan(model.config, TrainerTopology(ParallelSizes(), 1, ("here",)), engines, 4, STAGING)

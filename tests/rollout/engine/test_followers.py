@@ -29,7 +29,7 @@ from megatron_webrl.rollout.engine.errors import EngineDeadError
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.system.supervised_process import SupervisedProcess
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.rollout.engine.engines import TOLERANCE, expected, picture, prompt, respond
 from tests.weights.serving import Stage, changed_folders, configuration, load
 
@@ -203,7 +203,7 @@ def segment_names(config: Config) -> list[str]:
 async def test_a_worker_names_the_node_whose_follower_does_not_reply(tiny_model: Path, tmp_path: Path) -> None:
     config = spanning(tmp_path, tiny_model)
     config.run.startup_timeout_seconds = 0.3
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         worker = connect(address, "rollout-0")
         with pytest.raises(
             EngineDeadError, match=r"0\.3 s \(run\.startup_timeout_seconds\) for rollout-0\.follower-1 on node 7"
@@ -213,7 +213,7 @@ async def test_a_worker_names_the_node_whose_follower_does_not_reply(tiny_model:
 
 async def test_each_instance_of_an_engine_has_its_own_rendezvous_port(tiny_model: Path, tmp_path: Path) -> None:
     config = spanning(tmp_path, tiny_model)
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         worker, follower = connect(address, "rollout-0"), connect(address, FOLLOWER)
         ports = []
         for number in (1, 2):
@@ -229,7 +229,7 @@ async def test_each_instance_of_an_engine_has_its_own_rendezvous_port(tiny_model
 
 async def test_a_failed_or_silent_follower_is_named(tiny_model: Path, tmp_path: Path) -> None:
     config = spanning(tmp_path, tiny_model)
-    with control_plane(tmp_path, heartbeat_timeout_seconds=0.3) as address:
+    with control_service(tmp_path, heartbeat_timeout_seconds=0.3) as address:
         worker, follower = connect(address, "rollout-0"), connect(address, FOLLOWER)
         follower.put_json(reply_key(0, 1, 1), {"host": "far"})
         followers = await EngineFollowers.start(config, worker, 0, 1, (0, 4))
@@ -244,7 +244,7 @@ async def test_a_failed_or_silent_follower_is_named(tiny_model: Path, tmp_path: 
 
 async def test_the_end_of_the_job_ends_the_wait_for_followers(tiny_model: Path, tmp_path: Path) -> None:
     config = spanning(tmp_path, tiny_model)
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         worker = connect(address, "rollout-0")
         calling = asyncio.create_task(EngineFollowers.start(config, worker, 0, 1, (0, 1)))
         await asyncio.sleep(0)

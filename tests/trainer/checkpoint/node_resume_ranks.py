@@ -14,7 +14,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
-from tests.planes import connect
+from tests.job_control import connect
 from tests.trainer.data.sampler_ranks import METRICS
 from tests.trainer.exchange.node_ranks import Member, group
 

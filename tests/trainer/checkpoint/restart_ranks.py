@@ -18,7 +18,7 @@ from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from tests.gloo import join
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.trainer.data.sampler_ranks import METRICS
 from tests.trajectories import trajectory
 
@@ -42,7 +42,7 @@ def run(rank: int, folder: str, seed: int) -> None:
     config.run_folder.mkdir()
     (config.run_folder / "config.yaml").touch()
     name = f"webrl-test-{secrets.token_hex(4)}"
-    with control_plane(Path(folder)) as address, Ring.create_or_attach(name, 2**22, name) as ring:
+    with control_service(Path(folder)) as address, Ring.create_or_attach(name, 2**22, name) as ring:
         versions = {"now": 0}
         workers = [
             threading.Thread(target=_work, args=(address, ring, number, versions, seed), daemon=True)

@@ -23,7 +23,7 @@ from megatron_webrl.tracking import episode_log
 from megatron_webrl.tracking.metric_reference.registry import undefined
 from megatron_webrl.trainer.data import group_files
 from tests import forks
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.trainer.checkpoint import node_resume_ranks as ranks
 from tests.trainer.exchange.node_ranks import group
 from tests.trainer.exchange.test_multi_node_exchange import make_rings
@@ -34,8 +34,8 @@ LIMIT = 120.0
 
 @contextmanager
 def job(folder: Path, names: list[str]) -> Iterator[Path]:
-    """Run a control plane and workers while the context is open."""
-    with control_plane(folder, LIMIT) as address:
+    """Run a control service and workers while the context is open."""
+    with control_service(folder, LIMIT) as address:
         workers = [
             threading.Thread(target=ranks.work, args=(address, name, node), daemon=True)
             for node, name in enumerate(names)

@@ -22,7 +22,7 @@ from megatron_webrl.trainer.checkpoint.recovery import complete_groups, split_ti
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.batching import NO_VERSION, clear_versions_before_restart
 from megatron_webrl.types import Group
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.trajectories import trajectory
 
 EMPTY = Accounting().state_dict()
@@ -30,7 +30,7 @@ EMPTY = Accounting().state_dict()
 
 @pytest.fixture
 def control(tmp_path: Path) -> Iterator[ControlClient]:
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         yield connect(address, "trainer-0")
 
 

@@ -1,4 +1,4 @@
-"""A trainer that dies repeatedly within one job, with a real ring and control plane."""
+"""A trainer that dies repeatedly within one job, with a real ring and control service."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.sampling import samplers
 from tests.gloo import join
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.trajectories import trajectory
 
 SKILL = {"click-test": 0.98, "click-tab": 0.5, "enter-text": 0.1, "focus-text": 0.8, "click-link": 0.02}
@@ -96,7 +96,7 @@ class _Run:
         return replace(read, restart_epoch=read.restart_epoch + 1)
 
     def _run_until(self, state: Any, end: int) -> tuple[Any, dict[str, Any]]:
-        """Train up to version `end`, with a new control plane and ring. Unfinished groups are lost."""
+        """Train up to version `end`, with a new control service and ring. Unfinished groups are lost."""
         from megatron_webrl.ring.ring import Ring
         from megatron_webrl.tracking.metrics import UpdateSeconds
         from megatron_webrl.tracking.mlflow_run import MLflowTracker
@@ -109,7 +109,7 @@ class _Run:
 
         ring_name = f"webrl-test-{secrets.token_hex(4)}"
         with ExitStack() as stack:
-            address = stack.enter_context(control_plane(self.folder))
+            address = stack.enter_context(control_service(self.folder))
             ring = Ring.create_or_attach(ring_name, 2**21, ring_name)
             stack.callback(ring.close)
             stack.callback(ring.unlink)

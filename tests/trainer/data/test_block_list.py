@@ -13,7 +13,7 @@ from megatron_webrl.sampling.states import SamplerStateReader
 from megatron_webrl.trainer.data.block_list import FILE, BlockList
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.types import Group
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.trajectories import trajectory
 
 HOUR = 3600.0
@@ -121,7 +121,7 @@ async def test_a_job_that_resumes_from_an_older_checkpoint_keeps_the_blocks(tmp_
     sampler = TaskSampler(tasks, 0, (), None, tmp_path)
     checkpoint = json.loads(json.dumps(sampler.state_dict()))
     sampler.block_list.record_group(group(0, "a.example", "blocked"))
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         resumed = TaskSampler(tasks, 4, range(4), checkpoint, tmp_path)
         resumed.publish_initial_states(connect(address, "trainer-0"))
         resumed.publish_adapted_state(6, 1)
@@ -140,7 +140,7 @@ def test_a_group_of_several_tasks_teaches_no_pass_rate(tmp_path: Path) -> None:
 
 async def test_admitted_tickets_keep_their_meaning_and_a_checkpoint_keeps_the_list(tmp_path: Path) -> None:
     tasks = TasksConfig(source="webgym", train_file="train.jsonl")
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         sampler = TaskSampler(tasks, 0, (), None, tmp_path)
         sampler.publish_initial_states(connect(address, "trainer-0"))
         worker = SamplerStateReader(connect(address, "rollout-0"), 60)
@@ -150,7 +150,7 @@ async def test_admitted_tickets_keep_their_meaning_and_a_checkpoint_keeps_the_li
         assert not (await worker.knowledge(5)).blocked
         assert (await worker.knowledge(6)).blocked == {"a.example"}
     (again := tmp_path / "again").mkdir()
-    with control_plane(again) as address:
+    with control_service(again) as address:
         resumed = TaskSampler(tasks, 6, range(6), json.loads(json.dumps(sampler.state_dict())), tmp_path)
         resumed.publish_initial_states(connect(address, "trainer-0"))
         worker = SamplerStateReader(connect(address, "rollout-0"), 60)
@@ -160,7 +160,7 @@ async def test_admitted_tickets_keep_their_meaning_and_a_checkpoint_keeps_the_li
 
 async def test_a_restarted_trainer_keeps_websites_that_were_blocked_after_its_checkpoint(tmp_path: Path) -> None:
     tasks = TasksConfig(source="webgym", train_file="train.jsonl")
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         control = connect(address, "trainer-0")
         dead = TaskSampler(tasks, 0, (), None, tmp_path)
         dead.publish_initial_states(control)

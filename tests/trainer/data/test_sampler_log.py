@@ -23,7 +23,7 @@ from megatron_webrl.sampling.task_files import FileDigest
 from megatron_webrl.trainer.data import task_sampler
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.types import Group
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.trajectories import trajectory
 
 WEBSITES = [f"{letter}.example" for letter in "abcdefgh"]
@@ -35,7 +35,7 @@ def controls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     """Connections of a trainer and a worker; logs are cut into small pieces."""
     monkeypatch.setattr(task_sampler, "FOLD_ENTRIES", 4)
     monkeypatch.setattr(states, "CHUNK_ENTRIES", 8)
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         yield connect(address, "trainer-0"), connect(address, "rollout-0")
 
 

@@ -1,4 +1,4 @@
-"""Task sampling through coordinator, ring, control plane and checkpoint state; and its bookkeeping alone."""
+"""Task sampling through coordinator, ring, control service and checkpoint state; and its bookkeeping alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_webrl.sampling.states import SamplerState, read_published
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.types import Group
 from tests.gloo import spawn
-from tests.planes import connect, control_plane
+from tests.job_control import connect, control_service
 from tests.trainer.data import sampler_ranks
 from tests.trainer.data.sampler_ranks import SKILL
 from tests.trajectories import trajectory
@@ -107,10 +107,10 @@ TWO = TasksConfig(environments=["a", "b"], sampler=SamplerConfig("curriculum"))
 
 @pytest.fixture
 def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlClient]:
-    """A control plane; samplers that halve the distance to the latest pass rate and draw by it alone."""
+    """A control service; samplers that halve the distance to the latest pass rate and draw by it alone."""
     monkeypatch.setattr(samplers, "LATEST_GROUP_WEIGHT", 0.5)
     monkeypatch.setattr(samplers, "UNIFORM_FRACTION", 0.0)
-    with control_plane(tmp_path) as address:
+    with control_service(tmp_path) as address:
         yield connect(address, "trainer-0")
 
 

@@ -123,7 +123,7 @@ def measure_throughput(
 ) -> ThroughputResult:
     """Raises RuntimeError."""
     with (
-        _control_plane(folder) as control,
+        _control_service(folder) as control,
         endpoint_process(folder, "--oracle", ORACLE, "--latency", f"{size.latency:g}") as url,
         ProcessPoolExecutor(1, get_context("spawn")) as other_process,
     ):
@@ -140,7 +140,7 @@ def _slowness_without(size: ThroughputSize) -> float:
 
 
 @contextmanager
-def _control_plane(folder: Path) -> Iterator[ControlClient]:
+def _control_service(folder: Path) -> Iterator[ControlClient]:
     """A client of a control service in a process of its own, which ends with the block."""
     address = folder / "control.json"
     arguments = ("127.0.0.1", 0, "bench", address, folder / "control.journal")

@@ -28,7 +28,7 @@ def start(
 
 
 @contextmanager
-def control_plane(folder: Path, seconds: float = 300.0, heartbeat_timeout_seconds: float = 60.0) -> Iterator[Path]:
+def control_service(folder: Path, seconds: float = 300.0, heartbeat_timeout_seconds: float = 60.0) -> Iterator[Path]:
     """Serve within the context; yields the address file."""
     path, thread = start(folder, seconds, heartbeat_timeout_seconds)
     yield path
