@@ -28,6 +28,7 @@ from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import box_index
+from tests import job_control
 from tests.weights.vllm_process import SAMPLING, Scoring
 
 SENDERS = 2

@@ -21,6 +21,7 @@ from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
+from tests import job_control
 
 TOLERANCE = 1e-4
 STAGING = 2**20
