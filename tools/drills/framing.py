@@ -83,7 +83,8 @@ def measure(quick: bool) -> Findings:
             cases = check_for(QUICK_SECONDS if quick else SECONDS, check, strategies)
             found.figures[f"random {name}"] = cases
         except Exception as error:  # whatever it is, it is not declared
-            found.problems.append(f"{name}: {type(error).__name__}: {error}")
+            notes = " ".join(getattr(error, "__notes__", []))  # the case, made as small as possible
+            found.problems.append(f"{name}: {type(error).__name__}: {error} {notes}")
     return found
 
 

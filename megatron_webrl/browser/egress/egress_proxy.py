@@ -11,9 +11,10 @@ import asyncio
 import logging
 import os
 import socket
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import h11
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0  # for a DNS look-up and all attempts together
 CONNECT_ATTEMPT_SECONDS = 4.0
 CONNECT_ATTEMPTS = 4  # addresses tried for one name
-LOOKUP_THREADS = 128  # started as needed; an episode uses MAX_LOOKUPS at most
+LOOKUP_THREADS = 128  # at a time; an episode uses MAX_LOOKUPS at most
 BACKLOG = 128
 
 # Addresses of a host name, which ends with a dot where search domains and /etc/hosts must not apply; raises OSError.
@@ -48,7 +49,7 @@ class EgressProxy:
         self.totals = EgressTotals()
         self._tls = server_context() if settings.replay else None
         self._settings = settings
-        self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="lookup")
+        self._thread_semaphore = asyncio.Semaphore(LOOKUP_THREADS)
         self._resolve = resolve or self._look_up
         self._lookups: set[asyncio.Future[list[str]]] = set()
 
@@ -81,10 +82,9 @@ class EgressProxy:
         return network
 
     def close(self) -> None:
-        """Stop the look-up threads; each port closes with its episode."""
+        """Give the look-ups up; each port closes with its episode."""
         for lookup in self._lookups:
             lookup.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def connect(self, network: NetworkAccess, endpoint: Endpoint) -> UpstreamConnection:
         """Connect to an address that the policy permits. Raises EgressDenied, HostUnreachable."""
@@ -132,10 +132,19 @@ class EgressProxy:
         return await asyncio.shield(lookup)
 
     async def _look_up(self, host: str) -> list[str]:
-        results = await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: socket.getaddrinfo(host.encode(), None, type=socket.SOCK_STREAM)
-        )
-        return [str(address[0]) for *_, address in results]
+        """As the system resolves names, in a thread that does not keep the process from ending."""
+        found: Future[list[str]] = Future()
+
+        def run() -> None:
+            try:
+                results = socket.getaddrinfo(host.encode(), None, type=socket.SOCK_STREAM)
+                found.set_result([str(address[0]) for *_, address in results])
+            except Exception as error:
+                found.set_exception(error)
+
+        async with self._thread_semaphore:
+            threading.Thread(target=run, name="lookup", daemon=True).start()
+            return await asyncio.wrap_future(found)
 
 
 async def _first_connection(

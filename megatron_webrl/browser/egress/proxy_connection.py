@@ -11,6 +11,7 @@ import h11
 from megatron_webrl.browser.egress.egress_policy import EgressDenied, Endpoint, parse_endpoint, split_url
 from megatron_webrl.browser.egress.http1 import (
     BUFFER_BYTES,
+    FRAMING_HEADERS,
     UPGRADE,
     Headers,
     HTTPStream,
@@ -244,6 +245,8 @@ async def _relay_body(source: HTTPStream, sink: HTTPStream) -> None:
 
 
 def _response(head: h11.Response | h11.InformationalResponse, headers: Headers) -> h11.Event:
+    if head.status_code < 200 or head.status_code == 204:  # never with a body
+        headers = [field for field in headers if field[0].lower().decode() not in FRAMING_HEADERS]
     return type(head)(status_code=head.status_code, reason=head.reason, headers=headers)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -183,6 +185,26 @@ async def test_a_look_up_holds_its_permit_until_it_has_ended(monkeypatch: pytest
         for network in (one, two):
             await network.close()
         proxy.close()
+
+
+def test_a_look_up_that_does_not_end_does_not_keep_the_process_from_ending() -> None:
+    script = """
+import asyncio, socket, threading
+from megatron_webrl.browser.egress.egress_proxy import EgressProxy
+from megatron_webrl.config.browser import BrowserConfig
+socket.getaddrinfo = lambda *arguments, **options: threading.Event().wait()
+async def main():
+    proxy = EgressProxy(BrowserConfig(open_web=True))
+    network = await proxy.open_port({})
+    reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
+    writer.write(b"CONNECT a.example:443 HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+    while not any(thread.name == "lookup" for thread in threading.enumerate()):
+        await asyncio.sleep(0.01)
+    await network.close()
+    proxy.close()
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
 async def test_names_of_the_web_are_absolute_and_declared_ones_as_declared(monkeypatch: pytest.MonkeyPatch) -> None:

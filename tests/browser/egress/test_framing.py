@@ -133,6 +133,10 @@ REWRITTEN = {
     "no reason": b"HTTP/1.1 200\r\nContent-Length: 5\r\n\r\nhello",
     "bytes after the end": OK + b"Content-Length: 5\r\n\r\nhelloHTTP/1.1 200 OK\r\n\r\nsmuggled",
 }
+NO_BODY = {
+    "a length of no content": b"HTTP/1.1 204 None\r\nContent-Length: 5\r\n\r\nhello",
+    "a length of early hints": b"HTTP/1.1 103 Early\r\nContent-Length: 5\r\n\r\nHTTP/1.1 204 None\r\n\r\n",
+}
 REFUSED = {
     "two lengths": OK + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
     "a signed length": OK + b"Content-Length: +5\r\n\r\nhello",
@@ -155,6 +159,14 @@ async def test_a_response_that_has_one_meaning_is_rewritten_canonically(name: st
     assert read_canonical(received) == read_with_h11(REWRITTEN[name])
     assert read_canonical(received).body == b"hello"
     assert b"smuggled" not in received
+    assert not errors
+
+
+@pytest.mark.parametrize("name", NO_BODY)
+async def test_a_response_that_has_no_body_says_nothing_of_its_length(name: str) -> None:
+    received, errors = await through_proxy(NO_BODY[name])
+    assert b"content-length" not in received.lower()
+    assert received.endswith(b"HTTP/1.1 204 None\r\nConnection: close\r\n\r\n")
     assert not errors
 
 
