@@ -291,6 +291,7 @@ def test_every_configuration_in_the_repository_is_valid(path: Path, tiny_model: 
     # Of a released model the shapes are here, of the packages for GPUs nothing.
     (tmp_path / "config.json").write_text(json.dumps(config_sections(size)))
     here = [f"model.path={tmp_path}", "trainer.layers=local", "trainer.attention=sdpa", "ring.capacity_mib=64"]
+    here.append("browser.user=nobody")  # the tests may run as root
     assert load_config(path, here).cluster.is_configured
 
 
