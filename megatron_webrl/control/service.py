@@ -14,30 +14,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import os
 import secrets
-import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.journal import Journal, restore
 from megatron_webrl.control.liveness import Liveness
 from megatron_webrl.control.state import QUERIES, TICKETS, JobState
+from megatron_webrl.service.auth_middleware import AuthMiddleware
+from megatron_webrl.service.connections import ConnectionLimits
+from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server
+from megatron_webrl.service.tokens import Token
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ SESSION_SECONDS = 60.0  # a session without requests is forgotten after this tim
 EXCHANGES_PER_SECOND = 1000  # of all sessions: with more of them, heartbeats are less frequent
 TICK_SECONDS = 0.1
 MAX_BODY_BYTES = 64 * 2**20
+LIMITS = ConnectionLimits(max_connections=16_384, max_per_address=8192)  # a role has up to three connections
 
 
 @dataclass
@@ -236,32 +237,6 @@ class ControlService:
         return _json(content)
 
 
-class TokenMiddleware:
-    """Refuses requests without the job's token, and bodies beyond MAX_BODY_BYTES."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._expected = app, f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        headers = dict(scope["headers"])
-        length = headers.get(b"content-length", b"0")
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-            await _json({"error": "the job's token is missing or wrong"}, 401)(scope, receive, send)
-        elif b"transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_BODY_BYTES:
-            await _json({"error": f"the body is larger than {MAX_BODY_BYTES} bytes"}, 413)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals as they are: the process ends at SIGTERM."""
-        yield
-
-
 def serve(
     host: str,
     port: int,
@@ -274,15 +249,15 @@ def serve(
     """Run the service until the job has ended and its roles could read the outcome, or `seconds` have passed.
 
     Listens on `host` only. `address_file` receives address, job id and token once connections are accepted. If the
-    journal exists, the service continues the job of both files, at the same address. Raises OSError, JournalError.
+    journal exists, the service continues the job of both files, at the same address. Raises ConfigError, JournalError,
+    OSError.
     """
     known = ControlAddress.read(address_file) if journal.exists() else None
     state = restore(journal) if known is not None else JobState()
     token = secrets.token_urlsafe(32) if known is None else known.token
     job_id, port = (job_id, port) if known is None else (known.job_id, known.port)
-    listener = socket.create_server((host, port), backlog=4096)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    address = ControlAddress(host, listener.getsockname()[1], os.getpid(), job_id, token)
+    listener = Listener(ListenAddress(host, port, limits=LIMITS))
+    address = ControlAddress(host, listener.socket.getsockname()[1], os.getpid(), job_id, token)
     if known is None:
         journal.unlink(missing_ok=True)
     state.facts["job/id"] = job_id
@@ -294,30 +269,19 @@ async def _serve(
     journal: Path,
     address: ControlAddress,
     address_file: Path,
-    listener: socket.socket,
+    listener: Listener,
     heartbeat_timeout_seconds: float,
     seconds: float | None,
 ) -> None:
     opened = Journal(journal)
     service = ControlService(state, opened, address.job_id, heartbeat_timeout_seconds)
-    app = TokenMiddleware(service.app(), address.token)
-    server = _Server(
-        uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, date_header=False,
-            timeout_keep_alive=3600, timeout_graceful_shutdown=1,
-        )
-    )  # fmt: skip
-    running = asyncio.get_running_loop().create_task(server.serve([listener]))
-    while not server.started and not running.done():
-        await asyncio.sleep(0.005)
-    address.write(address_file)
-    log.info("control service at %s:%d", address.host, address.port)
-    try:
+    token = Token("job", address_file.name, address.token)
+    limits = dict.fromkeys(("/commands", "/claim", "/exchange"), MAX_BODY_BYTES)
+    app = AuthMiddleware(service.app(), [token], lambda _: "job", limits, lambda message: _encoded({"error": message}))
+    async with run_http_server(app, listener):
+        address.write(address_file)
         await service.run(seconds)
-    finally:
-        server.should_exit = True
-        await running
-        opened.close()
+    opened.close()
 
 
 def _wait_seconds(body: Mapping[str, Any]) -> float:
@@ -325,7 +289,11 @@ def _wait_seconds(body: Mapping[str, Any]) -> float:
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    return Response(json.dumps(content), status, media_type="application/json")  # ASCII: lone surrogates survive
+    return Response(_encoded(content), status, media_type="application/json")
+
+
+def _encoded(content: Any) -> bytes:
+    return json.dumps(content).encode()  # ASCII: lone surrogates survive
 
 
 async def _bad_request(request: Request, error: Exception) -> Response:
