@@ -199,7 +199,7 @@ def test_a_control_service_that_cannot_start_is_named_in_the_outcome(job: Job):
         job.start(program=("-c", WITH_CONTROL_PORT.format(port=port)))
         assert job.wait(120) == 1, job.output()
     outcome = job.summary()["outcome"]
-    assert outcome.startswith("failed: control exited with code 1; last log line: ")
+    assert outcome.startswith("failed: control exited with code 2; last log line: ")
     assert "Address already in use" in outcome
     assert f"state:      {outcome}; " in job.output()
     assert [(event.role, event.event) for event in events.read_events(job.run_folder)] == [
