@@ -63,14 +63,15 @@ def commit(temporary: Path, version: int) -> Path:
     Raises OSError, and CheckpointError if `latest` names a newer checkpoint.
     """
     staging, folder = temporary.parent, temporary.parent.parent
-    copy = 0
-    target = version_folder(folder, version)
+    newest = find_latest_checkpoint(folder.parent)
+    newest_version, newest_copy = (newest and _version_and_copy(newest)) or (-1, 0)
+    if newest is not None and newest_version > version:
+        raise CheckpointError(f"{folder / 'latest'} names {newest.name}, which is newer than version {version}")
+    copy = newest_copy + 1 if newest_version == version else 0
+    target = version_folder(folder, version, copy)
     while target.exists():  # replacing the folder that `latest` names would take two steps
         copy += 1
         target = version_folder(folder, version, copy)
-    newest = find_latest_checkpoint(folder.parent)
-    if newest is not None and (_version_and_copy(newest) or (0, 0)) > (version, copy):
-        raise CheckpointError(f"{folder / 'latest'} names {newest.name}, which is newer than {target.name}")
     atomic_file.publish(temporary, target)
     with atomic_file.replacing(folder / "latest", folder=staging) as pointer:
         pointer.write(target.name.encode())

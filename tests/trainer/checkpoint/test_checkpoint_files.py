@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,15 @@ def test_latest_never_goes_back(tmp_path: Path) -> None:
     lease = launch(tmp_path, 0)
     for version, name in ((5, "version-000005"), (6, "version-000006"), (6, "version-000006.1")):
         assert files.commit(written(lease, version), version).name == name
-    with pytest.raises(CheckpointError, match=r"names version-000006\.1, which is newer than version-000004"):
+    with pytest.raises(CheckpointError, match=r"names version-000006\.1, which is newer than version 4"):
         files.commit(written(lease, 4), 4)
     newest = find_latest_checkpoint(tmp_path)
     assert newest is not None
     assert newest.name == "version-000006.1"
     (tmp_path / "checkpoints" / "latest").write_text("version-000005")  # a user goes back
     assert files.commit(written(lease, 6), 6).name == "version-000006.2"
+    shutil.rmtree(tmp_path / "checkpoints" / "version-000006")  # older copies are deleted
+    assert files.commit(written(lease, 6), 6).name == "version-000006.3"
 
 
 def test_a_launch_that_lost_its_lease_can_neither_commit_nor_delete(tmp_path: Path) -> None:
