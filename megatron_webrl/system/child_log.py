@@ -97,10 +97,11 @@ class ChildLog:
         if not self._open:
             return
         try:
-            if self._is_full():
-                line, newline, chunk = chunk.partition(b"\n")
+            line, newline, rest = chunk.partition(b"\n")
+            if self._size() >= (MAX_LOG_BYTES if newline else 2 * MAX_LOG_BYTES):  # lines stay whole
                 self._append(line + newline)
                 self._rotate()
+                chunk = rest
             if self._lost:
                 self._append(f"ERROR {self._lost} bytes of output were lost: the log was not writable\n".encode())
                 self._lost = 0
@@ -112,9 +113,9 @@ class ChildLog:
         while data:
             data = data[os.write(self._file, data) :]
 
-    def _is_full(self) -> bool:
+    def _size(self) -> int:
         status = os.fstat(self._file)
-        return stat.S_ISREG(status.st_mode) and status.st_size >= MAX_LOG_BYTES
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def _rotate(self) -> None:
         """Continue in an empty file, and remove the oldest; another child that shares the log may have renamed it."""

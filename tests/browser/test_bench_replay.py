@@ -12,7 +12,8 @@ import pytest
 from tools.bench.replay import measure, show
 
 PROBE = """
-from tools.bench.browsers.no_network import has_route, interfaces, leave_network
+from megatron_webrl.system.network import leave_network
+from tools.bench.browsers.no_network import has_route, interfaces
 leave_network()
 import socket
 server = socket.create_server(("127.0.0.1", 0))

@@ -71,10 +71,10 @@ def test_both_launchers_start_roles_with_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     config = made(*GPUS, f"run.directory={tmp_path}", "run.name=run", "model.platform=cuda")
     launcher = LocalLauncher(config, Console())
-    supervisor = NodeSupervisor(config, role, 0, "127.0.0.1:1", stub_command="true")
+    supervisor = NodeSupervisor(config, role, 0, "127.0.0.1", stub_command="true")
     local = launcher._start(f"{role}-0", [role, "--help"], {})
     supervisor._start(supervisor._process_specs()[0])
-    remote = supervisor.role_processes[0]
+    remote = supervisor.supervisor.roles[0]
     for process in (local, remote):
         assert process.process.wait(60) == 0
         assert process.environment["VLLM_CACHE_ROOT"] == str(tmp_path / f"webrl-cache-{os.getuid()}" / "vllm")

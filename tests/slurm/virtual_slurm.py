@@ -68,8 +68,9 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """That of a user of this cluster."""
-        return {**os.environ, "PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
+        """That of a user of this cluster, without the mark of the test run: on its nodes jobs belong to nobody."""
+        inherited = {name: value for name, value in os.environ.items() if name != child_process.OWNER_VARIABLE}
+        return {**inherited, "PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *command: str, seconds: float = 60.0, **environment: str) -> str:
         """The output of a command of Slurm. Raises AssertionError with what it said if it fails."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +12,14 @@ from megatron_webrl.trainer.weight_sync import MAX_FAILURES, WeightSyncer
 
 
 def test_a_job_ends_once_every_engine_has_reached_the_limit_of_failures_in_a_row():
-    config = SimpleNamespace(worker_names=("rollout-0", "rollout-1"))
-    syncer: Any = SimpleNamespace(config=config, _consecutive_failures=Counter())
+    syncer: Any = object.__new__(WeightSyncer)  # no process groups
+    syncer._workers, syncer._given_up, syncer._consecutive_failures = ("rollout-0", "rollout-1"), (), Counter()
     for _ in range(2 * MAX_FAILURES):
-        WeightSyncer._count_failures(syncer, ["rollout-1"], {"rollout-0": "refused"})
+        syncer._count_failures(["rollout-1"], {"rollout-0": "refused"})
     for _ in range(MAX_FAILURES - 1):
-        WeightSyncer._count_failures(syncer, [], {"rollout-0": "refused", "rollout-1": "silent"})
-    WeightSyncer._count_failures(syncer, ["rollout-1"], {})
+        syncer._count_failures([], {"rollout-0": "refused", "rollout-1": "silent"})
+    syncer._count_failures(["rollout-1"], {})
     for _ in range(MAX_FAILURES - 1):
-        WeightSyncer._count_failures(syncer, [], {"rollout-1": "silent"})
+        syncer._count_failures([], {"rollout-1": "silent"})
     with pytest.raises(JobFailed, match=f"failed {MAX_FAILURES} weight transfers in a row; rollout-1: silent"):
-        WeightSyncer._count_failures(syncer, [], {"rollout-1": "silent"})
+        syncer._count_failures([], {"rollout-1": "silent"})

@@ -155,6 +155,7 @@ class _RecordsNeverFreed:
 
 class _NoTracker:
     run_id = "none"
+    error = None
 
     def log_update(self, *arguments: object) -> None: ...
 
