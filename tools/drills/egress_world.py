@@ -49,8 +49,8 @@ TRY_ALL = """([way, urls, redirector, limit]) => Promise.race([
       image.onload = image.onerror = done; image.src = url; return; }
     if (way == 'websocket') {
       const socket = new WebSocket(url.replace(/^http/i, 'ws')); socket.onopen = socket.onclose = done; return; }
-    const frame = document.createElement('iframe'); frame.name = 'f' + Math.random(); frame.onload = done;
-    document.body.append(frame);
+    const frame = document.createElement('iframe'); frame.name = 'f' + Math.random();
+    document.body.append(frame); frame.onload = done;  // its empty page has been loaded
     const form = document.createElement('form'); form.action = url; form.method = 'post'; form.target = frame.name;
     document.body.append(form); form.submit(); setTimeout(done, 6000);
   })))])"""
