@@ -9,6 +9,7 @@ any other role ends the job.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -157,8 +158,11 @@ class RoleSupervisor:
                 raise JobFailed(failure)
 
     def _handle_control_failure(self, role: SupervisedProcess, failure: str) -> str | None:
-        """Start the control service again at once: it continues from its journal; the roles wait for it meanwhile."""
-        if not role.schedule_restart(failure):
+        """Start the control service again at once: it continues from its journal; the roles wait for it meanwhile.
+
+        After SIGTERM it is not started again: who ends a job's processes sends that to all of them.
+        """
+        if role.process.poll() == -signal.SIGTERM or not role.schedule_restart(failure):
             self.journal.add(role.name, events.FAILED, failure, role.log)
             return failed_outcome(failure, infrastructure=True)
         self.journal.add(role.name, events.RESTARTED, failure, role.log)

@@ -30,6 +30,7 @@ from megatron_webrl.tracking.run_lease import LeaseLost
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED, failed_outcome, is_infrastructure_failure
 
 POLL_SECONDS = 0.5
+SIGNAL_SECONDS = 1.0  # for a signal to reach this process after it has ended the control service
 PREEMPTED_EXIT_CODE = 75  # asks launch/slurm/common.sh to requeue the job, as does INFRASTRUCTURE_EXIT_CODE
 
 
@@ -84,8 +85,11 @@ class ControlHost:
         except (RoleStartError, LeaseLost) as error:
             outcome = self._interruption() or failed_outcome(str(error))
         except JobFailed as error:
-            # scancel ends all processes of the step, the control service perhaps before this one polls its signals.
-            outcome = self._interruption() or failed_outcome(str(error), infrastructure=True)
+            # scancel ends all processes of the step, the control service perhaps before this one gets its signal.
+            deadline = time.monotonic() + SIGNAL_SECONDS
+            while not (outcome := self._interruption()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            outcome = outcome or failed_outcome(str(error), infrastructure=True)
         finally:
             child_process.kill_descendants(KILL_SECONDS, self.supervisor.processes)
             shutil.rmtree(self.scratch, ignore_errors=True)

@@ -99,6 +99,10 @@ class NodeSupervisor:
         running, reaper = True, child_process.Reaper()
         dumper = StackDumper(self.journal, self._report)
         while running:
+            self.signals.poll()  # a notice is the control host's business: it requests the stop
+            if self.signals.end_signal:
+                self._report(f"ended by {signal.Signals(self.signals.end_signal).name}")
+                return 128 + self.signals.end_signal
             running = self.supervisor.is_active  # polled before the failures
             if (outcome := self.supervisor.poll() or self._poll_other_nodes()) is not None:
                 return self._fail(outcome)
@@ -106,10 +110,6 @@ class NodeSupervisor:
             if not running and self.supervisor.given_up:  # the trainer reads the ring of its workers to the end
                 running = self.supervisor.job_runs()
             dumper.poll(self.supervisor.roles, lambda: self.supervisor.control)
-            self.signals.poll()  # a notice is the control host's business: it requests the stop
-            if self.signals.end_signal:
-                self._report(f"ended by {signal.Signals(self.signals.end_signal).name}")
-                return 128 + self.signals.end_signal
             reaper.reap(self.supervisor.processes)
             time.sleep(POLL_SECONDS)
         return 0
