@@ -34,7 +34,7 @@ class Claimer:
         return claimed
 
     def put_back(self) -> None:
-        """Let others claim what the last claim has brought: the caller cannot use it now. Call this until it can."""
+        """Let others claim the slots of the last claim: the caller cannot use them now. Call this until it can."""
         if not self._is_busy() and self._claimed:
             claimed, self._claimed = self._claimed, []
             self._start(self._return, [each[0] if isinstance(each, list) else each for each in claimed])

@@ -184,7 +184,7 @@ class ControlClient:
             return {each for each in instance_ids if self.instance_has_ended(each)}
         status = self._connection.status()
         gone = set(self.given_up_workers()) | {
-            role for role, report in status["roles"].items() if self._is_silent(report)
+            role for role, report in status["roles"].items() if self._is_silent(report) and not report["cleared"]
         }
         named = {each: each.rpartition(".") for each in instance_ids}
         return {
@@ -194,7 +194,7 @@ class ControlClient:
         }
 
     def _is_silent(self, report: Mapping[str, Any]) -> bool:
-        return report["silent_seconds"] > self.heartbeat_timeout_seconds and not report["cleared"]
+        return bool(report["silent_seconds"] > self.heartbeat_timeout_seconds)
 
     def request_stop(self, outcome: str = STOPPED) -> None:
         """Request the end after the current update, with a checkpoint. STOPPED replaces others, not vice versa."""
@@ -345,9 +345,8 @@ class ControlClient:
 
     def _read(self, key: str) -> Any:
         if key.startswith("silent/"):
-            known = self.role_reports().get(key.removeprefix("silent/"))
-            silent = known is not None and known["silent_seconds"] > self.heartbeat_timeout_seconds
-            return known["cleared"] if known is not None and silent else None
+            report = self.role_reports().get(key.removeprefix("silent/"))
+            return report["cleared"] if report is not None and self._is_silent(report) else None
         return self._run(["get", [key]])[0]
 
     def _subscribe(self, key: str) -> Any:

@@ -58,8 +58,8 @@ class Journal:
         self.path = path
         self.error: str | None = None  # of the failed write
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._appended = self._synced = os.fstat(self._file).st_size
-        self._snapshot_end = self._appended  # bytes of the file when it was last compacted, or opened
+        self._appended = self._synced = 0  # requests
+        self._compact_at = os.fstat(self._file).st_size + COMPACT_BYTES  # size of the file
         self._syncing = asyncio.Lock()
 
     def append(self, stream: str, number: int, commands: Any, state: JobState) -> None:
@@ -69,9 +69,9 @@ class Journal:
         line = json.dumps([stream, number, commands]).encode() + b"\n"
         try:
             while line:
-                written = os.write(self._file, line)
-                line, self._appended = line[written:], self._appended + written
-            if self._appended - self._snapshot_end > COMPACT_BYTES:
+                line = line[os.write(self._file, line) :]
+            self._appended += 1
+            if os.fstat(self._file).st_size > self._compact_at:
                 self._compact(state)
         except OSError as error:
             self._give_up(error)
@@ -97,7 +97,8 @@ class Journal:
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, self._file)  # a sync in progress keeps the descriptor's number
         os.close(file)
-        self._appended = self._synced = self._snapshot_end = os.fstat(self._file).st_size
+        self._synced = self._appended
+        self._compact_at = os.fstat(self._file).st_size + COMPACT_BYTES
 
     def _give_up(self, error: OSError) -> None:
         self.error = f"{self.path}: {error.strerror}"

@@ -139,7 +139,7 @@ class ControlService:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_wait_seconds(body)):
                     await session.changed.wait()
-        return self._reply(body, [])
+        return self._reply(body, [], session)
 
     async def _status(self, request: Request) -> Response:
         state, now = self.state, time.monotonic()
@@ -226,9 +226,10 @@ class ControlService:
             return self._silent.get(key.removeprefix("silent/"))
         return self.state.facts.get(key)
 
-    def _reply(self, body: Mapping[str, Any], replies: list[Any]) -> Response:
+    def _reply(self, body: Mapping[str, Any], replies: list[Any], session: Session | None = None) -> Response:
+        """An answer with what the sender's session lacks; `session`: if the caller has looked it up."""
         content: dict[str, Any] = {"service": self.id, "replies": replies}
-        if (session := self._session(body)) is not None:
+        if (session := session or self._session(body)) is not None:
             content["interval"] = max(1.0, len(self._sessions) / EXCHANGES_PER_SECOND)
             content["revision"] = self._revision
             content["subscriptions"] = len(session.keys)
@@ -260,7 +261,6 @@ def serve(
     address = ControlAddress(host, listener.socket.getsockname()[1], os.getpid(), job_id, token)
     if known is None:
         journal.unlink(missing_ok=True)
-    state.facts["job/id"] = job_id
     asyncio.run(_serve(state, journal, address, address_file, listener, heartbeat_timeout_seconds, seconds))
 
 

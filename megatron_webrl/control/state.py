@@ -186,13 +186,6 @@ class JobState:
         counter.returned += [slot for slot in slots if slot in counter.open and slot not in counter.returned]
         self.changed.add(name)
 
-    def return_slots_of(self, name: str, owner: str) -> int:
-        """Let all open slots of an owner be claimed again; returns their number."""
-        if name not in self.counters:
-            return 0
-        self.return_slots(name, slots := self._slots_of(name, owner))
-        return len(slots)
-
     def remove_counter(self, name: str) -> None:
         self.counters.pop(name, None)
         self.changed.add(name)
@@ -216,7 +209,8 @@ class JobState:
     def give_up_worker(self, worker: str, reason: str) -> None:
         """Continue without a worker: others run its open tickets."""
         self.put("workers/given_up", self.facts.get("workers/given_up", {}) | {worker: reason})
-        self.return_slots_of(TICKETS, worker)
+        if TICKETS in self.counters:
+            self.return_slots(TICKETS, self._slots_of(TICKETS, worker))
 
     def start_epoch(self, epoch: dict[str, Json], limit: int) -> None:
         """Start a ticket epoch, so that its slots can be claimed below `limit`. Later epochs start at a fence."""
@@ -288,7 +282,7 @@ COMMANDS: dict[str, Callable[..., Json]] = {
     for each in (
         JobState.put, JobState.put_if_absent, JobState.add, JobState.get,
         JobState.open_counter, JobState.set_limit, JobState.claim, JobState.claims_of, JobState.close,
-        JobState.return_slots, JobState.return_slots_of, JobState.remove_counter, JobState.read_counter,
+        JobState.return_slots, JobState.remove_counter, JobState.read_counter,
         JobState.owners, JobState.give_up_worker, JobState.start_epoch, JobState.fence, JobState.read_epochs,
     )
 }  # fmt: skip

@@ -22,7 +22,7 @@ class TicketClaims:
         self._unfinished: list[TicketClaim] | None = None  # that an earlier instance claimed and did not close
 
     def claim(self, count: int) -> list[TicketClaim]:
-        """Up to `count` tickets, as far as they are at hand; more are claimed in the background. Never waits."""
+        """Up to `count` tickets that are at hand; more are claimed in the background. Never waits."""
         if self._unfinished is None:
             if not self._control.ticket_epoch_count():
                 return []

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,34 @@ def test_a_long_journal_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.M
     write(path, state, range(500, 600))  # opened again
     assert restore(path).facts["sum"] == sum(range(600))
     assert [each.name for each in tmp_path.iterdir()] == ["journal"]
+
+
+def test_a_snapshot_during_a_sync_leaves_nothing_unsynced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "COMPACT_BYTES", 2000)
+    started, released, synced = threading.Event(), threading.Event(), []
+
+    def sync(descriptor: int, real: Callable[[int], None] = os.fdatasync) -> None:
+        started.set()
+        assert released.wait(30)
+        real(descriptor)
+        synced.append(os.fstat(descriptor).st_size)
+
+    async def append() -> None:
+        opened = Journal(tmp_path / "journal")
+        long, short = [["put", "key", "x" * 1900]], [["put", "key", "y"]]
+        opened.append("a", 1, long, JobState())
+        running = asyncio.create_task(opened.sync())
+        await asyncio.to_thread(started.wait, 30)
+        opened.append("a", 2, long, JobState())  # becomes a snapshot of an empty state
+        released.set()
+        await running
+        opened.append("a", 3, short, JobState())
+        await opened.sync()
+        assert synced[-1] == (tmp_path / "journal").stat().st_size
+        opened.close()
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    asyncio.run(append())
 
 
 @pytest.mark.parametrize("line", [b"[]\n", b"nonsense\n", b'["a", 1, [["explode"]]]\n', b"{}\n"])
