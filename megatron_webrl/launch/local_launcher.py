@@ -58,7 +58,6 @@ class LocalLauncher:
     visible_devices: dict[str, str] = field(init=False)  # CUDA_VISIBLE_DEVICES by role; empty without GPUs
     journal: EventLog = field(init=False)
     supervisor: RoleSupervisor = field(init=False)
-    _control: ControlClient | None = None
     lease: RunLease | None = field(default=None, init=False)  # set with the run's folder
 
     def __post_init__(self) -> None:
@@ -186,14 +185,14 @@ class LocalLauncher:
 
     def _start_control(self) -> ControlClient:
         start = partial(self._start, environment={})
-        path = role_process.start_control_process(self.config, start, CONTROL_HOST, CONTROL_PORT, self.scratch)
-        control = self._control = ControlClient(path, "launcher", while_lost=self.supervisor.restart_control)
+        role_process.start_control_process(self.config, start, CONTROL_HOST, CONTROL_PORT, self.scratch)
+        control = self.supervisor.control
         self.watchdog = Watchdog(self.config, control, self.journal, self._warn)
         return control
 
     def _connect(self) -> ControlClient:
-        assert self._control is not None  # no role is polled before
-        return self._control
+        path = role_process.control_address_path(self.config)
+        return ControlClient(path, "launcher", while_lost=self.supervisor.restart_control)
 
     def _warn(self, message: str) -> None:
         self.console.print(message, style="yellow", markup=False, soft_wrap=True)

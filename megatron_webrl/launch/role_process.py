@@ -82,8 +82,8 @@ def rank_environment(
 
 def start_control_process(
     config: Config, start: Callable[[str, list[str]], SupervisedProcess], host: str, port: int, scratch: Path
-) -> Path:
-    """Start the control service with `start(name, arguments)` and wait until it listens; returns its address file.
+) -> None:
+    """Start the control service with `start(name, arguments)` and wait until it listens.
 
     `port` 0: any free one. `scratch`: local folder for its journal, with which it can be started again. Raises
     RoleStartError if it exits, or does not listen within run.startup_timeout_seconds.
@@ -94,7 +94,6 @@ def start_control_process(
     arguments = ["control", "--config", str(config_path(config)), *files]
     role = start("control", [*arguments, "--host", host, "--port", str(port)])
     wait_for_control_address(path, config.run.startup_timeout_seconds, role.failure_message)
-    return path
 
 
 def wait_for_control_address(

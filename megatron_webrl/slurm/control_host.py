@@ -52,7 +52,6 @@ class ControlHost:
         self.updates.poll()  # those of an earlier launch
         self.journal = EventLog(config.run_folder)
         self.supervisor = RoleSupervisor(config, self.journal, self._report, self._connect)
-        self._control: ControlClient | None = None
 
     def run(self) -> int:
         """Run until the job has ended; returns the exit code: 0 clean, 1 failed, another to be requeued."""
@@ -108,8 +107,8 @@ class ControlHost:
 
     def _start_control(self) -> ControlClient:
         port = place_processes(self.config).control_port
-        path = role_process.start_control_process(self.config, self._start, self.host, port, self.scratch)
-        control = self._control = ControlClient(path, "host", while_lost=self.supervisor.restart_control)
+        role_process.start_control_process(self.config, self._start, self.host, port, self.scratch)
+        control = self.supervisor.control
         self._report(f"control service at {self.host}:{port}")
         self.watchdog = Watchdog(self.config, control, self.journal, self._report)
         return control
@@ -127,8 +126,8 @@ class ControlHost:
         return None
 
     def _connect(self) -> ControlClient:
-        assert self._control is not None  # set before it polls
-        return self._control
+        path = role_process.control_address_path(self.config)
+        return ControlClient(path, "host", while_lost=self.supervisor.restart_control)
 
     def _await_control_exit(self) -> None:
         """Wait for the control service, which exits once every role has had the time to read the outcome."""
