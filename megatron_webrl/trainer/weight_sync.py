@@ -90,8 +90,8 @@ class WeightSyncer:
         self.version = self.version if new_engines_only else version
         if self._plan is None:
             self._make_plan(broadcast_object(self._await_engines() if self._rank == 0 else {}))
-        pending = broadcast_object(self._engines_to_serve(new_engines_only) if self._rank == 0 else {})
-        self._given_up = broadcast_object(self._given_up)
+        pending = self._engines_to_serve(new_engines_only) if self._rank == 0 else {}
+        pending, self._given_up = broadcast_object((pending, self._given_up))
         failures = _all_failures(self._join_all(pending))
         served = {worker: a.link_id for worker, a in pending.items() if worker not in failures}
         if served:
