@@ -268,7 +268,7 @@ class EgressPolicy:
             raise EgressDenied(kind, f"{endpoint.host} leads to {_unwrapped(readings[0])}, which is a {kind} address")
         if any(each in self.job for each in readings):
             raise EgressDenied("this_job", f"{endpoint.host} leads to {address}, a node of this job")
-        if any(each in machine_addresses() for each in readings):
+        if not machine_addresses().isdisjoint(readings):
             raise EgressDenied("this_machine", f"{endpoint.host} leads to {address}, an address of this machine")
 
 
