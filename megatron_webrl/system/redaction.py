@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import unquote
@@ -31,21 +31,25 @@ def declare_secret(value: str) -> None:
         _declared.add(value)
 
 
-def secret_values(environment: Mapping[str, str]) -> set[str]:
-    """Values of the variables whose names say that they are secret, but for paths; passwords of addresses in any."""
-    found = set(_declared)
-    for name, value in environment.items():
+@lru_cache(maxsize=4)
+def _secret_values(environment: tuple[tuple[str, str], ...], declared: frozenset[str]) -> list[str]:
+    """Values of the variables whose names say that they are secret, but for paths; passwords of addresses in any.
+
+    Longest first. They are remembered: every line of a log asks for them, and a path may be on a stalled file system.
+    """
+    found = set(declared)
+    for name, value in environment:
         if _SECRET_NAME.search(name) and not Path(value).exists():
             found.add(value.strip())
         for user in _USER_OF_ADDRESS.findall(value) if "@" in value else ():
             password = user.partition(":")[2]
             found |= {password, unquote(password)}
-    return {value for value in found if len(value) >= MIN_SECRET_CHARS}
+    return sorted((value for value in found if len(value) >= MIN_SECRET_CHARS), key=len, reverse=True)
 
 
 def redact(text: str) -> str:
     """The text with "***" for each secret, also where JSON has escaped some of its characters by a backslash."""
-    for value in sorted(secret_values(os.environ), key=len, reverse=True):
+    for value in _secret_values(tuple(os.environ.items()), frozenset(_declared)):
         text = text.replace(value, HIDDEN)
         if "\\" in text:
             text = re.sub(r"\\*".join(map(re.escape, value)), HIDDEN, text)
