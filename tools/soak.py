@@ -76,9 +76,8 @@ class Soak:
         made, began = len(self.job.updates()), time.monotonic()
         try:
             inject(self.job)
-        except (psutil.Error, LookupError) as error:  # it is being restarted
+        except (psutil.Error, LookupError):  # it is being restarted
             self.faults[f"{name} (no target)"] += 1
-            del error
             return
         self.faults[name] += 1
         self.job.until(lambda: len(self.job.updates()) > made, f"update after the fault {name!r}", RECOVERY_SECONDS)

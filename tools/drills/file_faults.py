@@ -1,7 +1,7 @@
 """Let a process fail at a chosen one of its file operations below a folder.
 
 `FileFaults` replaces functions of `os` and `io.open` in this process. At operation number `at` the process is killed,
-or an operation fails with an error. With `power_loss` the folder is first brought into a state in which a power failure
+or an operation fails with an error. With `power_loss` the folder first gets a state in which a power failure
 could leave it: bytes written after the last fsync of a file are cut off, and new names, renames and deletions after the
 last fsync of their folder are undone, all or the last ones of them. A `torn` write leaves half of its bytes.
 """
