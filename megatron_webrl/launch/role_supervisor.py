@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_webrl.cluster.placement import worker_name_of
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.control.connection import ControlLost, JobFailed
 from megatron_webrl.launch import trainer_failure
 from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE
 from megatron_webrl.launch.trainer_failure import TrainerFailure
@@ -149,12 +149,12 @@ class RoleSupervisor:
     def restart_control(self) -> None:
         """Start the control service again if it has failed: no other failure can be handled without it.
 
-        Raises JobFailed if it has failed too often.
+        Raises JobFailed if it has failed too often, ControlLost once it has exited after the end of the job.
         """
-        for role in self.roles:
-            if role.name != CONTROL or (failure := role.poll_failure()) is None:
-                continue
-            if self._handle_control_failure(role, failure) is not None:
+        for role in (role for role in self.roles if role.name == CONTROL):
+            if not role.is_active and role.failure_message() is None:
+                raise ControlLost("the control service has exited after the end of the job")
+            if (failure := role.poll_failure()) is not None and self._handle_control_failure(role, failure) is not None:
                 raise JobFailed(failure)
 
     def _handle_control_failure(self, role: SupervisedProcess, failure: str) -> str | None:

@@ -14,17 +14,17 @@ import pytest
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.connection import JobEnded, JobFailed
+from megatron_webrl.control.connection import ControlLost, JobEnded, JobFailed
 from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
 from megatron_webrl.launch import role_process, watchdog
-from megatron_webrl.launch.role_supervisor import RoleSupervisor
+from megatron_webrl.launch.role_supervisor import CONTROL, RoleSupervisor
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.system import child_process, restart_policy
 from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking import events
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.types import is_infrastructure_failure
-from tests.job_control import connect, control_service
+from tests.job_control import connect, control_service, start
 from tests.waiting import until
 
 SLEEPS = [sys.executable, "-c", "import time; print('served', flush=True); time.sleep(600)"]
@@ -235,3 +235,19 @@ def test_a_delay_holds_no_other_role_up(tmp_path: Path, monkeypatch: pytest.Monk
         assert first.restart_at is not None
         assert here.supervisor.is_active
         here.poll_until("runs", second)
+
+
+def test_nothing_waits_for_a_control_service_that_has_exited_after_the_end_of_the_job(tmp_path: Path) -> None:
+    address, thread = start(tmp_path)
+    here = Machine(tmp_path, address)
+    role = here.start(CONTROL, [sys.executable, "-c", ""])
+    until(lambda: not role.is_active, "its end")
+    launcher = ControlClient(address, "launcher", lost_seconds=20.0, while_lost=here.supervisor.restart_control)
+    launcher.end_job("finished")
+    launcher.shutdown()
+    thread.join()
+    started = time.monotonic()
+    with pytest.raises(ControlLost, match="has exited after the end of the job"):
+        launcher.job_end()
+    launcher.shutdown()
+    assert time.monotonic() - started < 15.0
