@@ -39,7 +39,7 @@ from tools.drills.report import Findings, run
 EPISODES = 2  # of an update
 KEEP = 2  # checkpoints
 GOAL_POINTS = 1000
-STRIDE, SHORT_STRIDE = 1, 7  # operations from one crash point to the next
+STRIDE, SHORT_STRIDE = 1, 15  # operations from one crash point to the next
 MEMORY = "/dev/shm"  # where fsync takes no time
 EPISODE = trajectory(0, 0)
 
@@ -161,14 +161,15 @@ SCENARIOS = {scenario.__name__: scenario for scenario in (publish, resume, reque
 
 
 def measure(quick: bool) -> Findings:
-    """Crash at each operation of each scenario; every seventh in the short form."""
+    """Crash at each operation of each scenario; in the short form at every fifteenth, others for each kind of crash."""
     findings, points, found = Findings(), 0, Counter[str]()
+    crashes, stride = (SHORT, SHORT_STRIDE) if quick else (LONG, STRIDE)
     for name, scenario in SCENARIOS.items():
         with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
             operations = _count(Path(folder), scenario)
         findings.figures[f"operations of {name}"] = operations
-        for crash in SHORT if quick else LONG:
-            for at in range(1, operations + 1, SHORT_STRIDE if quick else STRIDE):
+        for number, crash in enumerate(crashes):
+            for at in range(1 + number * stride // len(crashes), operations + 1, stride):
                 with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
                     problem = _crash(Path(folder, "run"), name, at, crash)
                 points += 1

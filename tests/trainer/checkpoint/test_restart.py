@@ -14,7 +14,7 @@ from tests.gloo import spawn
 from tests.trainer.checkpoint import restart_ranks as ranks
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_job_whose_trainer_dies_loses_no_group_and_trains_none_twice(tmp_path: Path, seed: int) -> None:
     spawn(ranks.run, str(tmp_path), seed, ranks=1, seconds=300)
     attempts = json.loads((tmp_path / "found.json").read_text())
