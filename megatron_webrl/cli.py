@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import logging
 import os
 import secrets
@@ -65,7 +66,9 @@ def entry() -> None:
     # nohup, cron and the background of a script start commands with SIGINT ignored, and Python then raises nothing.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    code = main()
+    gc.freeze()  # the interpreter's last collection would take more than a second for the modules of torch
+    sys.exit(code)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -299,10 +302,12 @@ def _trainer(options: argparse.Namespace) -> int:
     def run(control: ControlClient, ring: NodeRing) -> None:
         from megatron_webrl.model import platform
 
+        gc.disable()  # collections of what imports keep are a fifth of their time
         platform.activate(config.model.platform)  # before Megatron is imported
         from megatron_webrl.trainer import main as training
         from megatron_webrl.trainer import weight_sync_check
 
+        gc.enable()
         if options.weights_only:
             weight_sync_check.run(config, control, rank, ring)
         else:

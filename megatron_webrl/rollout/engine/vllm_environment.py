@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from typing import TYPE_CHECKING, Any
@@ -133,9 +134,12 @@ def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | 
     """
     torchvision_shim.install()
     os.environ.update(engine_environment(config, span))
+    gc.disable()  # collections of what imports keep are a fifth of their time
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    gc.enable()
 
     class Client(AsyncLLM):
         def __del__(self) -> None:
