@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,8 @@ from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.connection import Connection, ControlLost
 from megatron_webrl.system.text import first_line
 
-QUERY_SECONDS = 2.0
+CONNECT_SECONDS = 0.3  # limit for the host to accept the connection, which its kernel does for a busy service, too
+QUERY_SECONDS = 2.0  # limit for an answer
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,21 @@ class ControlStatus:
 
 
 def query(path: Path, seconds: float = QUERY_SECONDS) -> ControlStatus | str:
-    """The status of the job whose control service the file names, or the reason why it is unknown after `seconds`."""
+    """The status of the job whose control service the file names, or the reason why it is unknown.
+
+    A host that is gone is known after CONNECT_SECONDS, an ended service at once, one that hangs after `seconds`.
+    """
     address, connection = ControlAddress.read(path), Connection(path, "status")
     if address is None:
         return f"{path} cannot be read" if path.is_file() else "the job has not started"
+    limit = CONNECT_SECONDS
     try:
-        return ControlStatus.from_json(connection.status(seconds))
-    except (ControlLost, ValueError) as error:
+        socket.create_connection((address.host, address.port), limit).close()
+        limit = seconds
+        return ControlStatus.from_json(connection.status(limit))
+    except (ControlLost, OSError, ValueError) as error:
         cause = error.__cause__ or error
-        reason = f"no answer within {seconds:.0f} s" if isinstance(cause, TimeoutError) else first_line(cause)
+        reason = f"no answer within {limit:g} s" if isinstance(cause, TimeoutError) else first_line(cause)
         return f"{address.host}:{address.port} does not respond ({getattr(cause, 'strerror', None) or reason})"
     finally:
         connection.close()

@@ -193,6 +193,30 @@ def test_a_killed_job_is_silent(config: Config) -> None:
     assert report.expected_end is None
 
 
+def test_an_ended_control_service_and_a_host_that_is_gone_are_known_at_once(config: Config) -> None:
+    begin(config)
+    process = serve(config.run_folder, "a-ring")
+    process.kill()
+    process.wait()
+    path = config.run_folder / "control.json"
+    began = time.monotonic()
+    assert "does not respond (Connection refused)" in str(control_probe.query(path))
+    assert time.monotonic() - began < 1.5
+    with socket.socket() as full:  # a listener with no room drops further connections, as a lost host does
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(3)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        ControlAddress(*full.getsockname(), 1, "a-ring", "token").write(path)
+        began = time.monotonic()
+        assert "does not respond (no answer within 0.3 s)" in str(control_probe.query(path))
+        assert time.monotonic() - began < 1.5
+        for each in waiting:
+            each.close()
+
+
 def test_the_wait_for_a_hung_control_service_is_limited(config: Config) -> None:
     begin(config)
     process = serve(config.run_folder, "a-ring")
