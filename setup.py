@@ -76,5 +76,5 @@ setup(
             "flask-cors",
         ],
     },
-    entry_points={"console_scripts": ["webrl = megatron_webrl.cli:entry"]},
+    entry_points={"console_scripts": ["webrl = megatron_webrl.__main__:entry"]},
 )

@@ -61,16 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def entry() -> None:
-    """The console script."""
-    # nohup, cron and the background of a script start commands with SIGINT ignored, and Python then raises nothing.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    code = main()
-    gc.freeze()  # the interpreter's last collection would take more than a second for the modules of torch
-    sys.exit(code)
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse, with settings allowed after options, which argparse does not recognize."""
     parser = _parser()
@@ -386,7 +376,3 @@ def _ring(config: Config, node: int, job_id: str) -> NodeRing:
     from megatron_webrl.ring.node_ring import NodeRing
 
     return NodeRing(node, ring_name(config, node) if config.cluster.nodes > 1 else job_id, job_id)
-
-
-if __name__ == "__main__":
-    entry()

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_webrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
+    {"__main__"},
     {"cli"},
     {"slurm", "doctor", "parity", "gpu_check"},
     {"preflight"},
@@ -135,7 +136,7 @@ def test_the_types_import_nothing_from_the_package():
 
 
 def test_the_root_of_the_package_holds_three_modules():
-    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "cli.py", "types.py"}
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "cli.py", "types.py"}
 
 
 def renaming_modules() -> set[str]:

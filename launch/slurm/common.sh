@@ -26,7 +26,7 @@ STEP_EXIT_SECONDS=${STEP_EXIT_SECONDS:-120}
 log() { echo "job: $*"; }
 
 # webrl ARGUMENTS: runs webrl on this node, in the container if apptainer runs it.
-webrl() { "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"; }
+webrl() { "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl "$@"; }
 
 # check_python: exits if PYTHON, which is the image's for a job with pyxis, does not import this package on this machine.
 check_python() {
@@ -49,7 +49,7 @@ run_on() {
     srun --overlap ${GROUP:+--het-group="$GROUP"} --nodes="$count" --ntasks="$count" --ntasks-per-node=1 \
         --nodelist="$(IFS=,; echo "${nodes[*]}")" --cpu-bind=none --mem-bind=none --mpi=none --unbuffered \
         ${SRUN_OPTIONS:---kill-on-bad-exit=1} "${CONTAINER_OPTIONS[@]}" \
-        "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl.cli "$@"
+        "${CONTAINER_COMMAND[@]}" "$PYTHON" -m megatron_webrl "$@"
 }
 
 # create_containers "NODES": with pyxis, creates the container of the job on these nodes, which all later steps use. Two

@@ -133,7 +133,7 @@ class LocalServers:
     @staticmethod
     def _command(sessions: int, address_file: Path) -> list[str]:
         return [
-            sys.executable, "-m", "megatron_webrl.cli", "browsers", "serve",
+            sys.executable, "-m", "megatron_webrl", "browsers", "serve",
             str(address_file.with_name("config.yaml")), "--host", "127.0.0.1", "--port", "0",
             "--sessions", str(sessions), "--address-file", str(address_file), "--die-with-parent",
         ]  # fmt: skip

@@ -44,7 +44,7 @@ def is_file_system_failure(error: BaseException | None) -> bool:
 
 def webrl_command(arguments: Sequence[str]) -> list[str]:
     """The `webrl` command, run by this Python."""
-    return [sys.executable, "-m", "megatron_webrl.cli", *arguments]
+    return [sys.executable, "-m", "megatron_webrl", *arguments]
 
 
 def config_path(config: Config) -> Path:

@@ -320,7 +320,7 @@ def test_a_role_on_a_node_that_there_is_not_is_refused(nodes: int, node: int, tm
     path.write_text(f"cluster: {{nodes: {nodes}}}\n")
     control = str(tmp_path / "control.json")
     words = ["rollout", "--config", str(path), "--control", control, "--worker", "0", f"--node={node}"]
-    command = [sys.executable, "-m", "megatron_webrl.cli", *words]
+    command = [sys.executable, "-m", "megatron_webrl", *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert f"--node={node} is not one of the {nodes} nodes" in ended.stderr

@@ -77,7 +77,7 @@ def serving(*arguments: str, **environment: str) -> Iterator[Server]:
     """`webrl browsers ...` as a ready process; it and its descendants are ended afterwards."""
     with tempfile.TemporaryDirectory() as temporary:
         file, log = Path(temporary) / "address", Path(temporary) / "log"
-        command = [sys.executable, "-m", "megatron_webrl.cli", "browsers", *arguments, "--die-with-parent"]
+        command = [sys.executable, "-m", "megatron_webrl", "browsers", *arguments, "--die-with-parent"]
         if "--port" not in arguments:
             command += ["--port", "0"]
         with log.open("wb") as output:

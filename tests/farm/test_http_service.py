@@ -224,7 +224,7 @@ async def test_a_terminated_server_leaves_no_process(client: aiohttp.ClientSessi
 async def test_a_server_ends_with_its_parent_if_configured(client: aiohttp.ClientSession, tmp_path: Path) -> None:
     file = tmp_path / "address"
     command = [
-        sys.executable, "-m", "megatron_webrl.cli", "browsers", "serve", "--port", "0", "--sessions", "1",
+        sys.executable, "-m", "megatron_webrl", "browsers", "serve", "--port", "0", "--sessions", "1",
         "--address-file", str(file), "--die-with-parent", *SMALL,
     ]  # fmt: skip
     parent = subprocess.Popen(

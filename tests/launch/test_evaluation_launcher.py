@@ -63,7 +63,7 @@ def run_folder(tmp_path: Path, tiny_model: Path) -> Path:
 
 def start(output: Path, *arguments: object) -> subprocess.Popen[bytes]:
     environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
-    command = [sys.executable, "-m", "megatron_webrl.cli", "eval", *map(str, arguments)]
+    command = [sys.executable, "-m", "megatron_webrl", "eval", *map(str, arguments)]
     with output.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 

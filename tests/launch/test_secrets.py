@@ -37,7 +37,7 @@ def test_no_secret_of_a_job_reaches_a_browser_a_command_line_a_file_or_mlflow(jo
 )
 def test_a_setting_that_holds_a_secret_is_refused_and_not_repeated(setting: str, tmp_path: Path, tiny_model: Path):
     (tmp_path / "config.yaml").write_text(json.dumps({"model": {"path": str(tiny_model)}}))
-    command = [sys.executable, "-m", "megatron_webrl.cli", "train", str(tmp_path / "config.yaml"), setting, "--check"]
+    command = [sys.executable, "-m", "megatron_webrl", "train", str(tmp_path / "config.yaml"), setting, "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith(f"webrl: {setting.partition('=')[0]} ")

@@ -233,7 +233,7 @@ def test_a_user_can_request_stacks(tmp_path: Path) -> None:
         command = [
             sys.executable,
             "-m",
-            "megatron_webrl.cli",
+            "megatron_webrl",
             "node",
             "stacks",
             str(here.config.run_folder / "config.yaml"),

@@ -67,7 +67,7 @@ class Job:
     def start(
         self,
         *overrides: str,
-        program: Sequence[str] = ("-m", "megatron_webrl.cli"),
+        program: Sequence[str] = ("-m", "megatron_webrl"),
         config: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -116,7 +116,7 @@ class Job:
 
     def status(self) -> tuple[int, dict[str, Any]]:
         """Exit code and report of `webrl status`."""
-        command = self._command("-m", "megatron_webrl.cli", "status", str(self.run_folder), "--json")
+        command = self._command("-m", "megatron_webrl", "status", str(self.run_folder), "--json")
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=False)
         return done.returncode, json.loads(done.stdout)
 
@@ -139,7 +139,7 @@ class Job:
         """The process of a role, by what its launcher called it."""
         for process in self.processes():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get("WEBRL_ROLE") == name and "megatron_webrl.cli" in " ".join(process.cmdline()):
+                if process.environ().get("WEBRL_ROLE") == name and "-m megatron_webrl " in " ".join(process.cmdline()):
                     return process
         return None
 

@@ -128,7 +128,7 @@ def test_a_signal_ends_the_command_and_leaves_no_partial_file(
     save_config(config, tmp_path / "config.yaml")
     folder.mkdir()
     start = ["env", "--ignore-signal=INT"] if ignored else []
-    command = [*start, sys.executable, "-m", "megatron_webrl.cli", "demonstrate", str(tmp_path / "config.yaml")]
+    command = [*start, sys.executable, "-m", "megatron_webrl", "demonstrate", str(tmp_path / "config.yaml")]
     with started([*command, "--out", str(folder / "made.records")], stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 120
         while not any(path.stat().st_size > 16 for path in folder.glob(".*.writing")):  # more than its head: episodes

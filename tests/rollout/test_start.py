@@ -27,7 +27,7 @@ def test_the_end_of_the_job_ends_a_worker_whose_engine_starts(tmp_path: Path, ti
         log = tmp_path / "log"
         with log.open("wb") as file:
             worker = subprocess.Popen(
-                [sys.executable, "-m", "megatron_webrl.cli", "rollout", *command], stdout=file, stderr=subprocess.STDOUT
+                [sys.executable, "-m", "megatron_webrl", "rollout", *command], stdout=file, stderr=subprocess.STDOUT
             )
         try:
             until(lambda: control.status_of("rollout-0") == "starting the engine", log.read_text, STARTS_SECONDS)

@@ -196,7 +196,7 @@ class Host:
 
     def __init__(self, config: Config) -> None:
         self.config, self.output = config, config.run_folder / "out.log"
-        command = [sys.executable, "-m", "megatron_webrl.cli", "node", "eval", str(config.run_folder / "config.yaml")]
+        command = [sys.executable, "-m", "megatron_webrl", "node", "eval", str(config.run_folder / "config.yaml")]
         environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(

@@ -47,7 +47,7 @@ class NodeJob:
         self.roles: dict[str, Any] = {}
 
     def start(self, name: str, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "megatron_webrl.cli", *arguments, "--config", str(self.folder / "config.yaml")]
+        command = [sys.executable, "-m", "megatron_webrl", *arguments, "--config", str(self.folder / "config.yaml")]
         full = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         full.pop("MLFLOW_TRACKING_URI", None)
         self.roles[name] = child_process.start_process(command, self.log(name), full, name)
@@ -75,7 +75,7 @@ class NodeJob:
         parts += [(role, ["--node", str(node)]) for node in (0, 1) for role in ("rollout", "trainer")]
         for role, arguments in parts:
             name = f"node-{arguments[-1]}-{role}"
-            command = [sys.executable, "-m", "megatron_webrl.cli", "node", role, path, *arguments]
+            command = [sys.executable, "-m", "megatron_webrl", "node", role, path, *arguments]
             environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
             self.roles[name] = child_process.start_process(command, self.log(name), environment, name)
 

@@ -56,7 +56,7 @@ def test_every_placed_process_is_started_once_with_its_placement() -> None:
         assert list(here) == [process.name for process in placement.on_node(node)]
         for process in placement.on_node(node):
             start = here[process.name]
-            assert start.command[:3] == (sys.executable, "-m", "megatron_webrl.cli")
+            assert start.command[:3] == (sys.executable, "-m", "megatron_webrl")
             assert start.command[3] == process.role
             expected = {"--config": "runs/8b_4node/config.yaml", "--control": "runs/8b_4node/control.json"}
             expected["--node"] = str(node)
@@ -221,7 +221,7 @@ def start_step(address: Path, role: str, *more: str, **environment: str) -> subp
     command = [
         sys.executable,
         "-m",
-        "megatron_webrl.cli",
+        "megatron_webrl",
         "node",
         role,
         str(role_process.config_path(config)),
@@ -344,7 +344,7 @@ def test_missing_cores_are_refused(tmp_path: Path) -> None:
     config.run_folder.mkdir()
     save_config(config, role_process.config_path(config))
     ControlAddress("127.0.0.1", 1, 1, "job", "token").write(role_process.control_address_path(config))
-    command = [sys.executable, "-m", "megatron_webrl.cli", "node", "trainer", str(role_process.config_path(config))]
+    command = [sys.executable, "-m", "megatron_webrl", "node", "trainer", str(role_process.config_path(config))]
     done = subprocess.run(
         [*command, "--node", "0"],
         capture_output=True,
@@ -361,7 +361,7 @@ def test_a_job_is_stopped_cleanly_or_as_failed(tmp_path: Path) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here"])
     config.run_folder.mkdir()
     save_config(config, role_process.config_path(config))
-    command = [sys.executable, "-m", "megatron_webrl.cli", "node", "stop", str(role_process.config_path(config))]
+    command = [sys.executable, "-m", "megatron_webrl", "node", "stop", str(role_process.config_path(config))]
     early = subprocess.run(command, cwd=ROOT, timeout=60, check=False, stderr=subprocess.PIPE, text=True)
     assert (early.returncode, early.stderr) == (1, "webrl node stop: the control service did not start within 1 s\n")
     with control_service(config.run_folder) as address:

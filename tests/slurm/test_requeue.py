@@ -94,7 +94,7 @@ def test_a_signalled_job_saves_and_resumes_and_a_stopped_one_does_not(five: Clus
         job.until_it_runs()
     signalled.signal()
     late.signal()
-    stop = [sys.executable, "-m", "megatron_webrl.cli", "node", "stop", str(stopped.run_folder / "config.yaml")]
+    stop = [sys.executable, "-m", "megatron_webrl", "node", "stop", str(stopped.run_folder / "config.yaml")]
     subprocess.run(stop, check=True, timeout=60)
     five.run("scancel", cancelled.job)
 

@@ -184,7 +184,7 @@ def test_the_exit_code_tells_a_healthy_run_from_others(
 
 def test_ctrl_c_ends_a_watch_cleanly(tmp_path: Path) -> None:
     made = make_run(tmp_path)
-    command = [sys.executable, "-m", "megatron_webrl.cli", "status", str(made.run_folder), "--watch", "0.1", "--json"]
+    command = [sys.executable, "-m", "megatron_webrl", "status", str(made.run_folder), "--watch", "0.1", "--json"]
     with started(command, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(2)]

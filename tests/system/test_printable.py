@@ -57,7 +57,7 @@ def test_printable_text_keeps_all_but_the_characters_that_act(text: str) -> None
 def test_a_refused_command_line_sends_nothing_to_the_terminal(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text('browser: {executable: "\\e]0;owned\\a"}\n')
-    command = [sys.executable, "-m", "megatron_webrl.cli", "browsers", "serve", str(config)]
+    command = [sys.executable, "-m", "megatron_webrl", "browsers", "serve", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "browser.executable=\\x1b]0;owned\\x07 is not an executable file" in done.stderr

@@ -21,7 +21,7 @@ def run_job(config: Path, name: str, overrides: Sequence[str], folder: Path) -> 
     Its output goes to <name>.log. It gets SIGTERM when this process ends.
     """
     locations = [f"run.name={name}", f"run.directory={folder / 'runs'}"]
-    command = [sys.executable, "-m", "megatron_webrl.cli", "train", str(config), *locations, *overrides]
+    command = [sys.executable, "-m", "megatron_webrl", "train", str(config), *locations, *overrides]
     log = folder / f"{name}.log"
     set_death_signal = partial(die_with_parent, signal.SIGTERM, os.getpid())
     with log.open("w") as file:

@@ -51,8 +51,7 @@ def kill_browsers(run: DrillJob) -> None:
     found = [
         process
         for process in run.cluster.processes(SECOND_NODE)
-        if "chrom" in _command_line(process).split(" ")[0]
-        or "megatron_webrl.cli browsers serve" in _command_line(process)
+        if "chrom" in _command_line(process).split(" ")[0] or "megatron_webrl browsers serve" in _command_line(process)
     ]
     if not found:
         raise DrillError(f"there are no browsers on {SECOND_NODE}")

@@ -111,7 +111,7 @@ def finish(outage: str, process: subprocess.Popen[str], folder: Path, server: ML
         server.start()
     before = len(sent_steps(server, run))
     environment = {**os.environ, "MLFLOW_TRACKING_URI": server.uri}
-    subprocess.run([sys.executable, "-m", "megatron_webrl.cli", "upload", str(run)], env=environment, check=True)
+    subprocess.run([sys.executable, "-m", "megatron_webrl", "upload", str(run)], env=environment, check=True)
     steps = sent_steps(server, run)
     lost = (measured["call_seconds"] + measured["thread_cpu_seconds"]) / measured["seconds"]
     complete = steps == list(range(1, measured["updates"] + 1))

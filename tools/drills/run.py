@@ -156,7 +156,7 @@ class DrillJob:
         for process in self.cluster.processes(node):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 role = process.environ().get(child_process.ROLE_VARIABLE)
-                if role == name and "megatron_webrl.cli" in " ".join(process.cmdline()):
+                if role == name and "-m megatron_webrl " in " ".join(process.cmdline()):
                     return process
         return None
 

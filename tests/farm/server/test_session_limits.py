@@ -23,7 +23,7 @@ from megatron_webrl.farm.server.session_limits import (
 from tests.farm.conftest import LIMIT, ROOT, SMALL, Http, browser_server
 
 PIDS = Path("/sys/fs/cgroup/pids")
-SERVE = [sys.executable, "-m", "megatron_webrl.cli", "browsers", "serve", "--port", "0", "--sessions", "20", *SMALL]
+SERVE = [sys.executable, "-m", "megatron_webrl", "browsers", "serve", "--port", "0", "--sessions", "20", *SMALL]
 
 
 def refusal(prefix: str) -> str:

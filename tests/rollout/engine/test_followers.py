@@ -49,7 +49,7 @@ def spanning(folder: Path, model: Path) -> Config:
 async def follower_process(stage: Stage) -> AsyncIterator[SupervisedProcess]:
     """`webrl rollout --follower`, which must exit with 0 at the end of the job."""
     arguments = ["--config", str(stage.path), "--control", str(stage.address_file), "--node", "1", "--worker", "0"]
-    command = [sys.executable, "-m", "megatron_webrl.cli", "rollout", *arguments, "--follower", "1"]
+    command = [sys.executable, "-m", "megatron_webrl", "rollout", *arguments, "--follower", "1"]
     role = SupervisedProcess(FOLLOWER, command, dict(os.environ), stage.folder / "follower.log").start()
     try:
         yield role
