@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import time
 import zlib
 from collections import deque
@@ -20,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.system.atomic_file import fsync
+from megatron_webrl.system import atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class History:
         self._write()
         os.fsync(self._descriptor)
         if not self._synced_folder:
-            fsync(self.path.parent)
+            atomic_file.fsync(self.path.parent)
             self._synced_folder = True
 
     def close(self) -> None:
@@ -91,6 +92,15 @@ class History:
         if self._failing:
             log.info("%s can be written again, and is complete", self.path)
         self._failing = False
+
+
+def detach_writers(path: Path) -> None:
+    """Replace a history by a copy, which no process has open: a suspended writer cannot add to it. Raises OSError.
+
+    The cost depends on the length, unlike that of everything else here.
+    """
+    with path.open("rb") as old, atomic_file.replacing(path) as copy:
+        shutil.copyfileobj(old, copy, 2**20)
 
 
 def append_shared(path: Path, lines: Sequence[bytes]) -> None:

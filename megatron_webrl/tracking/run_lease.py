@@ -4,9 +4,10 @@
     runs/x/checkpoints/.staging-000003-5f0c/   where the holder writes checkpoints before they get their names
 
 Epochs only grow. A launch takes the lease by making the file of the next epoch, which is atomic, and then moves the
-staging folders of all earlier ones away. A process of an earlier launch that wakes up later finds its file gone
-(`check`), and can publish nothing: the rename of a checkpoint, and of `latest`, starts in its staging folder. That
-holds also between a check and the rename, without a lock.
+staging folders of all earlier ones away and copies their histories. A process of an earlier launch that wakes up later
+finds its file gone (`check`), and can publish nothing: the rename of a checkpoint, and of `latest`, starts in its
+staging folder, and the histories that it has open are no longer those of the run. That holds also between a check and
+the rename or write, without a lock.
 
 A lease is taken over at once from a launch that has ended, from a dead process on the same machine, and from an earlier
 launch of the same Slurm job; otherwise when it has given no sign of life for TIMEOUT_SECONDS.
@@ -29,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system import atomic_file, child_process
+from megatron_webrl.system import atomic_file, child_process, history
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +188,8 @@ def take(run_folder: Path, holder: Holder, report: Callable[[str], None] | None 
             winner = f": {newest[1]}" if newest is not None else ""
             raise ConfigError(f"run.name={run_folder.name}: another job has just started in {run_folder}{winner}")
         _remove_earlier(lease)
+        for path in run_folder.glob("*.jsonl") if lease.epoch > 1 else ():
+            history.detach_writers(path)
     except OSError as error:
         raise ConfigError(
             f"{run_folder} cannot be written: {error.strerror}; set run.directory to a folder that can be"

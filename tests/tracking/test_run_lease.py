@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.system import child_process
+from megatron_webrl.system.history import History, read
 from megatron_webrl.tracking import run_lease
 from megatron_webrl.tracking.run_lease import Holder, LeaseLost, RunLease, take
 from tests.waiting import until
@@ -159,6 +161,40 @@ def test_the_staging_folder_of_an_earlier_launch_is_moved_away_with_its_content(
     with pytest.raises(FileNotFoundError):
         (first.staging / "000002").mkdir()
     assert [path.name for path in second.staging.glob("left-*/*")] == ["000001"]
+
+
+def test_a_process_suspended_after_its_check_adds_no_line_to_a_history_of_its_successor(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from megatron_webrl.system.history import History\n"
+        "from megatron_webrl.tracking.run_lease import Holder, take\n"
+        "lease = take(Path(sys.argv[1]), Holder.of_this_process({'SLURM_JOB_ID': '17'}))\n"
+        "suspended = [False]\n"
+        "def guard():\n"
+        "    lease.check()\n"
+        "    if suspended[0]: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "history = History(Path(sys.argv[1], 'updates.jsonl'), guard=guard)\n"
+        "history.append({'launch': 1, 'version': 1})\n"
+        "suspended[0] = True\n"
+        "history.append({'launch': 1, 'version': 2})\n"
+        "history.close()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    try:
+        until(lambda: child_process.process_state(process.pid) == "T", "its suspension", 30)
+        take(tmp_path, slurm("17", 1))
+        history = History(tmp_path / "updates.jsonl")
+        history.append({"launch": 2, "version": 2})
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(30) == 0
+        history.append({"launch": 2, "version": 3})
+        history.close()
+    finally:
+        process.kill()
+        process.wait()
+    lines = [(line["launch"], line["version"]) for line in read(tmp_path / "updates.jsonl")]
+    assert lines == [(1, 1), (2, 2), (2, 3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "lease", "updates.jsonl"]
 
 
 def test_a_damaged_lease_is_held_by_nobody_known_until_it_is_old(tmp_path: Path) -> None:
