@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 from megatron_webrl.config.load import parse_config, resolve_cluster_sizes
 from megatron_webrl.config.schema import Config
@@ -49,11 +51,21 @@ class EvaluatedCheckpoint:
         return path
 
     def convert(self, folder: Path) -> None:
-        """Convert a Megatron checkpoint to a Hugging Face folder. Raises ConfigError for incomplete weights."""
+        """Convert a Megatron checkpoint to a Hugging Face folder. Raises ConfigError for incomplete weights.
+
+        SIGTERM raises SystemExit meanwhile: unlike the signal's default, it leaves no incomplete folder.
+        """
+        before = signal.signal(signal.SIGTERM, _exit)
         try:
             megatron_to_hf(self.path, folder, SHARD_BYTES, ConversionOptions())
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def evaluation_config(checkpoint: EvaluatedCheckpoint, arguments: Sequence[str], nodes: int = 1) -> Config:

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch import role_process
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation, EvaluationProgress
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, check_output_file
@@ -28,16 +27,12 @@ def run_evaluation(checkpoint: EvaluatedCheckpoint, config: Config, console: Con
     check_output_file(file)
     role_process.check_ended(config)
     launcher = EvaluationLauncher(config, console, checkpoint=checkpoint, output_file=file)
-    if not checkpoint.is_megatron:
-        return launcher.run()
-    try:
-        launcher.convert_checkpoint()
-    except ConfigError:
-        shutil.rmtree(launcher.scratch, ignore_errors=True)
-        raise
-    except KeyboardInterrupt:
-        shutil.rmtree(launcher.scratch, ignore_errors=True)
-        return 130
+    if checkpoint.is_megatron:
+        try:
+            launcher.convert_checkpoint()
+        except BaseException:  # Ctrl-C and SIGTERM included
+            shutil.rmtree(launcher.scratch, ignore_errors=True)
+            raise
     return launcher.run()
 
 

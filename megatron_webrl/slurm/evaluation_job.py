@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
@@ -103,7 +101,6 @@ def convert_checkpoint(config: Config) -> None:
     job, folder = EvaluationJob.load(config.run_folder), config.run_folder / MODEL_FOLDER
     if not job.checkpoint.is_megatron:
         return
-    signal.signal(signal.SIGTERM, _exit)
     try:
         job.checkpoint.convert(folder)
     except ConfigError as error:
@@ -117,7 +114,3 @@ def convert_checkpoint(config: Config) -> None:
 
 def _command(*arguments: str) -> str:
     return " ".join(role_process.webrl_command(["node", *arguments]))
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # unlike the signal's default, it removes the incomplete folder

@@ -113,6 +113,31 @@ def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_no_process(run_f
     assert not left_by(process)
 
 
+SIGNALLED_WHILE_IT_CONVERTS = """
+import os, runpy, signal, sys
+
+def signal_at_first_weights(event, arguments):
+    if event == "open" and "/model" in str(arguments[0]) and str(arguments[0]).endswith((".safetensors", ".writing")):
+        signal.raise_signal(number.pop()) if number else None
+
+number = [int(sys.argv.pop(1))]
+sys.addaudithook(signal_at_first_weights)
+runpy.run_module("megatron_webrl", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_conversion_leaves_no_weights(run_folder: Path, tmp_path: Path, number: int) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-c", SIGNALLED_WHILE_IT_CONVERTS, str(int(number)), "eval", str(run_folder)]
+    done = subprocess.run(
+        command, env={**os.environ, "TMPDIR": str(scratch)}, timeout=120, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 128 + number, done.stderr
+    assert not list(scratch.glob("webrl-*"))
+
+
 class WithoutWorkers(EvaluationLauncher):
     """The first episode is claimed, and never ends."""
 
