@@ -131,7 +131,7 @@ class StackDumper:
     def __init__(self, journal: EventLog, report: Callable[[str], None]) -> None:
         """`journal`: event log of these roles; `report` shows a message. A request that is there already is ignored."""
         self.folder, self.journal, self.report = journal.folder, journal, report
-        self._done = self._file_version()
+        self._done = latest_request(self.folder)
         self._next = 0.0
 
     def poll(self, roles: Sequence[SupervisedProcess], connect: Callable[[], ControlClient]) -> None:
@@ -139,47 +139,32 @@ class StackDumper:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + POLL_SECONDS
-        if (version := self._file_version()) == self._done:
+        if (request := latest_request(self.folder)) is None or request == self._done:
             return
-        self._done = version
-        if (request := latest_request(self.folder)) is None:
-            return
+        self._done = request
         running = [role for role in roles if role.process.poll() is None]
         for role in running:
             for message in stack_dump.dump_stacks(role.process.pid, role.log, request.reason):
                 self.report(f"{role.name}: {message}")
         targets = [role for role in running if role.name in request.targets]
-        if targets:
-            self._kill(targets, request, connect)
-
-    def _kill(
-        self, targets: Sequence[SupervisedProcess], request: KillRequest, connect: Callable[[], ControlClient]
-    ) -> None:
         try:
-            self._kill_hung(targets, request, connect())
+            reports = connect().role_reports() if targets else {}
         except JobFailed as error:
             self.report(f"no role was killed: {error}")
-
-    def _kill_hung(self, targets: Sequence[SupervisedProcess], request: KillRequest, control: ControlClient) -> None:
-        reports = control.role_reports()
+            return
         for role in targets:
-            kind, value = request.targets[role.name]
-            if liveness_value(reports, role.name, kind) != value:
-                self.report(f"{role.name} has recovered and is not killed")
-                continue
-            message = f"killing {role.name}: {request.reason}"
-            role.process.output.add(f"ERROR {message}")  # the last log line, which its supervisor reports
-            self.report(message)
-            self.journal.add(role.name, events.KILLED, request.reason, role.log)
-            role.kill()
+            self._kill_if_hung(role, request, reports)
 
-    def _file_version(self) -> tuple[int, int] | None:
-        """Inode and modification time of the request file."""
-        try:
-            status = (self.folder / REQUEST_FILE).stat()
-        except FileNotFoundError:
-            return None
-        return status.st_ino, status.st_mtime_ns
+    def _kill_if_hung(self, role: SupervisedProcess, request: KillRequest, reports: RoleReports) -> None:
+        kind, value = request.targets[role.name]
+        if liveness_value(reports, role.name, kind) != value:
+            self.report(f"{role.name} has recovered and is not killed")
+            return
+        message = f"killing {role.name}: {request.reason}"
+        role.process.output.add(f"ERROR {message}")  # the last log line, which its supervisor reports
+        self.report(message)
+        self.journal.add(role.name, events.KILLED, request.reason, role.log)
+        role.kill()
 
 
 class Watchdog:
