@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -16,11 +17,11 @@ from megatron_webrl.browser.isolation import Isolation
 from megatron_webrl.browser.pool_counters import BrowserPoolCounters
 from megatron_webrl.browser.process_memory import pids_by_process_group
 from megatron_webrl.browser.session import Session
+from megatron_webrl.system.restart_policy import RestartPolicy
 
 log = logging.getLogger(__name__)
 
-LAUNCH_ATTEMPTS = 3
-LAUNCH_BACKOFF_SECONDS = 0.5  # before the second attempt; doubles with each further one
+LAUNCH_RETRIES = 2  # of one launch; a browser that ran and ended is replaced without a limit
 HEALTH_CHECK_SECONDS = 10.0  # between two checks of all browsers
 RECYCLE_EPISODES = 2000  # a browser that has served this many is replaced
 RECYCLE_MIB = 6144  # a browser grown by more since its launch, driver and open sessions included, is replaced
@@ -163,16 +164,16 @@ class BrowserSupervisor:
         """Launch a browser, then drain its predecessor. Raises BrowserCrashed."""
         assert self._closed_port is not None, "start() must come before session()"
         arguments = self._arguments(self._closed_port.getsockname()[1])
-        for attempt in range(LAUNCH_ATTEMPTS):
+        chromium, retries = None, RestartPolicy(LAUNCH_RETRIES)
+        while chromium is None:
             try:
                 self._counters.launches += 1
                 chromium = await Chromium.launch(self._executable, arguments, PAGE_MIB, self._isolation)
-                break
-            except BrowserCrashed:
+            except BrowserCrashed as error:
                 self._counters.failed_launches += 1
-                if attempt == LAUNCH_ATTEMPTS - 1:
+                if (retry_at := retries.next_restart(time.monotonic(), str(error))) is None:
                     raise
-                await asyncio.sleep(LAUNCH_BACKOFF_SECONDS * 2**attempt)
+                await asyncio.sleep(retry_at - time.monotonic())
         browser = BrowserInstance(chromium, self._warm_each, self._prepare)
         self.serving.append(browser)
         chromium.on_exit(partial(self._on_exit, browser))

@@ -317,7 +317,6 @@ async def test_a_reset_that_fails_because_of_the_site_is_not_retried(counting: C
 async def test_a_failed_launch_is_reported_and_retried_later(
     site: FolderSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "LAUNCH_BACKOFF_SECONDS", 0.0)
     broken, script = tmp_path / "broken", tmp_path / "chromium"
     script.write_text(f'#!/bin/sh\n[ -e {broken} ] && exit 1\nexec {find_chromium()} "$@"\n')
     script.chmod(0o755)
