@@ -124,15 +124,9 @@ def _remove(folder: Path) -> None:
 def _kill(folder: Path) -> None:
     """Kill a driver with its child processes and their process groups."""
     processes = _processes(folder)
-    groups = {_group(process) for process in processes} - {0, os.getpgrp()}
+    groups = {child_process.process_group(process.pid) for process in processes} - {0, os.getpgrp()}
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     for group in groups:
         child_process.kill_process_group(group)
-
-
-def _group(process: psutil.Process) -> int:
-    with suppress(ProcessLookupError):
-        return os.getpgid(process.pid)
-    return 0

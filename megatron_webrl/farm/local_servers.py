@@ -32,10 +32,8 @@ POLL_SECONDS = 0.05
 
 
 @dataclass
-class _Server:
-    process: SupervisedProcess
-    address_file: Path
-    started: float  # monotonic time
+class _Server(SupervisedProcess):
+    may_exit: bool = False
     url: str | None = None  # once it is ready
     was_ready: bool = False  # at any time, before restarts too
 
@@ -56,18 +54,13 @@ class LocalServers:
         """Start the processes; call from the main thread, because they end with it. Raises ProcessError."""
         self._scratch = child_process.make_scratch_folder()
         save_config(self._config, self._scratch / "config.yaml")
+        environment = {**os.environ, TOKEN_VARIABLE: self.token, "TMPDIR": str(self._scratch)}
         for number, sessions in enumerate(self._sessions):
             name = f"{self._name}-{number}"
-            address_file = self._scratch / f"{name}.json"
-            process = SupervisedProcess(
-                name,
-                self._command(sessions, address_file),
-                {**os.environ, TOKEN_VARIABLE: self.token, "TMPDIR": str(self._scratch)},
-                (self._log_folder or self._scratch) / f"{name}.log",
-                policy=RestartPolicy(MAX_RESTARTS),
-                may_exit=False,
-            )
-            self._servers.append(_Server(process.start(), address_file, time.monotonic()))
+            command, log = self._command(name, sessions), (self._log_folder or self._scratch) / f"{name}.log"
+            server = _Server(name, command, environment, log, policy=RestartPolicy(MAX_RESTARTS))
+            server.start()
+            self._servers.append(server)
 
     def addresses(self) -> list[str]:
         """URLs of the servers that are ready."""
@@ -83,11 +76,9 @@ class LocalServers:
         ProcessError for a server that never became ready or failed more than MAX_RESTARTS times within an hour.
         """
         for server in self._servers:
-            if failure := server.process.poll_failure():
+            if failure := server.poll_failure():
                 self._schedule_restart(server, failure)
-            elif server.process.restart_if_due():
-                server.started = time.monotonic()
-            elif server.url is None and server.process.restart_at is None:
+            elif not server.restart_if_due() and server.url is None and server.restart_at is None:
                 self._check_ready(server)
 
     async def wait_until_ready(self) -> None:
@@ -97,7 +88,7 @@ class LocalServers:
 
     def close(self) -> None:
         """End the processes, within a timeout, and remove their files. A second call does nothing."""
-        processes = [server.process.process for server in self._servers]
+        processes = [server.process for server in self._servers]
         for process in processes:
             process.terminate()
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT_SECONDS
@@ -109,13 +100,14 @@ class LocalServers:
             self._scratch = None
 
     def _check_ready(self, server: _Server) -> None:
-        if server.address_file.is_file():
-            server.url, server.was_ready = str(json.loads(server.address_file.read_text())["url"]), True
-            log.info("%s is ready at %s", server.process.name, server.url)
-        elif time.monotonic() > server.started + START_TIMEOUT_SECONDS:
+        address_file = self._address_file(server.name)
+        if address_file.is_file():
+            server.url, server.was_ready = str(json.loads(address_file.read_text())["url"]), True
+            log.info("%s is ready at %s", server.name, server.url)
+        elif time.monotonic() > server.started_at + START_TIMEOUT_SECONDS:
             raise ProcessError(
-                f"{server.process.name} was not ready within {START_TIMEOUT_SECONDS:.0f} s; last log line: "
-                f"{server.process.process.output.last_line()} (log: {server.process.log})"
+                f"{server.name} was not ready within {START_TIMEOUT_SECONDS:.0f} s; last log line: "
+                f"{server.process.output.last_line()} (log: {server.log})"
             )
 
     def _schedule_restart(self, server: _Server, failure: str) -> None:
@@ -123,19 +115,21 @@ class LocalServers:
         server.url = None
         if not server.was_ready:
             raise ProcessError(failure)
-        if not server.process.schedule_restart(failure):
+        if not server.schedule_restart(failure):
             raise ProcessError(f"{failure}, after {MAX_RESTARTS} restarts within an hour")
-        log.warning(
-            "%s; restarting it (restart %d of %d within an hour)", failure, server.process.policy.used, MAX_RESTARTS
-        )
-        server.address_file.unlink(missing_ok=True)
+        log.warning("%s; restarting it (restart %d of %d within an hour)", failure, server.policy.used, MAX_RESTARTS)
+        self._address_file(server.name).unlink(missing_ok=True)
 
-    @staticmethod
-    def _command(sessions: int, address_file: Path) -> list[str]:
+    def _address_file(self, name: str) -> Path:
+        assert self._scratch is not None
+        return self._scratch / f"{name}.json"
+
+    def _command(self, name: str, sessions: int) -> list[str]:
+        address_file = self._address_file(name)
         return [
-            sys.executable, "-m", "megatron_webrl", "browsers", "serve",
-            str(address_file.with_name("config.yaml")), "--host", "127.0.0.1", "--port", "0",
-            "--sessions", str(sessions), "--address-file", str(address_file), "--die-with-parent",
+            sys.executable, "-m", "megatron_webrl", "browsers", "serve", str(address_file.with_name("config.yaml")),
+            "--host", "127.0.0.1", "--port", "0", "--sessions", str(sessions), "--address-file", str(address_file),
+            "--die-with-parent",
         ]  # fmt: skip
 
 

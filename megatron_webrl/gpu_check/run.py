@@ -68,15 +68,13 @@ def _run_section(
                 time.sleep(POLL_SECONDS)
     finally:
         code = process.poll()
-        child_process.kill_process_group(process.pid)
-        process.wait()
+        child_process.terminate_tree(process)
     results = _read(path)
     if code is None:
         role_process.sweep_leftovers()  # of the job of a section that was killed
         results.append(failed(section, "time", f"it took more than the {seconds:.3g} s that were left {budget}"))
     elif code:
-        last = process.output.last_line()
-        results.append(failed(section, "its process", f"{child_process.describe_exit(code)}; last log line: {last}"))
+        results.append(failed(section, "its process", process.describe_end()))
         console.print("\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:]), markup=False, style="dim")
     return results
 

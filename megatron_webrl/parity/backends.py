@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +65,8 @@ def run_backend(
             processes.append(child_process.start_process(command, folder / f"{rank}.log", env, f"{backend}-{rank}"))
         _wait(backend, processes, folder, started + job.timeout_seconds, job.timeout_seconds)
     finally:
-        _kill(processes)
+        for process in processes:
+            child_process.terminate_tree(process)
     parts = [pickle.loads(scores_file(folder, rank).read_bytes()) for rank in range(ranks)]
     return _combine(backend, parts, time.monotonic() - started)
 
@@ -106,22 +105,14 @@ def _wait(
     for rank, code in enumerate(codes):
         if code:
             raise BackendFailed(
-                f"{backend} process {rank} of {len(codes)} exited with code {code}\n{_tail(folder / f'{rank}.log')}"
+                f"{backend} process {rank} of {len(codes)} {child_process.describe_exit(code)}\n"
+                f"{_tail(folder / f'{rank}.log')}"
             )
     if None in codes:
         raise BackendFailed(
             f"{backend} did not finish within {seconds:g} s (--timeout-seconds)\n"
             f"{_tail(folder / f'{codes.index(None)}.log')}"
         )
-
-
-def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Kill the processes and their children: each process leads a session of its own."""
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.wait(GRACE_SECONDS)
 
 
 def _tail(log: Path) -> str:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,6 +65,10 @@ class ChildProcess(subprocess.Popen[bytes]):
     """A process whose output is copied to its log: all of it, once `poll` or `wait` has returned its exit code."""
 
     output: ChildLog  # set by start_process
+
+    def describe_end(self) -> str:
+        """How it has ended, with the last line of this life's log: "killed by SIGKILL; last log line: ready"."""
+        return f"{describe_exit(self.returncode)}; last log line: {self.output.last_line()}"
 
     def poll(self) -> int | None:
         code = super().poll()
@@ -159,31 +163,21 @@ def start_process(
 def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = ()) -> list[str]:
     """End every descendant: SIGTERM, after half of `seconds` SIGKILL; return the remaining ones as "name (pid)".
 
-    Resource trackers are killed only after 3/4 of `seconds`: they first remove the shared memory of dead processes.
     `become_subreaper` adds orphans. Ended children are reaped; `roles` through their Popen, which keeps the exit code.
     """
-    started, terminated = time.monotonic(), set()
-    while True:
+
+    def find() -> list[psutil.Process]:
         _reap(roles)
         # A process looks like a zombie as soon as its first thread has ended; until it can be reaped it keeps its files
         # and locks.
-        running = psutil.Process().children(recursive=True)
-        elapsed = time.monotonic() - started
-        if not running or elapsed >= seconds:
-            return sorted(_name(process.pid) for process in running)
-        for process in running:
-            with suppress(psutil.NoSuchProcess):
-                if elapsed >= seconds / 2 and (elapsed >= seconds * 3 / 4 or not _is_tracker(process)):
-                    process.kill()
-                elif process not in terminated:  # psutil compares pid and start time
-                    terminated.add(process)
-                    process.terminate()
-        time.sleep(_POLL_SECONDS)
+        return psutil.Process().children(recursive=True)
+
+    return sorted(_name(process.pid) for process in _end(find, seconds, seconds / 2))
 
 
 def kill_process_group(leader: int, seconds: float = KILL_SECONDS) -> None:
     """Kill a process group within `seconds`; its resource tracker has half of that to end by itself."""
-    _kill(lambda: [process for process in psutil.process_iter() if _group(process.pid) == leader], seconds)
+    _end(lambda: _running(each for each in psutil.process_iter() if process_group(each.pid) == leader), seconds)
 
 
 def sweep_orphans(seconds: float = 5.0) -> list[str]:
@@ -202,22 +196,41 @@ def sweep_orphans(seconds: float = 5.0) -> list[str]:
             # Descendants are included unmarked: Chromium's renderers overwrite their environment.
             orphans |= {victim.pid: victim for victim in (process, *process.children(recursive=True))}
     names = [_name(pid) for pid in sorted(orphans)]
-    _kill(lambda: list(orphans.values()), seconds)
+    _end(lambda: _running(orphans.values()), seconds)
     return names
 
 
-def _kill(find: Callable[[], list[psutil.Process]], seconds: float) -> None:
-    """Kill the processes that `find` returns until none runs, for `seconds` at most; resource trackers after half."""
-    begun = time.monotonic()
-    while left := [process for process in find() if _runs(process)]:
-        elapsed = time.monotonic() - begun
-        if elapsed >= seconds:
-            return
+def terminate_tree(process: subprocess.Popen[bytes], seconds: float = 0.0) -> None:
+    """Kill a group leader, its descendants and its group; with `seconds` it gets SIGTERM first, and that time."""
+    family: list[psutil.Process] = []
+    if process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
+    if seconds:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    kill_process_group(process.pid)
+    _end(lambda: _running(family), KILL_SECONDS)
+    process.wait(KILL_SECONDS)
+
+
+def _end(find: Callable[[], list[psutil.Process]], seconds: float, kill_after: float = 0.0) -> list[psutil.Process]:
+    """End the processes that `find` returns: SIGTERM, after `kill_after` seconds SIGKILL; return the remaining ones.
+
+    Resource trackers have half of the time after that: they first remove the shared memory of dead processes.
+    """
+    begun, terminated = time.monotonic(), set()
+    while (left := find()) and (elapsed := time.monotonic() - begun) < seconds:
         for process in left:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if elapsed >= seconds / 2 or not _is_tracker(process):
+                if elapsed >= (kill_after + seconds) / 2 or (elapsed >= kill_after and not _is_tracker(process)):
                     process.kill()
+                elif kill_after and process not in terminated:  # psutil compares pid and start time
+                    terminated.add(process)
+                    process.terminate()
         time.sleep(_POLL_SECONDS)
+    return left
 
 
 def _is_tracker(process: psutil.Process) -> bool:
@@ -227,28 +240,16 @@ def _is_tracker(process: psutil.Process) -> bool:
     return False
 
 
-def _group(pid: int) -> int:
+def _running(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """The processes that still run: their pid was not reused, and they are no zombies."""
+    return [each for each in processes if each.is_running() and is_alive(each.pid, start_time(each.pid))]
+
+
+def process_group(pid: int) -> int:
+    """The group of a process; 0 if it has ended."""
     with suppress(ProcessLookupError):
         return os.getpgid(pid)
     return 0
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Whether the process still runs: its pid was not reused and it is no zombie."""
-    return process.is_running() and is_alive(process.pid, start_time(process.pid))
-
-
-def terminate_tree(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Send SIGTERM to a group leader; after `seconds` kill it, its descendants and its group."""
-    family: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    kill_process_group(process.pid)
-    _kill(lambda: family, KILL_SECONDS)
-    process.wait(KILL_SECONDS)
 
 
 def describe_exit(code: int) -> str:

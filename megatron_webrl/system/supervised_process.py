@@ -25,6 +25,7 @@ class SupervisedProcess:
     policy: RestartPolicy = field(default_factory=lambda: RestartPolicy(0))
     may_exit: bool = True  # whether exit code 0 is no failure
     process: ChildProcess = field(init=False)
+    started_at: float = 0.0  # monotonic time of the last start
     restart_at: float | None = None  # monotonic time of the scheduled restart
     survived_kill: bool = False  # this life did not end after SIGKILL
     _reported: bool = False  # whether `poll_failure` has reported the end of this life
@@ -32,7 +33,8 @@ class SupervisedProcess:
     def start(self) -> SupervisedProcess:
         """Start the process in the main thread. Raises ProcessError."""
         self.process = child_process.start_process(self.command, self.log, self.environment, self.name, (), self.cores)
-        self.restart_at, self.survived_kill, self._reported = None, False, False
+        self.started_at, self.restart_at = time.monotonic(), None
+        self.survived_kill = self._reported = False
         return self
 
     @property
@@ -50,8 +52,7 @@ class SupervisedProcess:
             )
         if code is None or (code == 0 and self.may_exit):
             return None
-        how, line = child_process.describe_exit(code), self.process.output.last_line()
-        return f"{self.name} {how}; last log line: {line} (log: {self.log})"
+        return f"{self.name} {self.process.describe_end()} (log: {self.log})"
 
     def poll_failure(self) -> str | None:
         """The message of a failure, once per life."""

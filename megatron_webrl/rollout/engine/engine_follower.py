@@ -75,10 +75,10 @@ class _FollowerSupervisor:
             self._kill()
             self.worker_number = start["instance_number"]
             self._follow(start)
-        elif self.process is not None and (code := self.process.poll()) is not None:
-            line = self.process.output.last_line()
+        elif self.process is not None and self.process.poll() is not None:
+            how = self.process.describe_end()
             self._kill()
-            self._report_failure(f"{child_process.describe_exit(code)}; last log line: {line}")
+            self._report_failure(how)
         elif not self.worker_number:
             self.control.report_status(f"waiting for rollout-{self.worker}")
 
@@ -102,18 +102,12 @@ class _FollowerSupervisor:
         settings = str(self.scratch / "config.yaml")
         command = [sys.executable, "-m", "megatron_webrl.rollout.engine.follower_engine", settings, arguments]
         self.process = child_process.start_process(command, self.log, os.environ, f"{self.control.role}.engine")
-        log.info(
-            "instance %d of rollout-%d: its ranks rendezvous at %s:%d",
-            self.worker_number,
-            self.worker,
-            span.master_addr,
-            span.master_port,
-        )
+        place = f"{span.master_addr}:{span.master_port}"
+        log.info("instance %d of rollout-%d: its ranks rendezvous at %s", self.worker_number, self.worker, place)
 
     def _kill(self) -> None:
         if self.process is not None:  # vLLM's own shutdown would wait for the worker's ranks
-            child_process.kill_process_group(self.process.pid)
-            self.process.wait()
+            child_process.terminate_tree(self.process)
             self.process = None
 
     def _report_failure(self, what: str) -> None:

@@ -141,7 +141,7 @@ class ImageWorkerPool:
         crashed, how = self._workers[number], child_process.describe_exit(exit_code)
         os.close(crashed.jobs_fd)
         os.close(crashed.results_fd)
-        reason = f"{how}; last log line: {crashed.process.output.last_line()} (log: {self._log_file})"
+        reason = f"{crashed.process.describe_end()} (log: {self._log_file})"
         if crashed.crashes + 1 >= MAX_CONSECUTIVE_CRASHES:
             raise ImageWorkerError(
                 f"image worker {number} crashed {MAX_CONSECUTIVE_CRASHES} times in a row; the last one {reason}"
