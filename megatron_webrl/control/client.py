@@ -1,13 +1,13 @@
 """A role's view of its job: facts, tickets and heartbeats of the control service (service.py).
 
-After `start_heartbeat` a thread exchanges a request a second with the service, which also brings each change of the
-facts that this role has read before: reading them again costs nothing. Without it every read is a request.
+After `start_heartbeat` a thread exchanges a request a second with the service, or with the relay of the node
+(relay.py), which also brings each change of the facts that this role has read before: reading them again costs nothing.
+Without it every read is a request.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.control.connection import LOST_SECONDS, Connection, ControlLost, JobEnded, JobFailed
+from megatron_webrl.control.exchanger import Exchanger, Reports, no_reports
+from megatron_webrl.control.fact_cache import FactCache
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, STOPPED
 
 POLL_SECONDS = 0.05
 END_SECONDS = 30.0  # for the outcome to reach the service
+RELAY_VARIABLE = "WEBRL_CONTROL_RELAY"  # port of the node's relay, in the environment of its roles
 _ALWAYS = ("end", "stop")  # facts that every role with a heartbeat knows
 
 
@@ -36,27 +39,28 @@ class ControlClient:
         connect_seconds: float = 60.0,
         lost_seconds: float = LOST_SECONDS,
         while_lost: Callable[[], None] = lambda: None,
+        relay_port: int | None = None,
     ) -> None:
         """Connect to the service that the file names. Raises JobFailed without an answer within `connect_seconds`.
 
-        `while_lost` is called between the attempts of a request that the service does not answer.
+        `while_lost` is called between the attempts of a request that the service does not answer. `relay_port`: of the
+        node's relay, 0 without one; by default that of RELAY_VARIABLE.
         """
         self.address_file, self.role = address_file, role
         self._connection = Connection(address_file, role, lost_seconds, while_lost)
         self._claims = Connection(address_file, role, lost_seconds)  # other requests must not wait for a claim
-        status = self._connection.status(connect_seconds)
-        self.job_id: str = status["job_id"]
-        self.heartbeat_timeout_seconds: float = status["heartbeat_timeout_seconds"]
+        job = self._connection.job(connect_seconds)
+        self.job_id: str = job["job_id"]
+        self.heartbeat_timeout_seconds: float = job["heartbeat_timeout_seconds"]
         assert self._connection.address is not None
         self.host, self.port = self._connection.address.host, self._connection.address.port
-        self._lost_seconds = lost_seconds
-        self._lock = threading.Lock()  # of what follows
-        self._session = f"{role}-{secrets.token_hex(8)}"
-        self._facts: dict[str, tuple[int, Any]] = {}  # revision and value by subscribed key
-        self._service, self._revision = "", 0  # which the facts are of
-        self._resubscribes = True
-        self._interval = 1.0  # seconds between two exchanges
-        self._reported: dict[str, Any] = {}  # fields of each report
+        self._facts = FactCache(role)
+        relay_port = int(os.environ.get(RELAY_VARIABLE, "0")) if relay_port is None else relay_port
+        # A connection of its own: a blocking call of the role must not delay the heartbeat.
+        self._heartbeat = Exchanger(self._facts, address_file, role, lost_seconds, relay_port)
+        self._first_reads = Exchanger(self._facts, address_file, role, lost_seconds, relay_port)
+        self._lock = threading.Lock()  # of the report
+        self._reported: dict[str, Any] = {"sender": self._facts.session}  # fields of each report
         self._progress = 0
         self._exchanges = threading.Event()
         self._lost: ControlLost | None = None  # of the thread
@@ -66,29 +70,30 @@ class ControlClient:
 
     def start_heartbeat(self) -> None:
         """Exchange with the service, once a second or as often as it asks, from a daemon thread until `close`."""
-        self._exchanges.set()
-        with self._lock:
-            self._facts |= dict.fromkeys(_ALWAYS, (0, None))
-        self._merge(self._exchange(Connection(self.address_file, self.role, self._lost_seconds), 0.0))
-        threading.Thread(target=self._run_exchanges, name="heartbeat", daemon=True).start()
+        self._start_exchanges(self._report)
 
-    def _run_exchanges(self) -> None:
-        # A connection of its own: a blocking call of the role must not delay the heartbeat.
-        connection = Connection(self.address_file, self.role, self._lost_seconds)
+    def follow_facts(self) -> None:
+        """Exchange without a heartbeat, for a process that is no role."""
+        self._start_exchanges(no_reports)
+
+    def _start_exchanges(self, reports: Callable[[], Reports]) -> None:
+        self._exchanges.set()
+        self._heartbeat.exchange(reports, 0.0, _ALWAYS)
+        threading.Thread(target=self._run_exchanges, args=(reports,), name="heartbeat", daemon=True).start()
+
+    def _run_exchanges(self, reports: Callable[[], Reports]) -> None:
         try:
             while self._exchanges.is_set():
-                self._merge(self._exchange(connection, self._interval))
+                self._heartbeat.exchange(reports, self._facts.interval)
         except ControlLost as error:
             self._lost = error
 
-    def _exchange(self, connection: Connection, seconds: float) -> dict[str, Any]:
+    def _report(self) -> Reports:
         with self._lock:
             report = dict(self._reported)
-            if self._progress:
-                report["progress"] = f"{os.getpid()}:{self._progress}"
-            keys = list(self._facts) if self._resubscribes else []
-            self._resubscribes = False
-        return connection.exchange(self._subscription(keys) | {"role": self.role, "report": report}, seconds)
+        if self._progress:
+            report["progress"] = f"{os.getpid()}:{self._progress}"
+        return {self.role: (0.0, report)}
 
     def report_progress(self) -> None:
         """Count progress of this role for the hang detector; `check_job` and `report_status` do so, too. For the main
@@ -153,7 +158,7 @@ class ControlClient:
 
     def clear_heartbeat(self, role: str) -> None:
         """Clear a role's heartbeat and progress before its restart: it is not lost until it has sent another."""
-        self._connection.exchange({"clear": role}, 0.0)
+        self._connection.exchange(lambda: {"clear": [role]}, 0.0)
 
     def register_instance(self) -> int:
         """Register this instance of the role; returns its number, which counts the role's restarts from 1."""
@@ -291,8 +296,9 @@ class ControlClient:
 
     def claim(self, counter: str, owner: str, count: int, sharers: int = 1, wait_seconds: float = 0.0) -> list[Any]:
         """Claim up to `count` slots of a counter for `owner`; none of a counter that was removed."""
-        answer = self._claims.claim([counter, owner, count, sharers], wait_seconds, **self._subscription([]))
-        self._merge(answer)
+        request = self._subscription()
+        answer = self._claims.claim([counter, owner, count, sharers], wait_seconds, **request)
+        self._merge(request, answer)
         slots: list[Any] = answer["replies"][0]
         return slots
 
@@ -316,10 +322,7 @@ class ControlClient:
 
     def add_all(self, amounts: Mapping[str, int]) -> list[int]:
         """Add to several numbers at once; returns the sums in the same order."""
-        commands = [["add", key, amount] for key, amount in amounts.items()]
-        answer = self._connection.run(commands, **self._subscription([]))
-        self._merge(answer)
-        return [int(each) for each in answer["replies"]]
+        return list(map(int, self._send([["add", key, amount] for key, amount in amounts.items()])))
 
     def get_json(self, key: str, default: object = None) -> Any:
         """A JSON value, or the default while it is not set. Raises JobFailed without a control service."""
@@ -328,9 +331,10 @@ class ControlClient:
         elif key in self._facts:
             if self._lost is not None:
                 raise JobFailed(str(self._lost)) from self._lost
-            value = self._facts[key][1]
+            value = self._facts[key]
         else:
-            value = self._subscribe(key)
+            self._first_reads.exchange(no_reports, 0.0, [key])
+            value = self._facts[key]
         return default if value is None else value
 
     def wait_for_key(self, key: str, seconds: float, what: str, watched_roles: tuple[str, ...] = ()) -> Any:
@@ -349,35 +353,21 @@ class ControlClient:
             return report["cleared"] if report is not None and self._is_silent(report) else None
         return self._run(["get", [key]])[0]
 
-    def _subscribe(self, key: str) -> Any:
-        with self._lock:
-            fields = self._subscription([key])
-        self._merge(self._connection.run([], **fields))
-        return self._facts[key][1]
-
     def _run(self, command: Sequence[Any], seconds: float | None = None) -> Any:
-        answer = self._connection.run([command], seconds, **self._subscription([]))
-        self._merge(answer)
-        return answer["replies"][0]
+        return self._send([command], seconds)[0]
 
-    def _subscription(self, keys: Sequence[str]) -> dict[str, Any]:
-        if not self._exchanges.is_set():
-            return {}
-        known = {"service": self._service, "known": self._revision}
-        return {"session": self._session, "subscribe": list(keys), **known}
+    def _send(self, commands: Sequence[Sequence[Any]], seconds: float | None = None) -> list[Any]:
+        request = self._subscription()
+        answer = self._connection.run(commands, seconds, **request)
+        self._merge(request, answer)
+        replies: list[Any] = answer["replies"]
+        return replies
 
-    def _merge(self, answer: dict[str, Any]) -> None:
-        """Take in the news of an answer."""
-        if "facts" not in answer:
-            return
-        with self._lock:
-            if answer["service"] != self._service:  # the first, or one that was started again
-                self._service, self._revision = answer["service"], 0
-                self._facts = {key: (0, value) for key, (_, value) in self._facts.items()}
-                self._resubscribes = True
-            for key, (revision, value) in answer["facts"].items():
-                if revision >= self._facts.get(key, (0, None))[0]:
-                    self._facts[key] = revision, value
-            self._revision, self._interval = max(self._revision, answer["revision"]), answer["interval"]
-            if answer["subscriptions"] < len(self._facts):
-                self._resubscribes = True
+    def _subscription(self) -> dict[str, Any]:
+        return self._facts.request(self._facts.service) if self._exchanges.is_set() else {}
+
+    def _merge(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
+        """Take in the news of an answer; all of them, although the service may have forgotten the session."""
+        while request and not self._facts.merge(self._facts.service, request, answer):
+            request = self._subscription()
+            answer = self._connection.run([], **request)

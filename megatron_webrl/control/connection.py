@@ -43,9 +43,10 @@ class Connection:
         role: str,
         lost_seconds: float = LOST_SECONDS,
         while_lost: Callable[[], None] = lambda: None,
+        relay_port: int = 0,
     ) -> None:
-        """`while_lost` is called between the attempts of a request."""
-        self._while_lost = while_lost
+        """`while_lost` is called between the attempts of a request; `relay_port` of this machine: to a relay there."""
+        self._while_lost, self._relay_port = while_lost, relay_port
         self.address_file, self.role, self.lost_seconds = address_file, role, lost_seconds
         self.address: ControlAddress | None = None  # of the last attempt
         self._stream = f"{role}-{secrets.token_hex(8)}"  # of numbered requests
@@ -61,7 +62,7 @@ class Connection:
         with self._lock:
             self._number += 1
             body = {"stream": self._stream, "number": self._number, "commands": list(map(list, commands)), **fields}
-            answer = self._request("POST", "/commands", body, 0.0, seconds)
+            answer = self._request("POST", "/commands", lambda: body, 0.0, seconds)
         return _checked(answer)
 
     def claim(self, arguments: Sequence[Any], wait_seconds: float, **fields: Any) -> dict[str, Any]:
@@ -69,13 +70,28 @@ class Connection:
         with self._lock:
             self._number += 1
             body = {"stream": self._stream, "number": self._number, "arguments": list(arguments), "wait": wait_seconds}
-            answer = self._request("POST", "/claim", body | fields, wait_seconds, None)
+            answer = self._request("POST", "/claim", lambda: body | fields, wait_seconds, None)
         return _checked(answer)
 
-    def exchange(self, body: dict[str, Any], wait_seconds: float) -> dict[str, Any]:
-        """Send a heartbeat, and wait up to `wait_seconds` for news; returns the answer. Raises ControlLost."""
+    def exchange(self, make_body: Callable[[], dict[str, Any]], wait_seconds: float) -> tuple[Any, dict[str, Any]]:
+        """Send reports, and wait up to `wait_seconds` for news; returns the body that was answered, and the answer.
+
+        Each attempt has a body of its own, so that none reports an earlier heartbeat. Raises ControlLost.
+        """
+        bodies = []
+
+        def make() -> dict[str, Any]:
+            bodies.append(make_body())
+            return bodies[-1] | {"wait": wait_seconds}
+
         with self._lock:
-            return self._request("POST", "/exchange", body | {"wait": wait_seconds}, wait_seconds, None)
+            answer = self._request("POST", "/exchange", make, wait_seconds, None)
+        return bodies[-1], answer
+
+    def job(self, seconds: float | None = None) -> dict[str, Any]:
+        """What does not change of the job: {"job_id", "heartbeat_timeout_seconds"}. Raises ControlLost."""
+        with self._lock:
+            return self._request("GET", "/job", None, 0.0, seconds)
 
     def status(self, seconds: float | None = None) -> dict[str, Any]:
         """The job at a glance. Raises ControlLost."""
@@ -88,12 +104,19 @@ class Connection:
             self._http.close()
             self._http = None
 
-    def _request(self, method: str, path: str, body: Any, wait: float, seconds: float | None) -> dict[str, Any]:
-        content = None if body is None else json.dumps(body, allow_nan=False)
+    def _request(
+        self,
+        method: str,
+        path: str,
+        make_body: Callable[[], dict[str, Any]] | None,
+        wait: float,
+        seconds: float | None,
+    ) -> dict[str, Any]:
         started, pause = time.monotonic(), 0.02
         limit = self.lost_seconds if seconds is None else seconds
         while True:
             left = started + limit - time.monotonic()
+            content = None if make_body is None else json.dumps(make_body(), allow_nan=False)
             try:
                 return self._attempt(method, path, content, wait + min(ATTEMPT_SECONDS, max(left, 0.1)))
             except (OSError, http.client.HTTPException) as error:
@@ -109,7 +132,9 @@ class Connection:
             self.address = ControlAddress.read(self.address_file)
             if self.address is None:
                 raise FileNotFoundError(f"{self.address_file} does not name it yet")
-            self._http = http.client.HTTPConnection(self.address.host, self.address.port, timeout=timeout)
+            host, port = self.address.host, self.address.port
+            host, port = ("127.0.0.1", self._relay_port) if self._relay_port else (host, port)
+            self._http = http.client.HTTPConnection(host, port, timeout=timeout)
         assert self.address is not None
         if self._http.sock is not None:
             self._http.sock.settimeout(timeout)

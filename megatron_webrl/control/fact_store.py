@@ -19,7 +19,7 @@ class FactStore:
     def __init__(self, address_file: Path, name: str, timeout_seconds: float) -> None:
         """Connect as `name`; `timeout_seconds` limits each operation. Raises ControlLost."""
         self._connection = Connection(address_file, name, timeout_seconds)
-        self._connection.status()
+        self._connection.job()
         assert self._connection.address is not None
         self.host, self.port = self._connection.address.host, self._connection.address.port
 

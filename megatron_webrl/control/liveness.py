@@ -22,6 +22,7 @@ class RoleReport:
     progress_at: float = 0.0  # when it last changed
     status: str = ""  # status line
     load: dict[str, Any] = field(default_factory=dict)  # running sums of an engine
+    sender: str = ""  # name of the process's session
     cleared: bool = False  # its supervisor restarts it: not lost before its next heartbeat
 
 
@@ -33,12 +34,18 @@ class Liveness:
         self.roles: dict[str, RoleReport] = {}
         self._checked_at: float | None = None
 
-    def report(self, role: str, now: float, fields: dict[str, Any]) -> None:
-        """Take in a heartbeat with the fields of RoleReport that have changed."""
-        known = self.roles.setdefault(role, RoleReport(now))
-        known.heard_at, known.beats, known.cleared = now, known.beats + 1, False
+    def report(self, role: str, heard_at: float, fields: dict[str, Any]) -> None:
+        """Take in a heartbeat with the fields of RoleReport that have changed.
+
+        One of a cleared role's process, which has ended, may come late.
+        """
+        known, sender = self.roles.setdefault(role, RoleReport(heard_at)), fields.get("sender", "")
+        if known.cleared and sender == known.sender:
+            return
+        known.heard_at, known.beats = max(known.heard_at, heard_at), known.beats + 1
+        known.sender, known.cleared = sender, False
         if (progress := fields.get("progress", known.progress)) != known.progress:
-            known.progress, known.progress_at = progress, now
+            known.progress, known.progress_at = progress, heard_at
         known.status, known.load = fields.get("status", known.status), fields.get("load", known.load)
 
     def clear(self, role: str) -> None:

@@ -115,9 +115,13 @@ class JobState:
         except (CommandError, TypeError, KeyError, AttributeError) as error:  # arguments of another form
             return {"error": f"{command.__name__}: {error}"}
 
+    def request_count(self, stream: str) -> int:
+        """Number of a stream's last request; 0 without one."""
+        return self.streams.get(stream, (0, []))[0]
+
     def is_applied(self, stream: str, number: int) -> bool:
         """Whether a stream's request has been run."""
-        return self.streams.get(stream, (0, []))[0] >= number
+        return self.request_count(stream) >= number
 
     def free_slots(self, counter: str) -> int:
         """Slots of a counter that can be claimed; 0 without this counter."""

@@ -54,7 +54,7 @@ class AuthMiddleware:
                 return
         await body.drain()
         status, message = refusal or (413, f"the body is larger than {limit} bytes")
-        await _refuse(send, status, self._error_body(message))
+        await send_json(send, status, self._error_body(message))
 
     def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, str] | None:
         return self._token_refusal(path, headers) if self._tokens else _page_refusal(headers)
@@ -138,7 +138,8 @@ def _netloc(origin: str) -> str:
         return ""
 
 
-async def _refuse(send: Send, status: int, body: bytes) -> None:
+async def send_json(send: Send, status: int, body: bytes) -> None:
+    """Send a response with a JSON body."""
     headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
