@@ -55,6 +55,7 @@ class RoleSupervisor:
         self._report, self._connect = report, connect
         self._restarts_trainer = restarts_trainer and config.run.max_trainer_restarts > 0
         self._control: ControlClient | None = None
+        self._followed: ControlClient | None = None  # learns of failures on other machines without requests
         self._polled_at = 0.0
 
     @property
@@ -69,7 +70,7 @@ class RoleSupervisor:
     @property
     def has_connected(self) -> bool:
         """Whether there was a connection to the control service."""
-        return self._control is not None
+        return self._control is not None or self._followed is not None
 
     @property
     def control(self) -> ControlClient:
@@ -104,10 +105,13 @@ class RoleSupervisor:
             return None
         self._polled_at = time.monotonic()
         try:
-            failure = trainer_failure.failure_of_attempt(self.control, self.attempt)
+            if self._followed is None:
+                self._followed = self._connect()
+                self._followed.follow_facts()
+            failure = trainer_failure.failure_of_attempt(self._followed, self.attempt)
             return self._restart_trainer(failure) if failure is not None else None
         except JobFailed:  # the job has ended, or its ranks will fail by themselves; a first connection is retried
-            self._polled_at = self._polled_at if self._control is None else math.inf
+            self._polled_at = self._polled_at if self._followed is None else math.inf
             return None
 
     def job_runs(self) -> bool:

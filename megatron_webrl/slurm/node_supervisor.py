@@ -1,6 +1,7 @@
 """Runs the processes of one role on one node: starts them as placed, supervises them, and ends them together.
 
-It restarts those that fail (launch/role_supervisor.py). The processes die with the supervisor.
+It restarts those that fail (launch/role_supervisor.py), and exchanges with the control service for all of them
+(control/relay.py). The processes die with the supervisor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from megatron_webrl.cluster.cores import format_cores
 from megatron_webrl.cluster.placement import RoleName, place_processes
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
+from megatron_webrl.control.relay import RelayThread
 from megatron_webrl.launch import role_process
 from megatron_webrl.launch.role_process import FAILED_EXIT_GRACE_SECONDS, KILL_SECONDS
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
@@ -46,6 +48,8 @@ class NodeSupervisor:
 
     def __post_init__(self) -> None:
         self.journal = EventLog(self.config.run_folder, self.node)
+        self.name = f"node-{self.node}"  # for the control service
+        self.relay_port = 0  # set by `run`
         self.supervisor = RoleSupervisor(self.config, self.journal, self._report, self._connect)
 
     def run(self) -> int:
@@ -59,6 +63,7 @@ class NodeSupervisor:
         if message := role_process.sweep_leftovers():
             self._report(message)
         try:
+            self.relay_port = RelayThread(role_process.control_address_path(self.config), self.name).port
             for spec in self._process_specs():
                 self._start(spec)
             self.journal.add_all([(role.name, role.log) for role in self.supervisor.roles], events.STARTED)
@@ -78,7 +83,8 @@ class NodeSupervisor:
         )
 
     def _start(self, spec: ProcessSpec) -> None:
-        environment = {**role_process.role_environment(self.config, self.role, self.scratch), **spec.environment}
+        environment = role_process.role_environment(self.config, self.role, self.scratch)
+        environment |= {RELAY_VARIABLE: str(self.relay_port), **spec.environment}
         self.supervisor.start(spec.name, spec.command, environment, spec.log, self._usable(spec.cores))
 
     def _usable(self, cores: tuple[int, ...]) -> tuple[int, ...]:
@@ -115,7 +121,8 @@ class NodeSupervisor:
         return 0
 
     def _connect(self) -> ControlClient:
-        return ControlClient(role_process.control_address_path(self.config), f"node-{self.node}", CONNECT_SECONDS)
+        path = role_process.control_address_path(self.config)
+        return ControlClient(path, self.name, CONNECT_SECONDS, relay_port=self.relay_port)
 
     def _poll_other_nodes(self) -> str | None:
         """Follow a failure of a rank on another node; returns the outcome of the job if it must end."""

@@ -19,6 +19,7 @@ from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.address import ControlAddress
+from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.rollout.engine.vllm_environment import engine_environment
@@ -28,6 +29,7 @@ from megatron_webrl.slurm.prepare import farm_overrides, plan_job, prepare_job, 
 from megatron_webrl.slurm.process_specs import ProcessSpec, process_specs
 from megatron_webrl.tracking import events
 from tests.job_control import connect, control_service
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 FOUR = str(ROOT / "configs" / "8b_4node.yaml")
@@ -292,6 +294,20 @@ def test_a_rank_that_fails_too_often_ends_the_job_with_its_name(tmp_path: Path, 
     ]
     assert happened == [("trainer-1", events.RESTARTED)] * times + [("trainer-1", events.FAILED)]
     assert ("restarting all trainer ranks from the beginning" in output) == bool(times)
+
+
+def test_the_roles_of_a_node_exchange_through_its_relay(tmp_path: Path) -> None:
+    with control_service(run_folder(tmp_path)) as address:
+        step = start_step(address, "rollout")
+        await_logs(tmp_path, ["rollout-0"])
+        (child,) = psutil.Process(step.pid).children()
+        control = ControlClient(address, "rollout-0", relay_port=int(child.environ()[RELAY_VARIABLE]))
+        control.start_heartbeat()
+        until(lambda: control._facts.relay.number > 0, "an answer of the relay")
+        until(lambda: "rollout-0" in control.role_reports(), "the heartbeat at the control service")
+        control.close()
+        step.terminate()
+        step.communicate(timeout=30)
 
 
 def test_a_killed_worker_is_restarted(tmp_path: Path) -> None:
