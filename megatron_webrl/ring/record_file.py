@@ -31,14 +31,15 @@ class RecordFileWriter:
         self._file.write(_HEAD.pack(MAGIC, FORMAT_VERSION))
         self.records = 0
 
-    def write(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Append one record, the buffers one after the other."""
+    def write(self, buffers: Sequence[bytes | memoryview]) -> int:
+        """Append one record, the buffers one after the other; returns its position, for `read_record`."""
         if self._file is None:
             raise RecordError(f"record file {self.path} is closed; nothing can be added to it")
-        record = b"".join(buffers)
+        record, position = b"".join(buffers), self._file.tell()
         self._file.write(_ENTRY.pack(len(record), checksum(record)))
         self._file.write(record)
         self.records += 1
+        return position
 
     def close(self) -> None:
         """Write the trailer, sync the file and rename it. A second call does nothing. Raises OSError."""
@@ -102,6 +103,21 @@ def read_record_file(path: str | Path) -> Iterator[bytes]:
             raise RecordError(
                 f"{path} is damaged: {count} records, its trailer says {expected}, {size - file.tell()} bytes follow"
             )
+
+
+def read_record(path: str | Path, position: int) -> bytes:
+    """The record at a position of a file. Raises RecordError for a damaged file, OSError."""
+    path = Path(path)
+    with path.open("rb") as file:
+        file.seek(position)
+        entry = file.read(_ENTRY.size)
+        length, expected = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (_END, 0)
+        if length > path.stat().st_size:
+            raise RecordError(f"{path} has no record at byte {position}")
+        record = file.read(length)
+    if len(record) < length or checksum(record) != expected:
+        raise RecordError(f"{path}: the record of {length} bytes at byte {position} does not match its checksum")
+    return record
 
 
 def count_records(path: str | Path) -> int:

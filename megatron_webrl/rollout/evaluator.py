@@ -27,6 +27,7 @@ from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner, run_with_retries
 from megatron_webrl.rollout.generator import Generation, Generator
 from megatron_webrl.rollout.stepping import FreeStepping
+from megatron_webrl.tracking.episode_store import EpisodeStore
 from megatron_webrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ async def run_evaluation_episode(
     request: EvaluationRequest,
     episode: int,
     instance_id: str,
-) -> EvaluationResult:
+) -> tuple[EvaluationResult, Trajectory]:
     """Run an episode of an evaluation; a fault is retried as in training, and becomes its outcome if it persists.
 
     Raises BudgetSpent.
@@ -84,10 +85,11 @@ async def run_evaluation_episode(
         f"sample {sample} of held-out task {index}",
     )
     trajectory = await runner.evaluate(trajectory, deadline)
-    return _result(trajectory, time.monotonic() - started, instance_id)
+    trajectory = replace(trajectory, worker=instance_id)
+    return _result(trajectory, time.monotonic() - started), trajectory
 
 
-def _result(trajectory: Trajectory, seconds: float, instance_id: str) -> EvaluationResult:
+def _result(trajectory: Trajectory, seconds: float) -> EvaluationResult:
     task, steps, verdict = trajectory.task, trajectory.steps, trajectory.verdict
     versions = [version for step in steps for version in step.versions.tolist()]
     return EvaluationResult(
@@ -102,7 +104,7 @@ def _result(trajectory: Trajectory, seconds: float, instance_id: str) -> Evaluat
         response_tokens=sum(len(step.response_token_ids) for step in steps),
         seconds=seconds,
         versions=(min(versions), max(versions)) if versions else None,
-        worker=instance_id,
+        worker=trajectory.worker,
         evaluator="" if verdict is None else verdict.protocol or verdict.evaluator,
         judge_dollars=0.0 if verdict is None else verdict.dollars,
         not_recorded_requests=steps[-1].not_recorded_requests if steps else 0,
@@ -116,8 +118,10 @@ class Evaluator:
     """
 
     def __init__(
-        self, config: Config, control: ControlClient, engine: VLLMEngine, runner: EpisodeRunner, instance_id: str
-    ) -> None:
+        self, config: Config, control: ControlClient, engine: VLLMEngine, runner: EpisodeRunner, store: EpisodeStore,
+        instance_id: str,
+    ) -> None:  # fmt: skip
+        self.store = store
         self.config, self.control, self.engine = config, control, engine
         self.episode_runner, self.instance_id = runner, instance_id
         self._request: EvaluationRequest | None = None
@@ -170,7 +174,7 @@ class Evaluator:
         if request.kind == "blank_images":
             generator = BlankImages(generator)
         try:
-            result = await run_evaluation_episode(
+            result, trajectory = await run_evaluation_episode(
                 self.config, self.episode_runner, generator, request, episode, self.instance_id
             )
         except BudgetSpent as error:  # it stays without a result
@@ -179,6 +183,7 @@ class Evaluator:
             self._budget_spent = True
         else:
             await asyncio.to_thread(evaluation_queue.submit_result, self.control, request, result, episode)
+            await asyncio.to_thread(self.store.add, [trajectory], request.kind)
 
     def _raise_failed(self) -> None:
         for task in [task for task in self._running if task.done()]:
@@ -191,7 +196,8 @@ async def run_evaluation_worker(config: Config, control: ControlClient, engine: 
     """Run episodes of requested evaluations until the job ends. Raises JobEnded or JobFailed."""
     meter = JobUsageMeter(control, config.judge.budget)
     async with EpisodeRunner.open(config, engine.processor, control.role, meter) as runner:
-        evaluator = Evaluator(config, control, engine, runner, instance_id)
+        store = EpisodeStore.of_worker(config, control.role)
+        evaluator = Evaluator(config, control, engine, runner, store, instance_id)
         try:
             while True:
                 control.check_job()
@@ -205,3 +211,4 @@ async def run_evaluation_worker(config: Config, control: ControlClient, engine: 
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             await evaluator.close()
+            store.close()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import closing
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
@@ -23,6 +24,7 @@ from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
 from megatron_webrl.sampling.states import SamplerStateReader
 from megatron_webrl.tasks.files.digests import task_file_digests
+from megatron_webrl.tracking.episode_store import EpisodeStore
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +72,9 @@ async def _run(
         meter = JobUsageMeter(control, config.judge.budget)
         async with EpisodeRunner.open(config, engine.processor, control.role, meter, states) as runner:
             weights = WeightClient(config, control, engine, worker, instance_id)
-            evaluator = Evaluator(config, control, engine, runner, instance_id)
-            await RolloutPool(config, control, ring, engine, runner, weights, evaluator, instance_id).run()
+            with closing(EpisodeStore.of_worker(config, control.role)) as store:
+                evaluator = Evaluator(config, control, engine, runner, store, instance_id)
+                await RolloutPool(config, control, ring, engine, runner, weights, evaluator, store, instance_id).run()
     except JobEnded:
         counts = {"instance_id": instance_id, "finished": 0, "unwritten": 0}
         control.put_json(f"final_counts/rollout-{worker}", counts)

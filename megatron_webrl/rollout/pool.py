@@ -23,6 +23,7 @@ from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.group_run import GroupRun
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.rollout.trajectory_writer import TrajectoryWriter
+from megatron_webrl.tracking.episode_store import EpisodeStore
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class RolloutPool:
     episode_runner: EpisodeRunner
     weight_client: WeightClient
     evaluator: Evaluator
+    store: EpisodeStore
     instance_id: str  # <role>.<number>
     _finished: int = 0  # episodes of groups that have ended
     _groups: dict[asyncio.Task[None], GroupRun] = field(default_factory=dict)
@@ -91,8 +93,10 @@ class RolloutPool:
             self._groups[asyncio.create_task(self._run_group(claim.slot, group))] = group
 
     async def _run_group(self, slot: int, group: GroupRun) -> None:
-        await self.writer.write([replace(each, worker=self.instance_id) for each in await group.run()])
+        trajectories = [replace(each, worker=self.instance_id) for each in await group.run()]
+        await self.writer.write(trajectories)
         await asyncio.to_thread(self.control.close_slot, slot)  # an outage of the control service delays no other group
+        await asyncio.to_thread(self.store.add, trajectories)
 
     def _remove_finished_groups(self) -> None:
         for task in [task for task in self._groups if task.done()]:

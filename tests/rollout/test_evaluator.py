@@ -26,6 +26,7 @@ from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator, FixedTemperature, run_evaluation_episode
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
+from megatron_webrl.tracking.episode_store import EpisodeStore, record_files
 from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
 from tests.farm.servers import browser_of, config_for, server_processes, until
 from tests.job_control import connect, control_service
@@ -79,7 +80,8 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
     processor = Processor.load(config.model.path)
     engine: Any = ScriptedEngine(config, processor)
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
-        evaluator = Evaluator(config, control, engine, episodes, "rollout-0.1")
+        store = EpisodeStore.of_worker(config, "rollout-0")
+        evaluator = Evaluator(config, control, engine, episodes, store, "rollout-0.1")
 
         async def collect(request: EvaluationRequest) -> ResultCollector:
             evaluation_queue.submit_request(control, request)
@@ -97,6 +99,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         results = [collector.results[episode] for episode in range(4)]
         assert [r.outcome for r in results] == ["success"] * 4
         assert [r.environment for r in results] == ["click-test", "focus-text"] * 2
+        await until(lambda: len(record_files(store.folder)) == 4, "the stored episodes", LIMIT)
         assert [r.task for r in results] == [episodes.task_source.held_out_task(index).id for index in range(4)]
         assert str(HELD_OUT_SEEDS.start) in results[0].task
         assert [r.versions for r in results] == [(2, 2)] * 4
@@ -161,7 +164,7 @@ async def test_an_episode_that_a_crash_of_the_browser_ends_is_retried_as_in_trai
         async def outcome(crashes: int) -> str:
             engine: Any = CrashingEngine(config, processor, crashes)
             generator = FixedTemperature(engine, request.temperature)
-            return (await run_evaluation_episode(config, episodes, generator, request, 0, "rollout-0.1")).outcome
+            return (await run_evaluation_episode(config, episodes, generator, request, 0, "rollout-0.1"))[0].outcome
 
         assert await outcome(crashes=1) == "success"
         assert await outcome(crashes=config.rollout.retries + 1) in FAULT_OUTCOMES
@@ -174,7 +177,7 @@ async def test_a_result_counts_the_requests_of_its_episode_that_no_recording_ans
     runner.act = AsyncMock(return_value=replace(played, steps=(replace(last, not_recorded_requests=1), last)))
     runner.evaluate = AsyncMock(side_effect=lambda acted, deadline: acted)
     request = EvaluationRequest(1, "during", tasks=1, samples=1, temperature=0.5, version=1)
-    found = await run_evaluation_episode(Config(), runner, AsyncMock(), request, 0, "rollout-0.1")
+    found, _ = await run_evaluation_episode(Config(), runner, AsyncMock(), request, 0, "rollout-0.1")
     assert found.not_recorded_requests == 3
 
 
@@ -185,7 +188,8 @@ async def test_a_spent_budget_ends_the_job_and_leaves_the_evaluation_incomplete(
     engine: Any = ScriptedEngine(config, processor)
     verdicts: Any = spent
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
-        evaluator = Evaluator(config, control, engine, replace(episodes, evaluator=verdicts), "rollout-0.1")
+        store = EpisodeStore.of_worker(config, "rollout-0")
+        evaluator = Evaluator(config, control, engine, replace(episodes, evaluator=verdicts), store, "rollout-0.1")
         request = EvaluationRequest(1, "during", tasks=4, samples=1, temperature=0.5, version=1)
         evaluation_queue.submit_request(control, request)
         collector = ResultCollector(control, request)

@@ -31,6 +31,7 @@ from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.stepping import Lockstep
+from megatron_webrl.tracking.episode_store import EpisodeStore
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource
@@ -181,8 +182,10 @@ async def job_of(episodes: EpisodeRunner, place: Place, *engines: DelayedEngine,
         control.start_heartbeat()
         engine_double: Any = engine
         weights = WeightClient(config, control, engine_double, worker, name)
-        evaluator = Evaluator(config, control, engine_double, shared, name)
-        job.pools.append(RolloutPool(config, control, job.ring, engine_double, shared, weights, evaluator, name))
+        store = EpisodeStore.of_worker(config, f"rollout-{worker}")
+        evaluator = Evaluator(config, control, engine_double, shared, store, name)
+        pool = RolloutPool(config, control, job.ring, engine_double, shared, weights, evaluator, store, name)
+        job.pools.append(pool)
     async with AsyncExitStack() as stack:
         for pool in job.pools:
             stack.callback(pool.control.close)
