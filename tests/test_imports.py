@@ -19,7 +19,7 @@ LAYERS = (
     {"slurm", "doctor", "parity", "gpu_check"},
     {"preflight"},
     {"launch"},
-    {"status"},
+    {"status", "monitor"},
     {"trainer", "rollout"},
     {"farm"},
     {"browser", "tasks", "judge"},

@@ -111,7 +111,6 @@ class WeightsConfig:
 class TrackingConfig:
     experiment: str = setting("megatron_webrl", "MLflow experiment.")
     uri: str = setting("", "MLflow tracking address; empty: MLFLOW_TRACKING_URI, else SQLite in the run directory.")
-    sample_trajectories: int = setting(2, "Trajectories with screenshots stored per update.", low=0)
     episodes_gib: float = setting(
         10.0,
         "Space for finished episodes with screenshots in episodes/ of the run, of all workers; the oldest are deleted "

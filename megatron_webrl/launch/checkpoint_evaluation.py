@@ -144,7 +144,7 @@ class CheckpointEvaluation:
             except OSError as error:
                 stored = self.config.run_folder / result_files.FILE
                 return f"failed: --json={self.output_file}: {error.strerror}; the results are in {stored}"
-        tracker = MLflowTracker(self.config, None, str)  # shows no trajectories
+        tracker = MLflowTracker(self.config, None)
         tracker.set_tag("checkpoint", str(self.checkpoint.path))
         for summary in self.summaries:
             tracker.log_metrics(mlflow_metrics(summary), summary["version"])

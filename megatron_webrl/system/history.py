@@ -184,10 +184,13 @@ class Tail:
         self._lines: deque[tuple[int, int, int]] = deque(maxlen=_KNOWN_LINES)  # start, end, checksum of each line read
         self._size, self._failing = -1, False  # size of the file at the last call
 
-    def poll(self) -> list[Any]:
-        """The new lines, oldest first; none while the file is missing or cannot be read. Broken lines are left out."""
+    def poll(self, most: int | None = None) -> list[Any]:
+        """The new lines, oldest first, or the first `most` of them; none while the file is missing or cannot be read.
+
+        Broken lines are left out.
+        """
         try:
-            return self._read_new() if self.path.stat().st_size != self._size else []
+            return self._read_new(most) if self.path.stat().st_size != self._size else []
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -196,14 +199,14 @@ class Tail:
             self._failing = True
             return []
 
-    def _read_new(self) -> list[Any]:
+    def _read_new(self, most: int | None) -> list[Any]:
         with self.path.open("rb") as file:
             while self._lines and not _is_same(file.fileno(), *self._lines[-1]):
                 self._lines.pop()
             position = self._lines[-1][1] if self._lines else 0
             file.seek(position)
             found = []
-            for line in file:
+            for line in islice(file, most):
                 if not line.endswith(b"\n"):
                     break  # its writer has not finished it
                 self._lines.append((position, position + len(line), zlib.crc32(line)))

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Mapping
 
 from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.system.clock import steady_time
-from megatron_webrl.system.disk_faults import continue_without
 from megatron_webrl.system.history import History
 from megatron_webrl.system.redaction import redact
 from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tracking.metrics import UpdateMetrics
 from megatron_webrl.tracking.mlflow_journal import FILE, Entry
 from megatron_webrl.tracking.mlflow_upload import Uploader
-from megatron_webrl.tracking.trajectory_page import write_trajectory_page
-from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +34,9 @@ class MLflowTracker:
     Invariant: entries are in mlflow.jsonl before they are sent, in order, and mlflow.json says which MLflow has.
     """
 
-    def __init__(self, config: Config, resume: str | None, decode: Callable[[np.ndarray], str]) -> None:
-        """Continue the run that the folder names, else the one with id `resume`, else create one.
-
-        `decode` turns token ids into text for trajectory pages.
-        """
-        self.config, self.decode = config, decode
-        self.pages_folder = config.run_folder / "trajectories"
+    def __init__(self, config: Config, resume: str | None) -> None:
+        """Continue the run that the folder names, else the one with id `resume`, else create one."""
+        self.config = config
         self.journal, self.uploader = History(config.run_folder / FILE), Uploader(config, resume)
         self.error: str | None = None  # of the last request, while MLflow does not answer
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -62,14 +53,8 @@ class MLflowTracker:
         """MLflow's id of the run; None until MLflow has answered."""
         return self.uploader.state.run_id
 
-    def log_update(self, update: UpdateMetrics, trajectories: Sequence[Trajectory]) -> None:
+    def log_update(self, update: UpdateMetrics) -> None:
         self.log_metrics(update.mlflow_metrics(), update.version)
-        for trajectory in trajectories:
-            name = f"version-{update.version:06d}-ticket-{trajectory.ticket}-{trajectory.index}.html"
-            with continue_without(str(self.pages_folder / name)):
-                self.pages_folder.mkdir(parents=True, exist_ok=True)
-                write_trajectory_page(self.pages_folder / name, trajectory, self.decode)
-                self._append({"artifact": f"{self.pages_folder.name}/{name}", "folder": "trajectories"})
 
     def log_metrics(self, values: Mapping[str, float], version: int) -> None:
         """Log metrics with the policy version as the MLflow step."""

@@ -1,12 +1,10 @@
-"""Write a trajectory as one HTML file: each screenshot with its action drawn in, next to the response."""
+"""A trajectory as one HTML file: each screenshot with its action drawn in, next to the response."""
 
 from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 
@@ -29,15 +27,15 @@ table { border-collapse: collapse; } td, th { border: 1px solid #d5dbe3; padding
 """
 
 
-def write_trajectory_page(path: Path, trajectory: Trajectory, decode: Callable[[np.ndarray], str]) -> None:
-    """Write `trajectory` to `path`. `decode` turns token ids into text."""
+def trajectory_page(trajectory: Trajectory, decode: Callable[[np.ndarray], str]) -> str:
+    """The page of a trajectory. `decode` turns token ids into text."""
     steps = "\n".join(_step(number, step, trajectory, decode) for number, step in enumerate(trajectory.steps, 1))
     title = f"{trajectory.task.environment}: {trajectory.instruction}"
     facts = (
         f"{trajectory.outcome}, reward {trajectory.reward:g}, {len(trajectory.steps)} steps, "
         f"{trajectory.seconds:.1f} s, ticket {trajectory.ticket}"
     )
-    path.write_text(
+    return (
         f'<!doctype html><meta charset="utf-8">{CONTENT_POLICY}<title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style>"
         f'<h1>{html.escape(title)}</h1><p class="muted">{html.escape(facts)}</p>{_verdict(trajectory.verdict)}\n'
@@ -102,12 +100,3 @@ def _mark(step: Step) -> str:
         return ""
     x, y = (value * 100 / COORDINATE_RANGE for value in step.action.coordinate)
     return f'<span class="mark" style="left:{x:.1f}%;top:{y:.1f}%"></span>'
-
-
-def sample_across_outcomes(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """At most `count` trajectories, alternating between outcomes."""
-    by_outcome: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        by_outcome.setdefault(trajectory.outcome, []).append(trajectory)
-    turns = zip_longest(*by_outcome.values())
-    return [t for turn in turns for t in turn if t is not None][:count]

@@ -27,7 +27,6 @@ from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
 from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
 from megatron_webrl.tracking.step_metrics import step_metrics
-from megatron_webrl.tracking.trajectory_page import sample_across_outcomes
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
@@ -170,11 +169,8 @@ class Coordinator:
         return groups
 
     def log_update(self, result: UpdateResult) -> None:
-        """Log an update, sampled trajectories and, with keep_records, its groups. Collective."""
+        """Log an update and, with keep_records, its groups. Collective."""
         version, groups = result.version, result.groups
-        trajectories = [t for group in groups for t in group.trajectories if t.steps]
-        sampled = sample_across_outcomes(trajectories, self.config.tracking.sample_trajectories)
-        pages = self.exchange.gather_with_images(sampled)
         if self.config.tracking.keep_records and self.exchange.writes_node_files:
             path = group_files.group_file_path(self.config.records_folder, version - 1, self.exchange.topology.node)
             with continue_without(str(path)):
@@ -185,7 +181,7 @@ class Coordinator:
         assert self.updates is not None
         self.updates.append(update.to_json())
         self._save_judge_usage()
-        self.tracker.log_update(update, pages)
+        self.tracker.log_update(update)
 
     def _update_metrics(self, result: UpdateResult) -> UpdateMetrics:
         version, groups, metrics, seconds = result.version, result.groups, result.metrics, result.seconds

@@ -114,4 +114,4 @@ def _make_tracker(config: Config, state: TrainerState, sequence_packer: Sequence
     """The tracker of the run, on the first rank only. All attempts of a job write to one MLflow run."""
     from megatron_webrl.tracking.mlflow_run import MLflowTracker
 
-    return MLflowTracker(config, state.mlflow_run_id, sequence_packer.processor.decode)
+    return MLflowTracker(config, state.mlflow_run_id)

@@ -172,7 +172,7 @@ class Worker(threading.Thread):
 
 
 def test_a_run_is_evaluated_before_during_and_after_training(address: Path, config: Config, one_rank: None):
-    tracker = MLflowTracker(config, None, str)
+    tracker = MLflowTracker(config, None)
     engines: Any = Engines()
     evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=0, version=0)
     worker = Worker(address, "rollout-9", engines)
@@ -214,7 +214,7 @@ def test_an_evaluation_that_a_spent_budget_ends_is_not_recorded_and_runs_again(
     config: Config, one_rank: None, stopped: ControlClient
 ):
     engines: Any = Engines()
-    evaluation = EvaluationScheduler(config, stopped, MLflowTracker(config, None, str), restart_epoch=0, version=0)
+    evaluation = EvaluationScheduler(config, stopped, MLflowTracker(config, None), restart_epoch=0, version=0)
     evaluation.run_before_training(0, engines)
     assert result_files.read_evaluations(config.run_folder) == []
     assert evaluation_queue.current_request(stopped) is None
@@ -238,7 +238,7 @@ def test_the_evaluation_of_a_checkpoint_ends_without_a_result_when_the_budget_is
 def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_training_at_once(
     address: Path, config: Config, one_rank: None
 ):
-    tracker = MLflowTracker(config, None, str)
+    tracker = MLflowTracker(config, None)
     engines: Any = Engines()
     control = connect(address, "trainer-0")
     evaluation = EvaluationScheduler(config, control, tracker, restart_epoch=0, version=0)

@@ -22,7 +22,7 @@ from megatron_webrl.judge.client import Spending
 from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.judge.judge import Judge
 from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.tracking.trajectory_page import write_trajectory_page
+from megatron_webrl.tracking.trajectory_page import trajectory_page
 from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, serving, settings
 
 KEY = "sk-secret-5b1f/7c0a9d+4e"
@@ -96,7 +96,7 @@ async def test_a_key_that_an_endpoint_repeats_is_in_no_verdict_record_page_or_lo
         chosen = settings(url, cache=str(tmp_path / "cache"), verdict=JudgeModelConfig("oracle", url, KEY_VARIABLE))
         async with open_evaluator(chosen, LocalMeter(BudgetConfig())) as evaluator:
             judged = replace(episode(), verdict=await evaluator.evaluate(episode()))
-    write_trajectory_page(tmp_path / "page.html", judged, str)
+    (tmp_path / "page.html").write_text(trajectory_page(judged, str))
     texts = [repr(judged.verdict), b"".join(encode_trajectory(judged)).decode(errors="replace"), caplog.text]
     texts += [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert "***" in texts[0]

@@ -63,7 +63,7 @@ def test_a_server_that_fails_costs_no_time_and_gets_everything_once_it_answers(
 ):
     config = make_config(tmp_path, server.uri)
     with caplog.at_level(logging.INFO, "megatron_webrl"):
-        tracker = MLflowTracker(config, None, str)
+        tracker = MLflowTracker(config, None)
         log_updates(tracker, range(1, UPDATES))
         until(lambda: not tracker.uploader.pending(), "the first updates in MLflow")
         (server.stop if outage == "stopped" else server.pause)()
@@ -88,7 +88,7 @@ def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_r
     with black_hole() as uri:
         config = make_config(tmp_path, uri)
         started = time.monotonic()
-        tracker = MLflowTracker(config, None, str)
+        tracker = MLflowTracker(config, None)
         log_updates(tracker, range(1, UPDATES))
         assert time.monotonic() - started < 1.0
         tracker.close("FINISHED")
@@ -111,11 +111,11 @@ def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_ch
     tmp_path: Path, server: MLflowServer
 ):
     config = make_config(tmp_path, server.uri)
-    first = MLflowTracker(config, None, str)
+    first = MLflowTracker(config, None)
     log_updates(first, range(1, 4))
     first.close("FAILED")
     until(lambda: not first.uploader.pending(), "the first attempt in MLflow")
-    second = MLflowTracker(config, None, str)
+    second = MLflowTracker(config, None)
     log_updates(second, range(4, 6))
     second.close("KILLED")
     assert second.run_id == first.run_id

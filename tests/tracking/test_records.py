@@ -17,7 +17,7 @@ from megatron_webrl.tracking import events, summary
 from megatron_webrl.tracking.dashboard import UPDATE_COLUMNS, TerminalDashboard, accounting_line, updates_table
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, rollout_seconds
-from megatron_webrl.tracking.trajectory_page import sample_across_outcomes, write_trajectory_page
+from megatron_webrl.tracking.trajectory_page import trajectory_page
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.types import Group, JudgeStage, Trajectory, Verdict
 from tests.trajectories import screenshot, trajectory
@@ -145,9 +145,8 @@ def with_image(instruction: str) -> Trajectory:
     return replace(plain, instruction=instruction, images=(screenshot(0),), steps=(step,))
 
 
-def test_a_trajectory_page_shows_screenshot_click_and_response(tmp_path: Path):
-    write_trajectory_page(tmp_path / "page.html", with_image("Click <b>here</b>"), lambda ids: f"<{len(ids)} tokens>")
-    text = (tmp_path / "page.html").read_text()
+def test_a_trajectory_page_shows_screenshot_click_and_response():
+    text = trajectory_page(with_image("Click <b>here</b>"), lambda ids: f"<{len(ids)} tokens>")
     assert "data:image/png;base64," in text
     assert "left:50.0%;top:50.0%" in text
     assert "&lt;3 tokens&gt;" in text
@@ -156,7 +155,7 @@ def test_a_trajectory_page_shows_screenshot_click_and_response(tmp_path: Path):
 
 async def test_a_trajectory_page_shows_its_images_and_runs_no_script_even_if_one_got_in(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    write_trajectory_page(page, with_image("Click here"), str)
+    page.write_text(trajectory_page(with_image("Click here"), str))
     page.write_text(
         f"{page.read_text()}<script>document.title = 'owned'</script><img src=x onerror=\"document.title='x'\">"
     )
@@ -177,19 +176,13 @@ def test_a_trajectory_page_shows_every_stage_of_the_verdict_and_the_final_screen
     verdict = Verdict("failure", "judge", "rubric", "feed", "fact 2 is not met", (stage,), calls=4, dollars=0.01)
     plain = with_image("Find the price")
     judged = replace(plain, images=(*plain.images, screenshot(1)), verdict=verdict)
-    write_trajectory_page(tmp_path / "page.html", judged, str)
+    (tmp_path / "page.html").write_text(trajectory_page(judged, str))
     text = (tmp_path / "page.html").read_text()
     assert "Verdict: failure by judge (rubric, prompts feed): fact 2 is not met; 4 calls, 0.0100 dollars" in text
     for part in ("rubric fact 2", "<td>no</td>", "The &lt;price&gt; is not shown.", "truncated", "0123456789ab<"):
         assert part in text
     assert text.count("data:image/png;base64,") == 2
     assert "After the last step" in text
-
-
-def test_sampled_trajectories_differ_in_outcome():
-    failures = [trajectory(0, i) for i in range(5)]
-    success = trajectory(1, 0, reward=1.0)
-    assert [t.outcome for t in sample_across_outcomes([*failures, success], 3)] == ["failure", "success", "failure"]
 
 
 def test_each_leniency_is_a_share_of_the_trainable_steps():

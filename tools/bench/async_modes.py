@@ -101,7 +101,7 @@ def configuration(folder: Path, amount: ModesBenchSize, environments: Sequence[s
             "latency": {"median_seconds": 2.0, "sigma": 1.0},
         },
         "browser": {"width": 640, "height": 480, "screenshot": "jpeg"},
-        "tracking": {"sample_trajectories": 0},
+        "tracking": {"episodes_gib": 0.0},
         "ring": {"capacity_mib": 512},
     }
 

@@ -170,7 +170,7 @@ def measure(arms: Sequence[str], seeds: Sequence[int], before: float | None, con
         for seed in seeds:
             for arm in arms:
                 console.print(f"{arm}, seed {seed} ...")
-                overrides = [*ARMS[arm], f"run.seed={seed}", "tracking.sample_trajectories=0"]
+                overrides = [*ARMS[arm], f"run.seed={seed}", "tracking.episodes_gib=0"]
                 started = time.monotonic()
                 run = run_job(CONFIG, f"{arm}-{seed}", overrides, Path(temporary))
                 found = read_result(arm, seed, run, before, time.monotonic() - started)

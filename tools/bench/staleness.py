@@ -91,7 +91,7 @@ def overrides(updates: int) -> list[str]:
         "trainer.checkpoint.every=1",
         f"trainer.checkpoint.keep={updates}",
         "tracking.keep_records=true",
-        "tracking.sample_trajectories=0",
+        "tracking.episodes_gib=0",
         *(f"evaluation.{name}=false" for name in ("before", "after", "blank_images")),
     ]
 

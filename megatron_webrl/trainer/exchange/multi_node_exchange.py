@@ -234,12 +234,6 @@ class MultiNodeExchange(RecordExchange):
             if self._node_of[group.ticket, trajectory.index] == self.topology.node
         ]
 
-    def gather_with_images(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """On rank 0: the trajectories with their images, fetched from other nodes. Collective."""
-        keys = [bytes(key) for each in trajectories for key in each.images]
-        self._bytes += self.image_cache.fetch({0: keys}).transferred_bytes
-        return [restore_images(each, self.image_cache.get) for each in trajectories] if self.topology.rank == 0 else []
-
     def pop_metrics(self) -> dict[str, float]:
         """Traffic since the last call, MiB, and the fraction of screenshots that were local: see docs/packing.md."""
         stats, other = self.image_cache.transfer_stats, self._bytes

@@ -63,10 +63,6 @@ class RecordExchange:
         """Trajectories of an update, with images, that this rank must store. Only on ranks with writes_node_files."""
         return [trajectory for group in groups for trajectory in group.trajectories]
 
-    def gather_with_images(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """On rank 0: the trajectories with their images. Collective."""
-        return list(trajectories)
-
     def pop_metrics(self) -> dict[str, float]:
         """On rank 0: metrics of the last update by MLflow name."""
         return {}

@@ -31,7 +31,7 @@ def config_of(folder: str) -> Config:
     config = Config()
     config.run.directory, config.run.name, config.rollout.engines = folder, "restarts", 2
     config.trainer.updates, config.trainer.groups_per_update = UPDATES, GROUPS
-    config.rollout.max_staleness, config.tracking.sample_trajectories = AHEAD, 0
+    config.rollout.max_staleness = AHEAD
     return config
 
 

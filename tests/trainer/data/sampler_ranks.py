@@ -58,7 +58,7 @@ class _Run:
         self.config.trainer.updates, self.config.trainer.groups_per_update = UPDATES, 3
         # Many tickets in flight and fast estimates: a ticket that changed its state would change its task.
         samplers.LATEST_GROUP_WEIGHT, self.config.rollout.max_staleness = 0.8, 4
-        self.config.tracking.sample_trajectories, self.config.tracking.keep_records = 0, True
+        self.config.tracking.keep_records = True
         self.config.run_folder.mkdir()
         (self.config.run_folder / "config.yaml").touch()
         self.folder = folder
@@ -115,7 +115,7 @@ class _Run:
             stack.callback(ring.unlink)
             control = _RecordingControlClient(address, "trainer-0")
             control.raises = self.raises
-            tracker = MLflowTracker(self.config, state.mlflow_run_id, lambda tokens: "")
+            tracker = MLflowTracker(self.config, state.mlflow_run_id)
             exchange = SingleNodeExchange(ring)
             coordinator = Coordinator(
                 self.config,

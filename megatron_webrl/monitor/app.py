@@ -1,0 +1,208 @@
+"""The web application of a run: pages (static/) and the JSON that they show. Read only.
+
+GET /                                the pages
+GET /api/run                         the run: name, configuration, last update, number of episodes
+GET /api/updates?after=VERSION       metrics of the updates after a version
+GET /api/evaluations                 evaluations
+GET /api/episodes?outcome=...        rows of the index, a page of them, with the values to filter by
+GET /api/episodes/ID                 one episode
+GET /api/episodes/ID/images/N        its screenshot N
+GET /api/episodes/ID/page            it as one HTML file
+GET /api/episodes/ID/related         rows of its group, and of all episodes of its task
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.evaluation.result_files import read_evaluations
+from megatron_webrl.monitor.episode_index import FACETS, RANGES, EpisodeIndex, EpisodeQuery, QueryError
+from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
+from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.ring.record import decode_trajectory
+from megatron_webrl.ring.record_file import read_record
+from megatron_webrl.system.history import Tail
+from megatron_webrl.tracking import summary
+from megatron_webrl.tracking.episode_store import FOLDER, TRAINING
+from megatron_webrl.tracking.trajectory_page import trajectory_page
+from megatron_webrl.trainer.advantages import group_advantages
+from megatron_webrl.trainer.rewards import reward_function
+from megatron_webrl.types import Group, Trajectory
+
+STATIC = Path(__file__).parent / "static"
+IMAGE_TYPES = {b"\x89PNG": "image/png", b"RIFF": "image/webp", b"\xff\xd8\xff": "image/jpeg"}
+
+
+class RunPages:
+    """The answers for one run. `refresh` takes in what its files have gained."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError."""
+        self.folder = folder
+        self.config = parse_config(folder / "config.yaml")
+        self.index = EpisodeIndex(folder)
+        self._texts = TokenTexts(Path(self.config.model.path))
+        self._updates = Tail(folder / summary.UPDATES_FILE)
+        self._update_lines: dict[int, dict[str, Any]] = {}  # by version
+        self._read = lru_cache(maxsize=8)(self._read_episode)
+
+    def refresh(self) -> None:
+        self.index.refresh()
+        self._update_lines.update({line["version"]: line for line in self._updates.poll()})
+
+    def app(self) -> Starlette:
+        """The application, without its access control."""
+        routes = [
+            Route("/", lambda request: FileResponse(STATIC / "index.html")),
+            Mount("/static", StaticFiles(directory=STATIC)),
+            Route("/api/run", _answers(self.run)),
+            Route("/api/updates", _answers(self.updates)),
+            Route("/api/evaluations", _answers(lambda request: read_evaluations(self.folder))),
+            Route("/api/episodes", _answers(self.episodes)),
+            Route("/api/episodes/{id:int}", _answers(self.episode)),
+            Route("/api/episodes/{id:int}/related", _answers(self.related)),
+            Route("/api/episodes/{id:int}/images/{number:int}", self.image),
+            Route("/api/episodes/{id:int}/page", self.page),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _error})
+
+    def run(self, request: Request) -> dict[str, Any]:
+        version = max(self._update_lines, default=0)
+        config = self.config
+        return {
+            "name": self.folder.name,
+            "episodes": len(self.index),
+            "version": version,
+            "target_updates": config.trainer.updates,
+            "model": config.model.path,
+            "mode": config.rollout.mode,
+            "group_size": config.rollout.group_size,
+            "space_gib": config.tracking.episodes_gib,
+        }
+
+    def updates(self, request: Request) -> list[dict[str, Any]]:
+        after = _number(request, "after", -1)
+        return [line for version, line in sorted(self._update_lines.items()) if version > after]
+
+    def episodes(self, request: Request) -> dict[str, Any]:
+        query = _query(request)
+        offset, limit = _number(request, "offset", 0, low=0), _number(request, "limit", 50, low=0)
+        found = self.index.search(query, int(offset), int(limit))
+        return {"rows": [self._with_file(row) for row in found.rows], "total": found.total, "facets": found.facets}
+
+    def episode(self, request: Request) -> dict[str, Any]:
+        row = self._row(request)
+        trajectory = self._trajectory(row)
+        return episode_json(trajectory, row, self._advantage(row, trajectory), self._texts)
+
+    def related(self, request: Request) -> dict[str, Any]:
+        row = self._row(request)
+        return {
+            "group": [self._with_file(each) for each in self.index.group_of(row)],
+            "task": [self._with_file(each) for each in self.index.of_task(row)],
+        }
+
+    def image(self, request: Request) -> Response:
+        images, number = self._trajectory(self._row(request)).images, request.path_params["number"]
+        if number >= len(images):
+            raise HTTPException(404, f"the episode has {len(images)} screenshots, from 0")
+        data = bytes(images[number])
+        kinds = (kind for start, kind in IMAGE_TYPES.items() if data.startswith(start))
+        headers = {"cache-control": "private, max-age=3600"}
+        return Response(data, media_type=next(kinds, "application/octet-stream"), headers=headers)
+
+    def page(self, request: Request) -> Response:
+        row = self._row(request)
+        text = trajectory_page(self._trajectory(row), self._texts.text)
+        name = f"{self.folder.name}-ticket-{row['ticket']}-{row['index']}.html"
+        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        return Response(text.encode(errors="replace"), media_type="text/html; charset=utf-8", headers=headers)
+
+    def _row(self, request: Request) -> dict[str, Any]:
+        if (row := self.index.get(request.path_params["id"])) is None:
+            raise HTTPException(404, f"there is no episode {request.path_params['id']}")
+        return row
+
+    def _with_file(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"stored": self._path(row).is_file()}
+
+    def _path(self, row: Mapping[str, Any]) -> Path:
+        return self.folder / FOLDER / row["folder"] / row["file"]
+
+    def _trajectory(self, row: Mapping[str, Any]) -> Trajectory:
+        return self._read(self._path(row), row["position"])
+
+    def _read_episode(self, path: Path, position: int) -> Trajectory:
+        try:
+            return decode_trajectory(read_record(path, position), copy=True)
+        except FileNotFoundError:
+            limit = self.config.tracking.episodes_gib
+            raise HTTPException(
+                410, f"this episode is not stored any more: tracking.episodes_gib={limit:g} keeps newer ones"
+            ) from None
+        except (OSError, RecordError) as error:
+            raise HTTPException(500, str(error)) from None
+
+    def _advantage(self, row: Mapping[str, Any], trajectory: Trajectory) -> float | None:
+        if row["kind"] != TRAINING:
+            return None
+        members = tuple(self._trajectory(each) for each in self.index.group_of(row))
+        return group_advantages(Group(trajectory.ticket, members), reward_function(self.config)).get(trajectory.index)
+
+
+def _answers(function: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """An endpoint, run in a thread, that answers with JSON."""
+
+    def answer(request: Request) -> Response:
+        return _json(function(request))
+
+    return answer
+
+
+def _query(request: Request) -> EpisodeQuery:
+    """Filters of a request: field=value, several times for alternatives; field_min and field_max; text; sort=-field."""
+    given = request.query_params
+    sort = given.get("sort", "-finished_at")
+    try:
+        return EpisodeQuery(
+            {name: given.getlist(name) for name in (*FACETS, "task") if name in given},
+            {name: _number(request, f"{name}_min", 0.0) for name in RANGES if f"{name}_min" in given},
+            {name: _number(request, f"{name}_max", 0.0) for name in RANGES if f"{name}_max" in given},
+            given.get("text", ""), sort.removeprefix("-"), sort.startswith("-"),
+        )  # fmt: skip
+    except QueryError as error:
+        raise HTTPException(400, str(error)) from None
+
+
+def _number(request: Request, name: str, default: float, low: float = -math.inf) -> float:
+    text = request.query_params.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = math.nan
+    if not (low <= value and abs(value) < 2**53):
+        raise HTTPException(400, f"{name}={text} is not a number{'' if low < 0 else ' from 0 on'}")
+    return value
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    data = json.dumps(content).encode()  # ASCII: lone surrogates survive
+    return Response(data, status, {"cache-control": "no-store"}, "application/json")
+
+
+def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json({"error": error.detail}, error.status_code)

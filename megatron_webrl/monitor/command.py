@@ -1,0 +1,76 @@
+"""The command line of `webrl monitor`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_webrl.config.setting import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_webrl.monitor.app import RunPages
+    from megatron_webrl.service.http_service import Listener
+
+REFRESH_SECONDS = 2.0
+TOKEN_VARIABLE = "WEBRL_MONITOR_TOKEN"
+
+
+def add_monitor(commands: Any) -> None:
+    """Add `webrl monitor` to the parser."""
+    monitor = commands.add_parser(
+        "monitor",
+        help="look at a run in a browser: learning, episodes, what the model saw",
+        description="Serve the web pages of a run, running or ended, until Ctrl-C: how it learns, every stored "
+        "episode with screenshots, prompts, tokens and verdict. Prints the address, which holds a token. Read-only. "
+        "docs/monitor.md",
+        epilog="example: webrl monitor quickstart",
+    )
+    monitor.add_argument("of", metavar="RUN", help="folder of a run, or the name of a run in runs/")
+    monitor.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    monitor.add_argument("--port", type=int, default=8600, help="port to listen on, 0: any free one (default: 8600)")
+    monitor.add_argument(
+        "--token-file", type=Path, metavar="FILE", help=f"file with the token (default: {TOKEN_VARIABLE}, else random)"
+    )
+    for option, text in (("certificate", "certificate for https, with those of its issuers"), ("key", "its key")):
+        monitor.add_argument(f"--tls-{option}", type=Path, metavar="FILE", help=f"PEM file with the {text}")
+    monitor.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from megatron_webrl.service.http_service import ListenAddress, Listener, run_process
+    from megatron_webrl.service.tls import TlsFiles
+    from megatron_webrl.service.tokens import read_token
+    from megatron_webrl.status.report import find_run
+
+    folder = find_run(options.of)
+    given = read_token("viewer", TOKEN_VARIABLE, "--token-file", options.token_file, "")
+    token = secrets.token_urlsafe(24) if given is None else given.value
+    if (options.tls_certificate is None) != (options.tls_key is None):
+        raise ConfigError("--tls-certificate and --tls-key belong together; give both, or neither")
+    tls = None if options.tls_certificate is None else TlsFiles(options.tls_certificate, options.tls_key)
+    try:
+        from megatron_webrl.monitor.app import RunPages
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"webrl monitor needs {error.name}: pip install 'megatron_webrl[monitor]'") from None
+    pages = RunPages(folder)
+    listener = Listener(ListenAddress(options.host, options.port, tls=tls))
+    return run_process("monitor", _serve(pages, listener, token), die_with_parent=False)
+
+
+async def _serve(pages: RunPages, listener: Listener, token: str) -> int:
+    from megatron_webrl.monitor.access import MonitorAccess
+    from megatron_webrl.service.http_service import run_http_server
+
+    await asyncio.to_thread(pages.refresh)
+    app = MonitorAccess(pages.app(), token, f"webrl-{listener.socket.getsockname()[1]}")
+    async with run_http_server(app, listener) as ended:
+        sys.stdout.write(f"{pages.folder}: {len(pages.index)} episodes\nopen {listener.url}/?token={token}\n")
+        sys.stdout.flush()
+        while not ended.is_set():
+            await asyncio.sleep(REFRESH_SECONDS)
+            await asyncio.to_thread(pages.refresh)
+    return 1  # the HTTP server ended by itself

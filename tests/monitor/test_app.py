@@ -1,0 +1,133 @@
+"""The answers of the application, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.monitor.app import RunPages
+from tests.monitor.runs import TOKEN, episode, serve, store, write_run, write_updates
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model: Path) -> Config:
+    config = write_run(tmp_path, str(tiny_model))
+    store(config, [episode(1, 0, reward=1.0), episode(1, 1)], [episode(2, 0)], kind="training")
+    store(config, [episode(0)], kind="after")
+    write_updates(config, 3)
+    return config
+
+
+@pytest.fixture
+async def served(run: Config) -> AsyncIterator[tuple[httpx.AsyncClient, RunPages]]:
+    async with serve(run) as (address, pages), httpx.AsyncClient(base_url=address.partition("/?")[0]) as client:
+        client.headers["authorization"] = f"Bearer {TOKEN}"
+        yield client, pages
+
+
+async def get(client: httpx.AsyncClient, path: str, status: int = 200) -> Any:
+    answer = await client.get(path)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def test_nothing_is_shown_without_the_token(run: Config):
+    async with serve(run) as (address, _), httpx.AsyncClient() as client:
+        base = address.partition("/?")[0]
+        for path in ("/", "/api/run", "/static/main.js", "/api/episodes/0/images/0", "/?token=a-wrong-token", "/x"):
+            answer = await client.get(base + path)
+            assert answer.status_code == 401
+            assert "webrl monitor" in answer.text
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+        for header in ("Bearer wrong", f"Basic {TOKEN}", "Bearer", "Bearer \xff"):
+            sent = {"authorization": header.encode("latin-1")}
+            assert (await client.get(f"{base}/api/run", headers=sent)).status_code == 401
+        first = await client.get(address)
+        assert (first.status_code, first.headers["location"]) == (303, "/")
+        cookie = first.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "samesite=strict" in cookie.lower()
+        assert (await client.get(f"{base}/api/run")).status_code == 200, "the cookie is enough"
+
+
+async def test_the_run_its_updates_and_new_ones(served: tuple[httpx.AsyncClient, RunPages]):
+    client, pages = served
+    found = await get(client, "/api/run")
+    assert (found["name"], found["episodes"], found["version"]) == ("look", 4, 3)
+    assert [line["version"] for line in await get(client, "/api/updates?after=1")] == [2, 3]
+    write_updates(pages.config, 4)
+    pages.refresh()
+    assert [line["version"] for line in await get(client, "/api/updates")] == [1, 2, 3, 4]
+
+
+async def test_an_episode_shows_what_the_model_saw_and_its_advantage(served: tuple[httpx.AsyncClient, RunPages]):
+    client, _ = served
+    rows = (await get(client, "/api/episodes?outcome=success"))["rows"]
+    (row,) = rows
+    assert row["stored"]
+    found = await get(client, f"/api/episodes/{row['id']}")
+    assert [step["images"] for step in found["steps"]] == [[0], [0, 1], [1, 2]]
+    assert [step["dropped_images"] for step in found["steps"]] == [[], [], [0]]
+    assert found["advantage"] == pytest.approx(1.0, abs=1e-4)
+    for step in found["steps"]:
+        assert len(step["tokens"]) == 3
+        assert "".join(token["text"] for token in step["tokens"]) == step["response"]
+    assert found["verdict"]["stages"][0]["decision"] == "yes"
+    related = await get(client, f"/api/episodes/{row['id']}/related")
+    assert [each["index"] for each in related["group"]] == [0, 1]
+    image = await client.get(f"/api/episodes/{row['id']}/images/3")
+    assert (image.headers["content-type"], image.content[:4]) == ("image/png", b"\x89PNG")
+    page = await client.get(f"/api/episodes/{row['id']}/page")
+    assert page.headers["content-disposition"] == 'attachment; filename="look-ticket-1-0.html"'
+    assert page.text.count("data:image/png;base64,") == 4
+    other = (await get(client, "/api/episodes?kind=after"))["rows"][0]
+    assert (await get(client, f"/api/episodes/{other['id']}"))["advantage"] is None, "it has no group"
+
+
+async def test_wrong_requests_are_answered_with_what_is_wrong(served: tuple[httpx.AsyncClient, RunPages]):
+    client, _ = served
+    for path, status, words in (
+        ("/api/episodes?sort=colour", 400, "colour"),
+        ("/api/episodes?steps_min=many", 400, "steps_min=many"),
+        ("/api/episodes?offset=nan", 400, "offset=nan"),
+        ("/api/episodes?limit=inf", 400, "limit=inf"),
+        ("/api/episodes?offset=-1", 400, "offset=-1"),
+        ("/api/updates?after=x", 400, "after=x"),
+        ("/api/episodes/99", 404, "episode 99"),
+        ("/api/episodes/0/images/9", 404, "4 screenshots"),
+    ):
+        assert words in (await get(client, path, status))["error"]
+    assert (await client.post("/api/run")).status_code == 405
+    assert (await client.get("/static/../app.py")).status_code == 404
+
+
+async def test_an_episode_that_was_deleted_or_damaged_is_said_to_be(served: tuple[httpx.AsyncClient, RunPages]):
+    client, pages = served
+    first, second = sorted((pages.config.run_folder / "episodes" / "rollout-0").glob("*.records"))[:2]
+    first.unlink()
+    content = bytearray(second.read_bytes())
+    content[400] ^= 1
+    second.write_bytes(content)
+    rows = (await get(client, "/api/episodes?sort=ticket&kind=training"))["rows"]
+    assert [row["stored"] for row in rows] == [False, False, True]
+    assert "tracking.episodes_gib" in (await get(client, f"/api/episodes/{rows[0]['id']}", 410))["error"]
+    assert "checksum" in (await get(client, f"/api/episodes/{rows[2]['id']}", 500))["error"]
+
+
+async def test_a_long_text_is_cut_and_a_lone_surrogate_survives(run: Config):
+    hostile = replace(episode(9), instruction="x" * 10_000_000 + "\ud800", outcome="failure")
+    store(run, [hostile])
+    async with serve(run) as (address, _), httpx.AsyncClient() as client:
+        client.headers["authorization"] = f"Bearer {TOKEN}"
+        base = address.partition("/?")[0]
+        row = (await client.get(f"{base}/api/episodes?ticket_min=9")).json()["rows"][0]
+        assert len(row["instruction"]) == 500
+        found = (await client.get(f"{base}/api/episodes/{row['id']}")).json()
+        assert len(found["instruction"]) < 101_000
+        assert found["instruction"].endswith("more characters)")

@@ -1,0 +1,132 @@
+"""The index over stored episodes, compared with a plain search over all rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.monitor.episode_index import FACETS, EpisodeIndex, EpisodeQuery, QueryError, iterate
+from megatron_webrl.tracking.episode_log import FILE, ROLLED_BACK_FILE, episode_line
+from megatron_webrl.tracking.episode_store import EpisodeStore
+from megatron_webrl.types import Trajectory
+from tests.monitor.runs import episode, store, write_run
+
+OUTCOMES = ("success", "failure", "browser_timeout")
+
+
+def varied(ticket: int) -> Trajectory:
+    made = episode(ticket, steps=ticket % 5, reward=float(ticket % 3 == 0))
+    task = replace(made.task, website=f"shop-{ticket % 7}.test", difficulty=("easy", "hard")[ticket % 2])
+    return replace(made, task=task, outcome=OUTCOMES[ticket % 3], instruction=f"Find 100% of item {ticket}_x")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    config = write_run(tmp_path_factory.mktemp("runs"))
+    store(config, *([varied(ticket)] for ticket in range(60)))
+    store(config, *([varied(ticket)] for ticket in range(60, 66)), kind="after")
+    return config
+
+
+@pytest.fixture(scope="module")
+def index(run: Config) -> EpisodeIndex:
+    made = EpisodeIndex(run.run_folder)
+    made.refresh()
+    return made
+
+
+queries = st.builds(
+    EpisodeQuery,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "outcome": st.lists(st.sampled_from(OUTCOMES), min_size=1),
+            "site": st.lists(st.sampled_from([f"shop-{n}.test" for n in range(8)]), min_size=1),
+            "kind": st.just(["training"]),
+        },
+    ),
+    st.dictionaries(st.sampled_from(["steps", "ticket", "newest_version"]), st.integers(0, 66), max_size=2),
+    st.dictionaries(st.sampled_from(["steps", "reward"]), st.floats(0, 4), max_size=1),
+    st.sampled_from(["", "item", "ITEM 1", "100%", "_x", "nothing of this"]),
+    st.sampled_from(["finished_at", "steps", "reward", "site"]),
+    st.booleans(),
+)
+
+
+@given(query=queries, offset=st.integers(0, 70), limit=st.integers(1, 70))
+@settings(max_examples=60, deadline=None)
+def test_a_query_finds_what_a_plain_search_finds(index: EpisodeIndex, query: EpisodeQuery, offset: int, limit: int):
+    every = list(iterate(index, EpisodeQuery(sort="ticket", descending=False)))
+    assert [row["ticket"] for row in every] == list(range(66))
+
+    def passes(row: dict[str, object], without: str = "") -> bool:
+        words = " ".join(str(row[name]) for name in ("instruction", "task", "site", "reason", "end_reason")).casefold()
+        return (
+            all(row[name] in values for name, values in query.equal.items() if name != without)
+            and all(row[name] is not None and row[name] >= low for name, low in query.at_least.items())
+            and all(row[name] is not None and row[name] <= high for name, high in query.at_most.items())
+            and all(word in words for word in query.text.casefold().split())
+        )
+
+    wanted = [row for row in every if passes(row)]
+    rows, total = index.page(query, offset, limit)
+    assert total == len(wanted)
+    assert len(rows) == min(limit, max(0, total - offset))
+    everything = list(iterate(index, query))
+    assert sorted(row["ticket"] for row in everything) == [row["ticket"] for row in wanted]
+    values = [row[query.sort] for row in everything]
+    assert values == sorted(values, reverse=query.descending)
+    assert rows == everything[offset : offset + limit]
+    facets = index.search(query).facets
+    for name in FACETS:
+        counts: dict[str, int] = {}
+        for row in every:
+            if passes(row, without=name) and row[name]:
+                counts[row[name]] = counts.get(row[name], 0) + 1
+        assert dict(facets[name]) == counts
+
+
+def test_an_unknown_field_is_named():
+    for fields in ({"equal": {"colour": ["red"]}}, {"at_least": {"site": 1}}, {"sort": "colour"}):
+        with pytest.raises(QueryError, match=r"unknown field '(colour|site)'"):
+            EpisodeQuery(**fields)
+
+
+def test_what_becomes_of_an_episode_is_seen_when_the_trainer_logs_it(tmp_path: Path):
+    config = write_run(tmp_path)
+    folder, writer = config.run_folder, EpisodeStore.of_worker(config, "rollout-0")
+    first, second, third = (episode(0, n) for n in range(3))
+    with (folder / FILE).open("w") as file:
+        file.write(json.dumps(episode_line(first, None, 1)) + "\n")  # the trainer may be faster than the store
+    index = EpisodeIndex(folder)
+    index.refresh()
+    assert len(index) == 0
+    writer.add([first, second, third])
+    index.refresh()
+    assert [row["disposition"] for row in iterate(index, EpisodeQuery(sort="ticket"))].count("trained") == 1
+    with (folder / FILE).open("a") as file:
+        file.write(json.dumps(episode_line(second, "stale", 1)) + "\n" + '{"half')
+    index.refresh()
+    found = {row["index"]: row["disposition"] for row in iterate(index, EpisodeQuery())}
+    assert found == {0: "trained", 1: "stale", 2: "waiting"}
+    with (folder / ROLLED_BACK_FILE).open("w") as file:
+        file.write(json.dumps(episode_line(first, None, 1)) + "\n")
+    index.refresh()
+    assert dict(index.search(EpisodeQuery()).facets["disposition"]) == {"rolled back": 1, "stale": 1, "waiting": 1}
+    assert [row["index"] for row in index.group_of(index.get(1) or {})] == [0, 1, 2]
+
+
+def test_lines_of_another_form_are_left_out(tmp_path: Path):
+    config = write_run(tmp_path)
+    store(config, [episode(0)])
+    path = config.run_folder / "episodes" / "rollout-0" / "index.jsonl"
+    path.write_text(path.read_text() + '[1]\n{"ticket": 3}\nnull\n"text"\n' + path.read_text())
+    index = EpisodeIndex(config.run_folder)
+    index.refresh()
+    assert len(index) == 2
