@@ -76,6 +76,10 @@ setup(
             "types-psutil",
             "flask",  # an MLflow server, with mlflow-skinny
             "flask-cors",
+            "sphinx>=9,<10",  # the documentation site
+            "myst-parser>=5",
+            "furo",
+            "sphinx-autobuild",
         ],
     },
     entry_points={"console_scripts": ["webrl = megatron_webrl.__main__:entry"]},
