@@ -29,7 +29,7 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", type=Path, metavar="CHECKPOINT", help="Hugging Face folder, checkpoint of a run, or the run"
     )
     parser.add_argument(
-        "config_and_overrides",
+        "overrides",
         nargs="*",
         metavar="CONFIG key=value",
         help="YAML file (default: config.yaml of the checkpoint's run), and settings that replace those of the file",
@@ -47,7 +47,7 @@ def evaluation_arguments(options: argparse.Namespace) -> list[str]:
     """The configuration file, if given, and all overrides."""
     chosen = {key: getattr(options, key) for key in ("episodes", "samples", "temperature")}
     overrides = [f"evaluation.{key}={value}" for key, value in chosen.items() if value is not None]
-    return [*options.config_and_overrides, *overrides]
+    return [*options.overrides, *overrides]
 
 
 def _eval(options: argparse.Namespace) -> int:
