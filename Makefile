@@ -17,7 +17,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help install install-gpu system slurm quickstart warm-start test test-fast soak lint format docs locks doctor clean
+.PHONY: help install install-gpu system slurm quickstart warm-start test test-fast soak lint format docs docs-site docs-serve locks doctor clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -66,10 +66,14 @@ format: $(INSTALLED) ## let ruff put the code in shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED) ## write the pages of settings and metrics, and draw the picture of a plan
-	$(BIN)/python -m tools.write_configuration_page docs/configuration.md
-	$(BIN)/python -m tools.write_metrics_page docs/metrics.md
-	$(BIN)/python -m tools.draw_plan docs/images/plan.svg
+docs: $(INSTALLED) ## write the generated pages of docs/, and its drawings of the architecture and of a plan
+	$(BIN)/python -m tools.documentation
+
+docs-site: $(INSTALLED) ## build the documentation site in build/site; a warning is an error
+	$(BIN)/sphinx-build -n -W --keep-going docs build/site
+
+docs-serve: $(INSTALLED) ## build the site, serve it on http://127.0.0.1:8000, and rebuild it when a page changes
+	$(BIN)/sphinx-autobuild -n --host 127.0.0.1 --port $(or $(PORT),8000) docs build/site
 
 locks: $(INSTALLED) ## rewrite requirements/ from setup.py, for both Pythons; ARGS=--upgrade for the newest versions
 	PYTHON=$(BIN)/python tools/lock_requirements.sh $(ARGS)

@@ -17,7 +17,7 @@ from megatron_webrl.config.trainer import TrainerConfig
 
 @dataclass
 class RunConfig:
-    name: str = setting("run", "Name of the run; its files go to <directory>/<name>.")
+    name: str = setting("run", "Name of the run; its files are in the folder of this name in run.directory.")
     directory: str = setting("runs", "Folder that holds all runs and the MLflow database.")
     seed: int = setting(0, "Seed of task sampling, of the order of samples and of the engines.", low=0)
     resume: bool = setting(False, "Continue from the newest checkpoint of this run; without one, refuse.")

@@ -162,6 +162,7 @@ class JobState:
         self.changed.add(name)
 
     def set_limit(self, name: str, limit: int) -> None:
+        """Let the slots of a counter below `limit` be claimed."""
         self._counter(name).limit = limit
         self.changed.add(name)
 
@@ -191,6 +192,7 @@ class JobState:
         self.changed.add(name)
 
     def remove_counter(self, name: str) -> None:
+        """Remove a counter with its slots, if there is one of this name."""
         self.counters.pop(name, None)
         self.changed.add(name)
 

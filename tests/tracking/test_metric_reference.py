@@ -23,7 +23,6 @@ from megatron_webrl.trainer.metrics.token_statistics import token_statistics
 from megatron_webrl.trainer.rewards import outcome_reward
 from megatron_webrl.types import Group, JudgeStage, Verdict
 from tests.trajectories import trajectory
-from tools.write_metrics_page import page
 
 ROOT = Path(__file__).parents[2]
 BY_MODULE = {
@@ -120,7 +119,3 @@ def test_a_label_of_a_family_has_no_further_part():
     assert undefined(["success_rate/shop/cart", "success_rate/", "entropy/success", "loss"]) == [
         "success_rate/", "success_rate/shop/cart",
     ]  # fmt: skip
-
-
-def test_the_page_is_the_one_that_make_docs_writes():
-    assert (ROOT / "docs" / "metrics.md").read_text() == page()

@@ -1,10 +1,8 @@
-"""Write the reference page of the metrics from the definitions in tracking/metric_reference."""
+"""The reference page of the metrics, from the definitions in tracking/metric_reference."""
 
 from __future__ import annotations
 
-import argparse
 import textwrap
-from pathlib import Path
 
 from megatron_webrl.tracking.metric_reference.registry import SECTIONS
 
@@ -33,14 +31,3 @@ def page() -> str:
         lines += ["| name | unit | meaning |", "|---|---|---|"]
         lines += [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in section.metrics]
     return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="Markdown file to write")
-    parser.parse_args().file.write_text(page())
-
-
-if __name__ == "__main__":
-    main()

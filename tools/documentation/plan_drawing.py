@@ -1,4 +1,4 @@
-"""Draw the transfer plan of one fused parameter: `python -m tools.draw_plan docs/images/plan.svg`.
+"""The drawing of a transfer plan: one fused parameter.
 
 The figure shows a real plan (weights/plan.py). Left: two replicas of two tensor-parallel trainer ranks. Right: an
 engine of one rank and one of two. Colours mark q, k and v; a band is one slice.
@@ -6,8 +6,6 @@ engine of one rank and one of two. Colours mark q, k and v; a band is one slice.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import transformers
@@ -133,13 +131,6 @@ def _draw_bar(axes: Axes, x: float, top: float, rows: int) -> None:
     axes.add_patch(Rectangle((x, top), WIDTH, rows, fill=False, edgecolor=BLACK))
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Draw the transfer plan of one fused parameter.")
-    parser.add_argument("out", type=Path, help="SVG file to write")
-    options = parser.parse_args()
-    options.out.write_text(Drawing(make_plan()).svg())
-
-
-if __name__ == "__main__":
-    main()
+def svg() -> str:
+    """The figure of `make_plan`."""
+    return Drawing(make_plan()).svg()

@@ -1,10 +1,8 @@
-"""Write the reference page of the configuration from the dataclasses of config/schema.py."""
+"""The reference page of the configuration, from the dataclasses of config/schema.py."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.schema import Config
@@ -47,14 +45,3 @@ def _limits(limits: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in limits["choices"])
     formats = [("> {}", "above"), (">= {}", "low"), ("<= {}", "high")]
     return ", ".join(text.format(limits[name]) for text, name in formats if limits[name] is not None)
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="Markdown file to write")
-    parser.parse_args().file.write_text(page())
-
-
-if __name__ == "__main__":
-    main()
