@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,19 @@ from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
 from megatron_webrl.trainer import loss
 from megatron_webrl.types import Action, Group
+from tests.documented_blocks import blocks_run_by
 from tests.rollout.conversations import observation_of, response_of, texts
 from tests.tasks.site_client import Client
 from tests.trajectories import trajectory
 
-PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+PAGE = "docs/extending.md"
 
 
 def example(section: str) -> dict[str, Any]:
     """The names that the code block under a heading defines."""
-    (text,) = [part for part in PAGE.read_text().split("\n## ") if part.startswith(f"{section}\n")]
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (code,) = blocks_run_by(__file__, PAGE, "python", section)
     names: dict[str, Any] = {"__name__": f"extending.{section}"}
-    exec(compile(code, str(PAGE), "exec"), names)  # the page is ours
+    exec(compile(code, PAGE, "exec"), names)  # the page is ours
     return names
 
 

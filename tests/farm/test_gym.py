@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron_webrl.farm.gym import WebEnv
 from megatron_webrl.farm.local_servers import LocalServers
 from megatron_webrl.farm.spaces import ActionSpace
 from megatron_webrl.ring.locks import poll_with_backoff
+from tests.documented_blocks import blocks_run_by
 from tests.farm.servers import browser_of, config_for, server_processes
 
 WAIT = json.dumps({"kind": "wait", "time": 0})
@@ -168,9 +168,7 @@ def test_every_environment_is_registered() -> None:
 def test_the_example_of_the_documentation_runs(
     farm: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "browser.md").read_text()
-    [_, section] = page.split("## From another framework, in ten lines\n")
-    code, *_ = re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
+    (code,) = blocks_run_by(__file__, "docs/browser.md", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     script = tmp_path / "ten_lines.py"
     assert "http://127.0.0.1:8700" in code

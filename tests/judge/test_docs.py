@@ -20,6 +20,7 @@ from megatron_webrl.judge.protocols import rubric
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.record_file import RecordFileWriter
 from megatron_webrl.types import RubricFact
+from tests.documented_blocks import blocks_run_by
 from tests.documented_commands import command_environment
 from tests.judge.support import episode
 from tools.judge_endpoint.faults import FAULTS
@@ -29,8 +30,9 @@ PAGE = (ROOT / "docs" / "judge.md").read_text()
 
 
 def block(language: str) -> str:
-    """The first code block of a language."""
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0]
+    """The code block of a language that runs here."""
+    (text,) = blocks_run_by(__file__, "docs/judge.md", language)
+    return text
 
 
 def free_port() -> int:
@@ -51,7 +53,7 @@ def test_the_example_judges_stored_episodes(tmp_path: Path):
     port = str(free_port())
     (tmp_path / "judge.yaml").write_text(block("yaml").replace("8765", port))
     done = subprocess.run(
-        ["bash", "-eu", "-c", block("sh").replace("8765", port)], cwd=tmp_path, check=False, text=True,
+        ["bash", "-eu", "-c", block("bash").replace("8765", port)], cwd=tmp_path, check=False, text=True,
         env=command_environment(), capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

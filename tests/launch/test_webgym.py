@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import socket
 import subprocess
 import time
@@ -16,6 +15,7 @@ import pytest
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file
 from megatron_webrl.types import BLOCKED, JUDGE_ERROR, TRAINABLE_OUTCOMES
+from tests.documented_blocks import blocks_run_by
 from tests.documented_commands import command_environment
 from tests.waiting import started, until
 
@@ -30,8 +30,7 @@ LIMIT = 1500.0
 
 def document_commands() -> list[str]:
     """The commands of the steps on one machine."""
-    text = (ROOT / "docs" / "webgym.md").read_text().split("## On a cluster")[0]
-    return [block.strip() for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
+    return [block.strip() for block in blocks_run_by(__file__, "docs/webgym.md", "bash")]
 
 
 class Shell:

@@ -18,21 +18,21 @@ from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.sampling.source_checks import FILE_SETTINGS
 from megatron_webrl.tasks.files.field_map import FORMATS
 from megatron_webrl.tasks.registry import make_source
+from tests.documented_blocks import blocks_of, blocks_run_by
 from tests.documented_commands import command_environment
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "tasks.md"
+PAGE = "docs/tasks.md"
 
 
 def section(heading: str) -> str:
-    (text,) = [part for part in re.split(r"\n##+ ", PAGE.read_text()) if part.startswith(f"{heading}\n")]
+    (text,) = [part for part in re.split(r"\n##+ ", (ROOT / PAGE).read_text()) if part.startswith(f"{heading}\n")]
     return text
 
 
 def blocks(heading: str, language: str) -> list[str]:
-    """The code blocks of a language; of "": those without one."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", section(heading), re.DOTALL | re.MULTILINE)
-    return [text for name, text in found if name == language]
+    """The code blocks of a section that run here."""
+    return blocks_run_by(__file__, PAGE, language, heading)
 
 
 def run_block(block: str) -> str:
@@ -74,7 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def write_files_of_the_example(folder: Path) -> None:
     """Run the documented program, and write towns.yaml."""
     (code,) = blocks("Task files", "python")
-    exec(compile(code, str(PAGE), "exec"), {"__name__": "documented"})  # the page is ours
+    exec(compile(code, PAGE, "exec"), {"__name__": "documented"})  # the page is ours
     (configuration,) = blocks("Task files", "yaml")
     user = ", user: nobody" if os.getuid() == 0 else ""
     (folder / "towns.yaml").write_text(configuration.replace("open_web: true", f"open_web: true{user}"))
@@ -82,7 +82,7 @@ def write_files_of_the_example(folder: Path) -> None:
 
 def test_the_example_of_task_files_is_checked_and_can_be_trained_on(folder: Path) -> None:
     write_files_of_the_example(folder)
-    (commands,) = blocks("Task files", "sh")
+    (commands,) = blocks("Task files", "bash")
     lines = run_block(commands).splitlines()
     assert "train.jsonl: 6 tasks on 3 websites, 6 facts, 0 with a reference answer" in lines
     assert "test.jsonl: 2 tasks on 1 website, 2 facts, 0 with a reference answer" in lines
@@ -105,7 +105,7 @@ def test_the_documented_refusal_is_the_one_that_is_printed(folder: Path, capsys:
     lines[5] = lines[5].replace('"The answer names the town\'s area"', '"The area", 2')
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     assert run("webrl train towns.yaml --check") == 2
-    (documented,) = [block for block in blocks("Task files", "") if block.startswith("webrl: ")]
+    (documented,) = [block.text for block in blocks_of(PAGE) if block.text.startswith("webrl: ")]
     assert capsys.readouterr().err == documented
 
 
@@ -126,7 +126,7 @@ def test_the_example_of_an_own_source_makes_tasks(folder: Path, capsys: pytest.C
     (folder / "my_package").mkdir()
     (folder / "my_package" / "__init__.py").touch()
     (folder / "my_package" / "my_source.py").write_text(code)
-    (commands,) = blocks("A source of your own", "sh")
+    (commands,) = blocks("A source of your own", "bash")
     assert "  source: my_package.my_source:Source" in run_block(commands).splitlines()
     command = commands.splitlines()[-1]
     assert run(command.replace("browser.open_web=true ", "")) == 2
