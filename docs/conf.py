@@ -18,6 +18,8 @@ copyright = f"the authors of {project}; Apache-2.0"
 extensions = ["myst_parser"]
 exclude_patterns = ["images"]
 
+smartquotes = False  # an option such as --check stays one
+
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_static_path = ["_static"]
