@@ -11,6 +11,7 @@ control service, which live as long as the job, must not grow by more than a ten
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import signal
 import statistics
@@ -90,11 +91,15 @@ class Soak:
             with suppress(psutil.Error):
                 if process is not None:
                     self.samples[name].append((process.num_fds(), process.memory_info().rss // 2**20))
-        waiting = [p for p in launcher.children(recursive=True) if _is_zombie(p)]
-        self.zombies = {p.pid: self.zombies.get(p.pid, time.monotonic()) for p in waiting}
+        waiting = {p.pid: p for p in launcher.children(recursive=True) if _is_zombie(p)}
+        self.zombies = {pid: self.zombies.get(pid, time.monotonic()) for pid in waiting}
         for pid, since in self.zombies.items():
             if time.monotonic() - since > ZOMBIE_SECONDS:
-                self.problems.append(f"process {pid} is a zombie for {ZOMBIE_SECONDS:.0f} s")
+                self.zombies[pid] = math.inf  # reported once
+                with suppress(psutil.Error):
+                    parent, name = waiting[pid].parent(), waiting[pid].name()
+                    owner = " ".join(parent.cmdline()[:6]) if parent is not None else "nobody"
+                    self.problems.append(f"{name} ({pid}), a child of {owner}, is a zombie for {ZOMBIE_SECONDS:.0f} s")
 
     def finish(self) -> None:
         """End the job as Ctrl-C does, and check what it leaves."""

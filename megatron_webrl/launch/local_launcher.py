@@ -215,14 +215,18 @@ class LocalLauncher:
         """Wait for every role but the control service to exit; returns a message if one does not, or fails."""
         seconds = EXIT_GRACE_SECONDS if outcome in CLEAN_JOB_OUTCOMES else FAILED_EXIT_GRACE_SECONDS
         deadline = time.monotonic() + seconds
-        others = self.supervisor.roles[1:]
-        while any(role.process.poll() is None for role in others) and self.interrupts < 3:
+        others, overdue = self.supervisor.roles[1:], ""
+        while (running := [role for role in others if role.process.poll() is None]) and self.interrupts < 3:
             if time.monotonic() > deadline:
-                running = ", ".join(role.name for role in others if role.process.poll() is None)
-                return f"{running} did not exit within {seconds:.0f} s"
+                overdue = f"{', '.join(role.name for role in running)} did not exit within {seconds:.0f} s"
+                break
             time.sleep(0.05)
         if outcome in CLEAN_JOB_OUTCOMES:  # a worker that fails after the end changes nothing: its groups are counted
             others = [role for role in others if role.name not in self.config.worker_names]
+        if overdue and any(role in others for role in running):
+            return overdue
+        if overdue:
+            self._warn(f"{overdue} and is killed; its episodes are counted")
         return next((failure for role in others if (failure := role.poll_failure())), None)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,51 @@
+"""The end of a job on one machine, with real processes in place of its roles."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.launch import local_launcher
+from megatron_webrl.launch.local_launcher import LocalLauncher
+from megatron_webrl.system import child_process
+
+ENDS, FAILS, HANGS = ["true"], ["false"], ["sleep", "600"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "trainer", "worker", "problem", "warning"),
+    [
+        ("finished", ENDS, HANGS, None, "rollout-0 did not exit within 1 s and is killed; its episodes are counted"),
+        ("stopped", ENDS, FAILS, None, ""),
+        ("finished", HANGS, HANGS, "rollout-0, trainer-0 did not exit within 1 s", ""),
+        ("finished", FAILS, HANGS, "trainer-0 exited with code 1", "rollout-0 did not exit"),
+        ("failed: x", ENDS, HANGS, "rollout-0 did not exit within 1 s", ""),
+    ],
+)
+def test_a_worker_that_does_not_exit_cannot_fail_a_job_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, trainer: list[str], worker: list[str],
+    problem: str | None, warning: str,
+):  # fmt: skip
+    for name in ("EXIT_GRACE_SECONDS", "FAILED_EXIT_GRACE_SECONDS"):
+        monkeypatch.setattr(local_launcher, name, 1.0)
+    out = io.StringIO()
+    config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "model.platform=cpu"])
+    config.run_folder.mkdir()
+    launcher = LocalLauncher(config, Console(file=out, width=200))
+    supervisor = launcher.supervisor
+    try:
+        for name, command in (("control", HANGS), ("rollout-0", worker), ("trainer-0", trainer)):
+            supervisor.start(name, command, dict(os.environ), tmp_path / f"{name}.log")
+        found = launcher._wait_for_exits(outcome)
+        assert (found or "").startswith(problem or "")
+        assert bool(found) == bool(problem)
+        assert out.getvalue().startswith(warning)
+        assert bool(out.getvalue()) == bool(warning)
+    finally:
+        for role in supervisor.roles:
+            child_process.kill_process_group(role.process.pid)
