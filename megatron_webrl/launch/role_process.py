@@ -127,7 +127,7 @@ def prepare_run_folder(
         backup = folder.with_name(f"{folder.name}.{number}")
         folder.rename(backup)
         report(f"renamed the earlier run of this name to {backup}")
-    lease = run_lease.take(folder, holder, wait)
+    lease = run_lease.take(folder, holder, wait, config.trainer.checkpoint.fallback_folder)
     (folder / "logs").mkdir(exist_ok=True)
     atomic_file.remove_leftovers(folder)
     (folder / "summary.json").unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.sampling.checks import check_tasks
+from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
 SHARED_MEMORY = Path("/dev/shm")
 _DIMENSIONS = {
@@ -82,7 +83,7 @@ def _check_resume(config: Config) -> None:
             f"{config.reference_weights_folder} does not hold them: a run stores them only if it begins with the "
             "penalty; set it to 0"
         )
-    if not (config.run_folder / "checkpoints" / "latest").is_file():
+    if find_latest_checkpoint(config.run_folder) is None:
         raise ConfigError(
             f"run.resume=true but {config.run_folder}/checkpoints holds no complete checkpoint; set run.resume=false"
         )

@@ -248,7 +248,7 @@ def _checkpoints(folder: Path, updates: Sequence[dict[str, Any]]) -> CheckpointS
     failures = int(updates[-1]["extra"].get("checkpoint/failures", 0)) if updates else 0
     return CheckpointStatus(
         str(newest) if newest else None,
-        (folder / "latest").stat().st_mtime if newest else None,
+        (newest.parent / "latest").stat().st_mtime if newest else None,
         failures,
         any(folder.glob(f"{STAGING_PREFIX}*/[0-9]*")),
     )

@@ -32,24 +32,20 @@ class EpisodeLog:
         `size`: that of these lines in bytes, as `size` was at the checkpoint; without it the lines are counted.
         `guard`: as of History.
         """
-        self._history = History(folder / FILE, size_of_lines(folder, closed, size), guard)
+        self.history = History(folder / FILE, size_of_lines(folder, closed, size), guard)
 
     @property
     def size(self) -> int:
         """Bytes of all lines."""
-        return self._history.size
+        return self.history.size
 
     def add(self, trajectory: Trajectory, reason: str | None, version: int) -> None:
         """Log an episode as trained, or as dropped for `reason`, at the trainer's `version`."""
-        self._history.append(episode_line(trajectory, reason, version))
-
-    def sync(self) -> None:
-        """Flush the lines to disk. Raises OSError."""
-        self._history.sync()
+        self.history.append(episode_line(trajectory, reason, version))
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        self._history.close()
+        self.history.close()
 
 
 def size_of_lines(folder: Path, count: int, size: int | None = None) -> int:

@@ -2,6 +2,7 @@
 
     runs/x/lease/000003.json            the holder: job, host, process, time; its mtime is the last sign of life
     runs/x/checkpoints/.staging-000003-5f0c/   where the holder writes checkpoints before they get their names
+    runs/x/fallback-b7e2/checkpoints/.staging-000003-5f0c/   the same in the fallback folder, if the run has one
 
 Epochs only grow. A launch takes the lease by making the file of the next epoch, which is atomic, and then moves the
 staging folders of all earlier ones away and copies their histories. A process of an earlier launch that wakes up later
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -31,6 +33,7 @@ from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.system import atomic_file, child_process, history
+from megatron_webrl.tracking.latest_checkpoint import FALLBACK_PREFIX, fallback_links, fallback_of
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ FOLDER = "lease"
 VARIABLE = "WEBRL_LEASE"  # EPOCH:ID of the lease, in the environment of a local launch's roles
 TIMEOUT_SECONDS = 180.0
 HEARTBEAT_SECONDS = 15.0
+STALL_TIMEOUT_SECONDS = 300.0  # from which a file system that does not answer counts as lost
 STAGING_PREFIX = ".staging-"
 _POLL_SECONDS = 1.0
 _NAME = re.compile(r"(\d{6,})\.json")
@@ -109,7 +113,11 @@ class RunLease:
     @property
     def staging(self) -> Path:
         """The folder in which this launch writes checkpoints."""
-        return _staging(self.run_folder, self.epoch, self.lease_id)
+        return self.staging_in(self.run_folder)
+
+    def staging_in(self, folder: Path) -> Path:
+        """The same in the run's folder or in a fallback folder of it."""
+        return folder / "checkpoints" / f"{STAGING_PREFIX}{self.epoch:06d}-{self.lease_id}"
 
     @property
     def variables(self) -> dict[str, str]:
@@ -145,35 +153,51 @@ class RunLease:
             log.error("%s could not be released: %s", self.path, error)
 
     @contextmanager
-    def kept_alive(self) -> Iterator[None]:
-        """Give a sign of life every HEARTBEAT_SECONDS in a thread. One that fails is tried again."""
-        end = threading.Event()
+    def kept_alive(self, on_stall: Callable[[str], None] = log.error) -> Iterator[None]:
+        """Give a sign of life every HEARTBEAT_SECONDS in a thread. One that fails is tried again.
+
+        `on_stall` is called once, in a thread, with a message if the file system lets one wait STALL_TIMEOUT_SECONDS.
+        """
+        end, waits_since = threading.Event(), math.inf
 
         def beat() -> None:
+            nonlocal waits_since
             while not end.is_set():
-                with suppress(OSError):  # a file system that stalls or fails; of a lost lease `check` tells
+                waits_since = time.monotonic()
+                with suppress(OSError):  # a file system that fails; of a lost lease `check` tells
                     os.utime(self.path)
+                waits_since = math.inf
                 end.wait(HEARTBEAT_SECONDS)
 
-        thread = threading.Thread(target=beat, name="run lease", daemon=True)
-        thread.start()
+        def watch() -> None:
+            while not end.wait(_POLL_SECONDS):
+                if time.monotonic() - waits_since > STALL_TIMEOUT_SECONDS:
+                    on_stall(f"the file system of {self.run_folder} has stalled for {STALL_TIMEOUT_SECONDS:.0f} s")
+                    return
+
+        threads = [threading.Thread(target=each, name="run lease", daemon=True) for each in (beat, watch)]
+        for thread in threads:
+            thread.start()
         try:
             yield
         finally:
             end.set()
-            thread.join(_POLL_SECONDS)
+            for thread in threads:
+                thread.join(_POLL_SECONDS)
 
 
-def kept_alive(lease: RunLease | None) -> AbstractContextManager[None]:
+def kept_alive(lease: RunLease | None, on_stall: Callable[[str], None] = log.error) -> AbstractContextManager[None]:
     """Give signs of life of a lease, if there is one."""
-    return nullcontext() if lease is None else lease.kept_alive()
+    return nullcontext() if lease is None else lease.kept_alive(on_stall)
 
 
-def take(run_folder: Path, holder: Holder, report: Callable[[str], None] | None = None) -> RunLease:
+def take(
+    run_folder: Path, holder: Holder, report: Callable[[str], None] | None = None, fallback_folder: str = ""
+) -> RunLease:
     """Take the lease of a run folder, which is made if it does not exist.
 
     Raises ConfigError if another launch holds it, or the folder cannot be written. With `report`, a holder that may be
-    dead is waited for, after a line about that.
+    dead is waited for, after a line about that. `fallback_folder`: trainer.checkpoint.fallback_folder.
     """
     try:
         (run_folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -182,8 +206,10 @@ def take(run_folder: Path, holder: Holder, report: Callable[[str], None] | None 
         atomic_file.fsync(run_folder.parent)
         lease = RunLease(run_folder, _wait_for_end(run_folder, holder, report) + 1, holder.lease_id)
         lease.staging.mkdir()  # before the lease is taken: its successor moves the folder away
+        _prepare_fallback(lease, fallback_folder)
         if not _create(lease.path, holder) or not _is_newest(lease):
-            shutil.rmtree(lease.staging, ignore_errors=True)
+            for folder in _checkpoint_folders(run_folder):
+                shutil.rmtree(lease.staging_in(folder), ignore_errors=True)
             newest = _newest(run_folder)
             winner = f": {newest[1]}" if newest is not None else ""
             raise ConfigError(f"run.name={run_folder.name}: another job has just started in {run_folder}{winner}")
@@ -219,17 +245,46 @@ def of_process(run_folder: Path, environment: Mapping[str, str]) -> RunLease | N
 
 def _remove_earlier(lease: RunLease) -> None:
     """Move the staging folders of earlier epochs into this lease's, and remove their files."""
-    for path in (lease.run_folder / "checkpoints").glob(f"{STAGING_PREFIX}*"):
-        name = path.name.removeprefix(STAGING_PREFIX)
-        if int(name.partition("-")[0]) < lease.epoch:
-            with suppress(FileNotFoundError):
-                path.rename(lease.staging / f"left-{name}")
+    for folder in _checkpoint_folders(lease.run_folder):
+        for path in (folder / "checkpoints").glob(f"{STAGING_PREFIX}*"):
+            name = path.name.removeprefix(STAGING_PREFIX)
+            if int(name.partition("-")[0]) < lease.epoch:
+                with suppress(FileNotFoundError):
+                    path.rename(lease.staging_in(folder) / f"left-{name}")
     for epoch, file in _all(lease.run_folder):
         if epoch < lease.epoch:
             file.unlink(missing_ok=True)
     atomic_file.remove_leftovers(lease.path.parent)
     atomic_file.fsync(lease.path.parent)
-    atomic_file.fsync(lease.staging.parent)
+    for folder in _checkpoint_folders(lease.run_folder):
+        atomic_file.fsync(folder / "checkpoints")
+
+
+def _prepare_fallback(lease: RunLease, fallback_folder: str) -> None:
+    """Link the run to its folder in `fallback_folder`, and make the staging folder in each that it has.
+
+    Raises ConfigError if one cannot be written, or is not there: it may hold the newest checkpoint.
+    """
+    run_folder, where = lease.run_folder, f"trainer.checkpoint.fallback_folder={fallback_folder}"
+    try:
+        if fallback_folder and fallback_of(run_folder, fallback_folder) is None:
+            name = secrets.token_hex(4)  # other runs, elsewhere or of another time, have the same name
+            target = Path(fallback_folder).resolve() / f"{run_folder.name}-{name}"
+            (target / "checkpoints").mkdir(parents=True)
+            (run_folder / f"{FALLBACK_PREFIX}{name}").symlink_to(target)
+        for link in fallback_links(run_folder):
+            where = f"{link}, which leads to {link.readlink()}"
+            lease.staging_in(link).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: {error.strerror}; the newest checkpoint may be there: mount it, or remove the setting and the "
+            f"links {run_folder / FALLBACK_PREFIX}*"
+        ) from error
+
+
+def _checkpoint_folders(run_folder: Path) -> list[Path]:
+    """The run's folder and its fallback folders."""
+    return [run_folder, *fallback_links(run_folder)]
 
 
 def _wait_for_end(run_folder: Path, own: Holder, report: Callable[[str], None] | None) -> int:
@@ -336,10 +391,6 @@ def _time_of(run_folder: Path) -> float:
 
 def _path(run_folder: Path, epoch: int) -> Path:
     return run_folder / FOLDER / f"{epoch:06d}.json"
-
-
-def _staging(run_folder: Path, epoch: int, lease_id: str) -> Path:
-    return run_folder / "checkpoints" / f"{STAGING_PREFIX}{epoch:06d}-{lease_id}"
 
 
 def _machine() -> str:

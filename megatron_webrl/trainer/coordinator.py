@@ -29,6 +29,7 @@ from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
 from megatron_webrl.tracking.step_metrics import step_metrics
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
+from megatron_webrl.trainer.checkpoint.fallback import save_in_fallback
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.data.group_source import GroupSource
@@ -79,10 +80,12 @@ class Coordinator:
         tracker: MLflowTracker | None,
         on_ready: Callable[[Group], None] = lambda group: None,
         lease: RunLease | None = None,
+        fallback: Path | None = None,
     ) -> None:
         """`state`: that of the checkpoint to go on from, or a new one. `tracker`: None except on the first rank.
 
         The first rank calls `on_ready` for each group that waits to be trained. `lease`: of the run's folder.
+        `fallback`: the run's folder in trainer.checkpoint.fallback_folder.
         """
         self.config, self.control, self.exchange, self.tracker = config, control, exchange, tracker
         self._lease, self._lease_checked_at = lease, -math.inf
@@ -100,13 +103,13 @@ class Coordinator:
         )
         self.episode_log: EpisodeLog | None = None
         self.updates: History | None = None
-        self._histories: tuple[EpisodeLog | History, ...] = ()  # on the first rank
+        self._histories: tuple[History, ...] = ()  # on the first rank
         if self.is_first_rank:
             self.episode_log = EpisodeLog(
                 config.run_folder, self.accounting.closed_episodes, state.episode_log_bytes, self._check_lease
             )
             self.updates = summary.open_updates(config.run_folder, state.version, self._check_lease)
-            self._histories = (self.episode_log, self.updates)
+            self._histories = (self.episode_log.history, self.updates)
             restore_usage(control, config.judge.budget, config.run_folder)
         self.group_source = GroupSource(
             exchange.record_source,
@@ -125,8 +128,9 @@ class Coordinator:
             config.trainer.checkpoint,
             control.report_progress,
             sync_histories=self._sync_histories,
-            lease=lease,
+            staging=lease.staging if lease else None,
         )
+        self._fallback = fallback
         self.utilization = EngineUtilization(control, config.worker_names)
         self._sequences: dict[int, list[int]] = {}
         self._ticket_limit = -1  # as the control service has it
@@ -242,6 +246,7 @@ class Coordinator:
     def final_checkpoint(self, learner: Learner, version: int) -> None:
         """Write a checkpoint of `version` unless there is one. `end_job` raises if the write failed. Collective.
 
+        If the run's folder cannot take it, it is written to the fallback folder, if there is one.
         With trainer.checkpoint.last=false it only completes the checkpoint in progress.
         """
         self.control.report_status(f"writing checkpoint {version}{self._problems()}")
@@ -250,6 +255,10 @@ class Coordinator:
         if last and (completed is None or completed[0] != version):
             self.checkpoints.start_save(learner, self.trainer_state(version))
         self.checkpoints.close()
+        if last and self.checkpoints.last_error is not None and self._fallback and self._lease:
+            self.checkpoints = save_in_fallback(
+                self.checkpoints, self._fallback, self._lease, learner, self.trainer_state(version), self._histories
+            )
 
     def trainer_state(self, version: int) -> TrainerState:
         """The state that a checkpoint of `version` stores."""

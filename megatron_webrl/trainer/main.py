@@ -15,13 +15,14 @@ from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.tracking import run_lease
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.tracking.latest_checkpoint import fallback_of, find_latest_checkpoint
 from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
+from megatron_webrl.trainer.checkpoint.fallback import restore_histories
 from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
 from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
 from megatron_webrl.trainer.coordinator import Coordinator
@@ -47,10 +48,12 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     control.report_status("loading the model" if attempt == 0 else f"loading the model, attempt {attempt + 1}")
     is_first = rank.rank == 0
     platform = parallel.initialize(config, rank, control, f"{node_ring.job_id}/{attempt}")
-    lease = parallel.broadcast_object(_lease(config) if is_first else None)
+    lease, fallback = parallel.broadcast_object(_lease(config) if is_first else (None, None))
     checkpoint = parallel.broadcast_object(_starting_checkpoint(config, attempt) if is_first else None)
     config = replace(config, run=replace(config.run, resume=checkpoint is not None))
     state = _initial_state(checkpoint)
+    if is_first:
+        restore_histories(config.run_folder, state)
     nodes = NodeTopology.all_gather(node_ring.node, config.cluster.nodes)
     learner = replace(make_learner(config, platform), report_progress=control.report_progress)
     packer = with_image_prefetcher(make_sequence_packer(config, platform), config, rank.rank)
@@ -68,7 +71,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     syncer = WeightSyncer(learner.models, config, control, platform)
     coordinator = Coordinator(
         config, control, exchange, state, resume_point, tracker,
-        on_ready=lambda group: packer.prefetch(training_samples([group], config, 0)), lease=lease,
+        on_ready=lambda group: packer.prefetch(training_samples([group], config, 0)), lease=lease, fallback=fallback,
     )  # fmt: skip
     evaluations = EvaluationScheduler(config, control, tracker, resume_point.ticket_epoch.restart_epoch, state.version)
     replay = ReplayBuffer(config, exchange)
@@ -87,10 +90,11 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     parallel.shutdown()
 
 
-def _lease(config: Config) -> RunLease | None:
-    """The lease of the launch. Raises JobFailed if another launch has taken over."""
+def _lease(config: Config) -> tuple[RunLease | None, Path | None]:
+    """The lease of the launch, and the run's fallback folder. Raises JobFailed if another launch has taken over."""
     try:
-        return run_lease.of_process(config.run_folder, os.environ)
+        lease = run_lease.of_process(config.run_folder, os.environ)
+        return lease, fallback_of(config.run_folder, config.trainer.checkpoint.fallback_folder)
     except LeaseLost as error:
         raise JobFailed(str(error)) from None
 

@@ -83,7 +83,7 @@ class Trainer:
         for index in range(EPISODES):
             self.episodes.add(replace(EPISODE, ticket=self.version, index=index), None, self.version)
         self.updates.append({"version": self.version})
-        self.episodes.sync()
+        self.episodes.history.sync()
         self.updates.sync()
         temporary = files.make_empty_folder(files.temporary_folder(self.lease.staging, self.version))
         for name in ("megatron/shard.distcp", "state.json"):

@@ -48,7 +48,7 @@ def measure(quick: bool) -> Findings:
             sizes.append(_bytes_moved() - before)
             if version == updates - ROLLED_BACK:
                 history.sync()
-                log.sync()
+                log.history.sync()
                 checkpoint_size = log.size
         history.close()
         log.close()

@@ -15,14 +15,11 @@ next launch moves away (tracking/run_lease.py), and a commit refuses a version b
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
 from megatron_webrl.system import atomic_file
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
-
-_VERSION = re.compile(r"version-(\d{6,})(?:\.(\d+))?")
+from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint, version_and_copy
 
 
 class CheckpointError(RuntimeError):
@@ -64,7 +61,7 @@ def commit(temporary: Path, version: int) -> Path:
     """
     staging, folder = temporary.parent, temporary.parent.parent
     newest = find_latest_checkpoint(folder.parent)
-    newest_version, newest_copy = (newest and _version_and_copy(newest)) or (-1, 0)
+    newest_version, newest_copy = (newest and version_and_copy(newest)) or (-1, 0)
     if newest is not None and newest_version > version:
         raise CheckpointError(f"{folder / 'latest'} names {newest.name}, which is newer than version {version}")
     copy = newest_copy + 1 if newest_version == version else 0
@@ -83,8 +80,8 @@ def obsolete_checkpoints(newest: Path, keep: int, keep_every: int) -> list[Path]
 
     Only the last copy of a version is kept. Versions above `newest` stay: a user pointed `latest` to an older one.
     """
-    found = {key: path for path in newest.parent.iterdir() if (key := _version_and_copy(path)) is not None}
-    newest_key = _version_and_copy(newest)
+    found = {key: path for path in newest.parent.iterdir() if (key := version_and_copy(path)) is not None}
+    newest_key = version_and_copy(newest)
     assert newest_key is not None
     newest_version = newest_key[0]
     versions = sorted({version for version, _ in found if version <= newest_version}, reverse=True)
@@ -120,9 +117,3 @@ def fsync_tree(folder: Path) -> None:
         for name in names:
             atomic_file.fsync(Path(path, name))
         atomic_file.fsync(Path(path))
-
-
-def _version_and_copy(path: Path) -> tuple[int, int] | None:
-    """(version, copy) of a complete checkpoint's folder, None for anything else."""
-    match = _VERSION.fullmatch(path.name)
-    return (int(match[1]), int(match[2] or 0)) if match else None

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.trainer import CheckpointConfig
-from megatron_webrl.tracking.run_lease import STAGING_PREFIX, RunLease
+from megatron_webrl.tracking.run_lease import STAGING_PREFIX
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.checkpoint_plan import CheckpointPlan, plan_checkpoint, write_metadata
@@ -53,6 +53,7 @@ class TrainerState:
     mlflow_run_id: str | None = None
     task_sampler: dict[str, Any] | None = None  # TaskSampler.state_dict
     episode_log_bytes: int | None = None  # size of episodes.jsonl at the checkpoint
+    unwritten_lines: dict[str, tuple[int, str]] | None = None  # of a fallback checkpoint: History.unwritten by file
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:
@@ -92,16 +93,16 @@ class Checkpointer:
         report_progress: Callable[[], None] = lambda: None,
         timeout_seconds: float = WRITE_TIMEOUT_SECONDS,
         sync_histories: Callable[[], None] = lambda: None,
-        lease: RunLease | None = None,
+        staging: Path | None = None,
     ) -> None:
         """`folder`: the run's checkpoints. `model_folder`: the Hugging Face folder whose configuration is copied along.
 
         `report_progress` is called while a save is waited for; `timeout_seconds` limits the writing of one checkpoint;
-        `sync_histories` flushes the files that a state refers to, on the first rank. It may raise OSError. `lease`: of
-        the run; None if no other process writes to it.
+        `sync_histories` flushes the files that a state refers to, on the first rank. It may raise OSError. `staging`:
+        that of the run's lease in `folder`; None if no other process writes to it.
         """
         self.folder, self.model_folder, self.settings = folder, model_folder, settings
-        self.timeout_seconds, self._report_progress = timeout_seconds, report_progress
+        self.timeout_seconds, self.report_progress = timeout_seconds, report_progress
         self._sync_histories = sync_histories
         self.last_completed: tuple[int, Path] | None = None  # version and folder of this process's newest checkpoint
         self.failures = 0
@@ -111,9 +112,9 @@ class Checkpointer:
         self._current: _Save | None = None
         self._validated = False
         self._deletion: threading.Thread | None = None
-        self._staging = folder / f"{STAGING_PREFIX}000000" if lease is None else lease.staging
+        self._staging = folder / f"{STAGING_PREFIX}000000" if staging is None else staging
         if self._is_first_rank:
-            if lease is None:
+            if staging is None:
                 self._staging.mkdir(parents=True, exist_ok=True)
             _delete_leftovers(self._staging)
 
@@ -158,7 +159,7 @@ class Checkpointer:
         if (save := self._current) is not None:
             started = time.monotonic()
             while not self._all_done(save):  # polling keeps each collective far below its timeout
-                self._report_progress()
+                self.report_progress()
                 time.sleep(_POLL_SECONDS)
             save.blocking_seconds += time.monotonic() - started
             self._complete(save)
