@@ -97,7 +97,7 @@ class LocalLauncher:
             shutil.rmtree(self.scratch, ignore_errors=True)
             raise
         self.lease = lease
-        with lease.kept_alive():
+        with lease.kept_alive(lambda reason: self._warn(f"{reason}; waiting for it")):
             outcome = self._run_roles()
             if not lease.is_held:  # the files are those of another launch
                 self.console.print(outcome, style="bold red", markup=False, soft_wrap=True)
@@ -233,7 +233,7 @@ class LocalLauncher:
         self.interrupts += 1 if number == signal.SIGINT else 2
 
     def _print_result(self, outcome: str) -> int:
-        print_final_report(self.config.run_folder, self.console, table=True)
+        print_final_report(self.config.run_folder, outcome, self.console, table=True)
         return 0 if outcome in ("finished", BUDGET_SPENT) else 130 if outcome in ("stopped", "interrupted") else 1
 
 

@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ class ControlHost:
         self.signals.listen()
         child_process.die_with_parent(signal.SIGTERM)
         child_process.become_subreaper()
-        with run_lease.kept_alive(self.lease):
+        with run_lease.kept_alive(self.lease, self._end_stalled_job):
             outcome = self._run_control()
             if self.lease is not None and not self.lease.is_held:  # the files are those of another launch
                 self._report(outcome)
@@ -74,6 +76,14 @@ class ControlHost:
         if is_infrastructure_failure(outcome):
             return INFRASTRUCTURE_EXIT_CODE
         return 0 if outcome in self.successful_outcomes else 1
+
+    def _end_stalled_job(self, reason: str) -> None:
+        """End the job and this process, to be requeued; the main thread, and the job's log, may wait for the disk."""
+        threading.Thread(target=self._report, args=(f"{reason}; the job ends",), daemon=True).start()
+        with suppress(JobFailed):
+            self.supervisor.control.end_job(failed_outcome(reason, infrastructure=True))
+        time.sleep(LINGER_SECONDS)  # for the roles to read the outcome
+        os._exit(INFRASTRUCTURE_EXIT_CODE)
 
     def _run_control(self) -> str:
         """Run the control service until the job has ended and no process is left; returns its outcome."""
@@ -136,7 +146,7 @@ class ControlHost:
             time.sleep(POLL_SECONDS)
 
     def _final_report(self, outcome: str) -> list[str]:
-        return final_report_lines(self.config.run_folder)
+        return final_report_lines(self.config.run_folder, outcome)
 
     def _handle_signals(self, control: ControlClient) -> None:
         """Turn signals into a requested stop or an end of the job, and report a requested stop."""

@@ -12,13 +12,21 @@ from megatron_webrl.status import page
 from megatron_webrl.status.report import build_report
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.dashboard import LEGEND, updates_table
+from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
 WIDTH = 120  # of tables in the log of a Slurm job
 
 
-def print_final_report(folder: Path, console: Console, table: bool) -> None:
-    """Print evaluations, events and the report of a run whose job has ended; with `table` all its updates, too."""
-    content, report = summary.read_summary(folder), build_report(folder)
+def print_final_report(folder: Path, outcome: str, console: Console, table: bool) -> None:
+    """Print evaluations, events and the report of a run whose job has ended; with `table` all its updates, too.
+
+    Without a summary, as the file system of the run has failed, it prints the outcome and the newest checkpoint.
+    """
+    try:
+        content, report = summary.read_summary(folder), build_report(folder)
+    except OSError as error:
+        console.print(_without_summary(folder, outcome, error), markup=False, highlight=False, soft_wrap=True)
+        return
     if table and content["updates"]:
         console.print(updates_table(content["updates"]))
         console.print(LEGEND, style="dim")
@@ -37,8 +45,16 @@ def print_final_report(folder: Path, console: Console, table: bool) -> None:
     page.print_lines(report, console)
 
 
-def final_report_lines(folder: Path) -> list[str]:
+def _without_summary(folder: Path, outcome: str, error: OSError) -> str:
+    try:
+        checkpoint = str(find_latest_checkpoint(folder) or "none")
+    except OSError as unknown:
+        checkpoint = f"unknown ({unknown.strerror})"
+    return f"{outcome}; newest checkpoint: {checkpoint}; no summary: {error}"
+
+
+def final_report_lines(folder: Path, outcome: str) -> list[str]:
     """The report as lines for a log, without the table of updates."""
     text = StringIO()
-    print_final_report(folder, Console(file=text, width=WIDTH), table=False)
+    print_final_report(folder, outcome, Console(file=text, width=WIDTH), table=False)
     return [stripped for line in text.getvalue().splitlines() if (stripped := line.rstrip())]

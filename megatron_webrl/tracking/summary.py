@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,8 +61,15 @@ def read_updates(folder: Path) -> list[dict[str, Any]]:
 def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
     """Write summary.json and learning.svg. `accounting` is None if a failure left it unknown.
 
-    A full disk is logged: it is no reason to fail a job that has ended.
+    A disk that is full or fails is logged: it is no reason to fail a job that has ended.
     """
+    try:
+        _write_summary(folder, outcome, accounting)
+    except OSError as error:
+        log.error("the summary of %s, %s, cannot be written: %s", folder, outcome, error)
+
+
+def _write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
     updates, checkpoint = read_updates(folder), find_latest_checkpoint(folder)
     content = {
         "outcome": outcome,
@@ -74,16 +82,13 @@ def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None)
         "config": str(folder / "config.yaml"),
         "package_versions": package_versions(),
     }
-    try:
-        atomic_file.write_json(folder / "summary.json", content, indent=1)
-        learning_plot.write(folder, updates, result_files.read_evaluations(folder))
-    except OSError as error:
-        log.error("the summary of %s, %s, cannot be written: %s", folder, outcome, error)
+    atomic_file.write_json(folder / "summary.json", content, indent=1)
+    learning_plot.write(folder, updates, result_files.read_evaluations(folder))
 
 
 def ensure_written(folder: Path, outcome: str) -> None:
     """At the end of a job, write the summary if the trainer has not written one or the job failed."""
-    if outcome not in CLEAN_JOB_OUTCOMES or not (folder / "summary.json").is_file():
+    if outcome not in CLEAN_JOB_OUTCOMES or not os.path.isfile(folder / "summary.json"):
         write_summary(folder, outcome, None)
 
 

@@ -137,8 +137,8 @@ def test_the_final_report_is_the_same_wherever_the_job_ran(tmp_path: Path) -> No
     summary.write_summary(made.run_folder, "finished", accounting)
     journal.add(events.JOB, events.ENDED, "finished")
     out = io.StringIO()
-    print_final_report(made.run_folder, Console(file=out, width=120), table=True)
-    printed, logged = out.getvalue(), final_report_lines(made.run_folder)
+    print_final_report(made.run_folder, "finished", Console(file=out, width=120), table=True)
+    printed, logged = out.getvalue(), final_report_lines(made.run_folder, "finished")
     assert "steps" in printed  # of the table of updates
     assert set(logged) <= {line.rstrip() for line in printed.splitlines()}
     lines = dict(line.split(":", 1) for line in logged if line.split(":", 1)[0].isalpha())
@@ -155,7 +155,13 @@ def test_a_failure_is_one_line_of_a_log(tmp_path: Path) -> None:
     made = make_run(tmp_path)
     outcome = "failed: trainer-0 exited with code 1; last log line: " + "no more memory " * 30
     summary.ensure_written(made.run_folder, outcome)
-    assert any(outcome in line for line in final_report_lines(made.run_folder))
+    assert any(outcome in line for line in final_report_lines(made.run_folder, outcome))
+
+
+def test_the_end_of_a_job_whose_summary_could_not_be_written_is_reported(tmp_path: Path) -> None:
+    made = make_run(tmp_path)
+    (line,) = final_report_lines(made.run_folder, "preempted")
+    assert line.startswith("preempted; newest checkpoint: none; no summary: [Errno 2]")
 
 
 # -- the command --------------------------------------------------------------------------------------
