@@ -7,6 +7,7 @@ no time. What it has not received at the end, `webrl upload` sends.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 
@@ -68,7 +69,7 @@ class MLflowTracker:
 
         Waits for MLflow for at most END_SECONDS, then logs what it has not received and how to send it.
         """
-        if (self.config.run_folder / "summary.json").is_file():
+        if os.path.isfile(self.config.run_folder / "summary.json"):  # False on a disk that fails
             self._append({"artifact": "summary.json", "folder": ""})
         self._append(_status(status))
         self._closing.set()
@@ -79,7 +80,11 @@ class MLflowTracker:
 
     def pending_message(self) -> str | None:
         """What MLflow has not received, and how to send it; None if it has everything."""
-        if not (count := self.uploader.pending()):
+        try:
+            count = self.uploader.pending()
+        except OSError as error:
+            return f"{self.journal.path} cannot be read, so that MLflow may lack its last entries: {error}"
+        if not count:
             return None
         return (
             f"MLflow at {redact(self.config.tracking_uri)} has not received {count} entries of {self.journal.path}"

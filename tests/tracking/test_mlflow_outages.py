@@ -1,3 +1,4 @@
+import errno
 import logging
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.tracking.mlflow_upload import Uploader, UploadState
 from tests.tracking.mlflow_server import MLflowServer, black_hole, mlflow_server
 from tests.waiting import until
+from tools.drills.file_faults import FileFaults
 
 UPDATES = 40
 
@@ -125,6 +127,15 @@ def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_ch
         pass
     assert again.state.run_id == first.run_id
     assert history(server.uri, first.run_id) == [1, 2, 3, 4, 5]
+
+
+def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    config = make_config(tmp_path, "http://127.0.0.1:9")  # nobody listens
+    tracker = MLflowTracker(config, None, str)
+    log_updates(tracker, range(1, 4))
+    with FileFaults(config.run_folder, 1, errno.EROFS, until=1_000_000):
+        tracker.close("FINISHED")
+    assert "cannot be read, so that MLflow may lack its last entries: [Errno 30]" in caplog.text
 
 
 def test_entries_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the_rest(
