@@ -1,0 +1,72 @@
+"""Whole jobs whose file systems fail for a while, one way after the other."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import time
+
+import pytest
+
+from megatron_webrl.tracking import episode_log, events
+from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from tests.failing_files import STALL, FailingFiles
+from tests.launch.whole_jobs import Job, assert_nothing_left
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+HEARTBEAT_TIMEOUT_SECONDS = 10
+STALL_SECONDS = 15
+START_SECONDS = 600
+
+
+def test_a_job_outlives_a_failing_run_folder_and_resumes_from_elsewhere(job: Job) -> None:
+    """A smaller test could not show that no process of a job depends on the run's folder."""
+    disk, elsewhere = FailingFiles(job.run_folder, job.folder), job.folder / "elsewhere"
+    settings = (
+        "trainer.checkpoint.every=1",
+        f"trainer.checkpoint.fallback_folder={elsewhere}",
+        f"run.heartbeat_timeout_seconds={HEARTBEAT_TIMEOUT_SECONDS}",
+        "tracking.keep_records=true",
+        "evaluation.every=2",
+        "evaluation.episodes=2",
+    )
+    job.start("trainer.updates=100", *settings, environment=disk.environment)
+    job.until(lambda: len(job.updates()) >= 2, "two updates", START_SECONDS)
+    for error in (errno.EROFS, errno.EIO):
+        last = len(job.updates())
+        with disk.failing(error):
+            job.until(
+                lambda last=last: f"update {last + 2}: " in job.output(), f"an update with {errno.errorcode[error]}"
+            )
+        job.until(lambda last=last: len(job.updates()) > last, "updates that are written late")
+    last = len(job.updates())
+    with disk.failing(STALL):
+        time.sleep(STALL_SECONDS)
+    job.until(lambda: len(job.updates()) > last + 1, "updates after the stall")
+    assert not [event for event in events.read_events(job.run_folder) if event.event == events.RESTARTED]
+    with disk.failing(errno.EROFS):
+        last = len(job.updates())
+        job.until(lambda: f"update {last + 2}: " in job.output(), "an update that is not written")
+        assert job.process is not None
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(300) == 130, job.output()
+    assert_nothing_left(job)
+    log = (job.run_folder / "logs" / "trainer-0.log").read_text()
+    assert "updates.jsonl can be written again, and is complete" in log
+    saved = find_latest_checkpoint(job.run_folder)
+    assert saved is not None
+    assert saved.is_relative_to(elsewhere)
+    assert f"stopped; newest checkpoint: {saved}; no summary: " in job.output()
+    version = int(saved.name.removeprefix("version-"))
+    assert version > last
+
+    job.start(f"trainer.updates={version + 1}", *settings, "run.resume=true")
+    assert job.wait(400) == 0, job.output()
+    assert [update["version"] for update in job.updates()] == list(range(1, version + 2))
+    summary = job.summary()
+    assert summary["accounting"]["matches"]
+    closed = summary["accounting"]["trained"] + sum(summary["accounting"]["dropped"].values())
+    assert len(episode_log.read_lines(job.run_folder)) == closed
+    newest = find_latest_checkpoint(job.run_folder)
+    assert newest == job.run_folder / "checkpoints" / f"version-{version + 1:06d}"
