@@ -155,6 +155,7 @@ class Connection:
         if self.address is None:
             return f"cannot reach the control service within {limit:.0f} s: {error}"
         place = f"the control service at {self.address.host}:{self.address.port}"
+        place = f"the relay at 127.0.0.1:{self._relay_port}" if self._relay_port else place
         reason = "it does not answer" if isinstance(error, socket.timeout) else getattr(error, "strerror", "") or error
         return f"lost {place}: no answer within {limit:.0f} s ({reason})"
 

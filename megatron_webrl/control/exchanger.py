@@ -33,7 +33,7 @@ class Exchanger:
         self._cache = cache
         self._service = Connection(address_file, name, lost_seconds)
         self._relay = Connection(address_file, name, RELAY_SECONDS, relay_port=relay_port) if relay_port else None
-        self._ask_relay_at = 0.0
+        self._ask_relay_at = 0.0  # 0: it has answered
 
     def exchange(self, reports: Callable[[], Reports], wait_seconds: float, keys: Iterable[str] = ()) -> None:
         """Send reports and subscribe to more keys; waits up to `wait_seconds` for news. Raises ControlLost."""
@@ -41,10 +41,12 @@ class Exchanger:
         if self._relay is not None and time.monotonic() >= self._ask_relay_at:
             try:
                 self._exchange(self._relay, self._cache.relay, reports, wait_seconds)
+                self._ask_relay_at = 0.0
                 return
             except ControlLost as error:
+                if not self._ask_relay_at:
+                    log.warning("%s; until it does, exchanges are with the control service itself", error)
                 self._ask_relay_at = time.monotonic() + RELAY_PAUSE_SECONDS
-                log.warning("%s; the next exchanges are with the control service itself", error)
         self._exchange(self._service, self._cache.service, reports, wait_seconds)
 
     def _exchange(

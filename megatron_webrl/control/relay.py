@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LOST_SECONDS = 30.0  # time without an answer of the service after which a relay refuses exchanges
 TICK_SECONDS = 1.0
+PAUSE_SECONDS = 0.05  # between two exchanges: after a change the service answers all relays before it hears them again
 
 
 class Relay:
@@ -83,6 +84,7 @@ class Relay:
                 try:
                     self._upstream.exchange(self._take_reports, self._cache.interval)
                     self._lost = None
+                    time.sleep(PAUSE_SECONDS)
                 except ControlLost as error:
                     self._lost = str(error)
         finally:
