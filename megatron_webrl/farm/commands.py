@@ -66,7 +66,7 @@ def _add_address(parser: argparse.ArgumentParser, port: int) -> None:
         parser.add_argument(option, type=Path, metavar="FILE", help=f"file with {text} (default: {variable})")
     for option, text in (
         ("--tls-certificate", "certificate for https, with those of its issuers"),
-        ("--tls-key", "its key"),
+        ("--tls-key", "private key"),
     ):
         parser.add_argument(option, type=Path, metavar="FILE", help=f"PEM file with the {text}")
     parser.add_argument(

@@ -35,7 +35,7 @@ def add_monitor(commands: Any) -> None:
     monitor.add_argument(
         "--token-file", type=Path, metavar="FILE", help=f"file with the token (default: {TOKEN_VARIABLE}, else random)"
     )
-    for option, text in (("certificate", "certificate for https, with those of its issuers"), ("key", "its key")):
+    for option, text in (("certificate", "certificate for https, with those of its issuers"), ("key", "private key")):
         monitor.add_argument(f"--tls-{option}", type=Path, metavar="FILE", help=f"PEM file with the {text}")
     monitor.set_defaults(run=_run)
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from starlette.routing import Route
-
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control import service
@@ -141,15 +139,15 @@ def _type(schema: dict[str, Any]) -> str:
 
 def _control_paths() -> str:
     """The paths with the meaning that the service's docstring gives them."""
-    meanings = re.findall(r"^    (POST|GET) +(/\w+) +(.*)$", inspect.getdoc(service) or "", re.MULTILINE)
+    meanings = re.findall(r"^    ((?:POST|GET) +/\w+) +(.*)$", inspect.getdoc(service) or "", re.MULTILINE)
+    described = {" ".join(request.split()): meaning for request, meaning in meanings}
     with TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "journal")
-        routes = service.ControlService(JobState(), journal, "job", 60.0).app().routes
+        served = service.ControlService(JobState(), journal, "job", 60.0).handlers
         journal.close()
-    served = {(method, each.path) for each in routes if isinstance(each, Route) for method in each.methods or ()}
-    if {(method, path) for method, path, _ in meanings} != served - {("HEAD", path) for _, path in served}:
+    if described.keys() != served.keys():
         raise ValueError(f"the docstring of {service.__name__} does not list its paths: {sorted(served)}")
-    rows = "".join(f"| `{method} {path}` | {meaning} |\n" for method, path, meaning in meanings)
+    rows = "".join(f"| `{request}` | {meaning} |\n" for request, meaning in described.items())
     return f"\n| request | purpose |\n|---|---|\n{rows}"
 
 
