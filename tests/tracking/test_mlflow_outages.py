@@ -131,7 +131,7 @@ def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_ch
 
 def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     config = make_config(tmp_path, "http://127.0.0.1:9")  # nobody listens
-    tracker = MLflowTracker(config, None, str)
+    tracker = MLflowTracker(config, None)
     log_updates(tracker, range(1, 4))
     with FileFaults(config.run_folder, 1, errno.EROFS, until=1_000_000):
         tracker.close("FINISHED")
