@@ -222,7 +222,7 @@ def test_only_scripts_of_miniwob_are_hasty(config_file: Path) -> None:
 def test_a_resumed_run_needs_the_reference_that_its_start_stored(config_file: Path, tmp_path: Path) -> None:
     run = ["run.resume=true", f"run.directory={tmp_path}", "trainer.warm_start.demonstrations=5"]
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "latest").touch()
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("version-000001")
     assert load_config(config_file, run).run.resume
     penalty = "trainer.loss.kl_coefficient=0.1"
     assert "a run stores them only if it begins with the penalty" in error(config_file, *run, penalty)

@@ -1,11 +1,14 @@
-"""Whole jobs whose file systems fail for a while, one way after the other."""
+"""Whole jobs whose file systems are full or fail for a while, one way after the other."""
 
 from __future__ import annotations
 
 import errno
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +77,42 @@ def test_a_job_outlives_a_failing_run_folder_and_resumes_from_elsewhere(job: Job
     assert len(episode_log.read_lines(job.run_folder)) == closed
     newest = find_latest_checkpoint(job.run_folder)
     assert newest == job.run_folder / "checkpoints" / f"version-{version + 1:06d}"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The folder of all runs as a file system of 256 MiB."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs may be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_under_the_run_folder_costs_no_process_and_no_update(
+    small_disk: Path, tmp_path: Path, tiny_model: Path
+):
+    """A smaller test could not show that nothing else of a job, its log files among it, fails on a full disk."""
+    job = Job(tmp_path, tiny_model, name="full")
+    filler = small_disk / "filler"
+    try:
+        job.start("trainer.updates=8", "tracking.keep_records=true", "evaluation.every=4", "evaluation.episodes=2")
+        job.until(lambda: len(job.updates()) >= 2, "two updates")
+        with pytest.raises(OSError, match="No space"):
+            filler.write_bytes(bytes(2**28))
+        job.until(lambda: "update 6: " in job.output(), "three updates with a full disk")
+        filler.unlink()
+        assert job.wait(300) == 0, job.output()
+        assert_nothing_left(job)
+    finally:
+        job.close()
+    summary = job.summary()
+    assert summary["accounting"]["matches"]
+    assert [update["version"] for update in job.updates()] == list(range(1, 9))
+    assert not [event for event in events.read_events(job.run_folder) if event.event == events.RESTARTED]
+    log = (job.run_folder / "logs" / "trainer-0.log").read_text()
+    assert "updates.jsonl cannot be written" in log
+    assert "updates.jsonl can be written again, and is complete" in log

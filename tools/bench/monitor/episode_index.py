@@ -1,6 +1,6 @@
 """The index of `webrl monitor` over 100,000 episodes: time to read it, memory, and seconds of an answer.
 
-    python -m tools.bench.episode_index [--quick] [--json FILE]
+    python -m tools.bench.monitor.episode_index [--quick] [--json FILE]
 
 An answer is a page of rows with the counts of all values to filter by, as the page of episodes needs it. The peer is
 SQLite in memory, with the same rows and an index on the time: one query for the rows, one for each field's counts.
