@@ -257,7 +257,7 @@ def test_a_job_in_preparation_is_starting_for_a_limited_time(config: Config) -> 
 
 
 def send_heartbeat(control: ControlClient, **report: str) -> None:
-    control._connection.exchange(lambda: {"role": control.role, "report": report}, 0.0)
+    control._connection.exchange(lambda: {"roles": {control.role: (0.0, report)}}, 0.0)
 
 
 def serve(folder: Path, ring: str) -> subprocess.Popen[bytes]:
