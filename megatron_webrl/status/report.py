@@ -269,6 +269,7 @@ def _paths(config: Config, folder: Path, ended: bool) -> dict[str, str]:
     by_node = (folder / "logs" / "node-0").is_dir()
     paths = {
         "logs": str(folder / "logs" / ("node-<number>/<process>.log" if by_node else "<process>.log")),
+        "pages": f"webrl monitor {folder}",
         "metrics": f"mlflow ui --backend-store-uri {redact(config.tracking_uri)}",
     }
     if ended and (count := count_unsent(folder)):
