@@ -5,6 +5,7 @@ GET /api/run                         the run: name, configuration, last update, 
 GET /api/updates?after=VERSION       metrics of the updates after a version
 GET /api/evaluations                 evaluations
 GET /api/episodes?outcome=...        rows of the index, a page of them, with the values to filter by
+GET /api/dataset?outcome=...         stored episodes of such filters as a Parquet file
 GET /api/episodes/ID                 one episode
 GET /api/episodes/ID/images/N        its screenshot N
 GET /api/episodes/ID/page            it as one HTML file
@@ -17,10 +18,13 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -29,7 +33,8 @@ from starlette.staticfiles import StaticFiles
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.evaluation.result_files import read_evaluations
-from megatron_webrl.monitor.episode_index import FACETS, RANGES, EpisodeIndex, EpisodeQuery, QueryError
+from megatron_webrl.monitor.dataset import write_dataset
+from megatron_webrl.monitor.episode_index import FACETS, RANGES, EpisodeIndex, EpisodeQuery, QueryError, iterate
 from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
@@ -43,6 +48,7 @@ from megatron_webrl.trainer.rewards import reward_function
 from megatron_webrl.types import Group, Trajectory
 
 STATIC = Path(__file__).parent / "static"
+MAX_DATASET = 5000  # episodes of one file
 IMAGE_TYPES = {b"\x89PNG": "image/png", b"RIFF": "image/webp", b"\xff\xd8\xff": "image/jpeg"}
 
 
@@ -72,6 +78,7 @@ class RunPages:
             Route("/api/updates", _answers(self.updates)),
             Route("/api/evaluations", _answers(lambda request: read_evaluations(self.folder))),
             Route("/api/episodes", _answers(self.episodes)),
+            Route("/api/dataset", self.dataset),
             Route("/api/episodes/{id:int}", _answers(self.episode)),
             Route("/api/episodes/{id:int}/related", _answers(self.related)),
             Route("/api/episodes/{id:int}/images/{number:int}", self.image),
@@ -102,6 +109,21 @@ class RunPages:
         offset, limit = _number(request, "offset", 0, low=0), _number(request, "limit", 50, low=0)
         found = self.index.search(query, int(offset), int(limit))
         return {"rows": [self._with_file(row) for row in found.rows], "total": found.total, "facets": found.facets}
+
+    def dataset(self, request: Request) -> Response:
+        stored = (row for row in iterate(self.index, _query(request)) if self._path(row).is_file())
+        rows = list(islice(stored, MAX_DATASET))
+        with NamedTemporaryFile(prefix="webrl-monitor-", suffix=".parquet", delete=False) as file:
+            path = Path(file.name)
+        remove = BackgroundTask(path.unlink, missing_ok=True)
+        try:
+            episodes = ((row, self._read_episode(self._path(row), row["position"])) for row in rows)
+            write_dataset(path, episodes, self._texts)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        name = f"{self.folder.name}-episodes.parquet"
+        return FileResponse(path, filename=name, media_type="application/vnd.apache.parquet", background=remove)
 
     def episode(self, request: Request) -> dict[str, Any]:
         row = self._row(request)
