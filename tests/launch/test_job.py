@@ -12,6 +12,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
+from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
 from tests.launch.whole_jobs import Job, assert_nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -56,10 +57,12 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     assert run.data.params["trainer.tensor_parallel"] == "2"
     assert run.data.metrics["evaluation/success_of_judged"] == summary["evaluation"]["after"]["success_of_judged"]
     artifacts = {a.path for a in client.list_artifacts(run.info.run_id)}
-    assert {"config.yaml", "summary.json", "trajectories"} <= artifacts
-    pages = list((job.run_folder / "trajectories").glob("*.html"))
-    assert len(pages) == 4
-    assert all("data:image/png;base64," in page.read_text() for page in pages)
+    assert {"config.yaml", "summary.json"} <= artifacts
+    index = EpisodeIndex(job.run_folder)
+    index.refresh()
+    stored = index.search(EpisodeQuery())
+    assert dict(stored.facets["kind"]).keys() == {"training", "before", "during", "after", "blank_images"}
+    assert dict(stored.facets["disposition"])["trained"] == accounting["trained"]
 
 
 def test_a_mixture_of_experts_trains_over_two_stages_from_a_converted_checkpoint_and_back(

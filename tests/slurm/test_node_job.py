@@ -17,6 +17,7 @@ import yaml
 
 from megatron_webrl.config.load import save_config
 from megatron_webrl.launch.validation import load_config
+from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery, iterate
 from megatron_webrl.system import child_process
 from megatron_webrl.tracking import episode_log, summary
 from tests.finished_runs import run_problems
@@ -200,7 +201,10 @@ def test_a_job_on_two_nodes_trains_on_the_groups_of_both(job: NodeJob) -> None:
     assert nodes["images_mib"] > nodes["remote_images_mib"] >= 0
     assert nodes["local_fraction"] == pytest.approx(1 - nodes["remote_images_mib"] / nodes["images_mib"])
     assert nodes["other_mib"] > 0
-    pages = list((job.folder / "trajectories").glob("*.html"))
-    assert pages
-    assert all("data:image/png;base64," in page.read_text() for page in pages)
+    index = EpisodeIndex(job.folder)
+    index.refresh()
+    assert {row["folder"] for row in iterate(index, EpisodeQuery({"disposition": ["trained"]}))} == {
+        "rollout-0",
+        "rollout-1",
+    }
     assert not list(Path("/dev/shm").glob(f"webrl-{job.config.run.name}-*"))
