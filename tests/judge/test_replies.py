@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -142,6 +143,8 @@ def test_values_outside_of_the_form_are_of_the_wrong_schema(content: str, mode: 
 @given(reason=TEXT, word=st.sampled_from(["yes", "no"]))
 def test_every_reason_is_compatible_with_a_json_verdict_unless_it_states_the_other(reason: str, word: str):
     content = json.dumps({"reason": reason, "verdict": word})
+    if re.search(rf"verdict\W*{'no' if word == 'yes' else 'yes'}", reason, re.IGNORECASE):
+        return  # it may state the other one
     assert parse_reply(VERDICT, "schema", content, "stop") == (word == "yes", reason)
 
 

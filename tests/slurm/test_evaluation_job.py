@@ -156,7 +156,7 @@ def test_a_dry_run_shows_every_process_of_an_evaluation(model_8b: Path, tmp_path
     for number, line in enumerate(lines[:16]):
         node, gpu = divmod(number, 8)
         assert line.startswith(f"node {node} rollout-{number}: CUDA_VISIBLE_DEVICES={gpu} ")
-        assert f"cli rollout --config {settings} --control {address} --worker {number} --node {node} " in line
+        assert f" rollout --config {settings} --control {address} --worker {number} --node {node} " in line
     assert lines[16].startswith("node 0 evaluation: ")
     assert lines[16].endswith(f" node eval {settings} --host FIRST_NODE")
     assert "2 nodes of 8 GPUs, all for engines" in done.stdout

@@ -15,6 +15,7 @@ def test_a_run_ends_with_a_checkpoint_unless_there_is_one_or_none_is_wanted(
     last: str, completed: int | None, saves: int
 ) -> None:
     coordinator = mock.Mock(config=parse_config(None, [f"trainer.checkpoint.last={last}"]))
+    coordinator.checkpoints.last_error = None
     coordinator.checkpoints.last_completed = completed and (completed, None)
     Coordinator.final_checkpoint(coordinator, mock.Mock(), 3)
     assert coordinator.checkpoints.start_save.call_count == saves
