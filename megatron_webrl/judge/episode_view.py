@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_webrl.system.image_type import image_type
 from megatron_webrl.types import Action, Trajectory
 
 
@@ -25,8 +26,7 @@ class Screenshot:
 
     @cached_property
     def data_url(self) -> str:
-        kind = "png" if self.image.startswith(b"\x89PNG") else "webp" if self.image.startswith(b"RIFF") else "jpeg"
-        return f"data:image/{kind};base64,{base64.b64encode(self.image).decode()}"
+        return f"data:{image_type(self.image) or 'image/jpeg'};base64,{base64.b64encode(self.image).decode()}"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record
 from megatron_webrl.system.history import Tail
+from megatron_webrl.system.image_type import image_type
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_store import FOLDER, TRAINING
 from megatron_webrl.tracking.trajectory_page import trajectory_page
@@ -49,7 +50,6 @@ from megatron_webrl.types import Group, Trajectory
 
 STATIC = Path(__file__).parent / "static"
 MAX_DATASET = 5000  # episodes of one file
-IMAGE_TYPES = {b"\x89PNG": "image/png", b"RIFF": "image/webp", b"\xff\xd8\xff": "image/jpeg"}
 
 
 class RunPages:
@@ -142,9 +142,8 @@ class RunPages:
         if number >= len(images):
             raise HTTPException(404, f"the episode has {len(images)} screenshots, from 0")
         data = bytes(images[number])
-        kinds = (kind for start, kind in IMAGE_TYPES.items() if data.startswith(start))
         headers = {"cache-control": "private, max-age=3600"}
-        return Response(data, media_type=next(kinds, "application/octet-stream"), headers=headers)
+        return Response(data, media_type=image_type(data) or "application/octet-stream", headers=headers)
 
     def page(self, request: Request) -> Response:
         row = self._row(request)

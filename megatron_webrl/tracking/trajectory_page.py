@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megatron_webrl.system.image_type import image_type
 from megatron_webrl.types import COORDINATE_RANGE, Step, Trajectory, Verdict
 
 # The page shows texts and images of web pages; it runs no script and loads nothing.
@@ -77,8 +78,8 @@ def _final_screenshot(trajectory: Trajectory) -> str:
 
 
 def _image(data: bytes) -> str:
-    kind = "png" if data.startswith(b"\x89PNG") else "webp" if data.startswith(b"RIFF") else "jpeg"
-    return f'<img src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
+    kind = image_type(data) or "image/jpeg"
+    return f'<img src="data:{kind};base64,{base64.b64encode(data).decode()}">'
 
 
 def _step(number: int, step: Step, trajectory: Trajectory, decode: Callable[[np.ndarray], str]) -> str:

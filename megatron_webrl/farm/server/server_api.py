@@ -32,6 +32,7 @@ from megatron_webrl.farm.server.browser_server import (
 from megatron_webrl.farm.server.lease_session import NoEpisode
 from megatron_webrl.farm.status_page import server_page
 from megatron_webrl.service.tokens import Token
+from megatron_webrl.system.image_type import IMAGE_TYPES, image_type
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.types import Action, Observation
 
@@ -53,7 +54,6 @@ _OBSERVATION: Responses = {
         "content": {protocol.OBSERVATION_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
     }
 }  # fmt: skip
-_IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"RIFF": "image/webp"}  # by first bytes
 
 
 def server_app(server: BrowserServer, tokens: Sequence[Token]) -> FastAPI:
@@ -120,7 +120,7 @@ def _add_episodes(routes: APIRouter, server: BrowserServer) -> None:
         """Execute an action and wait until the page is idle."""
         return _observation(request, await server.step(lease, action, _disconnected(request)))
 
-    images: dict[str, Any] = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in _IMAGES.values()}
+    images: dict[str, Any] = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES.values()}
 
     @routes.get(
         "/leases/{lease}/screenshot", response_class=Response,
@@ -129,8 +129,7 @@ def _add_episodes(routes: APIRouter, server: BrowserServer) -> None:
     async def screenshot(lease: str) -> Response:
         """The latest screenshot of the episode."""
         image = server.latest_observation(lease).screenshot
-        kind = next(kind for head, kind in _IMAGES.items() if image.startswith(head))
-        return Response(image, media_type=kind, headers={"Cache-Control": "no-store"})
+        return Response(image, media_type=image_type(image), headers={"Cache-Control": "no-store"})
 
     @routes.get(
         "/leases/{lease}/demonstration", response_model=Action,
