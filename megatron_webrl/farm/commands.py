@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_webrl.service.tls import add_tls_options, tls_files
+
 if TYPE_CHECKING:
     from megatron_webrl.service.http_service import ListenAddress
 
@@ -64,11 +66,7 @@ def _add_address(parser: argparse.ArgumentParser, port: int) -> None:
         ("--server-token-file", "WEBRL_BROWSERS_SERVER_TOKEN", "the token with which servers register with a router"),
     ):
         parser.add_argument(option, type=Path, metavar="FILE", help=f"file with {text} (default: {variable})")
-    for option, text in (
-        ("--tls-certificate", "certificate for https, with those of its issuers"),
-        ("--tls-key", "private key"),
-    ):
-        parser.add_argument(option, type=Path, metavar="FILE", help=f"PEM file with the {text}")
+    add_tls_options(parser)
     parser.add_argument(
         "--max-connections", type=int, default=8192, metavar="N", help="open connections in all (default: 8192)"
     )
@@ -114,13 +112,9 @@ def _route(options: argparse.Namespace) -> int:
 
 
 def _listen_address(options: argparse.Namespace, public_url: str | None) -> ListenAddress:
-    from megatron_webrl.config.setting import ConfigError
     from megatron_webrl.service.connections import ConnectionLimits
     from megatron_webrl.service.http_service import ListenAddress
-    from megatron_webrl.service.tls import TlsFiles
 
-    if (options.tls_certificate is None) != (options.tls_key is None):
-        raise ConfigError("--tls-certificate and --tls-key belong together; give both, or neither")
-    tls = None if options.tls_certificate is None else TlsFiles(options.tls_certificate, options.tls_key)
+    tls = tls_files(options)
     limits = ConnectionLimits(options.max_connections, options.max_connections_per_address)
     return ListenAddress(options.host, options.port, public_url, options.address_file, limits, tls)

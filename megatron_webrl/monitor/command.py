@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.service.tls import add_tls_options, tls_files
 
 if TYPE_CHECKING:
     from megatron_webrl.monitor.app import RunPages
@@ -35,23 +36,19 @@ def add_monitor(commands: Any) -> None:
     monitor.add_argument(
         "--token-file", type=Path, metavar="FILE", help=f"file with the token (default: {TOKEN_VARIABLE}, else random)"
     )
-    for option, text in (("certificate", "certificate for https, with those of its issuers"), ("key", "private key")):
-        monitor.add_argument(f"--tls-{option}", type=Path, metavar="FILE", help=f"PEM file with the {text}")
+    add_tls_options(monitor)
     monitor.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     from megatron_webrl.service.http_service import ListenAddress, Listener, run_process
-    from megatron_webrl.service.tls import TlsFiles
     from megatron_webrl.service.tokens import read_token
     from megatron_webrl.status.report import find_run
 
     folder = find_run(options.of)
     given = read_token("viewer", TOKEN_VARIABLE, "--token-file", options.token_file, "")
     token = secrets.token_urlsafe(24) if given is None else given.value
-    if (options.tls_certificate is None) != (options.tls_key is None):
-        raise ConfigError("--tls-certificate and --tls-key belong together; give both, or neither")
-    tls = None if options.tls_certificate is None else TlsFiles(options.tls_certificate, options.tls_key)
+    tls = tls_files(options)
     try:
         from megatron_webrl.monitor.app import RunPages
     except ModuleNotFoundError as error:

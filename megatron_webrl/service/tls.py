@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,22 @@ class TlsFiles:
 
     certificate: Path
     key: Path
+
+
+def add_tls_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `TlsFiles` to the parser of a service."""
+    for option, text in (
+        ("--tls-certificate", "certificate for https, with those of its issuers"),
+        ("--tls-key", "private key"),
+    ):
+        parser.add_argument(option, type=Path, metavar="FILE", help=f"PEM file with the {text}")
+
+
+def tls_files(options: argparse.Namespace) -> TlsFiles | None:
+    """The files that the options name; None without them. Raises ConfigError for one of them alone."""
+    if (options.tls_certificate is None) != (options.tls_key is None):
+        raise ConfigError("--tls-certificate and --tls-key belong together; give both, or neither")
+    return None if options.tls_certificate is None else TlsFiles(options.tls_certificate, options.tls_key)
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
