@@ -277,6 +277,11 @@ class Trajectory:
         """The lowest policy version among all response tokens; None without tokens."""
         return min((int(s.versions.min()) for s in self.steps if len(s.versions)), default=None)
 
+    @property
+    def newest_version(self) -> int | None:
+        """The highest policy version among all response tokens; None without tokens."""
+        return max((int(s.versions.max()) for s in self.steps if len(s.versions)), default=None)
+
 
 @dataclass(frozen=True)
 class Group:

@@ -118,8 +118,7 @@ class EpisodeIndex:
     def _add(self, rows: list[dict[str, Any]]) -> None:
         for number, row in enumerate(rows, len(self._dispositions)):
             if row["kind"] == TRAINING:
-                identity = row["ticket"], row["index"], sys.intern(row["worker"]), row["finished_at"]
-                self._numbers[identity] = number
+                self._numbers[episode_log.line_identity(row)] = number
             self._dispositions.append(WAITING if row["kind"] == TRAINING else "")
         self._rows = pa.concat_tables([self._rows, pa.Table.from_pylist(rows, SCHEMA)])
 

@@ -91,7 +91,7 @@ async def run_evaluation_episode(
 
 def _result(trajectory: Trajectory, seconds: float) -> EvaluationResult:
     task, steps, verdict = trajectory.task, trajectory.steps, trajectory.verdict
-    versions = [version for step in steps for version in step.versions.tolist()]
+    oldest, newest = trajectory.oldest_version, trajectory.newest_version
     return EvaluationResult(
         index=trajectory.ticket,
         sample=trajectory.index,
@@ -101,9 +101,9 @@ def _result(trajectory: Trajectory, seconds: float) -> EvaluationResult:
         difficulty=task.difficulty,
         outcome=trajectory.outcome,
         steps=len(steps),
-        response_tokens=sum(len(step.response_token_ids) for step in steps),
+        response_tokens=trajectory.response_tokens,
         seconds=seconds,
-        versions=(min(versions), max(versions)) if versions else None,
+        versions=None if oldest is None or newest is None else (oldest, newest),
         worker=trajectory.worker,
         evaluator="" if verdict is None else verdict.protocol or verdict.evaluator,
         judge_dollars=0.0 if verdict is None else verdict.dollars,

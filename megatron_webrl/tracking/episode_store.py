@@ -20,6 +20,7 @@ from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.record_file import RecordFileWriter
 from megatron_webrl.system.disk_faults import continue_without
 from megatron_webrl.system.history import History
+from megatron_webrl.tracking.episode_log import trajectory_identity
 from megatron_webrl.types import Trajectory
 
 FOLDER, INDEX_FILE = "episodes", "index.jsonl"
@@ -84,14 +85,14 @@ def record_files(folder: Path) -> list[Path]:
 
 
 def describe(trajectory: Trajectory) -> dict[str, Any]:
-    """What an index knows of an episode; docs/summary.md describes the fields."""
+    """What an index knows of an episode."""
     task, steps, verdict = trajectory.task, trajectory.steps, trajectory.verdict
-    versions = [version for step in steps if len(step.versions) for version in step.versions.tolist()]
+    ticket, index, worker, finished_at = trajectory_identity(trajectory)
     return {
-        "ticket": trajectory.ticket,
-        "index": trajectory.index,
-        "worker": trajectory.worker,
-        "finished_at": round(trajectory.finished_at, 3),
+        "ticket": ticket,
+        "index": index,
+        "worker": worker,
+        "finished_at": finished_at,
         "task": task.id,
         "source": task.source,
         "site": task.website or task.environment,
@@ -104,8 +105,8 @@ def describe(trajectory: Trajectory) -> dict[str, Any]:
         "steps": len(steps),
         "response_tokens": trajectory.response_tokens,
         "format_errors": sum(step.format_error is not None for step in steps),
-        "oldest_version": min(versions, default=None),
-        "newest_version": max(versions, default=None),
+        "oldest_version": trajectory.oldest_version,
+        "newest_version": trajectory.newest_version,
         "seconds": round(trajectory.seconds, 3),
         "tries": trajectory.tries,
     }
