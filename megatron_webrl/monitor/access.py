@@ -7,11 +7,11 @@ in no history and no Referer. Pages of other sites cannot send the cookie (SameS
 from __future__ import annotations
 
 import hmac
-from collections.abc import MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
+from starlette.datastructures import MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -41,10 +41,9 @@ class MonitorAccess:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers: MutableMapping[str, Any] = message
-                present = {name.lower() for name, _ in headers["headers"]}
-                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*headers["headers"], *(h for h in added if h[0] not in present)]}
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
