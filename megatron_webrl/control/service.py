@@ -29,9 +29,10 @@ from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.journal import Journal, restore
 from megatron_webrl.control.liveness import Liveness
 from megatron_webrl.control.state import QUERIES, TICKETS, JobState
-from megatron_webrl.control.subscriptions import Body, Handler, Subscriptions, encoded, json_app, wait_seconds
+from megatron_webrl.control.subscriptions import Body, Handler, Subscriptions, json_app, wait_seconds
 from megatron_webrl.service.connections import ConnectionLimits
 from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server
+from megatron_webrl.service.json_bodies import encoded
 from megatron_webrl.service.tokens import Token
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron_webrl.service.auth_middleware import AuthMiddleware, send_json
+from megatron_webrl.service.auth_middleware import AuthMiddleware
+from megatron_webrl.service.json_bodies import encoded, send_json
 from megatron_webrl.service.tokens import Token
 
 MAX_WAIT_SECONDS = 5.0  # of a request that waits
@@ -167,8 +168,3 @@ def json_app(handlers: Mapping[str, Handler], token: Token) -> ASGIApp:
 def wait_seconds(body: Body) -> float:
     """For how long a request may wait."""
     return min(max(float(body.get("wait", 0.0)), 0.0), MAX_WAIT_SECONDS)
-
-
-def encoded(content: Any) -> bytes:
-    """ASCII: lone surrogates survive."""
-    return json.dumps(content).encode()

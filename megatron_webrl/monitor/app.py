@@ -14,7 +14,6 @@ GET /api/episodes/ID/related         rows of its group, and of all episodes of i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -39,7 +38,7 @@ from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record
-from megatron_webrl.system.history import Tail
+from megatron_webrl.service.json_bodies import encoded
 from megatron_webrl.system.image_type import image_type
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_store import FOLDER, TRAINING
@@ -61,7 +60,7 @@ class RunPages:
         self.config = parse_config(folder / "config.yaml")
         self.index = EpisodeIndex(folder)
         self._texts = TokenTexts(Path(self.config.model.path))
-        self._updates = Tail(folder / summary.UPDATES_FILE)
+        self._updates = summary.tail_updates(folder)
         self._update_lines: dict[int, dict[str, Any]] = {}  # by version
         self._read = lru_cache(maxsize=8)(self._read_episode)
 
@@ -220,8 +219,7 @@ def _number(request: Request, name: str, default: float, low: float = -math.inf)
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    data = json.dumps(content).encode()  # ASCII: lone surrogates survive
-    return Response(data, status, {"cache-control": "no-store"}, "application/json")
+    return Response(encoded(content), status, {"cache-control": "no-store"}, "application/json")
 
 
 def _error(request: Request, error: Exception) -> Response:

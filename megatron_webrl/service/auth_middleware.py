@@ -6,11 +6,11 @@ import asyncio
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_webrl.service.json_bodies import send_json
 from megatron_webrl.service.tokens import Token
 from megatron_webrl.system.network import is_loopback
 
@@ -136,12 +136,3 @@ def _netloc(origin: str) -> str:
         return urlsplit(origin).netloc
     except ValueError:
         return ""
-
-
-async def send_json(send: Send, status: int, body: bytes) -> None:
-    """Send a response with a JSON body."""
-    headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
