@@ -223,9 +223,9 @@ class LocalLauncher:
             time.sleep(0.05)
         if outcome in CLEAN_JOB_OUTCOMES:  # a worker that fails after the end changes nothing: its groups are counted
             others = [role for role in others if role.name not in self.config.worker_names]
-        if overdue and any(role in others for role in running):
-            return overdue
         if overdue:
+            if any(role in others for role in running):
+                return overdue
             self._warn(f"{overdue} and is killed; its episodes are counted")
         return next((failure for role in others if (failure := role.poll_failure())), None)
 
