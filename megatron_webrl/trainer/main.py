@@ -28,7 +28,6 @@ from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_p
 from megatron_webrl.trainer.coordinator import Coordinator
 from megatron_webrl.trainer.data.batching import training_samples
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
-from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange, make_exchange
 from megatron_webrl.trainer.exchange.node_topology import NodeTopology
@@ -65,7 +64,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     exchange = make_exchange(node_ring.attach(config.run.startup_timeout_seconds), nodes, config, packer)
     if isinstance(exchange, MultiNodeExchange):
         packer = replace(packer, image_cache=exchange.image_cache)
-    tracker = _make_tracker(config, state, packer) if is_first else None
+    tracker = _make_tracker(config, state) if is_first else None
     resume_point = make_resume_point(control, exchange, state, config.run_folder, is_first)
     control.report_status("waiting for the engines")
     syncer = WeightSyncer(learner.models, config, control, platform)
@@ -114,7 +113,7 @@ def _initial_state(checkpoint: Path | None) -> TrainerState:
     return replace(state, restart_epoch=state.restart_epoch + 1)
 
 
-def _make_tracker(config: Config, state: TrainerState, sequence_packer: SequencePacker) -> MLflowTracker:
+def _make_tracker(config: Config, state: TrainerState) -> MLflowTracker:
     """The tracker of the run, on the first rank only. All attempts of a job write to one MLflow run."""
     from megatron_webrl.tracking.mlflow_run import MLflowTracker
 
