@@ -1,5 +1,5 @@
 // Episodes side by side: a group, or the same task at different versions.
-import { foreign, getJson, h, number, outcome, time, visible } from "./dom.js";
+import { actionName, foreign, getJson, h, number, outcome, screenshotImage, time, visible } from "./dom.js";
 
 const MOST = 16;
 
@@ -25,8 +25,8 @@ function column(episode) {
     h("p", { class: "quiet" }, `version ${number(episode.newest_version)}, reward ${number(episode.reward)}` +
       (episode.advantage === null ? "" : `, advantage ${number(episode.advantage)}`) + `, ${time(episode.finished_at)}`),
     h("ol", {}, episode.steps.map((step) => h("li", {},
-      step.image === null ? null : h("img", { src: `/api/episodes/${episode.id}/images/${step.image}`, alt: `Screenshot before step ${step.number}`, loading: "lazy" }),
-      h("div", {}, step.action ? step.action.kind.replaceAll("_", " ") : h("span", { class: "tag bad" }, visible(step.format_error ?? "no action")),
+      step.image === null ? null : screenshotImage(episode, step.image, `Screenshot before step ${step.number}`),
+      h("div", {}, step.action ? actionName(step) : h("span", { class: "tag bad" }, visible(step.format_error ?? "no action")),
         step.action?.coordinate ? ` at ${step.action.coordinate.join(", ")}` : "", step.action?.text ? [": ", foreign(step.action.text)] : null)))),
     episode.verdict?.reason ? foreign(episode.verdict.reason, "p") : null);
 }

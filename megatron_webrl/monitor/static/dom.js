@@ -56,3 +56,19 @@ export function outcome(row) {
   const kind = row.outcome === "success" ? "good" : row.outcome === "failure" ? "bad" : "masked";
   return h("span", { class: `tag ${kind}` }, visible(row.outcome));
 }
+
+// A table that scrolls sideways. `heads` are th elements or texts, `rows` are tr elements.
+export function rowsTable(label, heads, rows) {
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
+    h("table", { class: "rows" },
+      h("thead", {}, h("tr", {}, heads.map((each) => (each instanceof Element ? each : h("th", { scope: "col" }, each))))),
+      h("tbody", {}, rows)));
+}
+
+export function screenshotImage(episode, number, alt) {
+  return h("img", { src: `/api/episodes/${episode.id}/images/${number}`, alt, loading: "lazy" });
+}
+
+export function actionName(step) {
+  return step.action ? step.action.kind.replaceAll("_", " ") : "no action";
+}

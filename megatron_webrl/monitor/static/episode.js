@@ -1,5 +1,5 @@
 // One episode: its facts, the verdict, and each step with screenshot, prompt and tokens.
-import { foreign, getJson, h, number, outcome, svg, time, visible } from "./dom.js";
+import { actionName, foreign, getJson, h, number, outcome, rowsTable, screenshotImage, svg, time, visible } from "./dom.js";
 
 export async function episodePage(id) {
   const episode = await getJson(`/api/episodes/${id}`);
@@ -62,8 +62,7 @@ function verdict(episode) {
   return h("details", { open: true, class: "verdict" },
     h("summary", {}, "Verdict: ", outcome(found), ` by ${visible(found.protocol || found.evaluator)}`),
     found.reason ? foreign(found.reason, "p") : null, wanted,
-    stages.length ? h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Stages of the judge" },
-      h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["Stage", "Decision", "Reply", "Failed tries", "Model", "Request"].map((each) => h("th", { scope: "col" }, each)))), h("tbody", {}, stages))) : null,
+    stages.length ? rowsTable("Stages of the judge", ["Stage", "Decision", "Reply", "Failed tries", "Model", "Request"], stages) : null,
     found.calls ? h("p", { class: "quiet" }, `${found.calls} calls, ${number(found.prompt_tokens)} + ${number(found.response_tokens)} tokens, ${found.dollars.toFixed(4)} dollars, ${number(found.seconds)} s`) : null);
 }
 
@@ -80,10 +79,6 @@ function stepSection(episode, step) {
       prompt(episode, step),
       h("p", { class: "quiet" }, `${number(step.prompt_tokens)} prompt tokens (${number(step.cached_prompt_tokens)} cached), ${number(step.tokens.length)} response tokens (${step.finish_reason}), ` +
         `${number(step.seconds_generation)} s generating, ${number(step.seconds_browser)} s in the browser`)));
-}
-
-function actionName(step) {
-  return step.action ? step.action.kind.replaceAll("_", " ") : "no action";
 }
 
 function actionFields(action) {
@@ -109,15 +104,11 @@ const percentOf = (logprob) => `${(100 * Math.exp(logprob)).toPrecision(3)}%`;
 function prompt(episode, step) {
   const shown = step.images.length, dropped = step.dropped_images;
   const parts = () => step.prompt.map((part) => "text" in part ? foreign(part.text, "pre")
-    : h("figure", { class: "in-prompt" }, part.image === null ? null : image(episode, part.image, `Screenshot ${part.image + 1} in the prompt`),
+    : h("figure", { class: "in-prompt" }, part.image === null ? null : screenshotImage(episode, part.image, `Screenshot ${part.image + 1} in the prompt`),
       h("figcaption", {}, `screenshot ${part.image + 1}, ${number(part.tokens)} tokens`)));
   const text = `The prompt: ${shown} screenshot${shown === 1 ? "" : "s"}` + (dropped.length ? `, without ${dropped.map((each) => each + 1).join(", ")}` : "");
   const details = h("details", { ontoggle: () => { if (details.open && details.children.length === 1) details.append(...parts()); } }, h("summary", {}, text));
   return details;
-}
-
-function image(episode, number, alt) {
-  return h("img", { src: `/api/episodes/${episode.id}/images/${number}`, alt, loading: "lazy" });
 }
 
 // The screenshot with the action drawn in. Coordinates are 0..1000 on both axes.
@@ -130,13 +121,13 @@ function screenshot(episode, step, small) {
     marks.push(svg("svg", { viewBox: "0 0 1000 1000", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("line", { x1, y1, x2, y2, class: "path" })));
   }
   const alt = small ? "" : `Screenshot before step ${step.number}${action?.coordinate ? `, with ${actionName(step)} at ${action.coordinate.join(", ")}` : ""}`;
-  return h("span", { class: "shot" }, image(episode, step.image, alt), marks,
+  return h("span", { class: "shot" }, screenshotImage(episode, step.image, alt), marks,
     !small && action?.text ? h("span", { class: "typed" }, "types: ", foreign(action.text)) : null);
 }
 
 function finalScreenshot(episode) {
   const shown = Math.max(-1, ...episode.steps.flatMap((step) => step.images));
   if (episode.images <= shown + 1) return null;
-  return h("section", { class: "step", "aria-label": "After the last step" }, h("div", { class: "seen" }, h("span", { class: "shot" }, image(episode, episode.images - 1, "Screenshot after the last step"))),
+  return h("section", { class: "step", "aria-label": "After the last step" }, h("div", { class: "seen" }, h("span", { class: "shot" }, screenshotImage(episode, episode.images - 1, "Screenshot after the last step"))),
     h("div", { class: "said" }, h("h2", {}, "After the last step")));
 }

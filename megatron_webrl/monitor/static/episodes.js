@@ -1,5 +1,5 @@
 // The list of episodes: filters at the side, a table with a page of rows.
-import { foreign, getJson, h, number, outcome, time, visible } from "./dom.js";
+import { foreign, getJson, h, number, outcome, rowsTable, time, visible } from "./dom.js";
 
 const PAGE = 50;
 const NAMES = {
@@ -92,7 +92,6 @@ function table(rows, query, set) {
   const body = rows.map((row) => h("tr", { class: row.stored ? null : "gone" },
     COLUMNS.map(([, , show], place) => h("td", {},
       place ? show(row) : row.stored ? h("a", { href: `#/episode/${row.id}` }, show(row)) : h("span", { title: "not stored any more" }, show(row))))));
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of episodes" },
-    h("table", { class: "rows" }, h("thead", {}, h("tr", {}, heads)),
-      h("tbody", {}, body.length ? body : h("tr", {}, h("td", { colspan: COLUMNS.length }, "No episode passes these filters.")))));
+  const none = h("tr", {}, h("td", { colspan: COLUMNS.length }, "No episode passes these filters."));
+  return rowsTable("Table of episodes", heads, body.length ? body : none);
 }

@@ -1,6 +1,6 @@
 // How the run learns: figures over policy versions, from updates.jsonl, and the evaluations.
 import { chart } from "./chart.js";
-import { getJson, h, number, percent } from "./dom.js";
+import { getJson, h, number, percent, rowsTable } from "./dom.js";
 
 const REFRESH_MS = 5000;
 const extra = (name) => (update) => update.extra[name];
@@ -50,7 +50,7 @@ export async function runPage() {
 }
 
 function charts(updates) {
-  const named = CHARTS.map(([title, lines, format]) => [title, lines, format]);
+  const named = [...CHARTS];
   const keys = Object.keys(updates.at(-1).extra);
   for (const [title, pattern, format] of PATTERNS) {
     const found = keys.map((key) => pattern.exec(key)).filter(Boolean).slice(0, 12);
@@ -67,10 +67,8 @@ function charts(updates) {
 function evaluationTable(lines) {
   if (!lines.length) return [];
   const heads = ["Version", "Kind", "Success", "95% interval", "Episodes", "Without verdict", "Steps"];
-  return [h("h2", {}, "Evaluations"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Evaluations" }, h("table", { class: "rows" },
-    h("thead", {}, h("tr", {}, heads.map((each) => h("th", { scope: "col" }, each)))),
-    h("tbody", {}, lines.map((line) => h("tr", {}, [
+  return [h("h2", {}, "Evaluations"), rowsTable("Evaluations", heads, lines.map((line) => h("tr", {}, [
       number(line.version), line.kind.replaceAll("_", " "), percent(line.success_of_judged), line.interval ? line.interval.map(percent).join(" to ") : "-",
       number(line.episodes), number(Object.values(line.no_verdict ?? {}).reduce((sum, each) => sum + each, 0)), number(line.steps_mean),
-    ].map((each) => h("td", {}, each)))))))];
+    ].map((each) => h("td", {}, each)))))];
 }
