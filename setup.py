@@ -38,6 +38,7 @@ setup(
         "packaging",
         "starlette",  # the control service
         "uvicorn",
+        "httptools",
         "h11",
     ],
     extras_require={

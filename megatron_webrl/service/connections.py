@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megatron_webrl.config.setting import ConfigError
 
 log = logging.getLogger(__name__)
 
+MAX_HEAD_BYTES = 2**16
 REPORT_SECONDS = 60.0  # between two log lines about refused connections
 
 
@@ -93,28 +94,49 @@ class _Connection(socket.socket):
             self._on_close = None
 
 
-class TimedProtocol(H11Protocol):
-    """HTTP/1.1 that closes a connection whose next request does not arrive within `seconds`: head and body. A client
-    that sends a request before the response of the previous one gets no other: it cannot queue up work.
+class TimedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 that closes a connection whose next request does not arrive within `seconds`: head and body. A head has
+    up to MAX_HEAD_BYTES. A client that sends a request before the response of the previous one gets no other: it
+    cannot queue up work.
     """
 
     def __init__(self, seconds: float, **options: Any) -> None:
         super().__init__(**options)
         self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None  # set while a request is arriving
+        self._head_bytes = 0  # received of a head that is not complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_answering():
+            self._refuse_more()
+            return
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
-            self._start_timer()
-        else:
+        if self._is_answering():
             self._stop_timer()
-            if self.conn.trailing_data[0]:  # a pipelined request: no client of today sends one
-                self.cycle.keep_alive = False
+            return
+        self._start_timer()
+        if self._awaits_head():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        if self._is_answering():
+            self._refuse_more()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = 0
+        if self._awaits_head():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_answering():
+            super().on_body(body)
 
     def on_response_complete(self) -> None:
         self._stop_timer()  # the time limit of idle connections holds until the next byte
@@ -123,6 +145,18 @@ class TimedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+
+    def _awaits_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _is_answering(self) -> bool:
+        """Whether a request has arrived whose response is not complete."""
+        return not self._awaits_head() and not self.cycle.more_body
+
+    def _refuse_more(self) -> None:
+        """Close after this response; no client of today sends a request before it has the previous response."""
+        self.cycle.keep_alive = False
+        self.transport.pause_reading()
 
     def _start_timer(self) -> None:
         if self._timer is None:

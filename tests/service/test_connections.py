@@ -10,10 +10,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from megatron_webrl.service.connections import ConnectionLimits, _network
+from megatron_webrl.service.connections import MAX_HEAD_BYTES, ConnectionLimits, _network
 from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server
 from tests.waiting import eventually
 
@@ -34,6 +34,9 @@ class Service:
     async def quick(self, request: Request) -> PlainTextResponse:
         await request.body()
         return PlainTextResponse("ok")
+
+    async def echo(self, request: Request) -> Response:
+        return Response(await request.body())
 
     async def slow(self, request: Request) -> PlainTextResponse:
         self.operations += 1
@@ -96,7 +99,10 @@ class Client:
 async def running(limits: ConnectionLimits) -> AsyncIterator[Service]:
     listener = Listener(ListenAddress("127.0.0.1", 0, limits=limits))
     service = Service(listener.socket.getsockname()[1])
-    routes = [Route(f"/{name}", getattr(service, name), methods=["GET", "POST"]) for name in ("quick", "slow", "large")]
+    routes = [
+        Route(f"/{name}", getattr(service, name), methods=["GET", "POST"])
+        for name in ("quick", "echo", "slow", "large")
+    ]
     async with run_http_server(Starlette(routes=routes), listener), AsyncExitStack() as stack:
         stack.callback(service.may_answer.set)
         yield service
@@ -135,6 +141,23 @@ async def test_requests_in_advance_are_not_answered() -> None:
         assert await client.response(b"") == b"late"
         assert await client.seconds_until_closed() < 5.0
         assert service.operations == 1
+
+
+@pytest.mark.parametrize(
+    "sent", [b"GET /quick HTTP/1.1\r\nX: ", b"GET /", b"GET /quick HTTP/1.1\r\n" + b"X: y\r\n" * 20_000]
+)
+async def test_a_head_without_end_closes_the_connection(sent: bytes) -> None:
+    async with running(ConnectionLimits()) as service:
+        client = await service.connect()
+        client.writer.write(sent + b"a" * 2 * MAX_HEAD_BYTES)
+        assert await client.seconds_until_closed() < 5.0
+
+
+async def test_requests_in_advance_add_nothing_to_a_body() -> None:
+    async with running(ConnectionLimits()) as service:
+        client = await service.connect()
+        post = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\n"
+        assert await client.response(post + b"mine" + post + b"more") == b"mine"
 
 
 async def test_bytes_that_trickle_in_prolong_nothing() -> None:
