@@ -72,9 +72,13 @@ class Learner:
         loss: Objective,
         reference: Sequence[Tensor] | None = None,
     ) -> tuple[Metrics, list[Tensor]]:
-        """`forward_backward` and an optimiser step; adds "gradient_norm", before clipping. Raises NonFiniteGradient."""
+        """`forward_backward` and an optimiser step; adds "gradient_norm", before clipping, and "learning_rate".
+
+        Raises NonFiniteGradient.
+        """
         metrics, logprobs = self.forward_backward(microbatches, proximal, loss, reference)
-        return metrics | {"gradient_norm": self.optimizer.step()}, logprobs
+        rate = self.optimizer.learning_rate
+        return metrics | {"gradient_norm": self.optimizer.step(), "learning_rate": rate}, logprobs
 
     def forward_backward(
         self,

@@ -62,7 +62,7 @@ def train(context: TrainingContext) -> None:
         context.version += 1
         if not one_step_off:
             sync_seconds = weight_syncer.sync(context.version)
-        metrics |= {"learning_rate": context.learner.optimizer.learning_rate, "replayed": len(old)}
+        metrics |= {"replayed": len(old)}
         rollout = rollout_seconds([t for group in groups for t in group.trajectories])
         seconds = UpdateSeconds(rollout, train_seconds, sync_seconds, wait_seconds, image_wait_seconds)
         transfer = weight_syncer.last_transfer_metrics()
@@ -78,7 +78,8 @@ def train(context: TrainingContext) -> None:
 def train_batch(
     learner: Learner, sequence_packer: SequencePacker, config: Config, groups: Sequence[Group], version: int
 ) -> tuple[Metrics, LogprobMismatch]:
-    """Train policy `version` on one batch; returns totals over passes, but means of loss and gradient norm. Collective.
+    """Train policy `version` on one batch; returns totals over passes, but means of loss, gradient norm and learning
+    rate. Collective.
 
     The proximal policy is that at the start of the update: with a single step, the one that the step computes anyway.
     """
@@ -100,7 +101,7 @@ def train_batch(
         for microbatches, proximal, reference_logprobs in zip(minibatches, proximal_logprobs, reference, strict=True)
     ]
     totals = combine(steps)
-    totals |= {name: totals[name] / len(steps) for name in ("loss", "gradient_norm")}
+    totals |= {name: totals[name] / len(steps) for name in ("loss", "gradient_norm", "learning_rate")}
     microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
     logprobs = [each for minibatch in proximal_logprobs for each in minibatch]
     return totals, measure_logprob_mismatch(microbatches, logprobs, version)

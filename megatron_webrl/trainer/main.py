@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.tracking import run_lease
+from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.tracking.latest_checkpoint import fallback_of, find_latest_checkpoint
 from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
 from megatron_webrl.trainer import parallel
@@ -39,6 +41,8 @@ from megatron_webrl.trainer.weight_sync import WeightSyncer
 if TYPE_CHECKING:
     from megatron_webrl.tracking.mlflow_run import MLflowTracker
 
+log = logging.getLogger(__name__)
+
 
 def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeRing, attempt: int = 0) -> None:
     """Run one trainer rank until the job ends. Attempt 0 starts as run.resume says, others from a checkpoint if any."""
@@ -59,8 +63,10 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     if not config.run.resume and config.trainer.warm_start.demonstrations:
         learner = warm_start(learner, packer, config, control)
     learner = attach_reference_policy(learner, config)  # before a checkpoint replaces the initial weights
-    if checkpoint is not None:
-        load_learner(checkpoint, learner)
+    if checkpoint is not None and (changes := load_learner(checkpoint, learner)) and is_first:
+        reason = f"the configuration's holds from {checkpoint.name} on, which was trained with {'; '.join(changes)}"
+        log.warning("the schedule has changed: %s", reason)
+        EventLog(config.run_folder, nodes.node).add("trainer-0", "schedule changed", reason)
     exchange = make_exchange(node_ring.attach(config.run.startup_timeout_seconds), nodes, config, packer)
     if isinstance(exchange, MultiNodeExchange):
         packer = replace(packer, image_cache=exchange.image_cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,12 @@ SHARDING_METADATA: dict[str, dict[str, Any]] = {
 }
 FUSED_ADAM_MODULES = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 ADAM_EPSILON = 1e-8
+SCHEDULE_LABELS = {
+    "max_lr": "learning_rate", "min_lr": "final learning rate", "lr_decay_style": "schedule",
+    "lr_warmup_steps": "steps of warm-up", "lr_decay_steps": "steps until the final learning rate",
+    "start_wd": "weight_decay",
+}  # fmt: skip
+"""What of Megatron's schedule follows from the configuration, and how a message calls it."""
 
 
 class NonFiniteGradient(RuntimeError):
@@ -104,6 +110,19 @@ class ScheduledOptimizer:
                 for values in part.optimizer.state.values():
                     values["step"] = torch.tensor(float(step_count))
 
+    def resume_schedule(self, stored: Mapping[str, Any]) -> list[str]:
+        """Continue the configured schedule at the step of a checkpoint's, `stored` by Megatron's names; returns what
+        differs between the two, a line each.
+        """
+        configured = self.scheduler.state_dict()
+        self.scheduler.num_steps = 0
+        self.scheduler.step(int(stored["num_steps"]))
+        return [
+            f"{label} {_shown(stored[name])}, now {_shown(configured[name])}"
+            for name, label in SCHEDULE_LABELS.items()
+            if stored[name] != configured[name]
+        ]
+
     def _allocate_state(self) -> None:
         """Allocate the moments before the first step, when Adam would: Megatron's checkpoints expect them.
 
@@ -131,6 +150,10 @@ class ScheduledOptimizer:
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _restore_with_step(part: Any, model_parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

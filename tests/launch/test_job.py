@@ -13,6 +13,7 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
+from megatron_webrl.tracking import events
 from tests.launch.whole_jobs import Job, assert_nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -119,6 +120,8 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
     again = json.loads(Path(summary["checkpoint"], "state.json").read_text())
     assert again["restart_epoch"] == state["restart_epoch"] + 1
     assert again["mlflow_run_id"] == state["mlflow_run_id"]
+    (changed,) = [event for event in events.read_events(job.run_folder) if event.event == "schedule changed"]
+    assert f"steps until the final learning rate 51, now {done + 2}" in changed.reason
     # One update closed its two tickets and those dropped in it.
     assert again["closed_tickets"] - state["closed_tickets"] == 2 + again["dropped_tickets"] - state["dropped_tickets"]
     assert stopped["accounting"]["trained"] < summary["accounting"]["trained"] <= stopped["accounting"]["trained"] + 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def _examine(config: Config, folder: Path, size: int, platform: Any) -> dict[str
     found["weights"] = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     found["rate"] = learner.optimizer.learning_rate
     restored = make_learner(config, platform)
-    load_learner(latest_checkpoint(run_folder), restored)
+    found["changes"] = load_learner(latest_checkpoint(run_folder), restored)
     found["state"] = read_trainer_state(latest_checkpoint(run_folder))
     found["second again"], found["pixels"] = _update_ahead(restored, config, platform, groups, folder)
     found["weights again"] = {name: tensor.clone() for name, tensor in hf_tensors(restored.models)}
@@ -127,8 +128,33 @@ def _examine(config: Config, folder: Path, size: int, platform: Any) -> dict[str
         other = make_learner(config, platform)
         load_learner(latest_checkpoint(folder / "run-2"), other)
         found["second elsewhere"] = _update(other, config, platform, groups)
+        found["rates"] = _rates(make_learner(config, platform), config.trainer.epochs * config.trainer.minibatches)
+        found["changed rates"], found["other changes"] = _resume_with_another_schedule(config, platform, run_folder)
     found["single"] = _single_step(config, platform, groups)
     return found
+
+
+def _resume_with_another_schedule(config: Config, platform: Any, run_folder: Path) -> tuple[list[float], list[str]]:
+    """Rates of the next step after a resume and without one, and the changes that the resume names."""
+    from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
+    from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
+
+    changed = copy.deepcopy(config)
+    changed.trainer.optimizer.learning_rate *= 2
+    changed.trainer.optimizer.schedule, changed.trainer.updates = "linear", 3 * config.trainer.updates
+    resumed, fresh = make_learner(changed, platform), make_learner(changed, platform)
+    changes = load_learner(latest_checkpoint(run_folder), resumed)
+    fresh.optimizer.scheduler.step(config.trainer.epochs * config.trainer.minibatches)
+    return [resumed.optimizer.learning_rate, fresh.optimizer.learning_rate], changes
+
+
+def _rates(learner: Any, count: int) -> list[float]:
+    """Learning rates of the next steps; they are not made."""
+    rates = []
+    for _ in range(count):
+        rates.append(learner.optimizer.learning_rate)
+        learner.optimizer.scheduler.step(1)
+    return rates
 
 
 def _update(learner: Any, config: Config, platform: Any, groups: list[Group]) -> tuple[dict[str, float], Any]:

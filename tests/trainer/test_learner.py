@@ -63,6 +63,7 @@ def test_training_resumes_from_a_checkpoint_bit_for_bit(found: Found, size: int)
     result = found[size, 0]
     assert result["second"] == result["second again"]
     assert result["rate"] == result["rate again"]
+    assert result["changes"] == []
     for name, tensor in result["weights"].items():
         assert torch.equal(tensor, result["weights again"][name])
 
@@ -73,6 +74,24 @@ def test_prefetched_images_change_no_bit_and_free_their_memory(found: Found, siz
     for rank in (0, 1):
         assert found[size, rank]["pixels"]["held"] == 0
         assert found[size, rank]["pixels"]["waited"] > 0  # the worker has just been started
+
+
+def test_a_resume_continues_the_configured_schedule_and_names_what_has_changed(found: Found):
+    resumed, fresh = found[1, 0]["changed rates"]
+    assert resumed == fresh != found[1, 0]["rate again"]
+    assert found[1, 0]["other changes"] == [
+        "learning_rate 0.003, now 0.006",
+        "final learning rate 0.0003, now 0.0006",
+        "schedule cosine, now linear",
+        "steps of warm-up 0, now 1",
+        "steps until the final learning rate 17, now 49",
+    ]
+
+
+def test_the_learning_rate_of_an_update_is_that_of_its_steps(found: Found):
+    rates = found[1, 0]["rates"]
+    assert len(set(rates)) == len(rates)
+    assert found[1, 0]["first"][0]["learning_rate"] == pytest.approx(np.mean(rates))
 
 
 def test_training_resumes_at_another_tensor_parallel_size(found: Found):
@@ -129,7 +148,7 @@ def test_without_a_clipped_token_there_is_no_smallest_one(found: Found, size: in
 @pytest.mark.parametrize("part", ["first", "second"])
 def test_the_metrics_of_an_update_are_finite_and_defined(found: Found, size: int, part: str):
     totals, _ = found[size, 0][part]
-    metrics = loss_metrics(totals | {"learning_rate": found[size, 0]["rate"]})
+    metrics = loss_metrics(totals)
     assert undefined(metrics) == []
     assert np.isfinite([*metrics.values()]).all()
     assert metrics["advantage_min"] < 0 < metrics["advantage_max"]

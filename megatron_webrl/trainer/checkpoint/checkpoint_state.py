@@ -60,10 +60,12 @@ def sharded_learner_state(
     return state
 
 
-def load_learner(checkpoint: Path, learner: Learner) -> None:
-    """Load weights, optimiser, schedule and RNG states in place. Collective. Raises CheckpointError on every rank.
+def load_learner(checkpoint: Path, learner: Learner) -> list[str]:
+    """Load weights, optimiser, step of the schedule and RNG states in place. Collective. Raises CheckpointError on
+    every rank.
 
-    The first replica of a weight is read from storage and broadcast to the others.
+    The first replica of a weight is read from storage and broadcast to the others. Returns how the checkpoint's
+    schedule differs from the configured one, which holds.
     """
     folder = checkpoint / "megatron"
     with _checkpoint_errors(folder):
@@ -77,12 +79,11 @@ def load_learner(checkpoint: Path, learner: Learner) -> None:
         loaded = dist_checkpointing.load(wanted, str(folder))
     _set_weights(loaded.get("models", {}), learner.chunks)  # nothing was read on a rank without first replicas
     learner.optimizer.load_sharded_state(loaded.get("optimizer", {}), shards, loaded["adam_steps"])
-    learner.optimizer.scheduler.num_steps = 0  # load_state_dict adds the checkpoint's steps
-    learner.optimizer.scheduler.load_state_dict(loaded["scheduler"])
     if same_layout:
         set_rng_states(loaded["random"])
     else:
         log.info("%s has another parallel layout (%s): RNG states are not restored", checkpoint, common["layout"])
+    return learner.optimizer.resume_schedule(loaded["scheduler"])
 
 
 def load_weights(path: Path, chunks: list[Any]) -> None:
