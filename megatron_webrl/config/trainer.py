@@ -104,7 +104,7 @@ class TrainerConfig:
     )
     groups_per_update: int = setting(8, "Groups trained in one update.", low=1)
     epochs: int = setting(1, "Passes over an update's batch.", low=1)
-    minibatches: int = setting(1, "Optimizer steps in one pass.", low=1)
+    minibatches: int = setting(1, "Optimizer steps in one pass, each over whole groups.", low=1)
     tokens_per_microbatch: int = setting(16384, "Tokens of one packed sequence.", low=1)
     merge_prefixes: bool = setting(True, "Merge steps that share a prefix into one sequence.")
     train_vision: bool = setting(True, "Train the vision tower; otherwise it is frozen.")
@@ -116,7 +116,7 @@ class TrainerConfig:
     )
     zero_variance_groups: str = setting(
         "drop",
-        "Groups whose rewards are all equal: drop and replace them, or keep them (they carry no gradient).",
+        "Groups of one outcome: drop and replace them, or keep them (they carry no gradient).",
         choices=("drop", "keep"),
     )
     batch_timeout_seconds: float = setting(900.0, "Limit for the groups of one update to arrive.", above=0)

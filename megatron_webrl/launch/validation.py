@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from megatron_webrl.sampling.checks import check_tasks
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
 SHARED_MEMORY = Path("/dev/shm")
+UNCOUPLED_IGNORES = ("loss.importance_weight_cap", "loss.importance_weight_mode")
+RAFT_IGNORES = (
+    "loss.decoupled", *UNCOUPLED_IGNORES, "loss.clip_low", "loss.clip_high", "loss.dual_clip",
+    "reward.format_penalty", "reward.repetition_penalty", "reward.length_penalty", "zero_variance_groups",
+)  # fmt: skip
 _DIMENSIONS = {
     "text_config": (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -235,7 +241,7 @@ def _check_demonstrations(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    loss, reward = config.trainer.loss, config.trainer.reward
+    trainer, loss, reward = config.trainer, config.trainer.loss, config.trainer.reward
     if 0 < loss.dual_clip <= 1:
         raise ConfigError(
             f"trainer.loss.dual_clip={loss.dual_clip} would clip the ratio 1 itself; set it above 1, or 0 for none"
@@ -245,11 +251,23 @@ def _check_loss(config: Config) -> None:
             f"trainer.loss.raft_versions={loss.raft_versions} has no effect with trainer.loss.name={loss.name}; use "
             "raft"
         )
+    if loss.name == "raft":
+        _check_unused(trainer, RAFT_IGNORES, "trainer.loss.name=raft")
+    elif not loss.decoupled:
+        _check_unused(trainer, UNCOUPLED_IGNORES, "trainer.loss.decoupled=false")
     if reward.length_penalty and reward.length_window > config.rollout.max_new_tokens:
         raise ConfigError(
             f"trainer.reward.length_window={reward.length_window} exceeds "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}; lower it"
         )
+
+
+def _check_unused(trainer: TrainerConfig, names: Sequence[str], cause: str) -> None:
+    """Settings of trainer.* that `cause` ignores must have their default."""
+    for name in names:
+        value, default = (attrgetter(name)(settings) for settings in (trainer, TrainerConfig()))
+        if value != default:
+            raise ConfigError(f"trainer.{name}={value} has no effect with {cause}; leave it at {default}")
 
 
 def _check_evaluation(config: Config) -> None:

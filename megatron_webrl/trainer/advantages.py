@@ -19,21 +19,20 @@ def normalize_rewards(rewards: Sequence[float]) -> np.ndarray:
 
 
 def group_advantages(group: Group, reward: RewardFunction = outcome_reward) -> dict[int, float]:
-    """Advantage of each trainable trajectory by its index; masked ones enter neither mean nor deviation."""
+    """Advantage of each trainable trajectory by its index; masked ones enter neither mean nor deviation.
+
+    All 0 in a group of one outcome: where penalties alone differ, the division would make the smallest of them as large
+    as the difference between a success and a failure.
+    """
     trainable = [t for t in group.trajectories if t.trainable]
     if not trainable:
         return {}
-    values = normalize_rewards([reward(t) for t in trainable])
+    values = normalize_rewards([0.0 if common_outcome(group) else reward(t) for t in trainable])
     return {t.index: float(value) for t, value in zip(trainable, values, strict=True)}
 
 
-def has_variance(group: Group, reward: RewardFunction = outcome_reward) -> bool:
-    """Whether the trainable rewards differ: only then does the group carry a gradient."""
-    return len({reward(t) for t in group.trajectories if t.trainable}) > 1
-
-
 def common_outcome(group: Group) -> str | None:
-    """all_succeeded or all_failed if all trainable trajectories share an outcome, else None."""
+    """all_succeeded or all_failed if all trainable trajectories share an outcome: no gradient; else None."""
     outcomes = {t.outcome for t in group.trajectories if t.trainable}
     if len(outcomes) != 1:
         return None

@@ -68,6 +68,18 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("rollout.group_size=1", "gives no baseline"),
         ("trainer.loss.dual_clip=0.9", "trainer.loss.dual_clip=0.9 would clip the ratio 1 itself"),
         ("trainer.loss.raft_versions=3", "raft_versions=3 has no effect with trainer.loss.name=grpo"),
+        (
+            "trainer={loss: {name: raft}, reward: {format_penalty: 0.1}}",
+            "trainer.reward.format_penalty=0.1 has no effect with trainer.loss.name=raft; leave it at 0.0",
+        ),
+        (
+            "trainer={loss: {name: raft}, zero_variance_groups: keep}",
+            "trainer.zero_variance_groups=keep has no effect with trainer.loss.name=raft; leave it at drop",
+        ),
+        (
+            "trainer.loss={decoupled: false, importance_weight_cap: 2}",
+            "trainer.loss.importance_weight_cap=2.0 has no effect with trainer.loss.decoupled=false; leave it at 5.0",
+        ),
         ("rollout.context.policy=growing", "rollout.context.policy='growing' is not one of sliding, append"),
         ("rollout.context={policy: append, rounds: 1}", "rollout.context.rounds=1 leaves no room to append to"),
         (

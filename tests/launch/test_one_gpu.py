@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]  # tests/gpu_check run
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny_1gpu.yaml"
 SMALL = (
     "trainer.updates=1", "trainer.minibatches=1", "trainer.groups_per_update=2", "rollout.group_size=2",
-    "rollout.groups_in_flight=2", "trainer.zero_variance_groups=keep", "evaluation.before=false",
+    "rollout.groups_in_flight=2", "evaluation.before=false",
     "evaluation.after=false", "browser.reuse_pages=4", "ring.capacity_mib=64",
 )  # fmt: skip
 

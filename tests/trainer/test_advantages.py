@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_webrl.trainer.advantages import common_outcome, group_advantages, has_variance, normalize_rewards
+from megatron_webrl.trainer.advantages import common_outcome, group_advantages, normalize_rewards
 from megatron_webrl.types import Group
 from tests.trajectories import trajectory
 
@@ -16,7 +16,13 @@ def test_advantages_have_mean_zero_and_deviation_one():
 
 def test_equal_rewards_have_no_advantage():
     assert np.abs(normalize_rewards([1.0, 1.0, 1.0])).max() == 0.0
-    assert not has_variance(Group(0, tuple(trajectory(0, i, reward=1.0) for i in range(3))))
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_penalties_alone_give_no_advantage(reward: float):
+    group = Group(0, tuple(trajectory(0, i, reward=reward) for i in range(8)))
+    values = group_advantages(group, lambda t: t.reward - 0.001 * (t.index == 0))
+    assert values == dict.fromkeys(range(8), 0.0)
 
 
 def test_a_masked_episode_does_not_enter_its_groups_statistics():

@@ -30,7 +30,6 @@ SECTIONS = (
         ),
         ("group_rate/all_succeeded", "share", "Groups whose trainable episodes all succeed."),
         ("group_rate/all_failed", "share", "Groups whose trainable episodes all fail."),
-        ("group_rate/zero_variance", "share", "Groups whose rewards are all equal."),
         ("group_reward_variance", "reward^2", "Population variance of a group's rewards, mean over groups."),
         ("masked_rate", "share", "Masked episodes among finished ones."),
         (

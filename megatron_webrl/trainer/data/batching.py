@@ -35,6 +35,11 @@ class TrainingSample:
     succeeded: bool = False  # whether the episode is a success
 
     @property
+    def ticket(self) -> int:
+        """The ticket of the trajectory's group."""
+        return self.trajectory_id[0]
+
+    @property
     def length(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
@@ -145,8 +150,8 @@ def token_weights(samples: Sequence[TrainingSample], normalizer: str, constant_s
 
 
 def minibatches(samples: Sequence[TrainingSample], count: int, seed: int) -> list[list[TrainingSample]]:
-    """Split into at most `count` minibatches of whole trajectories, in an order drawn from `seed`."""
-    keys = sorted({s.trajectory_id for s in samples})
-    random.Random(seed).shuffle(keys)
-    parts = [set(keys[i::count]) for i in range(min(count, len(keys)))]
-    return [[s for s in samples if s.trajectory_id in part] for part in parts]
+    """Split into at most `count` minibatches of whole groups, in an order drawn from `seed`."""
+    tickets = sorted({s.ticket for s in samples})
+    random.Random(seed).shuffle(tickets)
+    parts = [set(tickets[i::count]) for i in range(min(count, len(tickets)))]
+    return [[s for s in samples if s.ticket in part] for part in parts]

@@ -14,7 +14,7 @@ from megatron_webrl.ring.damaged_records import read_trajectory
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.trainer.advantages import common_outcome, has_variance
+from megatron_webrl.trainer.advantages import common_outcome
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.exchange.record_exchange import RecordSource
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, mask_name
@@ -65,8 +65,7 @@ class GroupSource:
         self.dropped_tickets = 0
         self.lost_tickets = 0  # open ones whose group cannot become complete
         self.episodes_by_worker: Counter[str] = Counter()  # episodes read, by worker instance
-        self._reward = reward_function(config)
-        self._statistics = GroupStatistics(self._reward)
+        self._statistics = GroupStatistics(reward_function(config))
         self._in_use: set[int] = set()  # tickets returned by wait_for_groups and not closed
         self._partial: dict[int, dict[int, int]] = defaultdict(dict)  # ticket -> index -> sequence
         self._ready: dict[int, list[int]] = {}  # ticket -> sequences, in the order of completion
@@ -176,9 +175,7 @@ class GroupSource:
         common = common_outcome(group)
         if self.config.trainer.loss.name == "raft":
             return "all_failed" if common == "all_failed" else None
-        if self.config.trainer.zero_variance_groups == "drop" and not has_variance(group, self._reward):
-            return common or "zero_variance"  # penalties can make the rewards of a success and a failure equal
-        return None
+        return common if self.config.trainer.zero_variance_groups == "drop" else None
 
     def _stale(self, group: Group, version: int) -> bool:
         versions = map(self.oldest_version, group.trajectories)

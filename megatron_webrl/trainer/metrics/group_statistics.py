@@ -10,11 +10,11 @@ import numpy as np
 
 from megatron_webrl.evaluation.results import pass_at, success_within
 from megatron_webrl.system.text import metric_label
-from megatron_webrl.trainer.advantages import common_outcome, has_variance
+from megatron_webrl.trainer.advantages import common_outcome
 from megatron_webrl.trainer.metrics.verdict_statistics import VerdictStatistics
 from megatron_webrl.types import ABORTED, BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory
 
-GROUP_KINDS = ("all_succeeded", "all_failed", "zero_variance")
+GROUP_KINDS = ("all_succeeded", "all_failed")
 ALWAYS_NAMED_MASKS = (BLOCKED, JUDGE_ERROR)  # have a rate even if it is 0
 
 
@@ -42,7 +42,7 @@ class GroupStatistics:
     """
 
     def __init__(self, reward: Callable[[Trajectory], float]) -> None:
-        """`reward`: the reward function that decides whether a group has variance."""
+        """`reward`: the reward function whose variance within groups is measured."""
         self._reward = reward
         self._totals, self._verdicts = _Totals(), VerdictStatistics()
 
@@ -53,8 +53,8 @@ class GroupStatistics:
         trainable = [trajectory for trajectory in group.trajectories if trajectory.trainable]
         if not trainable or any(trajectory.outcome == ABORTED for trajectory in group.trajectories):
             return
-        totals, common, varied = self._totals, common_outcome(group), has_variance(group, self._reward)
-        totals.groups.update(["all", *([common] if common else []), *([] if varied else ["zero_variance"])])
+        totals, common = self._totals, common_outcome(group)
+        totals.groups.update(["all", *([common] if common else [])])
         totals.reward_variances.append(float(np.var([self._reward(trajectory) for trajectory in trainable])))
         for trajectory in trainable:
             environment, succeeded = metric_label(trajectory.task.environment), trajectory.outcome == "success"

@@ -44,11 +44,12 @@ def test_a_warm_start_imitates_failures_too_but_no_masked_episode():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_minibatches_keep_trajectories_whole(count: int):
-    samples = batching.make_samples(groups())
+def test_minibatches_keep_groups_whole(count: int):
+    more = [Group(ticket, (trajectory(ticket, 0), trajectory(ticket, 1, reward=1.0))) for ticket in (2, 3)]
+    samples = batching.make_samples([*groups(), *more])
     parts = batching.minibatches(samples, count, seed=3)
     assert len(parts) == min(count, 4)
-    seen = [{s.trajectory_id for s in part} for part in parts]
+    seen = [{s.ticket for s in part} for part in parts]
     assert sum(map(len, seen)) == len(set().union(*seen)) == 4
     assert sum(map(len, parts)) == len(samples)
 
@@ -63,7 +64,7 @@ def test_token_weights_add_up(normalizer: str, total: float):
 
 
 @pytest.mark.parametrize("normalizer", ["constant", "per_trajectory", "token_mean"])
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2])
 def test_each_minibatch_is_an_objective_of_its_own(normalizer: str, count: int):
     for part in batching.minibatches(batching.make_samples(groups()), count, seed=3):
         trajectories = {s.trajectory_id for s in part}

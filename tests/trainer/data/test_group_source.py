@@ -210,7 +210,7 @@ def test_group_rates_include_dropped_groups_and_reset(ring: Ring, source: GroupS
     source.poll(0)
     figures = source.pop_metrics()
     assert {name: figures.pop(f"group_rate/{name}") for name in GROUP_KINDS} == {
-        "all_succeeded": 0.25, "all_failed": 0.5, "zero_variance": 0.75,
+        "all_succeeded": 0.25, "all_failed": 0.5,
     }  # fmt: skip
     wanted = {
         "rollout_success_rate": 3 / 8, f"rollout_success_rate/{trajectory().task.environment}": 3 / 8,
@@ -222,7 +222,7 @@ def test_group_rates_include_dropped_groups_and_reset(ring: Ring, source: GroupS
     assert source.pop_metrics() == {}
 
 
-def test_penalties_decide_whether_a_group_has_variance(ring: Ring):
+def test_outcomes_decide_whether_a_group_is_trained_and_penalties_do_not(ring: Ring):
     config = Config()
     config.trainer.reward.length_penalty, config.trainer.reward.length_window = 1.0, 4
     config.rollout.max_new_tokens = 8
@@ -233,11 +233,9 @@ def test_penalties_decide_whether_a_group_has_variance(ring: Ring):
         ring.write(encode_trajectory(trajectory(1, index, reward=reward, response=response)), 1.0)
     source.poll(0)
     assert source.waiting_episodes() == 2
-    assert source.accounting.dropped == {"zero_variance": 2}
+    assert source.accounting.dropped == {"all_failed": 2}
     figures = source.pop_metrics()
-    assert {name: figures[f"group_rate/{name}"] for name in GROUP_KINDS} == {
-        "all_succeeded": 0.0, "all_failed": 0.5, "zero_variance": 0.5,
-    }  # fmt: skip
+    assert {name: figures[f"group_rate/{name}"] for name in GROUP_KINDS} == {"all_succeeded": 0.0, "all_failed": 0.5}
 
 
 def test_records_written_again_by_a_restarted_worker_are_duplicates(ring: Ring, source: GroupSource):

@@ -148,7 +148,7 @@ def test_groups_count_in_the_order_of_their_tickets_and_masked_episodes_do_not(
     sampler = started(control, tmp_path)
     sampler.record_group(group(2, "a", "failure", "failure"))
     sampler.record_group(group(0, "a", "success", "browser_crashed", "failure", "success", "success"))
-    sampler.record_group(group(1, "b", "browser_crashed"))
+    sampler.record_group(group(1, "b", "browser_crashed", "success", "aborted"))
     sampler.publish_adapted_state(6, 1)
     assert rates(sampler) == [0.3125, 0.5]  # 0.5, then half-way to 0.75, then half-way to 0
     assert rates(sampler, 0) == [0.5, 0.5]
