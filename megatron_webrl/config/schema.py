@@ -120,6 +120,12 @@ class TrackingConfig:
     keep_records: bool = setting(
         False, "Store all trained groups of each update in records/ of the run; they are never deleted."
     )
+    mismatch_alarm: float = setting(
+        0.05,
+        "Mean difference, in nats, between the engine's and the trainer's log-probabilities of tokens under the same "
+        "weights above which an update warns; 0: never.",
+        low=0,
+    )
 
 
 @dataclass

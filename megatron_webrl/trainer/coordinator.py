@@ -186,6 +186,8 @@ class Coordinator:
         self.updates.append(update.to_json())
         self._save_judge_usage()
         self.tracker.log_update(update)
+        if alarm := result.mismatch.alarm(self.config.tracking.mismatch_alarm):
+            log.warning("update %d: %s", version, alarm)
 
     def _update_metrics(self, result: UpdateResult) -> UpdateMetrics:
         version, groups, metrics, seconds = result.version, result.groups, result.metrics, result.seconds
@@ -207,6 +209,7 @@ class Coordinator:
             seconds=seconds,
             finished_at=steady_time(),
             extra=self._learner_metrics(metrics, trajectories)
+            | result.mismatch.metrics()
             | {"staleness_min": float(min(staleness, default=0))}
             | episode_metrics(groups)
             | step_metrics(groups, self.config.rollout.context.response_format.startswith("memory_"))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core import parallel_state
+from torch import Tensor
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.tracking.metrics import UpdateSeconds, rollout_seconds
@@ -86,25 +87,27 @@ def train_batch(
     settings = config.trainer
     samples = batching.training_samples(groups, config, version)
     parts = batching.minibatches(samples, settings.minibatches, seed=config.run.seed + version)
-    single_step = settings.epochs * len(parts) == 1
-    passes = settings.epochs + (not single_step) + (learner.reference is not None)
+    needs_proximal = settings.epochs * len(parts) > 1 and settings.loss.name != "raft"
+    passes = settings.epochs + needs_proximal + (learner.reference is not None)
     minibatches = sequence_packer.build_all(parts, settings.loss.normalizer, settings.loss.normalizer_constant, passes)
     loss = make_objective(settings.loss, parallel_state.get_context_parallel_group())
     reference = learner.compute_reference_logprobs(minibatches)
-    if single_step:
-        totals, proximal = learner.train_step(minibatches[0], None, loss, reference[0])
-        return totals, measure_logprob_mismatch(minibatches[0], proximal, version)
-    proximal_logprobs = [learner.compute_logprobs(microbatches) for microbatches in minibatches]
-    steps = [
-        learner.train_step(microbatches, proximal, loss, reference_logprobs)[0]
-        for _ in range(settings.epochs)
-        for microbatches, proximal, reference_logprobs in zip(minibatches, proximal_logprobs, reference, strict=True)
+    proximal: list[list[Tensor] | None] = [
+        learner.compute_logprobs(microbatches) if needs_proximal else None for microbatches in minibatches
     ]
+    steps: list[Metrics] = []
+    logprobs: list[Tensor] = []
+    for _ in range(settings.epochs):
+        for microbatches, before, reference_logprobs in zip(minibatches, proximal, reference, strict=True):
+            metrics, current = learner.train_step(microbatches, before, loss, reference_logprobs)
+            steps.append(metrics)
+            logprobs = logprobs or current  # of the first step, before it
     totals = combine(steps)
     totals |= {name: totals[name] / len(steps) for name in ("loss", "gradient_norm", "learning_rate")}
-    microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
-    logprobs = [each for minibatch in proximal_logprobs for each in minibatch]
-    return totals, measure_logprob_mismatch(microbatches, logprobs, version)
+    compared = minibatches[:1]
+    if needs_proximal:
+        compared, logprobs = minibatches, [each for before in proximal for each in before or ()]
+    return totals, measure_logprob_mismatch([each for part in compared for each in part], logprobs, version)
 
 
 def _collect(context: TrainingContext) -> tuple[list[Group] | None, float]:

@@ -18,6 +18,7 @@ from megatron_webrl.tracking.step_metrics import step_metrics
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.loss import TokenData, make_objective
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
+from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
 from megatron_webrl.trainer.metrics.token_statistics import token_statistics
 from megatron_webrl.trainer.rewards import outcome_reward
@@ -76,10 +77,15 @@ def evaluation_example() -> dict[str, float]:
     return evaluation_metrics(lines[0]) | evaluation_metrics(lines[1])
 
 
+def mismatch_example() -> dict[str, float]:
+    return LogprobMismatch({0: LagMismatch(3, 0.1, 0.1, 0.1, 0.1)}).metrics()
+
+
 EXAMPLES = {
     "tracking/metrics.py": update_example() | episode_metrics([MIXED]),
     "tracking/step_metrics.py": step_metrics([MIXED], uses_memory=True),
     "trainer/metrics/loss_metrics.py": loss_example(),
+    "trainer/metrics/logprob_mismatch.py": mismatch_example(),
     "trainer/metrics/group_statistics.py": group_example(),
     "trainer/metrics/verdict_statistics.py": group_example(),
     "trainer/accounting.py": accounting_example(),

@@ -191,6 +191,25 @@ def _tokens(learner: Any, microbatches: list[Any], objective: Any) -> dict[str, 
     return {"metrics": metrics, **arrays, "current": torch.cat(current).numpy()}
 
 
+def _mismatch(microbatches: Any) -> dict[str, Any]:
+    """Tokens of lags 0 to 6, and some of no version, whose log-probabilities differ by up to 0.16."""
+    from megatron_webrl.trainer.data.batching import NO_VERSION
+    from megatron_webrl.trainer.metrics.logprob_mismatch import measure_logprob_mismatch
+
+    differences = []
+    for batch in microbatches:
+        numbers = torch.arange(len(batch.versions), device=batch.versions.device)
+        batch.versions[:] = torch.where(numbers % 5 == 0, NO_VERSION, 7 - numbers % 7)
+        differences.append(0.08 * (numbers % 5 - 2).float())
+    logprobs = [batch.behaviour_logprobs + each for batch, each in zip(microbatches, differences, strict=True)]
+    return {
+        "found": measure_logprob_mismatch(microbatches, logprobs, 7),
+        "versions": torch.cat([batch.versions for batch in microbatches]).numpy(),
+        "differences": torch.cat(differences).numpy(),
+        "counted": torch.cat([batch.weight > 0 for batch in microbatches]).numpy(),
+    }
+
+
 def _single_step(config: Config, platform: Any, groups: list[Group]) -> dict[str, Any]:
     """One minibatch, one epoch; then a replica without samples, and a gradient that is not finite."""
     from megatron_webrl.trainer.data import batching
@@ -207,6 +226,7 @@ def _single_step(config: Config, platform: Any, groups: list[Group]) -> dict[str
     metrics, _ = learner.train_step(builder.build(sample, "token_mean", 10), None, objective)
     found["one sample"] = metrics
     found["tokens"] = _tokens(learner, builder.build(batching.make_samples(groups), "token_mean", 10), objective)
+    found["mismatch"] = _mismatch(builder.build(batching.make_samples(groups), "token_mean", 10))
     before = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     broken = builder.build(batching.make_samples(groups), "token_mean", 10)
     for row in broken:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_webrl.tracking.metric_reference.registry import undefined
+from megatron_webrl.trainer.metrics.logprob_mismatch import BOUND, LagMismatch, LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
 from tests.gloo import spawn
 from tests.trainer import learner_ranks
@@ -135,6 +136,29 @@ def test_statistics_of_tokens_are_those_of_all_ranks_and_micro_batches(found: Fo
         wanted = {"count": len(values), "sum": values.sum(), "squares": (values**2).sum(), "min": values.min(),
                   "max": values.max()}  # fmt: skip
         assert {key: metrics[f"{name}/{key}"] for key in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-4)
+
+
+@SIZES
+def test_the_mismatch_of_each_version_lag_is_that_of_all_ranks(found: Found, size: int):
+    ranks = [found[size, rank]["single"]["mismatch"] for rank in ((0, 1) if size == 1 else (0,))]
+    versions, differences, counted = (
+        np.concatenate([rank[name] for rank in ranks]) for name in ("versions", "differences", "counted")
+    )
+    lags = np.minimum(7 - versions, 4)
+    assert set(ranks[0]["found"].by_lag) == {0, 1, 2, 3, 4}
+    for lag, measured in ranks[0]["found"].by_lag.items():
+        d = differences[counted & (versions >= 0) & (lags == lag)].astype(float)
+        assert measured.tokens == len(d)
+        wanted = [np.abs(d).mean(), (np.exp(d) - 1 - d).mean(), np.abs(d).max(), (np.abs(d) > BOUND).mean()]
+        assert [measured.mean, measured.kl, measured.largest, measured.beyond] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_mismatch_under_the_same_weights_is_an_alarm_and_one_of_older_weights_is_not():
+    large, small = LagMismatch(10, 0.2, 0.02, 1.5, 0.5), LagMismatch(10, 0.01, 0.0, 0.1, 0.0)
+    text = LogprobMismatch({0: large, 1: small}).alarm(0.05)
+    assert "of 10 tokens under the same weights differ by 0.2 nats in the mean and 1.5 at most" in text
+    assert LogprobMismatch({0: large}).alarm(0.0) == LogprobMismatch({0: small, 1: large}).alarm(0.05) == ""
+    assert LogprobMismatch({1: large}).alarm(0.05) == ""
 
 
 @SIZES

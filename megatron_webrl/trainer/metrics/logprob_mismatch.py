@@ -1,4 +1,7 @@
-"""Difference between the engine's and the trainer's log-probabilities of tokens sampled under the same weights."""
+"""Difference between the engine's log-probabilities of sampled tokens and the trainer's, by version lag.
+
+At lag 0 both have the same weights: what differs is arithmetic. At a greater lag the trainer's weights are newer.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,65 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_webrl.model.process_groups import is_last_stage
+from megatron_webrl.trainer.data.batching import NO_VERSION
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
+from megatron_webrl.trainer.loss import k3
 from megatron_webrl.trainer.parallel import broadcast_from_last_stage
+
+MAX_LAG = 4  # versions; tokens of a greater lag count here
+BOUND = 0.1  # nats, of the share of tokens that differ more
+
+
+@dataclass(frozen=True)
+class LagMismatch:
+    """Mismatch over the tokens of one version lag. d = log pi_trainer - log pi_engine, in nats."""
+
+    tokens: int
+    mean: float  # of |d|
+    kl: float  # of k3(d), an estimate of KL(engine || trainer)
+    largest: float  # |d|
+    beyond: float  # share of tokens with |d| > BOUND
 
 
 @dataclass(frozen=True)
 class LogprobMismatch:
-    """Mismatch over the tokens of a batch that the version being updated produced."""
+    """Mismatch of a batch, by version lag; without the lags that no token has."""
 
-    largest: float | None  # max |engine - trainer|; None without such tokens
-    tokens: int
+    by_lag: dict[int, LagMismatch]
+
+    @property
+    def largest(self) -> float | None:
+        """max |d| under the same weights; None without such tokens."""
+        return self.by_lag[0].largest if 0 in self.by_lag else None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens under the same weights."""
+        return self.by_lag[0].tokens if 0 in self.by_lag else 0
+
+    def alarm(self, limit: float) -> str:
+        """What is wrong if the mean under the same weights exceeds `limit`; else empty. 0: no limit."""
+        same = self.by_lag.get(0)
+        if same is None or not limit or same.mean <= limit:
+            return ""
+        return (
+            f"the engine's and the trainer's log-probabilities of {same.tokens} tokens under the same weights "
+            f"differ by {same.mean:.3g} nats in the mean and {same.largest:.3g} at most "
+            f"(tracking.mismatch_alarm={limit:g})"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics by MLflow name."""
+        metrics: dict[str, float] = {}
+        for lag, found in sorted(self.by_lag.items()):
+            metrics |= {
+                f"logprob_mismatch/tokens/lag_{lag}": float(found.tokens),
+                f"logprob_mismatch/mean/lag_{lag}": found.mean,
+                f"logprob_mismatch/kl/lag_{lag}": found.kl,
+                f"logprob_mismatch/largest/lag_{lag}": found.largest,
+                f"logprob_mismatch/beyond/lag_{lag}": found.beyond,
+            }
+        return metrics
 
 
 def measure_logprob_mismatch(
@@ -31,20 +83,29 @@ def measure_logprob_mismatch(
     """
     if is_last_stage():
         return broadcast_from_last_stage(_measure(microbatches, logprobs, version))
-    return broadcast_from_last_stage(LogprobMismatch(None, 0))
+    return broadcast_from_last_stage(LogprobMismatch({}))
 
 
 def _measure(microbatches: Sequence[Microbatch], logprobs: Sequence[Tensor], version: int) -> LogprobMismatch:
-    largest, count = 0.0, 0
+    device = microbatches[0].inputs.tokens.device
+    sums = torch.zeros(4, MAX_LAG + 1, dtype=torch.float64, device=device)  # tokens, |d|, k3, beyond
+    peaks = torch.zeros(MAX_LAG + 1, device=device)
     for batch, trainer_logprobs in zip(microbatches, logprobs, strict=True):
         # A micro-batch of weight 0 is padding: it repeats another rank's tokens on a rank without samples.
-        same = (batch.versions == version) & (batch.weight > 0)
-        if same.any():
-            largest = max(largest, float((trainer_logprobs - batch.behaviour_logprobs)[same].abs().max()))
-            count += int(same.sum())
-    device = microbatches[0].inputs.tokens.device
+        counted = (batch.versions != NO_VERSION) & (batch.weight > 0)
+        lag = (version - batch.versions[counted]).clamp(0, MAX_LAG).long()
+        difference = (trainer_logprobs - batch.behaviour_logprobs)[counted]
+        size = difference.abs()
+        values = torch.stack([torch.ones_like(size), size, k3(difference), (size > BOUND).to(size.dtype)])
+        sums.index_add_(1, lag, values.double())
+        peaks.scatter_reduce_(0, lag, size, "amax")
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    peak, total = torch.tensor(largest, device=device), torch.tensor(float(count), device=device)
-    torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX, group=group)
-    torch.distributed.all_reduce(total, group=group)
-    return LogprobMismatch(float(peak) if total else None, int(total))
+    torch.distributed.all_reduce(sums, group=group)
+    torch.distributed.all_reduce(peaks, op=torch.distributed.ReduceOp.MAX, group=group)
+    return LogprobMismatch(
+        {
+            lag: LagMismatch(int(count), total / count, kl / count, peak, beyond / count)
+            for lag, (count, total, kl, beyond, peak) in enumerate(zip(*sums.tolist(), peaks.tolist(), strict=True))
+            if count
+        }
+    )

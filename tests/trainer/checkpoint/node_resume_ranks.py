@@ -68,7 +68,7 @@ def trainer_rank(rank: int, folder: str, address: Path, names: list[str], resume
         if rank == 1 and version >= KILLED and len(workers) == 2 and not resumed:
             os.kill(os.getpid(), signal.SIGKILL)
         coordinator.log_update(
-            UpdateResult(version + 1, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {})
+            UpdateResult(version + 1, groups, METRICS, LogprobMismatch({}), UpdateSeconds(1, 1, 1, 1, 0), {})
         )
         coordinator.close_update(groups, version + 1)
         if rank == 0:

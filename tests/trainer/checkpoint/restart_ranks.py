@@ -133,7 +133,7 @@ class _Trainer:
                     coordinator.close_update(groups, version + 1)
                 return resume_point
             coordinator.log_update(
-                UpdateResult(version + 1, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {})
+                UpdateResult(version + 1, groups, METRICS, LogprobMismatch({}), UpdateSeconds(1, 1, 1, 1, 0), {})
             )
             version += 1
             coordinator.close_update(groups, version)

@@ -133,9 +133,7 @@ class _Run:
                 version += 1
                 if version == end:
                     coordinator.log_update(
-                        UpdateResult(
-                            version, groups, METRICS, LogprobMismatch(None, 0), UpdateSeconds(1, 1, 1, 1, 0), {}
-                        )
+                        UpdateResult(version, groups, METRICS, LogprobMismatch({}), UpdateSeconds(1, 1, 1, 1, 0), {})
                     )
                     trained = [(g.ticket, [t.index for t in g.trajectories]) for g in groups]
                 coordinator.close_update(groups, version)
