@@ -119,6 +119,11 @@ class TrainerConfig:
         "Groups of one outcome: drop and replace them, or keep them (they carry no gradient).",
         choices=("drop", "keep"),
     )
+    min_group: int = setting(
+        2,
+        "Episodes of a group that must be trainable, not masked; a group with fewer is dropped and replaced.",
+        low=2,
+    )
     batch_timeout_seconds: float = setting(900.0, "Limit for the groups of one update to arrive.", above=0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)

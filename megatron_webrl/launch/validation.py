@@ -28,6 +28,7 @@ UNCOUPLED_IGNORES = ("loss.importance_weight_cap", "loss.importance_weight_mode"
 RAFT_IGNORES = (
     "loss.decoupled", *UNCOUPLED_IGNORES, "loss.clip_low", "loss.clip_high", "loss.dual_clip",
     "reward.format_penalty", "reward.repetition_penalty", "reward.length_penalty", "zero_variance_groups",
+    "min_group",
 )  # fmt: skip
 _DIMENSIONS = {
     "text_config": (
@@ -196,6 +197,10 @@ def _check_rollout(config: Config) -> None:
         )
     if rollout.group_size < 2 and trainer.loss.name != "raft":
         raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
+    if rollout.group_size < trainer.min_group and trainer.loss.name != "raft":
+        raise ConfigError(
+            f"trainer.min_group={trainer.min_group} exceeds rollout.group_size={rollout.group_size}; lower it"
+        )
     _check_loss(config)
     check_tasks(config.tasks)
     if rollout.context.policy == "append" and rollout.context.rounds == 1:

@@ -168,13 +168,16 @@ class GroupSource:
             return "several_tasks"  # its episodes share no baseline
         if any(t.outcome == ABORTED for t in group.trajectories):
             return ABORTED  # the finished episodes may be fresh, but they are biased towards short ones
-        if not any(t.trainable for t in group.trajectories):
+        trainable = sum(t.trainable for t in group.trajectories)
+        if not trainable:
             return "masked"
         if self._stale(group, version):
             return "stale"
         common = common_outcome(group)
         if self.config.trainer.loss.name == "raft":
             return "all_failed" if common == "all_failed" else None
+        if trainable < self.config.trainer.min_group:
+            return "few_trainable"  # too few for a baseline
         return common if self.config.trainer.zero_variance_groups == "drop" else None
 
     def _stale(self, group: Group, version: int) -> bool:

@@ -222,6 +222,18 @@ def test_group_rates_include_dropped_groups_and_reset(ring: Ring, source: GroupS
     assert source.pop_metrics() == {}
 
 
+@pytest.mark.parametrize(("least", "dropped"), [(2, {}), (3, {"few_trainable": 2, "engine_error": 2})])
+def test_a_group_needs_enough_trainable_members(ring: Ring, least: int, dropped: dict[str, int]):
+    config = Config()
+    config.trainer.min_group = least
+    source = GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
+    for index, outcome in enumerate(("success", "failure", "engine_error", "engine_error")):
+        ring.write(encode_trajectory(trajectory(0, index, outcome=outcome, group_size=4)), 1.0)
+    source.poll(0)
+    assert source.accounting.dropped == dropped
+    assert source.waiting_episodes() == (0 if dropped else 4)
+
+
 def test_outcomes_decide_whether_a_group_is_trained_and_penalties_do_not(ring: Ring):
     config = Config()
     config.trainer.reward.length_penalty, config.trainer.reward.length_window = 1.0, 4
