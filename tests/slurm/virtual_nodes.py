@@ -51,10 +51,16 @@ def enter_network() -> None:
 
 @contextmanager
 def small_disk(place: Path, mib: int) -> Iterator[None]:
-    """Make a folder a disk of that size, for this process and what it starts; it is gone with them. Raises OSError."""
+    """Make a folder a disk of that size, with an ext4 file system in a file beside it, for this process and what it
+    starts; it is gone with them. Raises OSError, CalledProcessError.
+    """
     _unshare(_CLONE_NEWNS, "mount")
     _mount("", "/", flags=_MS_PRIVATE | _MS_REC)
-    _mount("tmpfs", str(place), kind="tmpfs", data=f"size={mib}m")
+    image = place.with_suffix(".image")
+    with image.open("wb") as file:
+        file.truncate(mib * 2**20)
+    for arguments in (["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(place)]):
+        subprocess.run(arguments, check=True)
     try:
         yield
     finally:

@@ -94,8 +94,9 @@ def run_drills(drills: Sequence[Drill], folder: Path) -> list[DrillResult]:
     ):
         results = []
         for drill in drills:
-            (folder / drill.name).mkdir()
-            result = run_drill(drill, cluster, folder / drill.name, disk)
+            place = (disk if drill.on_disk == "run" else folder) / drill.name
+            place.mkdir()
+            result = run_drill(drill, cluster, place, disk)
             verdict = "passed" if result.passed else "; ".join(result.problems)
             print(f"{drill.name}: {verdict}", flush=True)
             results.append(result)
@@ -107,9 +108,8 @@ def run_drill(drill: Drill, cluster: Cluster, folder: Path, disk: Path) -> Drill
     result = DrillResult(drill.name, drill.fault)
     run = DrillJob.submit(cluster, folder, sys.executable, UPDATES_BEFORE_FAULT + drill.updates_after)
     try:
-        if drill.small_disk:
-            run.wait_for(run.run_folder.is_dir, "folder of the run", START_SECONDS)
-            (run.run_folder / "checkpoints").symlink_to(disk)
+        if drill.on_disk == "checkpoints":
+            _move_checkpoints(run, disk)
         _inject_and_check(drill, run, result)
     except (DrillError, AssertionError, OSError) as error:
         result.problems.append(str(error))
@@ -118,6 +118,15 @@ def run_drill(drill: Drill, cluster: Cluster, folder: Path, disk: Path) -> Drill
     if drill.lost_node and not cluster.first_process(drill.lost_node):
         cluster.start_node(drill.lost_node)
     return result
+
+
+def _move_checkpoints(run: DrillJob, disk: Path) -> None:
+    """Put the folder of the checkpoints on a disk, before there is one."""
+    folder = run.run_folder / "checkpoints"
+    run.wait_for((run.run_folder / "config.yaml").is_file, "folder of the run", START_SECONDS)
+    shutil.copytree(folder, disk, dirs_exist_ok=True)
+    folder.rename(folder.with_name("moved"))
+    folder.symlink_to(disk)
 
 
 def _inject_and_check(drill: Drill, run: DrillJob, result: DrillResult) -> None:

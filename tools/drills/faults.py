@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 
@@ -15,6 +17,8 @@ from tools.drills.run import FIRST_NODE, SECOND_NODE, DrillError, DrillJob
 
 CUT_SECONDS = 60.0
 STOP_SECONDS = 30.0
+FREEZE_SECONDS = 65.0
+ROOM_KIB = 64  # that a neighbour leaves in /dev/shm
 FAILED_CHECKPOINTS = 2  # checkpoints that fail before the disk has space again
 FAULT_SECONDS = 300.0
 
@@ -29,7 +33,7 @@ class Drill:
     requeued: bool = False  # Slurm must requeue the job
     must_survive: tuple[tuple[str, str], ...] = ()  # (node, role) of processes that must not restart
     log_pattern: str = ""  # regular expression that the job's log must match
-    small_disk: bool = False  # checkpoints are on a small disk of their own
+    on_disk: Literal["nothing", "checkpoints", "run"] = "nothing"  # what is on a small disk of its own
     lost_node: str = ""  # a node that does not return
     updates_after: int = 4  # least number of updates after the fault
 
@@ -124,6 +128,34 @@ def _filled(descriptor: int) -> bool:
     return False
 
 
+def freeze_disk(run: DrillJob) -> None:
+    """Freeze the disk of the run's folder for FREEZE_SECONDS: writes wait, and no signal ends that."""
+    last = run.newest_version()
+    subprocess.run(["fsfreeze", "--freeze", run.folder], check=True)
+    try:
+        time.sleep(FREEZE_SECONDS)
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", run.folder], check=True)
+    run.wait_for(lambda: run.newest_version() >= last + 3, "update after the thaw", FAULT_SECONDS)
+
+
+def fill_shared_memory(run: DrillJob) -> None:
+    """Leave no room in a node's /dev/shm until two updates have followed."""
+    status = os.statvfs(run.cluster.path(SECOND_NODE, "/dev/shm"))
+    used = (status.f_blocks - status.f_bfree) * status.f_frsize // 1024
+    last = run.newest_version()
+    _resize_shared_memory(run, f"{used + ROOM_KIB}k")
+    try:
+        run.wait_for(lambda: run.newest_version() >= last + 2, "update with a full /dev/shm", FAULT_SECONDS)
+    finally:
+        _resize_shared_memory(run, "50%")
+
+
+def _resize_shared_memory(run: DrillJob, size: str) -> None:
+    inside = ("nsenter", f"--target={run.cluster.first_process(SECOND_NODE)}", "--mount")
+    subprocess.run([*inside, "mount", "-o", f"remount,size={size}", "/dev/shm"], check=True)
+
+
 def preempt_job(run: DrillJob) -> None:
     """Send the signal by which Slurm pre-empts a job (#SBATCH --signal)."""
     run.cluster.run("scancel", "--batch", "--signal=USR1", run.job_id)
@@ -160,7 +192,28 @@ DRILLS = {
             log_pattern=r"starting it again \(restart 3 of 30 an hour\)",
             updates_after=30,
         ),
-        Drill("disk", "the checkpoints' disk is full", fill_disk, must_survive=(*TRAINERS, *WORKERS), small_disk=True),
+        Drill(
+            "disk",
+            "the checkpoints' disk is full",
+            fill_disk,
+            must_survive=(*TRAINERS, *WORKERS),
+            on_disk="checkpoints",
+        ),
+        Drill(
+            "freeze",
+            f"the disk of the run's folder hangs for {FREEZE_SECONDS:.0f} s",
+            freeze_disk,
+            must_survive=(*TRAINERS, *WORKERS),
+            on_disk="run",
+            updates_after=10,
+        ),
+        Drill(
+            "memory",
+            "a neighbour fills a node's /dev/shm",
+            fill_shared_memory,
+            must_survive=(*TRAINERS, *WORKERS),
+            updates_after=10,
+        ),
         Drill("preempt", "the job is pre-empted", preempt_job, requeued=True, updates_after=30),
     )
 }

@@ -152,13 +152,14 @@ class DrillJob:
         return last_line((self.folder / "job.log").read_text(errors="replace"))
 
     def role_process(self, node: str, name: str) -> psutil.Process | None:
-        """The process of a role by its name, such as trainer-1."""
+        """The process of a role by its name, such as trainer-1; not one that it has forked."""
+        found = []
         for process in self.cluster.processes(node):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 role = process.environ().get(child_process.ROLE_VARIABLE)
                 if role == name and "-m megatron_webrl " in " ".join(process.cmdline()):
-                    return process
-        return None
+                    found.append((process.create_time(), process.pid, process))
+        return min(found)[2] if found else None
 
     def start_times(self, *roles: tuple[str, str]) -> dict[str, float]:
         """Start times of the given (node, role) processes that run, by role."""
