@@ -93,6 +93,9 @@ class JudgeConfig:
         "What decides the outcome of an episode: page (the page's reward, else the task's answer), exact_answer, "
         "normalized_answer, judge (a judge model), or the import path of a function, such as my_package.my_module:f.",
     )
+    success_at: float = setting(
+        0.0, "Least reward of a page that is a success for the evaluator page; 0: any reward above 0.", low=0
+    )
     combine: str = setting(
         "first",
         "How several evaluators make one verdict: the first that decides, success by all of them, or by any.",

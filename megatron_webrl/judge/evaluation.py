@@ -117,8 +117,10 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
                 from megatron_webrl.judge.judge import Judge  # imports openai, which takes a second
 
                 parts.append((name, _by_judge((await stack.enter_async_context(Judge(settings, meter))).judge)))
-            elif name in _LOCAL:
-                parts.append((name, _LOCAL[name]))
+            elif name == "page":
+                parts.append((name, _by_page(settings.success_at)))
+            elif name in _BY_ANSWER:
+                parts.append((name, _by_answer(name, _BY_ANSWER[name])))
             else:
                 parts.append((name, _by_function(name, load_function(name), threads, settings.deadline_seconds)))
         yield EpisodeEvaluator(parts, settings.combine)
@@ -127,7 +129,7 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
 def load_function(path: str) -> Callable[[Trajectory], Any]:
     """The function of an import path, such as my_package.my_module:f. Raises ConfigError."""
     module, _, name = path.partition(":")
-    known = ", ".join([*_LOCAL, "judge"])
+    known = ", ".join(["page", *_BY_ANSWER, "judge"])
     if not module or not name:
         raise ConfigError(f"judge.evaluators: {path!r} is none of {known}, nor of the form package.module:function")
     try:
@@ -139,11 +141,15 @@ def load_function(path: str) -> Callable[[Trajectory], Any]:
     return function
 
 
-async def _by_page(trajectory: Trajectory) -> Opinion:
+def _by_page(success_at: float) -> Evaluate:
     """The page's reward, else the task's answer; decides if there is one of them."""
-    verdict = page_verdict(trajectory)
-    known = trajectory.page_reward is not None or trajectory.task.answer is not None
-    return Opinion(verdict, known and verdict.outcome in TRAINABLE_OUTCOMES)
+
+    async def evaluate(trajectory: Trajectory) -> Opinion:
+        verdict = page_verdict(trajectory, success_at)
+        known = trajectory.page_reward is not None or trajectory.task.answer is not None
+        return Opinion(verdict, known and verdict.outcome in TRAINABLE_OUTCOMES)
+
+    return evaluate
 
 
 def _by_answer(name: str, equal: Callable[[str, str], bool]) -> Evaluate:
@@ -244,8 +250,7 @@ def _opinion(path: str, found: Any) -> Opinion:
     raise TypeError(f"an evaluator returns bool, None, a reason such as 'blocked', or Verdict, not {found!r:.60}")
 
 
-_LOCAL: dict[str, Evaluate] = {
-    "page": _by_page,
-    "exact_answer": _by_answer("exact_answer", lambda answer, reference: answer.strip() == reference.strip()),
-    "normalized_answer": _by_answer("normalized_answer", answers_match),
+_BY_ANSWER: dict[str, Callable[[str, str], bool]] = {
+    "exact_answer": lambda answer, reference: answer.strip() == reference.strip(),
+    "normalized_answer": answers_match,
 }

@@ -26,8 +26,8 @@ FREED = threading.Event()  # ends functions that hang
 HALF = "broken \ud83d text"  # half of a surrogate pair
 
 
-async def verdict_of(trajectory: Trajectory, *evaluators: str, combine: str = "first") -> Verdict:
-    settings = JudgeConfig(evaluators=list(evaluators), combine=combine)
+async def verdict_of(trajectory: Trajectory, *evaluators: str, **settings_of_judge: Any) -> Verdict:
+    settings = JudgeConfig(evaluators=list(evaluators), **settings_of_judge)
     async with open_evaluator(settings, LocalMeter(BudgetConfig())) as evaluator:
         return await evaluator.evaluate(trajectory)
 
@@ -89,6 +89,15 @@ async def test_page_decides_by_reward_or_reference(
 ):
     verdict = await verdict_of(episode(answer, reference=reference, page_reward=reward), "page")
     assert (verdict.outcome, verdict.evaluator) == (expected, "page")
+
+
+@pytest.mark.parametrize(
+    ("reward", "least", "expected"),
+    [(0.2, 0.0, "success"), (0.2, 0.5, "failure"), (0.5, 0.5, "success"), (0.0, 0.0, "failure")],
+)
+async def test_success_at_says_which_reward_is_a_success(reward: float, least: float, expected: str):
+    verdict = await verdict_of(episode(None, reference=None, page_reward=reward), "page", success_at=least)
+    assert verdict.outcome == expected
 
 
 @pytest.mark.parametrize(
