@@ -114,8 +114,12 @@ class ControlClient:
 
     def role_reports(self) -> dict[str, dict[str, Any]]:
         """What each role last reported (liveness.py). One request."""
-        reports: dict[str, dict[str, Any]] = self._connection.status()["roles"]
+        reports: dict[str, dict[str, Any]] = self.job_status()["roles"]
         return reports
+
+    def job_status(self) -> dict[str, Any]:
+        """The whole job at a glance: the answer to GET /status of service.py. One request."""
+        return self._connection.status()
 
     def status_of(self, role: str) -> str:
         """The last status line of a role. One request."""

@@ -33,11 +33,11 @@ from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.launch.watchdog import Watchdog
 from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 from megatron_webrl.status.final_report import print_final_report
+from megatron_webrl.status.job_display import job_display
 from megatron_webrl.system import child_process, cuda_driver
 from megatron_webrl.system.gpu import has_gpu
 from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking import events, summary
-from megatron_webrl.tracking.dashboard import TerminalDashboard
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
 from megatron_webrl.types import BUDGET_SPENT, CLEAN_JOB_OUTCOMES, failed_outcome
@@ -128,13 +128,13 @@ class LocalLauncher:
     def _supervise(self) -> str:
         """Start the roles and watch them until the job ends; returns its outcome."""
         control, reaper = self._start_roles(), child_process.Reaper()
-        with TerminalDashboard(self.console, f"run {self.config.run.name}") as board:
+        with job_display(self.console, self.config, trains=not self.weights_only) as display:
             updates = summary.tail_updates(self.config.run_folder)
             while (outcome := self._outcome(control)) is None:
-                board.show(self._statuses(control), updates.poll())
+                display.show(self.supervisor.role_lines(control.job_status()), updates.poll())
                 reaper.reap(self.supervisor.processes)
                 time.sleep(POLL_SECONDS)
-            board.show({}, updates.poll())
+            display.show([], updates.poll())
         return self._end(control, outcome)
 
     def _end(self, control: ControlClient, outcome: str) -> str:
@@ -164,13 +164,6 @@ class LocalLauncher:
                 return "interrupted"
             self.console.print("stopping after this update, with a checkpoint; interrupt again to stop at once")
         return None
-
-    def _statuses(self, control: ControlClient) -> dict[str, str]:
-        reports, lines = control.role_reports(), {}
-        for name in (role.name for role in self.supervisor.roles[1:]):
-            reported = reports.get(name, {}).get("status")
-            lines[name] = self.supervisor.status_line(name) or reported or "starting"
-        return lines
 
     def _start_roles(self) -> ControlClient:
         config = self.config

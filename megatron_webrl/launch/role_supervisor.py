@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_webrl.cluster.placement import worker_name_of
 from megatron_webrl.config.schema import Config
@@ -21,6 +22,8 @@ from megatron_webrl.control.connection import ControlLost, JobFailed
 from megatron_webrl.launch import trainer_failure
 from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE
 from megatron_webrl.launch.trainer_failure import TrainerFailure
+from megatron_webrl.status.control_probe import TicketCounts
+from megatron_webrl.status.role_groups import CONTROL, RoleLine
 from megatron_webrl.system import child_process
 from megatron_webrl.system.restart_policy import RestartPolicy
 from megatron_webrl.system.supervised_process import SupervisedProcess
@@ -29,7 +32,6 @@ from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, failed_outcome
 
 POLL_SECONDS = 0.5  # between two queries of the control service for a trainer failure on another machine
-CONTROL = "control"  # name of the role that runs the control service
 CONTROL_RESTARTS_PER_HOUR = 30
 BAD_INPUT_EXIT_CODE = 2  # of a role that refuses its input: a restart would end the same way
 
@@ -121,9 +123,25 @@ class RoleSupervisor:
         except JobFailed:
             return False
 
-    def status_line(self, name: str) -> str:
-        """What replaces a role's own status line; empty while it runs."""
-        return "given up" if name in self.given_up else ""
+    def role_lines(self, job: Mapping[str, Any]) -> list[RoleLine]:
+        """The roles of this machine; `job`: the answer of the control service (control/service.py)."""
+        return [self._role_line(role, job) for role in self.roles]
+
+    def _role_line(self, role: SupervisedProcess, job: Mapping[str, Any]) -> RoleLine:
+        restarts = self.attempt if is_trainer_rank(role) else role.policy.used
+        if role.name == CONTROL:
+            groups = f"groups: {TicketCounts(**job['tickets'])}" if job["tickets"] else ""
+            return RoleLine(role.name, "running", groups, restarts)
+        report = job["roles"].get(role.name)
+        status = "given up" if role.name in self.given_up else (report or {}).get("status") or "starting"
+        if role.name in self.given_up:
+            state = "failed"
+        elif report is None or report["cleared"]:
+            state = "starting"
+        else:
+            silent = report["silent_seconds"] > self.config.run.heartbeat_timeout_seconds
+            state = "silent" if silent else "running"
+        return RoleLine(role.name, state, status, restarts)
 
     def _handle_failure(self, role: SupervisedProcess, failure: str) -> str | None:
         if role.name == CONTROL:

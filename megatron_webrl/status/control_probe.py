@@ -22,6 +22,9 @@ class TicketCounts:
     limit: int
     in_progress: int  # claimed and not closed
 
+    def __str__(self) -> str:
+        return f"{self.in_progress} in progress, {self.claimed} started of {self.limit} allowed"
+
 
 @dataclass(frozen=True)
 class ControlStatus:

@@ -16,6 +16,7 @@ from rich.text import Text
 from megatron_webrl.cluster.cores import format_cores
 from megatron_webrl.status.progress import EpisodeCounts, Progress
 from megatron_webrl.status.report import RingState, RunReport
+from megatron_webrl.status.role_groups import RoleLine, group_roles
 from megatron_webrl.status.role_status import RoleState, strip_reason
 from megatron_webrl.system.text import count_noun
 from megatron_webrl.tracking import events as journal
@@ -25,7 +26,6 @@ from megatron_webrl.tracking.events import ProcessEvent
 SHOWN_EVENTS = 8
 COLOURS = {"running": "green", "finished": "green", "failed": "bold red", "silent": "bold red", "interrupted": "yellow",
            "stopped": "yellow", "judge_budget_spent": "yellow", "unknown": "red"}  # fmt: skip
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 LabelledLine = tuple[str, str]
 
 
@@ -60,9 +60,7 @@ def report_lines(report: RunReport) -> list[LabelledLine]:
     if report.episodes is not None:
         lines.append(("episodes", _episodes(report.episodes)))
     if report.tickets is not None:
-        tickets = report.tickets
-        counts = f"{tickets.in_progress} in progress, {tickets.claimed} started of {tickets.limit} allowed"
-        lines.append(("groups", counts))
+        lines.append(("groups", str(report.tickets)))
     if trains:
         lines.append(("checkpoint", _checkpoint(report)))
     if report.rings:
@@ -80,17 +78,16 @@ def roles_table(roles: Sequence[RoleState]) -> Table:
     table.add_column("beat\ns ago", justify="right")
     table.add_column("re-\nstarts", justify="right")
     table.add_column("status", overflow="fold", ratio=1)
-    for similar in _group_similar(roles):
-        first = similar[0]
-        ages = [role.heartbeat_age_seconds for role in similar if role.heartbeat_age_seconds is not None]
-        numbers = [int(number) for role in similar if (number := _split(role.name)[1]).isdigit()]
+    lines = [RoleLine(r.name, r.state, r.status_line, len(r.restarts), r.node, r.heartbeat_age_seconds) for r in roles]
+    for group in group_roles(lines):
+        age = group.oldest_heartbeat
         table.add_row(
-            f"{_split(first.name)[0]} {format_cores(numbers)}" if numbers else first.name,
-            format_cores(sorted({role.node for role in similar})),
-            Text(first.state, style=COLOURS.get(first.state, "")),
-            f"{max(ages):.1f}" if ages else "-",
-            str(len(first.restarts) or ""),
-            Text(_merge_numbers([role.status_line for role in similar])),
+            group.name,
+            group.nodes,
+            Text(group.state, style=COLOURS.get(group.state, "")),
+            "-" if age is None else f"{age:.1f}",
+            str(group.restarts or ""),
+            Text(group.status),
         )
     return table
 
@@ -128,12 +125,12 @@ def _state(report: RunReport) -> str:
     if report.ended_at is not None:
         same = time.localtime(report.started_at)[:3] == time.localtime(report.ended_at)[:3]
         times = f"{_clock(report.started_at, True)} to {_clock(report.ended_at, not same)}"
-        return f"{report.state}{reason}; {times}, {_duration(report.ended_at - report.started_at)}"
+        return f"{report.state}{reason}; {times}, {duration(report.ended_at - report.started_at)}"
     if report.state == "silent":
-        age = _duration(report.time - report.last_activity_at)
+        age = duration(report.time - report.last_activity_at)
         return f"no activity since {_clock(report.last_activity_at, True)} ({age} ago){reason}"
-    duration = _duration(report.time - report.started_at)
-    return f"{report.state} since {_clock(report.started_at, True)} ({duration}){reason}"
+    elapsed = duration(report.time - report.started_at)
+    return f"{report.state} since {_clock(report.started_at, True)} ({elapsed}){reason}"
 
 
 def _job(report: RunReport) -> str:
@@ -189,7 +186,7 @@ def _checkpoint(report: RunReport) -> str:
     status = report.checkpoints
     parts = ["none yet"] if status.latest is None else [status.latest]
     if status.completed_at is not None and report.ended_at is None:
-        parts.append(f"{_duration(report.time - status.completed_at)} old")
+        parts.append(f"{duration(report.time - status.completed_at)} old")
     if status.writing:
         dead = report.ended_at is not None or report.state == "silent"
         parts.append("another left unfinished" if dead else "another in progress")
@@ -212,38 +209,11 @@ def _restarts(roles: Sequence[RoleState]) -> str:
     return shown + (f" and {len(counts) - 6} others" if len(counts) > 6 else "")
 
 
-def _group_similar(roles: Sequence[RoleState]) -> list[list[RoleState]]:
-    """Groups of processes that differ only in their node and in the numbers in their names and status lines."""
-    kinds: dict[tuple[object, ...], list[RoleState]] = {}
-    for role in roles:
-        kind = (_split(role.name)[0], role.state, len(role.restarts), _NUMBER.sub("#", role.status_line))
-        kinds.setdefault(kind, []).append(role)
-    return list(kinds.values())
-
-
-def _split(name: str) -> tuple[str, str]:
-    """rollout-3 as (rollout, 3), rollout-3.follower-1 as (rollout follower-1, 3)."""
-    process, _, part = name.partition(".")
-    kind, _, number = process.rpartition("-")
-    return (f"{kind} {part}".rstrip(), number) if kind and number.isdigit() else (name, "")
-
-
-def _merge_numbers(texts: Sequence[str]) -> str:
-    """One text for texts that differ only in numbers, with the range of each number."""
-    columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
-    ranges = iter([_range(sorted(set(column), key=float)) for column in columns])
-    return _NUMBER.sub(lambda _: next(ranges), texts[0])
-
-
-def _range(numbers: Sequence[str]) -> str:
-    return numbers[0] if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-
-
 def _clock(unix_time: float, with_date: bool) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S", time.localtime(unix_time))
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A duration in its one or two largest units."""
     seconds = max(0, round(seconds))
     for size, unit, smaller, less in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):

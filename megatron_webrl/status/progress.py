@@ -22,6 +22,8 @@ class Progress:
     staleness_mean: float  # versions
     staleness_max: int
     wait_fraction: float  # share of the trainer's time in which it waits for groups
+    reward_mean: float  # over trained episodes
+    logprob_mismatch_max: float | None  # nats, largest; None without a token of the updated version
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,15 @@ def recent_progress(updates: Sequence[Mapping[str, Any]], group_size: int, since
         staleness_mean=sum(u["staleness_mean"] for u in chosen) / len(chosen),
         staleness_max=max(u["staleness_max"] for u in chosen),
         wait_fraction=sum(u["seconds"]["wait"] for u in chosen) / busy,
+        reward_mean=sum(u["reward_mean"] for u in chosen) / len(chosen),
+        logprob_mismatch_max=max((m for u in chosen if (m := u["logprob_mismatch_max"]) is not None), default=None),
     )
+
+
+def expected_end(progress: Progress, last: Mapping[str, Any], target: int, now: float) -> float:
+    """Unix time of update `target` at the recent speed; `last`: the newest update. The current one may be slower."""
+    left, seconds = target - last["version"], progress.seconds_per_update
+    return float(max(last["finished_at"] + seconds * left, now + seconds * max(0, left - 1)))
 
 
 def count_episodes(

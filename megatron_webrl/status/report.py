@@ -16,7 +16,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.ring.ring_usage import read_ring_usage
 from megatron_webrl.status.control_probe import ControlStatus, TicketCounts, query
-from megatron_webrl.status.progress import EpisodeCounts, Progress, count_episodes, recent_progress
+from megatron_webrl.status.progress import EpisodeCounts, Progress, count_episodes, expected_end, recent_progress
 from megatron_webrl.status.role_status import RoleState, role_states
 from megatron_webrl.system.redaction import redact
 from megatron_webrl.tracking import events as journal
@@ -133,7 +133,7 @@ def build_report(folder: Path) -> RunReport:
         control_address="" if address is None or ended is not None else _control(address, answer),
         version=version,
         target_updates=target,
-        expected_end=_expected_end(progress, updates, target, now) if running and progress else None,
+        expected_end=expected_end(progress, updates[-1], target, now) if running and progress else None,
         progress=progress,
         episodes=count_episodes(updates, config.rollout.group_size, None if ended is None else ended["accounting"]),
         tickets=None if live is None else live.tickets,
@@ -151,12 +151,6 @@ def _summary(folder: Path) -> dict[str, Any] | None:
 
 def _started_at(folder: Path, job: Sequence[ProcessEvent]) -> float:
     return job[0].time if job else (folder / "config.yaml").stat().st_mtime
-
-
-def _expected_end(progress: Progress, updates: Sequence[dict[str, Any]], target: int, now: float) -> float:
-    """Unix time of the last update at the recent speed; the current update may be slower than that."""
-    left, seconds = target - updates[-1]["version"], progress.seconds_per_update
-    return max(updates[-1]["finished_at"] + seconds * left, now + seconds * max(0, left - 1))
 
 
 def _ended_at(folder: Path, job: Sequence[ProcessEvent]) -> float:

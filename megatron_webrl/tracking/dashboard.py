@@ -1,19 +1,14 @@
-"""The terminal dashboard of a run: the table of updates, and the status of each role."""
+"""The table of updates, progress bars, and the line of the accounting."""
 
 from __future__ import annotations
 
-import re
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
 
 def _success(update: Mapping[str, Any]) -> str:
@@ -42,8 +37,6 @@ LEGEND = (
     "the same weights; tok/s: trained tokens by wall clock; rollout overlaps with train, sync and wait"
 )
 
-MAX_ROWS = 50  # of the live table
-
 
 def updates_table(updates: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
@@ -71,57 +64,3 @@ def accounting_line(accounting: Mapping[str, Any]) -> str:
         f"episodes: {accounting['finished']} finished = {accounting['trained']} trained + "
         f"{dropped_sum} dropped ({dropped}) + {accounting['waiting']} waiting{rolled_back_term} = {total}: {verdict}"
     )
-
-
-def _phase(status: str) -> str:
-    return re.split("[:,]", status)[0]
-
-
-class TerminalDashboard:
-    """A live table on a terminal; in a log, a line per update and per change of a role's phase.
-
-    Counts within a phase change constantly: a role whose status differs has another line after `log_seconds`.
-    """
-
-    def __init__(self, console: Console, title: str, log_seconds: float = 60.0) -> None:
-        self.console, self.title, self.log_seconds = console, title, log_seconds
-        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
-        self._last_updates: deque[Mapping[str, Any]] = deque(maxlen=MAX_ROWS)
-        self._shown_statuses: dict[str, tuple[str, float]] = {}  # of a role, with the monotonic time of its line
-
-    def __enter__(self) -> TerminalDashboard:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self, statuses: Mapping[str, str], updates: Sequence[Mapping[str, Any]]) -> None:
-        """`updates`: those since the last call."""
-        if self._live is not None:
-            self._last_updates.extend(updates)
-            self._live.update(self._render(statuses, list(self._last_updates)))
-            return
-        for role, status in statuses.items():
-            if self._is_due(role, status):
-                self._shown_statuses[role] = status, time.monotonic()
-                self.console.print(f"[{role}] {status}", markup=False, highlight=False, soft_wrap=True)
-        for update in updates:
-            cells = "  ".join(f"{name.replace(chr(10), ' ')} {render(update)}" for name, render in UPDATE_COLUMNS)
-            self.console.print(f"update {cells}", markup=False, highlight=False, soft_wrap=True)
-
-    def _is_due(self, role: str, status: str) -> bool:
-        """Whether a log gets a line for a status."""
-        shown, shown_at = self._shown_statuses.get(role, ("", 0.0))
-        if not status or status == shown:
-            return False
-        return _phase(status) != _phase(shown) or time.monotonic() - shown_at >= self.log_seconds
-
-    def _render(self, statuses: Mapping[str, str], updates: Sequence[Mapping[str, Any]]) -> RenderableType:
-        roles = Table.grid(padding=(0, 2))
-        for role, status in statuses.items():
-            roles.add_row(Text(role, style="cyan"), Text(status))
-        parts: list[RenderableType] = [Text(self.title, style="bold"), roles]
-        return Group(*parts, updates_table(updates)) if updates else Group(*parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
 from megatron_webrl.tracking import events
 from tests.launch.whole_jobs import Job, assert_nothing_left
+from tests.terminal import Terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -66,6 +66,19 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     assert dict(stored.facets["disposition"])["trained"] == accounting["trained"]
 
 
+def assert_the_terminal_is_left_in_order(terminal: Terminal, updates: int) -> None:
+    """The live table is gone without a trace, the cursor is back, and the messages and the report are there."""
+    screen = terminal.finish()
+    assert screen.cursor_visible
+    assert screen.tallest < 20
+    for word in ("rollout 0", "mismatch"):
+        assert word in terminal.output
+        assert word not in screen.text
+    assert screen.text.count("stopping after this update, with a checkpoint; interrupt again to stop at once") == 1
+    assert screen.text.count("─" * 60) == 1, "of one table, that of the report"
+    assert f"update      {updates} of 50" in screen.text
+
+
 def test_a_mixture_of_experts_trains_over_two_stages_from_a_converted_checkpoint_and_back(
     job: Job, tiny_sparse_model: Path
 ):
@@ -87,8 +100,10 @@ def test_a_mixture_of_experts_trains_over_two_stages_from_a_converted_checkpoint
 
 
 def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
-    job.start("trainer.updates=50")
+    terminal = Terminal()
+    job.start("trainer.updates=50", environment={"TERM": "xterm-256color", "CI": ""}, terminal=terminal)
     job.until(job.updates, "a first update")
+    job.until(lambda: "update 1 of 50" in terminal.output, "its line in the table")
     code, report = job.status()
     assert (code, report["state"], report["ended_at"]) == (0, "running", None)
     assert report["version"] >= 1
@@ -101,9 +116,10 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
     assert states["trainer-0"]["status_line"].startswith("update ")
     assert all(states[name]["heartbeat_age_seconds"] < 20 for name in ("trainer-0", "rollout-0"))
     assert job.process is not None
-    job.process.send_signal(signal.SIGINT)
-    assert job.wait(90) == 130, job.output()
+    terminal.press(b"\x03")
+    assert job.wait(90) == 130, terminal.output
     stopped = job.summary()
+    assert_the_terminal_is_left_in_order(terminal, len(stopped["updates"]))
     assert stopped["outcome"] == "stopped"
     assert stopped["accounting"]["matches"]
     assert_nothing_left(job)

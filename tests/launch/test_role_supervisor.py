@@ -17,8 +17,9 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import ControlLost, JobEnded, JobFailed
 from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
 from megatron_webrl.launch import role_process, watchdog
-from megatron_webrl.launch.role_supervisor import CONTROL, RoleSupervisor
+from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.rollout.ticket_claims import TicketClaims
+from megatron_webrl.status.role_groups import CONTROL
 from megatron_webrl.system import child_process, restart_policy
 from megatron_webrl.system.supervised_process import SupervisedProcess
 from megatron_webrl.tracking import events
@@ -92,8 +93,10 @@ def test_a_worker_beyond_its_budget_is_given_up_and_the_job_continues_down_to_th
             "1 of 2 engines"
         ]
         assert list(here.control.given_up_workers()) == ["rollout-0"]
-        assert here.supervisor.status_line("rollout-0") == "given up"
-        assert not here.supervisor.status_line("rollout-1")
+        lines = here.supervisor.role_lines(here.control.job_status())
+        assert [(line.name, line.state, line.status, line.restarts) for line in lines] == [
+            ("rollout-0", "failed", "given up", 2), ("rollout-1", "starting", "starting", 0)
+        ]  # fmt: skip
         assert here.control.instance_has_ended("rollout-0.3")
         second.policy.max_restarts = 0
         second.process.kill()
@@ -139,7 +142,7 @@ def test_the_worker_of_a_follower_that_is_given_up_ends_itself(tmp_path: Path) -
         part = here.start("rollout-1", [sys.executable, "-c", "import sys; sys.exit(1)"])
         here.poll_until("ended", part)
         assert len(here.messages) == 1  # its failure is no other one
-        assert here.supervisor.status_line("rollout-1") == "given up"
+        assert here.supervisor.role_lines(here.control.job_status())[-1].status == "given up"
 
 
 def test_a_role_that_lost_its_file_system_ends_the_job_as_a_failure_of_the_infrastructure(tmp_path: Path) -> None:

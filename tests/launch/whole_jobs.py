@@ -19,6 +19,7 @@ import yaml
 
 from megatron_webrl.system.child_process import OWNER_VARIABLE, die_with_parent
 from tests.slurm.virtual_nodes import space_of
+from tests.terminal import Terminal
 from tests.tiny_settings import SETTINGS
 
 HOLDER = "mount -t tmpfs tmpfs /dev/shm && echo made && exec sleep infinity"
@@ -70,10 +71,11 @@ class Job:
         program: Sequence[str] = ("-m", "megatron_webrl"),
         config: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        terminal: Terminal | None = None,
     ) -> None:
         """Start `webrl train`; `program`: arguments of Python that take its place; `config`: another configuration.
 
-        `environment`: variables to add.
+        `environment`: variables to add. `terminal`: to run on, in place of a log; it is the process's own.
         """
         path = config or self.folder / "config.yaml"
         if config is None:
@@ -85,10 +87,12 @@ class Job:
         with (self.folder / "out.log").open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                stdout=output,
+                stdin=terminal.slave if terminal else None,
+                stdout=terminal.slave if terminal else output,
                 stderr=subprocess.STDOUT,
                 env=variables,
                 start_new_session=True,
+                preexec_fn=terminal.become_controlling if terminal else None,
             )
 
     def wait(self, seconds: float) -> int:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.tracking import events, summary
-from megatron_webrl.tracking.dashboard import UPDATE_COLUMNS, TerminalDashboard, accounting_line, updates_table
+from megatron_webrl.tracking.dashboard import UPDATE_COLUMNS, accounting_line, updates_table
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, rollout_seconds
 from megatron_webrl.tracking.trajectory_page import trajectory_page
@@ -52,24 +52,6 @@ def test_the_table_fits_a_terminal_of_80_columns():
     assert "…" not in text
     for cell in ("43.8%", "123.4", "1.2 (2)", "1.2%", "2e-06", "12346", "120.5", "33.3", "1.25", "80.0", "100"):
         assert cell in text
-
-
-def test_a_log_gets_one_line_per_update_and_per_phase():
-    out = io.StringIO()
-    with TerminalDashboard(Console(file=out, width=80), "run x") as board:
-        board.show({"trainer-0": "update 1: waiting for groups, 0 of 8"}, [])
-        board.show({"trainer-0": "update 1: waiting for groups, 3 of 8"}, [make_update(1).to_json()])
-        board.show({"trainer-0": "update 2: waiting for groups, 0 of 8"}, [])
-    lines = out.getvalue().splitlines()
-    assert [line.split()[0] for line in lines] == ["[trainer-0]", "update", "[trainer-0]"]
-
-
-def test_a_log_repeats_a_long_phase_whose_counts_change():
-    out = io.StringIO()
-    with TerminalDashboard(Console(file=out, width=80), "run x", log_seconds=0) as board:
-        for count in (0, 3, 3):
-            board.show({"rollout-0": f"version 0: {count} episodes done"}, [])
-    assert out.getvalue().splitlines() == [f"[rollout-0] version 0: {count} episodes done" for count in (0, 3)]
 
 
 def test_mlflow_metrics_include_every_number_of_the_table():
