@@ -24,6 +24,7 @@ from megatron_webrl.rollout.group_run import GroupRun
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.rollout.trajectory_writer import TrajectoryWriter
 from megatron_webrl.tracking.episode_store import EpisodeStore
+from megatron_webrl.tracking.process_memory import PeakMemory
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class RolloutPool:
     _finished: int = 0  # episodes of groups that have ended
     _groups: dict[asyncio.Task[None], GroupRun] = field(default_factory=dict)
     _load: EngineLoad = field(default_factory=EngineLoad)
+    _memory: PeakMemory = field(default_factory=PeakMemory)
     _newest_version: int = -1  # that the trainer has offered
     _budget_spent: bool = False  # of the judge
 
@@ -53,6 +55,7 @@ class RolloutPool:
 
     async def run(self) -> None:
         """Run groups until the job ends; then cancel unfinished groups and report the final counts."""
+        measuring = asyncio.create_task(self._memory.measure_repeatedly())
         try:
             while True:
                 self.control.check_job(("trainer-0",), self.config.trainer_grace_seconds)
@@ -72,6 +75,7 @@ class RolloutPool:
         except JobEnded:
             pass
         finally:
+            measuring.cancel()
             writes = self.writer.close()
             for task in self._groups:
                 task.cancel()
@@ -155,7 +159,8 @@ class RolloutPool:
 
     def _report(self) -> None:
         self.control.report_status(self._status())
-        self.control.report_load({"instance_id": self.instance_id} | self._load.totals())
+        memory = {"gib": self._memory.gib, "peak_gib": self._memory.peak_gib}
+        self.control.report_load({"instance_id": self.instance_id} | self._load.totals() | memory)
 
     def _status(self) -> str:
         if self.engine.version < 0:

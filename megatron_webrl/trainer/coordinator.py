@@ -61,7 +61,7 @@ class UpdateResult:
     metrics: Metrics
     mismatch: LogprobMismatch
     seconds: UpdateSeconds
-    weight_sync_metrics: dict[str, float]
+    system_metrics: dict[str, float]  # of the weight transfer and memory
 
 
 class Coordinator:
@@ -214,7 +214,7 @@ class Coordinator:
             | episode_metrics(groups)
             | step_metrics(groups, self.config.rollout.context.response_format.startswith("memory_"))
             | self.checkpoints.pop_metrics()
-            | result.weight_sync_metrics
+            | result.system_metrics
             | self.exchange.pop_metrics()
             | self.group_source.pop_metrics()
             | self.task_sampler.metrics()

@@ -20,6 +20,7 @@ from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.loss import make_objective
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch, measure_logprob_mismatch
+from megatron_webrl.trainer.metrics.memory_usage import memory_metrics
 from megatron_webrl.trainer.metrics.moments import combine
 from megatron_webrl.trainer.parallel import all_reduce_max
 from megatron_webrl.trainer.weight_sync import WeightSyncer
@@ -66,8 +67,8 @@ def train(context: TrainingContext) -> None:
         metrics |= {"replayed": len(old)}
         rollout = rollout_seconds([t for group in groups for t in group.trajectories])
         seconds = UpdateSeconds(rollout, train_seconds, sync_seconds, wait_seconds, image_wait_seconds)
-        transfer = weight_syncer.last_transfer_metrics()
-        coordinator.log_update(UpdateResult(context.version, groups, metrics, mismatch, seconds, transfer))
+        system = weight_syncer.last_transfer_metrics() | memory_metrics(context.sequence_packer.device)
+        coordinator.log_update(UpdateResult(context.version, groups, metrics, mismatch, seconds, system))
         coordinator.close_update(groups, context.version)
         coordinator.checkpoint_if_due(context.learner, context.version)
         context.evaluation_scheduler.poll_during_training(context.version)

@@ -12,6 +12,29 @@ SECTIONS = (
         ("engine/idle_fraction", "share", "Time in which an engine had no request; see [rollout.md](rollout.md)."),
         ("engine/running_requests", "requests", "Requests in an engine, mean over time."),
         ("engine/running_episodes", "episodes", "Running episodes of a worker, mean over time."),
+        (
+            "memory/worker_gib",
+            "GiB",
+            "Private memory of a worker's process and of all that it has started, such as engine and browsers, without "
+            "shared memory and files; of the worker that has most, measured every 10 s.",
+        ),
+        ("memory/worker_peak_gib", "GiB", "The same, most since the worker started."),
+    ),
+    section(
+        "Memory of the trainer",
+        "trainer/metrics/memory_usage.py",
+        "At the end of the update, of the rank that has most; without its child processes.",
+        ("memory/trainer_gib", "GiB", "Private memory of the process, without shared memory and files."),
+        (
+            "memory/trainer_peak_gib",
+            "GiB",
+            "Most memory of the process since its start, shared memory and files included.",
+        ),
+        (
+            "memory/trainer_gpu_gib",
+            "GiB",
+            "Most GPU memory that PyTorch's allocator used in the update; missing without a GPU.",
+        ),
     ),
     section(
         "Weight sync",
