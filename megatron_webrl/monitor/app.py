@@ -30,7 +30,6 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from megatron_webrl.config.load import parse_config
 from megatron_webrl.evaluation.result_files import read_evaluations
 from megatron_webrl.monitor.dataset import write_dataset
 from megatron_webrl.monitor.episode_index import FACETS, RANGES, EpisodeIndex, EpisodeQuery, QueryError, iterate
@@ -39,9 +38,12 @@ from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record
 from megatron_webrl.service.json_bodies import encoded
+from megatron_webrl.status.report import read_config
 from megatron_webrl.system.image_type import image_type
+from megatron_webrl.system.redaction import redact
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_store import FOLDER, TRAINING
+from megatron_webrl.tracking.mlflow_upload import run_id
 from megatron_webrl.tracking.trajectory_page import trajectory_page
 from megatron_webrl.trainer.advantages import group_advantages
 from megatron_webrl.trainer.rewards import reward_function
@@ -57,7 +59,7 @@ class RunPages:
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError."""
         self.folder = folder
-        self.config = parse_config(folder / "config.yaml")
+        self.config = read_config(folder)
         self.index = EpisodeIndex(folder)
         self._texts = TokenTexts(Path(self.config.model.path))
         self._updates = summary.tail_updates(folder)
@@ -73,23 +75,23 @@ class RunPages:
         routes = [
             Route("/", lambda request: FileResponse(STATIC / "index.html")),
             Mount("/static", StaticFiles(directory=STATIC)),
-            Route("/api/run", _answers(self.run)),
-            Route("/api/updates", _answers(self.updates)),
-            Route("/api/evaluations", _answers(lambda request: read_evaluations(self.folder))),
-            Route("/api/episodes", _answers(self.episodes)),
+            Route("/api/run", answers(self.run)),
+            Route("/api/updates", answers(self.updates)),
+            Route("/api/evaluations", answers(lambda request: read_evaluations(self.folder))),
+            Route("/api/episodes", answers(self.episodes)),
             Route("/api/dataset", self.dataset),
-            Route("/api/episodes/{id:int}", _answers(self.episode)),
-            Route("/api/episodes/{id:int}/related", _answers(self.related)),
+            Route("/api/episodes/{id:int}", answers(self.episode)),
+            Route("/api/episodes/{id:int}/related", answers(self.related)),
             Route("/api/episodes/{id:int}/images/{number:int}", self.image),
             Route("/api/episodes/{id:int}/page", self.page),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _error})
+        return Starlette(routes=routes, exception_handlers={HTTPException: error_answer})
 
     def run(self, request: Request) -> dict[str, Any]:
         version = max(self._update_lines, default=0)
         config = self.config
         return {
-            "name": self.folder.name,
+            "name": self.folder.resolve().name,
             "episodes": len(self.index),
             "version": version,
             "target_updates": config.trainer.updates,
@@ -97,6 +99,8 @@ class RunPages:
             "mode": config.rollout.mode,
             "group_size": config.rollout.group_size,
             "space_gib": config.tracking.episodes_gib,
+            "folder": str(self.folder.absolute()),
+            "mlflow": {"uri": redact(config.tracking_uri), "run_id": run_id(self.folder)},
         }
 
     def updates(self, request: Request) -> list[dict[str, Any]]:
@@ -183,7 +187,7 @@ class RunPages:
         return group_advantages(Group(trajectory.ticket, members), reward_function(self.config)).get(trajectory.index)
 
 
-def _answers(function: Callable[[Request], Any]) -> Callable[[Request], Response]:
+def answers(function: Callable[[Request], Any]) -> Callable[[Request], Response]:
     """An endpoint, run in a thread, that answers with JSON."""
 
     def answer(request: Request) -> Response:
@@ -222,6 +226,6 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(encoded(content), status, {"cache-control": "no-store"}, "application/json")
 
 
-def _error(request: Request, error: Exception) -> Response:
+def error_answer(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _json({"error": error.detail}, error.status_code)

@@ -13,7 +13,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.service.tls import add_tls_options, tls_files
 
 if TYPE_CHECKING:
-    from megatron_webrl.monitor.app import RunPages
+    from megatron_webrl.monitor.run_set import RunSet
     from megatron_webrl.service.http_service import Listener
 
 REFRESH_SECONDS = 2.0
@@ -24,13 +24,13 @@ def add_monitor(commands: Any) -> None:
     """Add `webrl monitor` to the parser."""
     monitor = commands.add_parser(
         "monitor",
-        help="look at a run in a browser: learning, episodes, what the model saw",
-        description="Serve the web pages of a run, running or ended, until Ctrl-C: how it learns, every stored "
-        "episode with screenshots, prompts, tokens and verdict. Prints the address, which holds a token. Read-only. "
-        "docs/monitor.md",
-        epilog="example: webrl monitor quickstart",
+        help="look at runs in a browser: learning, episodes, what the model saw; compare runs",
+        description="Serve the web pages of runs, running or ended, until Ctrl-C: how each learns, every stored "
+        "episode with screenshots, prompts, tokens and verdict; several runs in one chart, with the settings in which "
+        "they differ. Prints the address, which holds a token. Read-only. docs/monitor.md",
+        epilog="example: webrl monitor quickstart half-rate",
     )
-    monitor.add_argument("of", metavar="RUN", help="folder of a run, or the name of a run in runs/")
+    monitor.add_argument("of", metavar="RUN", nargs="+", help="folder of a run, or the name of a run in runs/")
     monitor.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     monitor.add_argument("--port", type=int, default=8600, help="port to listen on, 0: any free one (default: 8600)")
     monitor.add_argument(
@@ -45,29 +45,32 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_webrl.service.tokens import read_token
     from megatron_webrl.status.report import find_run
 
-    folder = find_run(options.of)
+    folders = [find_run(each) for each in options.of]
     given = read_token("viewer", TOKEN_VARIABLE, "--token-file", options.token_file, "")
     token = secrets.token_urlsafe(24) if given is None else given.value
     tls = tls_files(options)
     try:
-        from megatron_webrl.monitor.app import RunPages
+        from megatron_webrl.monitor.run_set import RunSet
     except ModuleNotFoundError as error:
         raise ConfigError(f"webrl monitor needs {error.name}: pip install 'megatron_webrl[monitor]'") from None
-    pages = RunPages(folder)
+    runs = RunSet(folders)
     listener = Listener(ListenAddress(options.host, options.port, tls=tls))
-    return run_process("monitor", _serve(pages, listener, token), die_with_parent=False)
+    return run_process("monitor", _serve(runs, listener, token), die_with_parent=False)
 
 
-async def _serve(pages: RunPages, listener: Listener, token: str) -> int:
+async def _serve(runs: RunSet, listener: Listener, token: str) -> int:
     from megatron_webrl.monitor.access import MonitorAccess
     from megatron_webrl.service.http_service import run_http_server
 
-    await asyncio.to_thread(pages.refresh)
-    app = MonitorAccess(pages.app(), token, f"webrl-{listener.socket.getsockname()[1]}")
+    await asyncio.to_thread(runs.refresh)
+    app = MonitorAccess(runs.app(), token, f"webrl-{listener.socket.getsockname()[1]}")
     async with run_http_server(app, listener) as ended:
-        sys.stdout.write(f"{pages.folder}: {len(pages.index)} episodes\nopen {listener.url}/?token={token}\n")
+        for pages in runs.pages.values():
+            sys.stdout.write(f"{pages.folder}: {len(pages.index)} episodes\n")
+        place = "#/compare" if len(runs.pages) > 1 else ""
+        sys.stdout.write(f"open {listener.url}/?token={token}{place}\n")
         sys.stdout.flush()
         while not ended.is_set():
             await asyncio.sleep(REFRESH_SECONDS)
-            await asyncio.to_thread(pages.refresh)
+            await asyncio.to_thread(runs.refresh)
     return 1  # the HTTP server ended by itself

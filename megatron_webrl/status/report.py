@@ -95,10 +95,16 @@ def find_run(run: str) -> Path:
     raise ConfigError(f"RUN={run} is neither the folder of a run nor the name of one in {directory}/{known}")
 
 
-def build_report(folder: Path) -> RunReport:
-    """Read a run's files, and query its control service unless the job has ended. Raises ConfigError."""
+def read_config(folder: Path) -> Config:
+    """The configuration of a run. Raises ConfigError."""
     config = parse_config(folder / "config.yaml")
     config.run.directory = str(folder.parent)  # the stored path may be relative to another folder
+    return config
+
+
+def build_report(folder: Path) -> RunReport:
+    """Read a run's files, and query its control service unless the job has ended. Raises ConfigError."""
+    config = read_config(folder)
     events = journal.read_events(folder)
     job = journal.events_of_last_job(events)
     updates, ended = summary.read_updates(folder), _summary(folder)
@@ -264,7 +270,7 @@ def _paths(config: Config, folder: Path, ended: bool) -> dict[str, str]:
     paths = {
         "logs": str(folder / "logs" / ("node-<number>/<process>.log" if by_node else "<process>.log")),
         "pages": f"webrl monitor {folder}",
-        "metrics": f"mlflow ui --backend-store-uri {redact(config.tracking_uri)}",
+        "metrics": f"webrl mlflow {folder}, of {redact(config.tracking_uri)}",
     }
     if ended and (count := count_unsent(folder)):
         paths["not in MLflow"] = f"{count} lines of {FILE}; send them with: webrl upload {folder}"

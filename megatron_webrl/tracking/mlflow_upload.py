@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 STATE_FILE = "mlflow.json"
 KEY_TAG = "webrl.run_key"
+NOTE_TAG = "mlflow.note.content"  # the description on MLflow's pages
 REQUEST_SECONDS = 20
 _MAX_METRICS = 1_000  # of one request, a limit of MLflow
 
@@ -54,6 +55,12 @@ def count_unsent(folder: Path) -> int:
     """Entries of a run that MLflow does not have."""
     state = UploadState.load(folder)
     return count_entries(folder, state.position if state else 0)
+
+
+def run_id(folder: Path) -> str | None:
+    """MLflow's id of a run; None while MLflow does not have it."""
+    state = UploadState.load(folder)
+    return state.run_id if state else None
 
 
 class _RejectedError(Exception):
@@ -167,7 +174,8 @@ class Uploader:
         if found:
             return found[0].info.run_id
         self._store(self.state)  # the key, before MLflow has it
-        run = self.client.create_run(experiment, tags={KEY_TAG: self.state.key}, run_name=self.config.run.name)
+        tags = {KEY_TAG: self.state.key, NOTE_TAG: _note(self.folder.absolute())}
+        run = self.client.create_run(experiment, tags=tags, run_name=self.config.run.name)
         return run.info.run_id
 
     def _experiment_id(self) -> str:
@@ -185,6 +193,12 @@ class Uploader:
             atomic_file.write_json(self.folder / STATE_FILE, asdict(state))
         except OSError as error:  # a full disk: what is sent again later changes nothing
             log.warning("%s cannot be written: %s", self.folder / STATE_FILE, first_line(error))
+
+
+def _note(folder: Path) -> str:
+    """How to look at the run, as Markdown."""
+    pages, state = (f"`webrl {command} {folder}`" for command in ("monitor", "status"))
+    return f"- files: `{folder}`\n- pages, with each stored episode: {pages}\n- state of its job: {state}\n"
 
 
 def _metric_batch(entries: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:

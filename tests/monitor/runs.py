@@ -14,6 +14,7 @@ import yaml
 from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor.access import MonitorAccess
 from megatron_webrl.monitor.app import RunPages
+from megatron_webrl.monitor.run_set import RunSet
 from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server
 from megatron_webrl.system.history import History
 from megatron_webrl.tracking.episode_log import FILE, episode_line
@@ -24,10 +25,10 @@ from tests.trajectories import screenshot, trajectory
 TOKEN = "a-token-of-the-tests"
 
 
-def write_run(directory: Path, model: str = "nowhere") -> Config:
+def write_run(directory: Path, model: str = "nowhere", name: str = "look") -> Config:
     """The folder of a run without episodes; returns its configuration."""
     config = Config()
-    config.run.directory, config.run.name, config.model.path = str(directory), "look", model
+    config.run.directory, config.run.name, config.model.path = str(directory), name, model
     config.run_folder.mkdir(parents=True)
     (config.run_folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     return config
@@ -77,20 +78,21 @@ def write_updates(config: Config, count: int) -> None:
     with (config.run_folder / "updates.jsonl").open("w") as file:
         for version in range(1, count + 1):
             line = {
-                "version": version, "reward_mean": version / count, "steps_mean": 4.0, "response_tokens_mean": 31.5,
+                "version": version, "groups": 8, "finished_at": 1e9 + 60.0 * version,
+                "reward_mean": version / count, "steps_mean": 4.0, "response_tokens_mean": 31.5,
                 "staleness_mean": 0.5, "staleness_max": 2, "clip_fraction": 0.01, "logprob_mismatch_max": 1e-6,
                 "tokens_per_second": 900.0, "seconds": {"rollout": 9.0, "train": 2.0, "sync": 0.1, "wait": 1.5},
                 "extra": {"rollout_success_rate": version / count, "entropy": 1.0 / version, "dropped/stale": 3.0,
-                          "difficulty/easy/success_rate": 0.5},
+                          "difficulty/easy/success_rate": 0.5, "memory/trainer_gib": 1.5, "memory/worker_gib": 2.5},
             }  # fmt: skip
             file.write(json.dumps(line) + "\n")
 
 
 @asynccontextmanager
-async def serve(config: Config) -> AsyncIterator[tuple[str, RunPages]]:
-    """The pages of a run on a free port, from this process; yields their address with the token."""
-    pages = RunPages(config.run_folder)
-    pages.refresh()
+async def serve(*configs: Config) -> AsyncIterator[tuple[str, RunPages]]:
+    """The pages of runs on a free port, from this process; yields their address with the token, and the first run's."""
+    runs = RunSet([config.run_folder for config in configs])
+    runs.refresh()
     listener = Listener(ListenAddress("127.0.0.1", 0))
-    async with run_http_server(MonitorAccess(pages.app(), TOKEN, "webrl-test"), listener):
-        yield f"{listener.url}/?token={TOKEN}", pages
+    async with run_http_server(MonitorAccess(runs.app(), TOKEN, "webrl-test"), listener):
+        yield f"{listener.url}/?token={TOKEN}", next(iter(runs.pages.values()))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from datasets import load_dataset
 
 from megatron_webrl.config.schema import Config
@@ -66,6 +67,32 @@ async def test_the_run_its_updates_and_new_ones(served: tuple[httpx.AsyncClient,
     write_updates(pages.config, 4)
     pages.refresh()
     assert [line["version"] for line in await get(client, "/api/updates")] == [1, 2, 3, 4]
+
+
+async def test_several_runs_are_served_side_by_side_with_the_settings_in_which_they_differ(run: Config, tmp_path: Path):
+    other = write_run(tmp_path / "elsewhere")  # its folder has the same name
+    other.trainer.optimizer.learning_rate = 0.5
+    other.tracking.uri = "postgresql://me:a-long-password@db/metrics"
+    (other.run_folder / "config.yaml").write_text(yaml.safe_dump(asdict(other)))
+    write_updates(other, 5)
+    async with serve(run, other) as (address, _), httpx.AsyncClient(base_url=address.partition("/?")[0]) as client:
+        assert (await client.get("/runs/look/api/run")).status_code == 401
+        client.headers["authorization"] = f"Bearer {TOKEN}"
+        found = await get(client, "/api/runs")
+        assert [(each["name"], each["version"], each["episodes"]) for each in found["runs"]] == [
+            ("look", 3, 4), ("look-2", 5, 0)
+        ]  # fmt: skip
+        settings = {each["name"]: each["values"] for each in found["settings"]}
+        assert settings.keys() == {"model.path", "trainer.optimizer.learning_rate", "tracking.uri"}
+        assert settings["tracking.uri"] == ["", "postgresql://***@db/metrics"]
+        assert (await get(client, "/runs/look-2/api/run"))["mlflow"] == {
+            "uri": "postgresql://***@db/metrics", "run_id": None
+        }  # fmt: skip
+        for place, version in (("", 3), ("/runs/look", 3), ("/runs/look-2", 5)):
+            assert (await get(client, f"{place}/api/run"))["version"] == version
+            assert "<!doctype html>" in (await client.get(f"{place}/")).text
+        assert "no run" in (await get(client, "/runs/unknown/api/run", 404))["error"]
+        assert "no run" in (await get(client, "/runs/..%2f..%2fetc/api/run", 404))["error"]
 
 
 async def test_an_episode_shows_what_the_model_saw_and_its_advantage(served: tuple[httpx.AsyncClient, RunPages]):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import yaml
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page, async_playwright
 
@@ -51,10 +54,25 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Config:
     return config
 
 
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> list[Config]:
+    """Seven more runs, one with a hostile name and settings."""
+    made = [write_run(tmp_path_factory.mktemp("others"), name=name) for name in (HOSTILE.replace("/", "|"), *"bcdefg")]
+    for config in made:
+        write_updates(config, 20)
+    made[0].model.path = made[0].tasks.cache = HOSTILE
+    (made[0].run_folder / "config.yaml").write_text(yaml.safe_dump(asdict(made[0])))
+    line = {"version": 0, "kind": "before", "temperature": 0.0, "success_of_judged": 0.25}
+    (made[1].run_folder / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    return made
+
+
 @asynccontextmanager
-async def opened(run: Config, viewport: dict[str, int], scheme: str = "light") -> AsyncIterator[Page]:
+async def opened(
+    run: Config, viewport: dict[str, int], scheme: str = "light", others: Sequence[Config] = ()
+) -> AsyncIterator[Page]:
     """The first page, in a browser of its own that may reach nothing else; a script error fails the test."""
-    async with serve(run) as (address, _), async_playwright() as playwright:
+    async with serve(run, *others) as (address, _), async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=find_chromium(), chromium_sandbox=use_sandbox())
         context = await browser.new_context(viewport=viewport, color_scheme=scheme)  # type: ignore[arg-type]
         page = await context.new_page()
@@ -153,11 +171,56 @@ async def test_hostile_content_is_shown_and_does_nothing(run: Config):
             assert await page.locator("main script, main iframe").count() == 0
 
 
+async def test_runs_are_compared_with_the_keyboard_alone(run: Config, others: list[Config]):
+    async with opened(run, DESKTOP, others=others) as page:
+        await page.get_by_role("link", name="Compare").press("Enter")
+        await page.get_by_role("img", name="Reward of trained episodes: mean over update 1 to 30").wait_for()
+        lines = page.locator("figure").first.locator("polyline")
+        styles = [await each.get_attribute("class") for each in await lines.all()]
+        assert len(styles) == len(set(styles)) == 8, "each run has a combination of colour and dashes of its own"
+        await page.get_by_label("trained trajectories").press("Space")
+        await page.get_by_role("img", name="episodes: mean over trained trajectories 64 to 1,920").wait_for()
+        await page.get_by_label("hours since").press("Space")
+        await page.get_by_role("img", name="mean over hours since the first update began 0.001 to 0.484").wait_for()
+        await page.get_by_label("worker with engine and browsers").press("Space")
+        await page.get_by_role("img", name="Host memory, GiB: worker").wait_for()
+        assert await page.evaluate("document.activeElement.type") == "checkbox", "the focus stays where it was"
+        await page.get_by_label("look", exact=True).press("Space")
+        await page.get_by_role("img", name="hours since the first update began 0.001 to 0.318").first.wait_for()
+        await page.reload()
+        await page.get_by_role("img", name="Host memory, GiB: worker").wait_for()
+        assert not await page.get_by_label("look", exact=True).is_checked()
+        figures = page.get_by_role("region", name="Last and best figures")
+        assert "best 100.0% at version 20" in await figures.inner_text()
+        row = page.get_by_role("region", name="Settings that differ").get_by_role("row", name="model.path")
+        assert "\\u202e" in await row.inner_text()
+        await page.get_by_role("link", name="b", exact=True).click()
+        await page.get_by_text("update 20 of").wait_for()
+        assert await page.locator("#run-name").inner_text() == "b"
+        await page.get_by_role("link", name="Episodes").click()
+        await page.get_by_text("0 to 0 of 0 episodes").wait_for()
+
+
+async def test_a_hostile_name_of_a_run_is_shown_and_does_nothing(run: Config, others: list[Config]):
+    async with opened(run, DESKTOP, others=others[:1]) as page:
+        await go(page, "#/compare")
+        assert "owned'<|script>" in await page.locator("main").inner_text()
+        assert await page.locator(FOREIGN).count() == 0
+        await page.locator("table a").last.click()
+        await page.get_by_text("update 20 of").wait_for()
+        assert await page.locator("#run-name").inner_text() == visible_name(others[0])
+        assert await page.locator(FOREIGN).count() == 0
+
+
+def visible_name(config: Config) -> str:
+    return re.sub("[\x1b\u202c\u202e]", lambda match: f"\\u{ord(match[0]):04x}", config.run.name).strip()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_the_pages_are_accessible_and_fit(run: Config, scheme: str):
+async def test_the_pages_are_accessible_and_fit(run: Config, others: list[Config], scheme: str):
     for viewport in (DESKTOP, PHONE):
-        async with opened(run, viewport, scheme) as page:
-            places = ["#/", "#/episodes", "#/episodes?sort=steps&outcome=success"]
+        async with opened(run, viewport, scheme, others[:5]) as page:
+            places = ["#/", "#/compare", "#/episodes", "#/episodes?sort=steps&outcome=success"]
             await episode_with(page, "click")
             identifier = page.url.rpartition("/")[2]
             for place in (*places, f"#/episode/{identifier}", f"#/group/{identifier}"):

@@ -1,30 +1,45 @@
-// A line chart over policy versions, as SVG with a table of its last values for readers of text.
+// A line chart as SVG, with the last values of its lines in a legend. Lines differ in colour and in dashes.
 import { h, svg, visible } from "./dom.js";
 
-const WIDTH = 420, HEIGHT = 170, LEFT = 54, BOTTOM = 22, TOP = 8, RIGHT = 10;
+const WIDTH = 420, HEIGHT = 180, LEFT = 54, BOTTOM = 34, TOP = 8, RIGHT = 10;
 const MOST_POINTS = 400; // of a line; more are averaged
+const FEW_POINTS = 12; // of a line whose points are marked
+const STYLES = 6;
 
-export function chart(title, series, format) {
-  const lines = series.map((each) => ({ ...each, points: thin(each.points) }));
+// series: [{name, points, place?}], place: number of its style. axis: {name, format} of x.
+export function chart(title, series, format, axis = { name: "policy version", format: (value) => String(Math.round(value)) }) {
+  const lines = series.map((each, place) => ({ ...each, points: thin(each.points), style: lineStyle(each.place ?? place) }));
   const all = lines.flatMap((each) => each.points);
   const [x0, x1] = range(all.map(([x]) => x)), [y0, y1] = range(all.map(([, y]) => y));
   const x = (value) => LEFT + ((value - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - y0) / (y1 - y0)) * (HEIGHT - TOP - BOTTOM);
-  const axis = [y0, (y0 + y1) / 2, y1].map((value) => [
+  const levels = [y0, (y0 + y1) / 2, y1].map((value) => [
     svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }),
     svg("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, format(value)),
   ]);
-  const ends = [[x0, "start"], [x1, "end"]].map(([value, anchor]) => svg("text", { x: x(value), y: HEIGHT - 5, "text-anchor": anchor }, String(Math.round(value))));
-  const paths = lines.map((each, place) => svg("polyline", { class: `line line-${place % 6}`, points: each.points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ") }));
-  const single = lines.flatMap((each, place) => each.points.length === 1 ? [svg("circle", { class: `dot line-${place % 6}`, cx: x(each.points[0][0]), cy: y(each.points[0][1]), r: 3 })] : []);
-  return h("figure", { class: "chart" }, h("figcaption", {}, title),
-    svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title} over policy versions ${x0} to ${x1}` }, axis, ends, paths, single),
-    h("ul", { class: "legend" }, series.map((each, place) => h("li", { class: `line-${place % 6}` }, h("span", { class: "key" }), visible(each.name), " ", h("b", {}, format(each.points.at(-1)[1]))))));
+  const ends = [[x0, "start"], [x1, "end"]].map(([value, anchor]) => svg("text", { x: x(value), y: HEIGHT - BOTTOM + 16, "text-anchor": anchor }, axis.format(value)));
+  const name = svg("text", { x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, axis.name);
+  const paths = lines.map((each) => svg("polyline", { class: `line ${each.style}`, points: each.points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ") }));
+  const dots = lines.filter((each) => each.points.length <= FEW_POINTS).flatMap((each) => each.points.map(([a, b]) => svg("circle", { class: `dot ${each.style}`, cx: x(a), cy: y(b), r: 2.6 })));
+  return h("figure", { class: "chart" }, h("figcaption", {}, visible(title)),
+    svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${visible(title)} over ${axis.name} ${axis.format(x0)} to ${axis.format(x1)}` }, levels, ends, name, paths, dots),
+    h("ul", { class: "legend" }, lines.map((each, place) => h("li", { class: each.style }, lineKey(each.place ?? place), visible(each.name), " ", h("b", {}, format(each.points.at(-1)[1]))))));
+}
+
+// The classes of line number `place`; the seventh has the first colour with the second dashes.
+export function lineStyle(place) {
+  return `line-${place % STYLES} dash-${(place + Math.floor(place / STYLES)) % STYLES}`;
+}
+
+// A sample of a line, for legends.
+export function lineKey(place) {
+  return svg("svg", { class: `key ${lineStyle(place)}`, viewBox: "0 0 30 8", "aria-hidden": "true" }, svg("line", { class: "line", x1: 0, x2: 30, y1: 4, y2: 4 }));
 }
 
 function range(values) {
   const low = Math.min(...values), high = Math.max(...values);
-  return high > low ? [low, high] : [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+  if (high > low) return [low, high];
+  return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
 }
 
 function thin(points) {

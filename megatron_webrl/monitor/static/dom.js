@@ -32,8 +32,11 @@ export function foreign(text, name = "bdi", attributes = {}) {
   return h(name, { dir: "auto", ...attributes }, visible(text));
 }
 
-export async function getJson(path) {
-  const response = await fetch(path);
+// The address of the run whose pages these are, where the server has several runs; empty at its root.
+export const base = /^\/runs\/[^/]+/.exec(location.pathname)?.[0] ?? "";
+
+export async function getJson(path, from = base) {
+  const response = await fetch(from + path);
   if (response.status === 401) throw new Error("This page has no token any more. Open the address that `webrl monitor` printed.");
   const content = await response.json().catch(() => ({ error: `the server answers ${response.status}` }));
   if (!response.ok) throw new Error(content.error);
@@ -66,7 +69,7 @@ export function rowsTable(label, heads, rows) {
 }
 
 export function screenshotImage(episode, number, alt) {
-  return h("img", { src: `/api/episodes/${episode.id}/images/${number}`, alt, loading: "lazy" });
+  return h("img", { src: `${base}/api/episodes/${episode.id}/images/${number}`, alt, loading: "lazy" });
 }
 
 export function actionName(step) {

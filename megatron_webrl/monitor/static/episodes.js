@@ -1,5 +1,5 @@
 // The list of episodes: filters at the side, a table with a page of rows.
-import { foreign, getJson, h, number, outcome, rowsTable, time, visible } from "./dom.js";
+import { base, foreign, getJson, h, number, outcome, rowsTable, time, visible } from "./dom.js";
 
 const PAGE = 50;
 const NAMES = {
@@ -40,7 +40,7 @@ export async function episodesPage(_, query) {
     h("button", { type: "button", disabled: offset === 0, onclick: () => set({ offset: Math.max(0, offset - PAGE) }) }, "Previous"),
     h("button", { type: "button", disabled: last >= found.total, onclick: () => set({ offset: offset + PAGE }) }, "Next"),
     query.size ? h("a", { href: "#/episodes" }, "Clear filters") : null,
-    found.total ? h("a", { href: `/api/dataset?${query}` }, "Save as a dataset (Parquet)") : null,
+    found.total ? h("a", { href: `${base}/api/dataset?${query}` }, "Save as a dataset (Parquet)") : null,
   );
   return h("div", { class: "with-side" },
     h("aside", { "aria-label": "Filters" }, h("details", { open: innerWidth > 760 }, h("summary", {}, "Filters"),

@@ -1,9 +1,10 @@
-// Routes: #/ the run, #/episodes?filters, #/episode/ID, #/group/ID (its episodes side by side), #/task/ID.
+// Routes: #/ the run, #/episodes?filters, #/episode/ID, #/group/ID (its episodes side by side), #/task/ID, #/compare?choice (several runs).
 import { episodesPage } from "./episodes.js";
 import { episodePage } from "./episode.js";
+import { comparePage } from "./compare.js";
 import { comparisonPage } from "./comparison.js";
 import { runPage } from "./run.js";
-import { getJson, h, number } from "./dom.js";
+import { getJson, h, number, visible } from "./dom.js";
 
 const content = document.getElementById("content");
 const pages = {
@@ -12,6 +13,7 @@ const pages = {
   episode: ["episodes", episodePage],
   group: ["episodes", (id) => comparisonPage(id, "group")],
   task: ["episodes", (id) => comparisonPage(id, "task")],
+  compare: ["compare", comparePage],
 };
 let shown = 0; // number of the navigation whose page may be shown
 let leave = () => {}; // of the page that is shown
@@ -42,7 +44,7 @@ async function navigate() {
 async function showState() {
   try {
     const run = await getJson("/api/run");
-    document.getElementById("run-name").textContent = run.name;
+    document.getElementById("run-name").textContent = visible(run.name);
     document.getElementById("run-state").textContent =
       `update ${number(run.version)} of ${number(run.target_updates)}, ${number(run.episodes)} episodes`;
   } catch (error) {
@@ -62,8 +64,13 @@ document.getElementById("theme").addEventListener("click", () => {
   setTheme(themes[(themes.indexOf(now) + 1) % themes.length]);
 });
 
+async function showLinks() {
+  const { runs } = await getJson("/api/runs", "");
+  document.querySelector("[data-page=compare]").hidden = runs.length < 2;
+}
+
 setTheme(themes.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "auto");
 addEventListener("hashchange", navigate);
 setInterval(showState, 5000);
-await showState();
+await Promise.all([showState(), showLinks()]);
 await navigate();
