@@ -21,7 +21,7 @@ class Screen:
 
     def __init__(self, columns: int) -> None:
         self.columns, self.lines, self.cursor_visible = columns, [""], True
-        self.tallest = 0  # most lines by which the cursor moved up: the height of what was redrawn, less one
+        self.tallest = 0  # most lines from one to which the cursor moved up, to the last: the height of what is redrawn
         self._row = self._column = 0
 
     def write(self, output: str) -> None:
@@ -35,12 +35,12 @@ class Screen:
                 self.cursor_visible = command == "h"
             elif command == "A":
                 self._row -= int(number or 1)
+                self.tallest = max(self.tallest, len(self.lines) - self._row)
             elif command == "K":
                 assert number == "2", match[0]
                 self.lines[self._row] = ""
             else:
                 assert command == "m", match[0]
-        self.tallest = max(self.tallest, len(self.lines) - 1 - self._row)
 
     def _text(self, text: str) -> None:
         if text == "\r":

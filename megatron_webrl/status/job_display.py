@@ -106,7 +106,10 @@ class JobTable:
             table = updates_table(updates[-SHOWN_UPDATES:])
             table.show_edge = False
             parts += [Text(""), table]
-        return Group(*parts, Text(""), _roles(group_roles(roles, SHOWN_GROUPS))) if roles else Group(*parts)
+        if roles:
+            workers_last = sorted(roles, key=lambda role: role.kind.startswith("rollout"))
+            parts += [Text(""), _roles(group_roles(workers_last, SHOWN_GROUPS))]
+        return Group(*parts)
 
 
 def job_display(console: Console, config: Config, trains: bool = True) -> JobTable | JobLines:
