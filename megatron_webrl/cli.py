@@ -29,6 +29,7 @@ from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_
 from megatron_webrl.launch.upload_command import add_upload
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.monitor.command import add_monitor
+from megatron_webrl.monitor.mlflow_command import add_mlflow
 from megatron_webrl.parity.command import add_parity
 from megatron_webrl.slurm.commands import add_node
 from megatron_webrl.status.command import add_status
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add_placement(commands)
     add_status(commands)
     add_monitor(commands)
+    add_mlflow(commands)
     add_upload(commands)
     add_tasks(commands)
     add_node(commands)
