@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
@@ -44,6 +46,7 @@ class RunSet:
         """The application, without its access control."""
         routes = [
             Route("/api/runs", answers(self.runs)),
+            Route("/runs/{name}", _with_slash),
             Mount("/runs/{name}", app=self._run),
             Mount("/", app=next(iter(self._apps.values()))),
         ]
@@ -57,6 +60,10 @@ class RunSet:
         if (app := self._apps.get(scope["path_params"]["name"])) is None:
             raise HTTPException(404, "there is no run of this name")
         await app(scope, receive, send)
+
+
+def _with_slash(request: Request) -> Response:
+    return RedirectResponse(f"{quote(request.path_params['name'], safe='')}/")
 
 
 def differing_settings(configs: Sequence[Config]) -> list[dict[str, Any]]:

@@ -91,6 +91,7 @@ async def test_several_runs_are_served_side_by_side_with_the_settings_in_which_t
         for place, version in (("", 3), ("/runs/look", 3), ("/runs/look-2", 5)):
             assert (await get(client, f"{place}/api/run"))["version"] == version
             assert "<!doctype html>" in (await client.get(f"{place}/")).text
+        assert (await client.get("/runs/look-2")).headers["location"] == "look-2/"
         assert "no run" in (await get(client, "/runs/unknown/api/run", 404))["error"]
         assert "no run" in (await get(client, "/runs/..%2f..%2fetc/api/run", 404))["error"]
 
