@@ -29,6 +29,7 @@ from megatron_webrl.tracking.run_lease import STAGING_PREFIX
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
 
 ACTIVITY_FILES = ("updates.jsonl", "episodes.jsonl", journal.FILE, "control.json", "config.yaml")  # and the logs
+ANSWER_SECONDS = 0.8  # limit of a report for the service; a busy one answers in less than half of it
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def build_report(folder: Path) -> RunReport:
     answer: ControlStatus | str = "the job has not started"
     names = _names(config, job)
     if ended is None and address is not None:
-        answer = query(folder / "control.json")
+        answer = query(folder / "control.json", ANSWER_SECONDS)
         if isinstance(answer, str):
             ended = _summary(folder)  # the job may have ended during the query
             job = journal.events_of_last_job(journal.read_events(folder))

@@ -229,6 +229,7 @@ def test_the_wait_for_a_hung_control_service_is_limited(config: Config) -> None:
     expected = f"127.0.0.1:{address.port} does not respond (no answer within 2 s)"
     assert control_probe.query(path, seconds=2.0) == expected
     assert time.monotonic() - began < 10
+    assert "no answer within 0.8 s" in build_report(config.run_folder).reason
     process.send_signal(signal.SIGCONT)
     assert isinstance(control_probe.query(path, seconds=60.0), ControlStatus)
     process.kill()
