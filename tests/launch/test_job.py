@@ -34,6 +34,8 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     assert max(gaps) <= 1e-3
     assert all(u["seconds"]["rollout"] > 0 and u["staleness_max"] <= 1 for u in summary["updates"])
     assert all(0 <= u["seconds"]["image_wait"] < u["seconds"]["train"] for u in summary["updates"])
+    for name in ("trainer_gib", "trainer_peak_gib", "worker_gib", "worker_peak_gib"):
+        assert all(0.1 < u["extra"][f"memory/{name}"] < 16 for u in summary["updates"])
     accounting = summary["accounting"]
     assert accounting["matches"]
     assert 0 < accounting["trained"] <= 8  # fewer where an episode of a trained group was masked

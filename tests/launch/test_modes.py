@@ -35,9 +35,6 @@ def test_each_batch_is_generated_by_one_version_with_the_staleness_of_the_mode(
         0 < update["extra"]["engine/running_requests"] <= update["extra"]["engine/running_episodes"]
         for update in updates
     )
-    for role in ("trainer", "worker"):
-        assert all(0 < update["extra"][f"memory/{role}_gib"] < 16 for update in updates)
-        assert all(0 < update["extra"][f"memory/{role}_peak_gib"] < 16 for update in updates)
     accounting = summary["accounting"]
     assert accounting["matches"], accounting
     assert accounting["tokens"]["trained"] > 0
