@@ -26,6 +26,7 @@ const CHARTS = [
 ];
 const PATTERNS = [
   ["Masked episodes, by reason", /^masked_rate\/(.+)/, percent, -1],
+  ["Log-probability mismatch by version lag, mean, nats", /^logprob_mismatch\/mean\/(.+)/, number, -1],
   ["Dropped episodes, by reason", /^dropped\/(.+)/, number, -1],
   ["Success by difficulty", /^difficulty\/(.+)\/success_rate$/, percent, 1],
   ["Success by site", /^rollout_success_rate\/(.+)/, percent, 1],
