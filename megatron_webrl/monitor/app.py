@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
@@ -152,7 +153,7 @@ class RunPages:
         row = self._row(request)
         text = trajectory_page(self._trajectory(row), self._texts.text)
         name = f"{self.folder.name}-ticket-{row['ticket']}-{row['index']}.html"
-        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        headers = {"content-disposition": f"attachment; filename*=utf-8''{quote(name)}"}
         return Response(text.encode(errors="replace"), media_type="text/html; charset=utf-8", headers=headers)
 
     def _row(self, request: Request) -> dict[str, Any]:
