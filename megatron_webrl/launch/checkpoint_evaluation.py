@@ -158,6 +158,7 @@ class CheckpointEvaluation:
         report["episodes"] = [asdict(result) for result in self.results[0]]
         if len(self.summaries) > 1:
             report |= {"blank_images": self.summaries[1], "image_gain": self._image_gain()}
+            report["blank_images_episodes"] = [asdict(result) for result in self.results[1]]
         return report
 
     def _image_gain(self) -> dict[str, Any] | None:

@@ -88,7 +88,8 @@ def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_no_process(run_f
         assert line["episodes"] + sum(line["no_verdict"].values()) == 4
         assert set(line["environments"]) == {"click-test", "focus-text"}
     assert found["image_gain"]["tasks"] == 4
-    assert sorted(each["index"] for each in found["episodes"]) == [0, 1, 2, 3]
+    for name in ("episodes", "blank_images_episodes"):
+        assert sorted(each["index"] for each in found[name]) == [0, 1, 2, 3]
     assert "click-test" in output.read_text()
     assert "95 % interval" in output.read_text()
     client = MlflowClient(f"sqlite:///{run_folder.parent / 'mlflow.db'}")
