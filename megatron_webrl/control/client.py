@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_webrl.control.clock import ClockOffset
 from megatron_webrl.control.connection import LOST_SECONDS, Connection, ControlLost, JobEnded, JobFailed
 from megatron_webrl.control.exchanger import Exchanger, Reports, no_reports
 from megatron_webrl.control.fact_cache import FactCache
@@ -106,6 +107,10 @@ class ControlClient:
         self.report_progress()
         with self._lock:
             self._reported["status"] = status
+
+    def service_clock(self) -> ClockOffset | None:
+        """How far the service's clock is ahead of this machine's; None before the first exchange."""
+        return self._heartbeat.clock.best()
 
     def report_load(self, load: dict[str, Any]) -> None:
         """Publish running sums of this role's engine, with the next heartbeat."""

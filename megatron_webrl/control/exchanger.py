@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_webrl.control.clock import ServiceClock
 from megatron_webrl.control.connection import Connection, ControlLost
 from megatron_webrl.control.fact_cache import FactCache, Server
 
@@ -30,6 +31,7 @@ class Exchanger:
         self, cache: FactCache, address_file: Path, name: str, lost_seconds: float, relay_port: int = 0
     ) -> None:
         """`relay_port` of this machine; 0 without a relay."""
+        self.clock = ServiceClock()
         self._cache = cache
         self._service = Connection(address_file, name, lost_seconds)
         self._relay = Connection(address_file, name, RELAY_SECONDS, relay_port=relay_port) if relay_port else None
@@ -52,5 +54,9 @@ class Exchanger:
     def _exchange(
         self, connection: Connection, server: Server, reports: Callable[[], Reports], wait_seconds: float
     ) -> None:
-        request, answer = connection.exchange(lambda: self._cache.request(server) | {"roles": reports()}, wait_seconds)
+        def make_body() -> dict[str, Any]:
+            return self._cache.request(server) | {"roles": reports(), "sent": time.monotonic()}
+
+        request, answer = connection.exchange(make_body, wait_seconds)
+        self.clock.add(request["sent"], answer.get("times"), time.monotonic())
         self._cache.merge(server, request, answer)

@@ -75,7 +75,7 @@ class Relay:
             except ControlLost as error:
                 raise Unavailable(str(error)) from error
         await self._subscriptions.wait(body)
-        return self._subscriptions.answer(body)
+        return self._subscriptions.answer(body, times=self._upstream.clock.stamp(now))
 
     def follow(self) -> None:
         """Exchange with the service until the relay has ended."""

@@ -25,6 +25,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from megatron_webrl.control import clock
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.journal import Journal, restore
 from megatron_webrl.control.liveness import Liveness
@@ -105,16 +106,16 @@ class ControlService:
         return self._subscriptions.answer(body, await self._apply(stream, number, [["claim", *arguments]]))
 
     async def _exchange(self, body: Body, request: Request) -> bytes:
+        now, is_silent = time.monotonic(), False
         for role in body.get("clear", ()):
             self.liveness.clear(str(role))
-        now, is_silent = time.monotonic(), False
         for role, (age, report) in body.get("roles", {}).items():
             self.liveness.report(role, now - float(age), report)
             is_silent = is_silent or role in self._silent
         if is_silent or "clear" in body:
             self._watch(now)
         await self._subscriptions.wait(body)
-        return self._subscriptions.answer(body)
+        return self._subscriptions.answer(body, times=clock.stamp(now))
 
     async def _job(self, body: None, request: Request) -> bytes:
         return encoded({"job_id": self.job_id, "heartbeat_timeout_seconds": self.liveness.timeout_seconds})

@@ -100,9 +100,11 @@ class Subscriptions:
         finally:
             self._exchanges -= 1
 
-    def answer(self, body: Body, replies: Sequence[Any] = ()) -> bytes:
-        """An answer with the news of the sender's session."""
+    def answer(self, body: Body, replies: Sequence[Any] = (), times: Mapping[str, Any] | None = None) -> bytes:
+        """An answer with the news of the sender's session. `times`: those of clock.py."""
         content: dict[str, Any] = {"server": self.id, "replies": replies}
+        if times is not None:
+            content["times"] = times
         if (session := self._session(body)) is None:
             return encoded(content)
         content["interval"] = max(1.0, self._exchanges / EXCHANGES_PER_SECOND)
