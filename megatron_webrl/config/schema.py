@@ -117,6 +117,11 @@ class TrackingConfig:
         "first. 0: none.",
         low=0,
     )
+    timeline: bool = setting(
+        False,
+        "Record what every process does and when, in timeline/ of the run, for `webrl timeline` (docs/timeline.md); at "
+        "most 64 MiB for each process, the oldest are deleted first.",
+    )
     keep_records: bool = setting(
         False, "Store all trained groups of each update in records/ of the run; they are never deleted."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.config.rollout import RolloutConfig
@@ -21,6 +21,7 @@ from megatron_webrl.rollout.responses import memory_characters
 from megatron_webrl.rollout.stepping import EpisodeStepper, FreeStepping
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.system.clock import steady_time
+from megatron_webrl.tracking.timeline import NO_TRACK, Span, Track
 from megatron_webrl.types import Observation, Step, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -42,12 +43,13 @@ async def run_episode(
     generator: Generator, session: RemoteSession, processor: Processor, task: Task, settings: RolloutConfig,
     *, ticket: int, index: int, group_size: int, restart_epoch: int, toolset: Toolset = COORDINATE_TOOLSET,
     deadline: Deadline | None = None, stepper: EpisodeStepper | None = None, max_go_backs: int = 0,
+    track: Track = NO_TRACK,
 ) -> Trajectory:  # fmt: skip
     """Run `task` in a fresh session with the actions of `toolset`; returns the trajectory without outcome and verdict.
 
     `deadline` may end it early; `stepper` delays generations; `max_go_backs`: consecutive go_back actions on the start
-    page that end it, 0: none do. A fault of engine or browser, a context overflow or a timeout does not raise: the
-    trajectory keeps the steps so far, and its end_reason names the fault.
+    page that end it, 0: none do; `track`: of the timeline. A fault of engine or browser, a context overflow or a
+    timeout does not raise: the trajectory keeps the steps so far, and its end_reason names the fault.
     """
     started = time.monotonic()
     context = make_context(processor, settings.context, settings.max_model_len - settings.max_new_tokens, toolset)
@@ -58,7 +60,7 @@ async def run_episode(
         async with deadline.scope(deadline.timeout_seconds) as scope:
             end_reason = await _run_steps(
                 episode, generator, session, processor, task, toolset, settings.operation_timeout_seconds, stepper,
-                max_go_backs, settings.lenient_actions,
+                max_go_backs, settings.lenient_actions, track,
             )  # fmt: skip
     except TimeoutError:
         if scope is None or not scope.expired():
@@ -78,26 +80,30 @@ async def run_episode(
 
 async def _run_steps(
     episode: _Episode, generator: Generator, session: RemoteSession, processor: Processor, task: Task, toolset: Toolset,
-    timeout_seconds: float, stepper: EpisodeStepper, max_go_backs: int, lenient: bool,
+    timeout_seconds: float, stepper: EpisodeStepper, max_go_backs: int, lenient: bool, track: Track,
 ) -> str:  # fmt: skip
     """Observe, generate and act until page, agent or a limit end the episode; returns the end reason."""
-    observation = await session.reset(task)
+    with track.span("reset") as resetting:
+        observation = await session.reset(task)
+        _add_seconds(resetting, observation)
     start_url, go_backs = observation.url, 0
     episode.instruction = observation.instruction or episode.instruction
     episode.context.start_episode(episode.instruction, observation)
     for _ in range(task.max_steps):
         prompt = episode.context.build_prompt()
         async with stepper.generation_phase():
-            started = time.monotonic()
-            generation = await _generate(generator, session, prompt, episode.context, timeout_seconds)
-            seconds_generation = time.monotonic() - started
-        generated = time.monotonic()
-        call = _parse(generation, processor, toolset, lenient)
-        action, error = call.action, call.format_error
-        before = observation
-        if action is not None:
-            observation = await session.step(action)
-        seconds = seconds_generation, time.monotonic() - generated
+            with track.span("generate", step=len(episode.steps) + 1) as generating:
+                generation = await _generate(generator, session, prompt, episode.context, timeout_seconds)
+                generating.facts["tokens"] = len(generation.response_token_ids)
+        with track.span("act", step=len(episode.steps) + 1) as acting:
+            call = _parse(generation, processor, toolset, lenient)
+            action, error = call.action, call.format_error
+            before = observation
+            if action is not None:
+                observation = await session.step(action)
+                acting.facts["kind"] = action.kind
+                _add_seconds(acting, observation)
+        seconds = generating.seconds, acting.seconds
         changed = action is not None and observation.page_changed
         step = _step(prompt, generation, call, before, changed, seconds)
         episode.steps.append(replace(step, not_recorded_requests=observation.not_recorded_requests))
@@ -112,6 +118,11 @@ async def _run_steps(
         if go_backs and go_backs == max_go_backs:
             return judge.GO_BACKS
     return judge.STEPS_EXHAUSTED
+
+
+def _add_seconds(span: Span, observation: Observation) -> None:
+    if observation.seconds is not None:
+        span.facts |= asdict(observation.seconds)
 
 
 def _parse(generation: Generation, processor: Processor, toolset: Toolset, lenient: bool) -> ParsedCall:

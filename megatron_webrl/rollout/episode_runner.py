@@ -26,6 +26,7 @@ from megatron_webrl.sampling.states import SamplerStateReader
 from megatron_webrl.system.clock import steady_time
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.source import TaskSource
+from megatron_webrl.tracking.timeline import NO_TRACK, OFF, Timeline, Track
 from megatron_webrl.types import FAULT_OUTCOMES, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -67,12 +68,13 @@ class EpisodeRunner:
     stepping: SteppingMode
     evaluator: EpisodeEvaluator
     sampler_states: SamplerStateReader | None = None  # None: no training tickets are run
+    timeline: Timeline = OFF
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, config: Config, processor: Processor, name: str, meter: UsageMeter,
-        states: SamplerStateReader | None = None,
+        states: SamplerStateReader | None = None, timeline: Timeline = OFF,
     ) -> AsyncIterator[EpisodeRunner]:  # fmt: skip
         """Open the task source, the browsers and the evaluators of the worker `name`, and close all at the end.
 
@@ -87,7 +89,7 @@ class EpisodeRunner:
                 rollout = config.rollout
                 lockstep = rollout.stepping == "lockstep"
                 stepping: SteppingMode = Lockstep(rollout.operation_timeout_seconds) if lockstep else FreeStepping()
-                yield cls(config, source, browsers, processor, stepping, evaluator, states)
+                yield cls(config, source, browsers, processor, stepping, evaluator, states, timeline)
         finally:
             source.close()
 
@@ -104,25 +106,33 @@ class EpisodeRunner:
         rollout = self.config.rollout
         deadline = deadline or Deadline(rollout.episode_timeout_seconds)
         labels = EpisodeLabels(ticket, index, rollout.group_size, restart_epoch)
-        trajectory = await self.act(generator, task, labels, rollout, deadline, self.stepping, rollout.max_go_backs)
-        on_acted()
-        return await self.evaluate(trajectory, deadline)
+        track = Track(self.timeline, f"episode {ticket}.{index}")
+        with track.span("episode", ticket=ticket, index=index, epoch=restart_epoch) as span:
+            trajectory = await self.act(
+                generator, task, labels, rollout, deadline, self.stepping, rollout.max_go_backs, track
+            )
+            on_acted()
+            with track.span("judge"):
+                trajectory = await self.evaluate(trajectory, deadline)
+            span.facts["outcome"] = trajectory.outcome
+        return trajectory
 
     async def act(
         self, generator: Generator, task: Task, labels: EpisodeLabels, rollout: RolloutConfig, deadline: Deadline,
-        stepping: SteppingMode, max_go_backs: int,
+        stepping: SteppingMode, max_go_backs: int, track: Track = NO_TRACK,
     ) -> Trajectory:  # fmt: skip
         """Run the agent in a session of its own; returns the trajectory without a verdict. Faults do not raise."""
         started, scope = time.monotonic(), None
         try:
             async with AsyncExitStack() as stack:
                 async with deadline.scope(None) as scope:  # the browser client has its own limit
-                    session = await stack.enter_async_context(self.browsers.session())
+                    with track.span("wait for browser"):
+                        session = await stack.enter_async_context(self.browsers.session())
                 stepper = stack.enter_context(stepping.register_episode())
                 return await run_episode(
                     generator, session, self.processor, task, rollout, **asdict(labels),
                     toolset=Toolset.from_config(self.config.browser), deadline=deadline, stepper=stepper,
-                    max_go_backs=max_go_backs,
+                    max_go_backs=max_go_backs, track=track,
                 )  # fmt: skip
         except BrowserError as error:
             log.warning("episode %d of ticket %d got no browser: %s", labels.index, labels.ticket, error)

@@ -28,6 +28,7 @@ from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner, 
 from megatron_webrl.rollout.generator import Generation, Generator
 from megatron_webrl.rollout.stepping import FreeStepping
 from megatron_webrl.tracking.episode_store import EpisodeStore
+from megatron_webrl.tracking.timeline import Track
 from megatron_webrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ async def run_evaluation_episode(
     task, started = runner.task_source.held_out_task(index), time.monotonic()
     rollout = replace(config.rollout, temperature=request.temperature)
     labels, deadline = EpisodeLabels(index, sample, request.samples, 0), Deadline(rollout.episode_timeout_seconds)
+    track = Track(runner.timeline, f"evaluation {index}.{sample}")
     trajectory = await run_with_retries(
-        lambda: runner.act(generator, task, labels, rollout, deadline, FreeStepping(), max_go_backs=0),
+        lambda: runner.act(generator, task, labels, rollout, deadline, FreeStepping(), max_go_backs=0, track=track),
         rollout.retries,
         f"sample {sample} of held-out task {index}",
     )

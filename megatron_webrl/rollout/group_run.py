@@ -62,8 +62,9 @@ class GroupRun:
         load: EngineLoad,
     ) -> None:
         self.ticket, self.aborted, self.finished_episodes = ticket, False, 0
+        self.restart_epoch = restart_epoch
         self._finished_acting: set[int] = set()  # indices of episodes that need neither engine nor browser any more
-        self._runner, self._generator, self._restart_epoch = runner, generator, restart_epoch
+        self._runner, self._generator = runner, generator
         self._settings, self._load = settings, load
         self._tries: dict[int, _Try] = {}  # by episode index: running tries, and finished trainable ones
 
@@ -120,5 +121,5 @@ class GroupRun:
         with ExitStack() as acting:  # left early while the episode waits for its verdict
             acting.enter_context(self._load.episodes.track())
             return await self._runner.run_episode(
-                run, self.ticket, index, self._restart_epoch, run.deadline, partial(self._stop_acting, index, acting)
+                run, self.ticket, index, self.restart_epoch, run.deadline, partial(self._stop_acting, index, acting)
             )

@@ -25,6 +25,7 @@ from megatron_webrl.rollout.ring_lifetime import open_node_ring
 from megatron_webrl.sampling.states import SamplerStateReader
 from megatron_webrl.tasks.files.digests import task_file_digests
 from megatron_webrl.tracking.episode_store import EpisodeStore
+from megatron_webrl.tracking.timeline import Timeline, open_timeline
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +54,19 @@ def run(
         elif config.evaluation.only:
             asyncio.run(_evaluate(config, control, worker, number, nodes))
         else:
-            with open_node_ring(config, control, node_ring, first_instance=number == 1) as ring:
-                asyncio.run(_run(config, control, worker, number, ring, nodes))
+            with (
+                open_timeline(config, control.role, nodes[0], control.service_clock) as timeline,
+                open_node_ring(config, control, node_ring, first_instance=number == 1) as ring,
+            ):
+                asyncio.run(_run(config, control, worker, number, ring, nodes, timeline))
     finally:
         control.close()
 
 
 async def _run(
-    config: Config, control: ControlClient, worker: int, number: int, ring: Ring, nodes: Sequence[int]
-) -> None:
+    config: Config, control: ControlClient, worker: int, number: int, ring: Ring, nodes: Sequence[int],
+    timeline: Timeline,
+) -> None:  # fmt: skip
     instance_id = f"rollout-{worker}.{number}"
     demonstrations = asyncio.create_task(_demonstrate(config, control, worker))
     engine = None
@@ -70,8 +75,8 @@ async def _run(
         await demonstrations
         states = SamplerStateReader.from_config(config, control, task_file_digests(config.tasks), nodes[0])
         meter = JobUsageMeter(control, config.judge.budget)
-        async with EpisodeRunner.open(config, engine.processor, control.role, meter, states) as runner:
-            weights = WeightClient(config, control, engine, worker, instance_id)
+        async with EpisodeRunner.open(config, engine.processor, control.role, meter, states, timeline) as runner:
+            weights = WeightClient(config, control, engine, worker, instance_id, timeline)
             with closing(EpisodeStore.of_worker(config, control.role)) as store:
                 evaluator = Evaluator(config, control, engine, runner, store, instance_id)
                 await RolloutPool(config, control, ring, engine, runner, weights, evaluator, store, instance_id).run()

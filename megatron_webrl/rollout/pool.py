@@ -25,6 +25,7 @@ from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.rollout.trajectory_writer import TrajectoryWriter
 from megatron_webrl.tracking.episode_store import EpisodeStore
 from megatron_webrl.tracking.process_memory import PeakMemory
+from megatron_webrl.tracking.timeline import Track
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class RolloutPool:
     def __post_init__(self) -> None:
         self.claims = TicketClaims(self.control, self.config.rollout.engines)
         self.writer = TrajectoryWriter(self.ring)
+        self.waiting = Track(self.episode_runner.timeline, "worker")
 
     async def run(self) -> None:
         """Run groups until the job ends; then cancel unfinished groups and report the final counts."""
@@ -70,6 +72,7 @@ class RolloutPool:
                     self.claims.put_back()
                 else:
                     self._claim_tickets()
+                self.waiting.switch(self._waits_for())
                 self._report()
                 await asyncio.sleep(POLL_SECONDS)
         except JobEnded:
@@ -88,17 +91,28 @@ class RolloutPool:
         return self._finished + sum(group.finished_episodes for group in self._groups.values())
 
     def _claim_tickets(self) -> None:
-        # Groups that only wait for verdicts take no room: judging holds up neither engine nor browsers.
-        room = self.config.rollout.groups_in_flight - sum(group.is_acting for group in self._groups.values())
-        for claim in self.claims.claim(room):
+        for claim in self.claims.claim(self._room):
             group = GroupRun(
                 self.episode_runner, self.engine, claim.ticket, claim.restart_epoch, self.config.rollout, self._load
             )
             self._groups[asyncio.create_task(self._run_group(claim.slot, group))] = group
 
+    @property
+    def _room(self) -> int:
+        """Groups that may start. Those that only wait for verdicts take no room: judging uses no engine or browser."""
+        return self.config.rollout.groups_in_flight - sum(group.is_acting for group in self._groups.values())
+
+    def _waits_for(self) -> str:
+        if self._needs_weights:
+            return "wait for weights"
+        return "wait for tickets" if self._room > 0 and not self.evaluator.exclusive else ""
+
     async def _run_group(self, slot: int, group: GroupRun) -> None:
-        trajectories = [replace(each, worker=self.instance_id) for each in await group.run()]
-        await self.writer.write(trajectories)
+        track = Track(self.episode_runner.timeline, f"ticket {group.ticket}")
+        with track.span("ticket", ticket=group.ticket, epoch=group.restart_epoch):
+            trajectories = [replace(each, worker=self.instance_id) for each in await group.run()]
+            with track.span("write to ring"):
+                await self.writer.write(trajectories)
         await asyncio.to_thread(self.control.close_slot, slot)  # an outage of the control service delays no other group
         await asyncio.to_thread(self.store.add, trajectories)
 

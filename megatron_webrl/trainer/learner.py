@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_webrl.model import schedule
 from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 from megatron_webrl.model.process_groups import is_last_stage
+from megatron_webrl.tracking.timeline import OFF, Timeline
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
 from megatron_webrl.trainer.loss import Objective, TokenData
 from megatron_webrl.trainer.metrics.moments import is_extreme, is_minimum
@@ -35,6 +36,7 @@ class Learner:
     vocab_size: int
     optimizer: ScheduledOptimizer
     reference: ReferencePolicy | None = None  # the policy at the start of RL, if the loss has a KL penalty
+    timeline: Timeline = OFF
     report_progress: Callable[[], None] = lambda: None  # called per micro-batch on the last pipeline stage
 
     @property
@@ -52,7 +54,7 @@ class Learner:
 
         for chunk in self.chunks:
             chunk.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.timeline.span("log-probabilities", microbatches=len(microbatches)):
             results = schedule.forward_backward(
                 self.chunks, [batch.inputs for batch in microbatches], collect_logprobs, forward_only=True
             )
@@ -76,9 +78,12 @@ class Learner:
 
         Raises NonFiniteGradient.
         """
-        metrics, logprobs = self.forward_backward(microbatches, proximal, loss, reference)
+        with self.timeline.span("forward and backward", microbatches=len(microbatches)):
+            metrics, logprobs = self.forward_backward(microbatches, proximal, loss, reference)
         rate = self.optimizer.learning_rate
-        return metrics | {"gradient_norm": self.optimizer.step(), "learning_rate": rate}, logprobs
+        with self.timeline.span("optimizer"):
+            gradient_norm = self.optimizer.step()
+        return metrics | {"gradient_norm": gradient_norm, "learning_rate": rate}, logprobs
 
     def forward_backward(
         self,

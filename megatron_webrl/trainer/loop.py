@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core import parallel_state
 from torch import Tensor
@@ -44,10 +45,12 @@ class TrainingContext:
 def train(context: TrainingContext) -> None:
     """Make `trainer.updates` updates, or fewer if an early end is requested; then write a checkpoint."""
     config, coordinator, weight_syncer = context.config, context.coordinator, context.weight_syncer
+    timeline = context.learner.timeline
     one_step_off = config.rollout.mode == "one_step_off"
     weight_syncer.sync(context.version)
     context.evaluation_scheduler.run_before_training(context.version, weight_syncer)
     coordinator.open_job(context.version)
+    started = time.monotonic()
     while context.version < config.trainer.updates:
         groups, wait_seconds = _collect(context)
         if groups is None:
@@ -56,23 +59,29 @@ def train(context: TrainingContext) -> None:
         new = batching.clear_versions_before_restart(groups, coordinator.ticket_epoch.restart_epoch)
         new = batching.shuffled_rewards(new, config, context.version)
         sync_seconds = _sync_before_training(context) if one_step_off else 0.0
-        started = time.monotonic()
-        metrics, mismatch = train_batch(context.learner, context.sequence_packer, config, [*new, *old], context.version)
-        context.replay.add(new, context.version)
-        train_seconds = time.monotonic() - started
+        with timeline.span("train", version=context.version + 1) as training:
+            batch = [*new, *old]
+            metrics, mismatch = train_batch(context.learner, context.sequence_packer, config, batch, context.version)
+            context.replay.add(new, context.version)
         image_wait_seconds = _longest_image_wait(context.sequence_packer)
         context.version += 1
         if not one_step_off:
             sync_seconds = weight_syncer.sync(context.version)
         metrics |= {"replayed": len(old)}
         rollout = rollout_seconds([t for group in groups for t in group.trajectories])
-        seconds = UpdateSeconds(rollout, train_seconds, sync_seconds, wait_seconds, image_wait_seconds)
+        seconds = UpdateSeconds(rollout, training.seconds, sync_seconds, wait_seconds, image_wait_seconds)
         system = weight_syncer.last_transfer_metrics() | memory_metrics(context.sequence_packer.device)
-        coordinator.log_update(UpdateResult(context.version, groups, metrics, mismatch, seconds, system))
-        coordinator.close_update(groups, context.version)
-        coordinator.checkpoint_if_due(context.learner, context.version)
+        finished = time.monotonic()
+        timeline.record("update", started, finished, **_facts(context.version, groups))
+        started = finished
+        with timeline.span("log and account"):
+            coordinator.log_update(UpdateResult(context.version, groups, metrics, mismatch, seconds, system))
+            coordinator.close_update(groups, context.version)
+        with timeline.span("checkpoint"):
+            coordinator.checkpoint_if_due(context.learner, context.version)
         context.evaluation_scheduler.poll_during_training(context.version)
-    coordinator.final_checkpoint(context.learner, context.version)
+    with timeline.span("checkpoint"):
+        coordinator.final_checkpoint(context.learner, context.version)
     context.evaluation_scheduler.run_after_training(context.version, weight_syncer)
     coordinator.end_job(context.version)
 
@@ -90,7 +99,9 @@ def train_batch(
     parts = batching.minibatches(samples, settings.minibatches, seed=config.run.seed + version)
     needs_proximal = settings.epochs * len(parts) > 1 and settings.loss.name != "raft"
     passes = settings.epochs + needs_proximal + (learner.reference is not None)
-    minibatches = sequence_packer.build_all(parts, settings.loss.normalizer, settings.loss.normalizer_constant, passes)
+    normalizer = settings.loss.normalizer, settings.loss.normalizer_constant
+    with learner.timeline.span("pack"):
+        minibatches = sequence_packer.build_all(parts, *normalizer, passes)
     loss = make_objective(settings.loss, parallel_state.get_context_parallel_group())
     reference = learner.compute_reference_logprobs(minibatches)
     proximal: list[list[Tensor] | None] = [
@@ -113,13 +124,18 @@ def train_batch(
 
 def _collect(context: TrainingContext) -> tuple[list[Group] | None, float]:
     """Groups of the next update (None: an early end is requested) and seconds waited. New engines get the weights."""
-    started = time.monotonic()
-    while True:
-        groups = context.coordinator.collect(context.version, context.weight_syncer.has_new_engines)
-        if groups is CollectInterrupt.NEW_ENGINES:
+    with context.learner.timeline.span("wait for groups", version=context.version + 1) as waiting:
+        while True:
+            groups = context.coordinator.collect(context.version, context.weight_syncer.has_new_engines)
+            if groups is not CollectInterrupt.NEW_ENGINES:
+                break
             context.weight_syncer.sync(context.version, new_engines_only=True)
-        else:
-            return None if isinstance(groups, CollectInterrupt) else groups, time.monotonic() - started
+    return None if isinstance(groups, CollectInterrupt) else groups, waiting.seconds
+
+
+def _facts(version: int, groups: Sequence[Group]) -> dict[str, Any]:
+    """What the timeline says of an update."""
+    return {"version": version, "tickets": [(group.trajectories[0].restart_epoch, group.ticket) for group in groups]}
 
 
 def _sync_before_training(context: TrainingContext) -> float:

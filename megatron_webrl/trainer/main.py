@@ -19,6 +19,7 @@ from megatron_webrl.tracking import run_lease
 from megatron_webrl.tracking.events import EventLog
 from megatron_webrl.tracking.latest_checkpoint import fallback_of, find_latest_checkpoint
 from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
+from megatron_webrl.tracking.timeline import Timeline, open_timeline
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
@@ -34,6 +35,7 @@ from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange, make_exchange
 from megatron_webrl.trainer.exchange.node_topology import NodeTopology
 from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
+from megatron_webrl.trainer.images.image_prefetcher import WaitTimer
 from megatron_webrl.trainer.loop import TrainingContext, train
 from megatron_webrl.trainer.warm_start import warm_start
 from megatron_webrl.trainer.weight_sync import WeightSyncer
@@ -48,6 +50,13 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     """Run one trainer rank until the job ends. Attempt 0 starts as run.resume says, others from a checkpoint if any."""
     torchvision_shim.install()
     control.start_heartbeat()
+    with open_timeline(config, control.role, node_ring.node, control.service_clock) as timeline:
+        _run(config, control, rank, node_ring, attempt, timeline)
+
+
+def _run(
+    config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeRing, attempt: int, timeline: Timeline
+) -> None:
     control.report_status("loading the model" if attempt == 0 else f"loading the model, attempt {attempt + 1}")
     is_first = rank.rank == 0
     platform = parallel.initialize(config, rank, control, f"{node_ring.job_id}/{attempt}")
@@ -58,8 +67,9 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     if is_first:
         restore_histories(config.run_folder, state)
     nodes = NodeTopology.all_gather(node_ring.node, config.cluster.nodes)
-    learner = replace(make_learner(config, platform), report_progress=control.report_progress)
-    packer = with_image_prefetcher(make_sequence_packer(config, platform), config, rank.rank)
+    learner = replace(make_learner(config, platform), report_progress=control.report_progress, timeline=timeline)
+    packer = replace(make_sequence_packer(config, platform), wait_timer=WaitTimer(timeline))
+    packer = with_image_prefetcher(packer, config, rank.rank)
     if not config.run.resume and config.trainer.warm_start.demonstrations:
         learner = warm_start(learner, packer, config, control)
     learner = attach_reference_policy(learner, config)  # before a checkpoint replaces the initial weights
@@ -73,7 +83,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     tracker = _make_tracker(config, state) if is_first else None
     resume_point = make_resume_point(control, exchange, state, config.run_folder, is_first)
     control.report_status("waiting for the engines")
-    syncer = WeightSyncer(learner.models, config, control, platform)
+    syncer = WeightSyncer(learner.models, config, control, platform, timeline)
     coordinator = Coordinator(
         config, control, exchange, state, resume_point, tracker,
         on_ready=lambda group: packer.prefetch(training_samples([group], config, 0)), lease=lease, fallback=fallback,

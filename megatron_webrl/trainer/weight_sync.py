@@ -24,6 +24,7 @@ from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of
 from megatron_webrl.model.qwen3_vl.model import Qwen3VL
+from megatron_webrl.tracking.timeline import OFF, Timeline
 from megatron_webrl.trainer.parallel import all_gather_object, broadcast_object
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
@@ -50,8 +51,11 @@ class EngineAnnouncement:
 class WeightSyncer:
     """Sends the model to all engines. Every method but `has_new_engines` is collective over all trainer ranks."""
 
-    def __init__(self, chunks: Sequence[Qwen3VL], config: Config, control: ControlClient, platform: Platform) -> None:
-        self.config, self.control = config, control
+    def __init__(
+        self, chunks: Sequence[Qwen3VL], config: Config, control: ControlClient, platform: Platform,
+        timeline: Timeline = OFF,
+    ) -> None:  # fmt: skip
+        self.config, self.control, self.timeline = config, control, timeline
         self.version = -1  # last sent to all engines
         self.failed_transfers = 0  # so far, counted per engine
         self.failures: TransferFailures = {}  # of the last call of `sync`
@@ -86,7 +90,14 @@ class WeightSyncer:
 
         The first call waits for all. Raises JobFailed if one starts late, all fail MAX_FAILURES times or the job ended.
         """
-        started = time.monotonic()
+        with self.timeline.span("weight exchange", version=version) as span:
+            updated = self._serve(version, new_engines_only)
+        self._count_failures(updated, self.failures)
+        self._record_metrics(version, updated, span.seconds)
+        return span.seconds
+
+    def _serve(self, version: int, new_engines_only: bool) -> list[str]:
+        """Link and send; returns the workers that serve the version, and sets `failures` to those that do not."""
         self.version = self.version if new_engines_only else version
         if self._plan is None:
             self._make_plan(broadcast_object(self._await_engines() if self._rank == 0 else {}))
@@ -102,11 +113,7 @@ class WeightSyncer:
             self.failed_transfers += 1
             if self._rank == 0:
                 log.warning("%s did not get version %d; no more weights until it links again: %s", worker, version, why)
-        seconds = time.monotonic() - started
-        updated = [worker for worker in pending if worker not in failures]
-        self._count_failures(updated, failures)
-        self._record_metrics(version, updated, seconds)
-        return seconds
+        return [worker for worker in pending if worker not in failures]
 
     def last_transfer_metrics(self) -> dict[str, float]:
         """Metrics of the last transfer by their MLflow names."""

@@ -27,6 +27,7 @@ from megatron_webrl.rollout.evaluator import Evaluator, FixedTemperature, run_ev
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
 from megatron_webrl.tracking.episode_store import EpisodeStore, record_files
+from megatron_webrl.tracking.timeline import OFF
 from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
 from tests.farm.servers import browser_of, config_for, server_processes, until
 from tests.job_control import connect, control_service
@@ -173,7 +174,8 @@ async def test_an_episode_that_a_crash_of_the_browser_ends_is_retried_as_in_trai
 async def test_a_result_counts_the_requests_of_its_episode_that_no_recording_answered() -> None:
     played = trajectory(steps=2)
     last = replace(played.steps[-1], not_recorded_requests=3)  # each step has the count of the episode so far
-    runner: Any = SimpleNamespace(task_source=SimpleNamespace(held_out_task=lambda index: played.task))
+    source = SimpleNamespace(held_out_task=lambda index: played.task)
+    runner: Any = SimpleNamespace(task_source=source, timeline=OFF)
     runner.act = AsyncMock(return_value=replace(played, steps=(replace(last, not_recorded_requests=1), last)))
     runner.evaluate = AsyncMock(side_effect=lambda acted, deadline: acted)
     request = EvaluationRequest(1, "during", tasks=1, samples=1, temperature=0.5, version=1)

@@ -19,6 +19,7 @@ from megatron_webrl.config.trainer import WARM_START_TIMEOUT_SECONDS
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine, WeightUpdateError
+from megatron_webrl.tracking.timeline import OFF, Timeline
 from megatron_webrl.weights.engine_map import EngineSizes
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,9 @@ class WeightClient:
     """One engine's side of all weight updates. `poll` blocks at most for one transfer or for joining a link."""
 
     def __init__(
-        self, config: Config, control: ControlClient, engine: VLLMEngine, worker: int, instance_id: str
-    ) -> None:
+        self, config: Config, control: ControlClient, engine: VLLMEngine, worker: int, instance_id: str,
+        timeline: Timeline = OFF,
+    ) -> None:  # fmt: skip
         self.config, self.control, self.engine = config, control, engine
         self._worker, self._instance_id = worker, instance_id  # <role>.<number>
         self._links = 0
@@ -40,6 +42,7 @@ class WeightClient:
         self._parameters: dict[str, int] = {}  # of all ranks, by load path
         self._weights_of: object = None  # the trainer of the engine's weights
         self._waiting_since = time.monotonic()
+        self._timeline = timeline
 
     @property
     def link_id(self) -> str:
@@ -120,6 +123,8 @@ class WeightClient:
             return
         version = offer["version"]
         pause_seconds = await self.engine.update_weights(version, offer["transfer"])
+        now = time.monotonic()
+        self._timeline.record("pause for weights", now - pause_seconds, now, "engine", version=version)
         self._transfer, self._weights_of = offer["transfer"], self._announced_to
         log.info("version %d in place, engine paused for %.3f s", version, pause_seconds)
         applied = {

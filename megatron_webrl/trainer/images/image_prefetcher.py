@@ -15,6 +15,7 @@ import torch
 
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.processor import Processor
+from megatron_webrl.tracking.timeline import OFF, Timeline
 from megatron_webrl.trainer.images.image_workers import ImageJob, ImageWorkerPool
 from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator, aligned_size
 
@@ -30,17 +31,18 @@ class ImagePreparationError(ValueError):
 class WaitTimer:
     """Seconds that the learner waited for pixels."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
+    def __init__(self, timeline: Timeline = OFF) -> None:
+        self._seconds, self._timeline = 0.0, timeline
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Count the time of the block as waiting."""
-        started = time.monotonic()
+        span = self._timeline.span("wait for images")
         try:
-            yield
+            with span:
+                yield
         finally:
-            self._seconds += time.monotonic() - started
+            self._seconds += span.seconds
 
     def pop_seconds(self) -> float:
         """Seconds since the last call."""
