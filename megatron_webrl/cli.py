@@ -33,6 +33,7 @@ from megatron_webrl.monitor.mlflow_command import add_mlflow
 from megatron_webrl.parity.command import add_parity
 from megatron_webrl.slurm.commands import add_node
 from megatron_webrl.status.command import add_status
+from megatron_webrl.status.timeline.command import add_timeline
 from megatron_webrl.system import stack_dump
 from megatron_webrl.system.printable import printable
 from megatron_webrl.system.redaction import configure_logging, redact
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add_browsers(commands)
     add_placement(commands)
     add_status(commands)
+    add_timeline(commands)
     add_monitor(commands)
     add_mlflow(commands)
     add_upload(commands)

@@ -53,7 +53,7 @@ class Timeline:
         """
         return Span(self, name, track, facts)
 
-    def record(self, name: str, started: float, ended: float, track: str = "", **facts: Any) -> None:
+    def record(self, name: str, started: float, ended: float, track: str = "", /, **facts: Any) -> None:
         """Record a span that was measured elsewhere, by time.monotonic()."""
         if self.recording:
             self._spans.append((name, track, round(started * 1e6), round(ended * 1e6), facts))
@@ -143,7 +143,7 @@ class TimelineFiles:
         files = {
             int(found["number"]): path for path, found in timeline_files(self._folder) if found["role"] == self._role
         }
-        for number in sorted(files)[: len(files) - FILES + 1]:
+        for number in sorted(files)[: max(0, len(files) + 1 - FILES)]:
             files[number].unlink(missing_ok=True)
         history = History(self._folder / f"{self._role}.{max(files, default=0) + 1:04d}.jsonl", 0)
         history.append(

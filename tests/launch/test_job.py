@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
 from megatron_webrl.tracking import events
 from tests.launch.whole_jobs import Job, assert_nothing_left
+from tests.status.timeline.finished_jobs import check_timeline
 from tests.terminal import Terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -23,7 +24,7 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     evaluation = [f"evaluation.{setting}" for setting in ("episodes=1", "every=1", "before=true", "after=true")]
     job.start(
         "trainer.tensor_parallel=2", "trainer.warm_start.demonstrations=12", "trainer.minibatches=2",
-        *evaluation, "evaluation.blank_images=true",
+        *evaluation, "evaluation.blank_images=true", "tracking.timeline=true",
     )  # fmt: skip
     assert job.wait(500) == 0, job.output()
     summary = job.summary()
@@ -66,6 +67,7 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     stored = index.search(EpisodeQuery())
     assert dict(stored.facets["kind"]).keys() == {"training", "before", "during", "after", "blank_images"}
     assert dict(stored.facets["disposition"])["trained"] == accounting["trained"]
+    check_timeline(job.run_folder, {"trainer-0", "trainer-1", "rollout-0"})
 
 
 def assert_the_terminal_is_left_in_order(terminal: Terminal, updates: int) -> None:
