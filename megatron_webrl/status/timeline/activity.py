@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megatron_webrl.status.timeline.processes import ProcessTimeline, TimelineSpan
+from megatron_webrl.status.timeline.processes import ProcessTimeline, TimelineSpan, Window, tickets_of
 
 EPISODE_ACTIVITIES = {
     "generate": "generating",
@@ -19,8 +19,6 @@ EPISODE_ACTIVITIES = {
 }
 OTHER = "other"  # of an episode: prompts, lockstep
 
-Window = tuple[float, float]  # from and to, unix seconds
-
 
 class SpanIndex:
     """The spans of a process, found by time."""
@@ -29,6 +27,7 @@ class SpanIndex:
         self.process = process
         self._starts = [span.start for span in process.spans]
         self._longest = max((span.seconds for span in process.spans), default=0.0)
+        self.tickets = tickets_of(process)
         judged = {span.track: span.start for span in process.named("judge")}  # of the last try
         self.acting_ends: dict[tuple[int, int], float] = {}
         """By restart epoch and ticket: when the last episode needs neither engine nor browser any more."""

@@ -19,14 +19,13 @@ from megatron_webrl.status.timeline.activity import (
     EPISODE_ACTIVITIES,
     OTHER,
     SpanIndex,
-    Window,
     WorkerActivity,
     acting_seconds,
     clipped,
     worker_activity,
 )
 from megatron_webrl.status.timeline.estimate import Estimate, RolloutSettings, estimate
-from megatron_webrl.status.timeline.processes import ProcessTimeline, TimelineSpan
+from megatron_webrl.status.timeline.processes import ProcessTimeline, TimelineSpan, Window
 
 WAIT, TRAIN, EXCHANGE = "wait for groups", "train", "weight exchange"
 PARTS = (WAIT, TRAIN, EXCHANGE, "checkpoint", "log and account")
@@ -156,12 +155,11 @@ class UpdateExplainer:
 
     def _last_group(self, update: TimelineSpan, wait: Window | None) -> tuple[LastGroup | None, dict[str, float]]:
         """The group of the update that arrived last; and what the trainer waited for in its episode, in seconds."""
-        tickets = {(epoch, ticket) for epoch, ticket in update.facts["tickets"]}
         arrived = [
             (span.end, index, span)
             for index in self._workers
-            for span in index.process.named("ticket")
-            if (span.facts["epoch"], span.facts["ticket"]) in tickets and span.end <= update.end
+            for epoch, ticket in update.facts["tickets"]
+            if (span := index.tickets.get((epoch, ticket))) is not None and span.end <= update.end
         ]
         if not arrived or wait is None:
             return None, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,9 @@ from megatron_webrl.control.clock import ClockOffset
 from megatron_webrl.system import history
 from megatron_webrl.tracking.timeline import FOLDER, timeline_files
 
+MARGIN_SECONDS = 900.0
 EpisodeKey = tuple[int, int, int]  # restart epoch, ticket, index
+Window = tuple[float, float]  # from and to, unix seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,12 @@ class _Recorded:
     offsets: list[ClockOffset]
 
 
-def read_timeline(folder: Path) -> list[ProcessTimeline]:
-    """The processes of a run, by role and start. Raises ConfigError if the run has no timeline."""
-    recorded = _read_files(folder / FOLDER)
+def read_timeline(folder: Path, role: str = "", window: Window | None = None) -> list[ProcessTimeline]:
+    """The processes of a run, or of a role, by role and start. Raises ConfigError if the run has no timeline.
+
+    `window`: spans that ended MARGIN_SECONDS before it or began as long after it are left out, to save memory.
+    """
+    recorded = _read_files(folder / FOLDER, role, window)
     if not recorded:
         raise ConfigError(f"{folder} has no timeline: start a run with tracking.timeline=true")
     starts: dict[str, float] = {}  # unix time at the zero of a clock, by a process of its machine, or else by another
@@ -71,21 +77,32 @@ def read_timeline(folder: Path) -> list[ProcessTimeline]:
     return [_align(each, starts) for each in recorded]
 
 
-def _read_files(folder: Path) -> list[_Recorded]:
+def _read_files(folder: Path, role: str, window: Window | None) -> list[_Recorded]:
     by_process: dict[tuple[Any, ...], _Recorded] = {}
-    for path, _ in timeline_files(folder):
-        lines = list(history.read(path))
-        if not lines or "role" not in lines[0]:
+    for path, match in timeline_files(folder):
+        if role not in ("", match["role"]):
+            continue
+        lines = history.read(path)
+        header: Mapping[str, Any] = next(lines, {})
+        if "role" not in header:
             continue  # of a process that was killed at its start
-        header = lines[0]
         process = by_process.setdefault(
             (header["role"], header["host"], header["pid"], header["clock"]), _Recorded(header, [], [])
         )
-        for line in lines[1:]:
-            process.spans += line.get("spans", ())
+        first, last = _microseconds(header, window)
+        for line in lines:
+            process.spans += (span for span in line.get("spans", ()) if span[3] > first and span[2] < last)
             if "service" in line:
                 process.offsets.append(ClockOffset(**line["service"]))
     return sorted(by_process.values(), key=lambda each: (_natural(each.header["role"]), each.header["unix"]))
+
+
+def _microseconds(header: Mapping[str, Any], window: Window | None) -> Window:
+    """A window with its margins by the clock of a process, about: by the time of day of its machine."""
+    if window is None:
+        return -math.inf, math.inf
+    zero = header["unix"] - header["monotonic"]
+    return (window[0] - MARGIN_SECONDS - zero) * 1e6, (window[1] + MARGIN_SECONDS - zero) * 1e6
 
 
 def _natural(role: str) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from megatron_webrl.status.timeline.processes import (
     EpisodeKey,
     ProcessTimeline,
     TimelineSpan,
+    Window,
     by_track,
     episodes_of,
     tickets_of,
@@ -29,18 +30,18 @@ _BROWSER_PARTS = {"acting": "action", "settling": "settle", "capturing": "observ
 _FLOW = {"name": "episode", "cat": "episode"}
 
 
-def write_trace(path: Path, processes: Sequence[ProcessTimeline], spans: tuple[float, float] | None = None) -> int:
+def write_trace(path: Path, processes: Sequence[ProcessTimeline], window: Window | None = None) -> int:
     """Write the trace, compressed if the name ends in .gz; returns the number of events. Raises OSError.
 
-    `spans`: from and to, unix seconds: only what overlaps this time.
+    `window`: only what overlaps it.
     """
-    events = trace_events(processes, spans)
+    events = trace_events(processes, window)
     content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
     atomic_file.write_bytes(path, gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content)
     return len(events)
 
 
-def trace_events(processes: Sequence[ProcessTimeline], window: tuple[float, float] | None = None) -> list[Event]:
+def trace_events(processes: Sequence[ProcessTimeline], window: Window | None = None) -> list[Event]:
     """The events of a trace; its time begins with the first span."""
     chosen = [[span for span in process.spans if _overlaps(span, window)] for process in processes]
     zero = min((spans[0].start for spans in chosen if spans), default=0.0)
@@ -54,7 +55,7 @@ def trace_events(processes: Sequence[ProcessTimeline], window: tuple[float, floa
     return events + list(_flows(processes, rows, zero))
 
 
-def _overlaps(span: TimelineSpan, window: tuple[float, float] | None) -> bool:
+def _overlaps(span: TimelineSpan, window: Window | None) -> bool:
     return window is None or (span.end > window[0] and span.start < window[1])
 
 

@@ -94,6 +94,19 @@ def test_a_run_without_a_timeline_is_one_line_that_names_the_setting(tmp_path: P
         read_timeline(tmp_path)
 
 
+def test_a_window_leaves_out_what_is_long_before_and_after_it(tmp_path: Path) -> None:
+    spans = [("step", "", float(second), second + 1.0, {}) for second in range(0, 6000, 100)]
+    write_process(tmp_path, "rollout-1", spans, node=1, ahead=50.0)
+    write_process(tmp_path, "trainer-0", spans)
+    window = UNIX + 3000.0, UNIX + 3010.0
+    found = read_timeline(tmp_path, window=window)
+    assert [each.role for each in found] == ["rollout-1", "trainer-0"]
+    for each in found:
+        starts = [round(span.start - UNIX) for span in each.spans]
+        assert starts == list(range(2100, 4000, 100))
+    assert [each.role for each in read_timeline(tmp_path, role="trainer-0")] == ["trainer-0"]
+
+
 def test_the_outer_of_two_spans_that_start_together_comes_first(tmp_path: Path) -> None:
     write_process(tmp_path, "trainer-0", [("inner", "", 5.0, 6.0, {}), ("outer", "", 5.0, 9.0, {})])
     assert json.dumps([span.name for span in process(tmp_path, "trainer-0").spans]) == '["outer", "inner"]'
