@@ -79,6 +79,7 @@ class RolloutPool:
             pass
         finally:
             measuring.cancel()
+            self.waiting.switch("")
             writes = self.writer.close()
             for task in self._groups:
                 task.cancel()

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 FOLDER = "timeline"
 FILE_BYTES, FILES = 16 * 2**20, 4  # of each process
 UNWRITTEN_SPANS = 200_000  # in memory; while the disk stalls the oldest are lost
-FLUSH_SECONDS, CLOCK_SECONDS = 1.0, 60.0
+FLUSH_SECONDS, CLOCK_SECONDS, CLOSE_SECONDS = 1.0, 60.0, 10.0
 _FILE = re.compile(r"(?P<role>[\w.-]+)\.(?P<number>\d{4,})\.jsonl")
 
 RecordedSpan = tuple[str, str, int, int, dict[str, Any]]  # name, track, start and end in microseconds, facts
@@ -188,8 +188,11 @@ def open_timeline(
         yield timeline
     finally:
         ended.set()
-        thread.join()
-        files.close()
+        thread.join(CLOSE_SECONDS)
+        if thread.is_alive():
+            log.error("the timeline lacks its end: the disk did not take it within %.0f s", CLOSE_SECONDS)
+        else:
+            files.close()
 
 
 def _write_until(ended: threading.Event, files: TimelineFiles, service_clock: Callable[[], ClockOffset | None]) -> None:

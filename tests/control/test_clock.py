@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,20 @@ from megatron_webrl.control.clock import EXCHANGES, ServiceClock, clock_identity
 from tests.control.relay_process import relay_process
 from tests.control.service_process import service_process
 from tests.waiting import until
+
+AHEAD = 5_000_000  # seconds
+ROLE = """
+import dataclasses, json, sys, time
+from pathlib import Path
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.clock import clock_identity
+control = ControlClient(Path(sys.argv[1]), "rollout-0")
+control.start_heartbeat()
+deadline = time.monotonic() + 30
+while control.service_clock() is None and time.monotonic() < deadline:
+    time.sleep(0.05)
+print(json.dumps([clock_identity(), dataclasses.asdict(control.service_clock())]))
+"""
 
 
 def exchange(clock: ServiceClock, now: float, ahead: float, there: float, back: float, held: float = 0.0) -> None:
@@ -93,3 +110,16 @@ def test_a_role_knows_the_clock_of_the_service_directly_and_through_a_relay(tmp_
             assert best.clock == clock_identity()
             assert abs(best.offset) <= best.error < 1.0
             control.close()
+
+
+def test_the_clock_of_a_machine_that_was_started_at_another_time_is_found(tmp_path: Path) -> None:
+    command = ["unshare", "--time", "--fork", f"--monotonic={AHEAD}"]
+    if subprocess.run([*command, "true"], check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs time namespaces")
+    with service_process(tmp_path) as service:
+        role = subprocess.run(
+            [*command, sys.executable, "-c", ROLE, str(service.address)], check=True, stdout=subprocess.PIPE, timeout=60
+        )
+        own, found = json.loads(role.stdout)
+    assert own != found["clock"] == clock_identity()
+    assert abs(found["offset"] + AHEAD) <= found["error"] < 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.launch.whole_jobs import Job
+from tests.status.timeline.finished_jobs import check_timeline
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -23,6 +24,7 @@ def test_each_batch_is_generated_by_one_version_with_the_staleness_of_the_mode(
         f"rollout.stepping={stepping}",
         "rollout.max_staleness=2",  # the default, which the mode replaces
         "trainer.updates=3",
+        "tracking.timeline=true",
     )
     assert job.wait(500) == 0, job.output()
     summary = job.summary()
@@ -38,6 +40,7 @@ def test_each_batch_is_generated_by_one_version_with_the_staleness_of_the_mode(
     accounting = summary["accounting"]
     assert accounting["matches"], accounting
     assert accounting["tokens"]["trained"] > 0
+    check_timeline(job.run_folder, {"trainer-0", "rollout-0"})
     assert job.process is not None
     assert not job.processes()
     assert not job.rings()

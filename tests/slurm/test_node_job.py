@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery, ite
 from megatron_webrl.system import child_process
 from megatron_webrl.tracking import episode_log, summary
 from tests.finished_runs import run_problems
+from tests.status.timeline.finished_jobs import check_timeline
 from tests.tiny_settings import SETTINGS
 from tools.bench import recorded_groups
 
@@ -39,18 +41,20 @@ class NodeJob:
         settings["trainer"] = {**SETTINGS["trainer"], "data_parallel": 2, **trainer}
         rollout = {"engines": 2 // engine_stages, "pipeline_parallel": engine_stages}
         settings["rollout"] = {**SETTINGS["rollout"], **rollout}
-        settings["cluster"], settings["tracking"] = {"nodes": 2}, {"keep_records": True}
+        settings["cluster"], settings["tracking"] = {"nodes": 2}, {"keep_records": True, "timeline": True}
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
         self.config = load_config(folder / "config.yaml")
         self.folder = self.config.run_folder
         (self.folder / "logs").mkdir(parents=True)
         save_config(self.config, self.folder / "config.yaml")
         self.roles: dict[str, Any] = {}
+        self.clock_of_node_1: list[str] = []  # a command that gives its roles a clock of their own
 
     def start(self, name: str, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-m", "megatron_webrl", *arguments, "--config", str(self.folder / "config.yaml")]
         full = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         full.pop("MLFLOW_TRACKING_URI", None)
+        command = [*self.clock_of_node_1, *command] if name.endswith("-1") else command
         self.roles[name] = child_process.start_process(command, self.log(name), full, name)
 
     def start_all(self) -> None:
@@ -174,6 +178,9 @@ def test_an_engine_that_spans_both_nodes_is_restarted_when_its_follower_is_kille
 
 
 def test_a_job_on_two_nodes_trains_on_the_groups_of_both(job: NodeJob) -> None:
+    other_clock = ["unshare", "--time", "--fork", "--kill-child", "--monotonic=100000"]
+    if not subprocess.run([*other_clock, "true"], check=False, stderr=subprocess.DEVNULL).returncode:
+        job.clock_of_node_1 = other_clock
     job.start_all()
     codes = job.wait()
     assert set(codes.values()) == {0}, f"{codes}\n" + job.log("trainer-0").read_text()[-3000:]
@@ -201,6 +208,8 @@ def test_a_job_on_two_nodes_trains_on_the_groups_of_both(job: NodeJob) -> None:
     assert nodes["images_mib"] > nodes["remote_images_mib"] >= 0
     assert nodes["local_fraction"] == pytest.approx(1 - nodes["remote_images_mib"] / nodes["images_mib"])
     assert nodes["other_mib"] > 0
+    second = {"rollout-1", "trainer-1"}
+    check_timeline(job.folder, {"rollout-0", "trainer-0", *second}, second if job.clock_of_node_1 else ())
     index = EpisodeIndex(job.folder)
     index.refresh()
     assert {row["folder"] for row in iterate(index, EpisodeQuery({"disposition": ["trained"]}))} == {

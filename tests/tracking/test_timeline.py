@@ -145,3 +145,16 @@ def test_a_disk_that_fails_ends_the_recording_and_not_the_process(
     timeline.record("step", 1.0, 2.0)
     assert not timeline.take()
     files.close()
+
+
+def test_a_disk_that_stalls_does_not_keep_a_process_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, stalled = Config(), threading.Event()
+    config.run.directory, config.tracking.timeline = str(tmp_path), True
+    monkeypatch.setattr(recorder, "CLOSE_SECONDS", 0.2)
+    with open_timeline(config, "trainer-0", 0, lambda: None) as timeline:
+        monkeypatch.setattr(History, "append", lambda *_: stalled.wait(60))
+        timeline.record("step", 0.0, 1.0)
+    assert "the timeline lacks its end" in caplog.text
+    stalled.set()
