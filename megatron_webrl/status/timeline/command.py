@@ -52,16 +52,16 @@ def _run(options: argparse.Namespace) -> int:
     config, updates = parse_config(folder / "config.yaml"), read_updates(folder)
     trainer = UpdateExplainer(read_timeline(folder, role="trainer-0"), config)
     version = trainer.versions[-1] if options.update is None else options.update
-    window = trainer.window(version)
     everything = options.all or (options.output is not None and options.update is None)
-    processes = read_timeline(folder, window=None if everything else window)
+    processes = read_timeline(folder, window=None if everything else trainer.window(version))
     explainer = UpdateExplainer(processes, config, updates)
     update = explainer.explain(version)
     run = summarise([explainer.explain(each) for each in explainer.versions]) if options.all else None
     events = 0
     if options.output is not None:
         try:
-            events = write_trace(options.output, processes, None if options.update is None else window)
+            window = None if options.update is None else explainer.window(version)
+            events = write_trace(options.output, processes, window)
         except OSError as error:
             raise ConfigError(f"--output={options.output}: {error.strerror or error}") from None
     if options.json:

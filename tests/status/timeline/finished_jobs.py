@@ -58,7 +58,8 @@ def check_timeline(folder: Path, roles: set[str], other_clocks: Collection[str] 
         seconds = update["seconds"]
         for part, name in ((WAIT, "wait"), (TRAIN, "train"), (EXCHANGE, "sync")):
             assert found.parts[part] == pytest.approx(seconds[name], rel=TOLERANCE, abs=0.01), part
-        assert found.pause == pytest.approx(update["extra"]["weights/pause_seconds"], rel=TOLERANCE, abs=0.01)
+        if seconds["sync"]:  # one_step_off sends nothing in the first update
+            assert found.pause == pytest.approx(update["extra"]["weights/pause_seconds"], rel=TOLERANCE, abs=0.01)
         assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=0.01)
         assert sum(found.path.values()) == pytest.approx(found.seconds, rel=0.01)
         assert found.last_group is not None
