@@ -22,6 +22,7 @@ from megatron_webrl.control.exchanger import Exchanger, Reports, no_reports
 from megatron_webrl.control.fact_cache import FactCache
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
+from megatron_webrl.control.viewers import VIEWED
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, STOPPED
 
 POLL_SECONDS = 0.05
@@ -63,6 +64,7 @@ class ControlClient:
         self._lock = threading.Lock()  # of the report
         self._reported: dict[str, Any] = {"sender": self._facts.session}  # fields of each report
         self._progress = 0
+        self._rollouts: Callable[[], str] | None = None  # of a worker
         self._exchanges = threading.Event()
         self._lost: ControlLost | None = None  # of the thread
         self._silent_since: dict[str, float] = {}  # by role, as this client saw it
@@ -94,6 +96,8 @@ class ControlClient:
             report = dict(self._reported)
         if self._progress:
             report["progress"] = f"{os.getpid()}:{self._progress}"
+        if self._rollouts is not None and VIEWED in self._facts and self._facts[VIEWED] is not None:
+            report["rollouts"] = self._rollouts()
         return {self.role: (0.0, report)}
 
     def report_progress(self) -> None:
@@ -116,6 +120,11 @@ class ControlClient:
         """Publish running sums of this role's engine, with the next heartbeat."""
         with self._lock:
             self._reported["load"] = load
+
+    def report_rollouts(self, encode: Callable[[], str]) -> None:
+        """Publish what `encode` returns with each heartbeat while someone looks at the rollouts."""
+        self.get_json(VIEWED)
+        self._rollouts = encode
 
     def role_reports(self) -> dict[str, dict[str, Any]]:
         """What each role last reported (liveness.py). One request."""

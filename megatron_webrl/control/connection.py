@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from megatron_webrl.control.address import ControlAddress
 
@@ -97,6 +98,12 @@ class Connection:
         """The job at a glance. Raises ControlLost."""
         with self._lock:
             return self._request("GET", "/status", None, 0.0, seconds)
+
+    def rollouts(self, episodes: Sequence[str], seconds: float | None = None) -> dict[str, Any]:
+        """What each rollout does; workers write these episodes to files for a while. Raises ControlLost."""
+        query = urlencode([("episode", each) for each in episodes])
+        with self._lock:
+            return self._request("GET", f"/rollouts?{query}", None, 0.0, seconds)
 
     def close(self) -> None:
         """Close the socket; a later request opens another one."""

@@ -22,6 +22,7 @@ class RoleReport:
     progress_at: float = 0.0  # when it last changed
     status: str = ""  # status line
     load: dict[str, Any] = field(default_factory=dict)  # running sums of an engine
+    rollouts: str = ""  # of a worker while someone looks (tracking/rollout_table.py)
     sender: str = ""  # name of the process's session
     cleared: bool = False  # its supervisor restarts it: not lost before its next heartbeat
 
@@ -47,6 +48,7 @@ class Liveness:
         if (progress := fields.get("progress", known.progress)) != known.progress:
             known.progress, known.progress_at = progress, heard_at
         known.status, known.load = fields.get("status", known.status), fields.get("load", known.load)
+        known.rollouts = fields.get("rollouts", "")
 
     def clear(self, role: str) -> None:
         """A supervisor restarts a role."""
@@ -63,6 +65,14 @@ class Liveness:
                 known.progress_at = min(now, known.progress_at + paused)
         return {
             role: known.cleared for role, known in self.roles.items() if now - known.heard_at > self.timeout_seconds
+        }
+
+    def rollouts(self, now: float) -> dict[str, tuple[float, str]]:
+        """By worker that is alive: the age of its report in seconds, and its rollouts; no worker that reports none."""
+        return {
+            role: (round(now - known.heard_at, 3), known.rollouts)
+            for role, known in self.roles.items()
+            if known.rollouts and not known.cleared and now - known.heard_at <= self.timeout_seconds
         }
 
     def to_json(self, now: float) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@
     POST /exchange   heartbeats and reports of roles; waits until one of the facts that the sender subscribes to changes
     GET  /job        what does not change of the job
     GET  /status     the whole job at a glance
+    GET  /rollouts   what each rollout does; for this, workers report them while someone asks (viewers.py)
 
 Every reply to a POST carries what has changed of the facts that the sender's session subscribes to
 (subscriptions.py), so that a role which has claimed a ticket knows all facts from before the claim. On a cluster the
@@ -31,6 +32,7 @@ from megatron_webrl.control.journal import Journal, restore
 from megatron_webrl.control.liveness import Liveness
 from megatron_webrl.control.state import QUERIES, TICKETS, JobState
 from megatron_webrl.control.subscriptions import Body, Handler, Subscriptions, json_app, wait_seconds
+from megatron_webrl.control.viewers import VIEWED, Viewers
 from megatron_webrl.service.connections import ConnectionLimits
 from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server
 from megatron_webrl.service.json_bodies import encoded
@@ -56,6 +58,8 @@ class ControlService:
         self._starts: int = state.apply("service", number, [command])[0]
         journal.append("service", number, [command], state)
         self._silent: dict[str, bool] = {}  # whether it was cleared, by silent role
+        self._viewers = Viewers()
+        self._viewed: dict[str, Any] | None = None  # value of VIEWED
         self._subscriptions = Subscriptions(self._read)
         self._free_slots: defaultdict[str, asyncio.Condition] = defaultdict(asyncio.Condition)  # by counter
         self.handlers: dict[str, Handler] = {
@@ -64,6 +68,7 @@ class ControlService:
             "POST /exchange": self._exchange,
             "GET /job": self._job,
             "GET /status": self._status,
+            "GET /rollouts": self._rollouts,
         }
 
     async def run(self, seconds: float | None) -> None:
@@ -143,6 +148,12 @@ class ControlService:
             }
         )
 
+    async def _rollouts(self, body: None, request: Request) -> bytes:
+        now = time.monotonic()
+        self._viewers.look(now, request.query_params.getlist("episode"))
+        self._watch(now)
+        return encoded({"job_id": self.job_id, "workers": self.liveness.rollouts(now)})
+
     # -- state ------------------------------------------------------------------------------------
 
     async def _apply(self, stream: str, number: int, commands: Any) -> list[Any]:
@@ -162,18 +173,21 @@ class ControlService:
         return replies
 
     def _watch(self, now: float) -> None:
-        """Publish which roles are silent, and forget sessions that have ended."""
+        """Publish which roles are silent and what is looked at, and forget sessions that have ended."""
         before, self._silent = self._silent, self.liveness.silent_roles(now)
         for role in before.keys() | self._silent.keys():
             if before.get(role) != self._silent.get(role):
                 self._subscriptions.publish(f"silent/{role}")
+        viewed, self._viewed = self._viewed, self._viewers.fact(now)
+        if viewed != self._viewed:
+            self._subscriptions.publish(VIEWED)
         self._subscriptions.forget_old(now)
 
     def _read(self, key: str) -> tuple[int, Any]:
         revision = self._starts * MAX_CHANGES + self._subscriptions.number
         if key.startswith("silent/"):
             return revision, self._silent.get(key.removeprefix("silent/"))
-        return revision, self.state.facts.get(key)
+        return revision, self._viewed if key == VIEWED else self.state.facts.get(key)
 
 
 def serve(

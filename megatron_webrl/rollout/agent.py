@@ -21,6 +21,8 @@ from megatron_webrl.rollout.responses import memory_characters
 from megatron_webrl.rollout.stepping import EpisodeStepper, FreeStepping
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.system.clock import steady_time
+from megatron_webrl.tracking import rollout_table
+from megatron_webrl.tracking.rollout_table import LiveRollout
 from megatron_webrl.tracking.timeline import NO_TRACK, Span, Track
 from megatron_webrl.types import Observation, Step, Task, Trajectory
 
@@ -43,24 +45,36 @@ async def run_episode(
     generator: Generator, session: RemoteSession, processor: Processor, task: Task, settings: RolloutConfig,
     *, ticket: int, index: int, group_size: int, restart_epoch: int, toolset: Toolset = COORDINATE_TOOLSET,
     deadline: Deadline | None = None, stepper: EpisodeStepper | None = None, max_go_backs: int = 0,
-    track: Track = NO_TRACK,
+    live: LiveRollout | None = None, track: Track = NO_TRACK,
 ) -> Trajectory:  # fmt: skip
     """Run `task` in a fresh session with the actions of `toolset`; returns the trajectory without outcome and verdict.
 
     `deadline` may end it early; `stepper` delays generations; `max_go_backs`: consecutive go_back actions on the start
-    page that end it, 0: none do; `track`: of the timeline. A fault of engine or browser, a context overflow or a
-    timeout does not raise: the trajectory keeps the steps so far, and its end_reason names the fault.
+    page that end it, 0: none do; `live` shows its state, `track` is its row of the timeline. A fault of engine or
+    browser, a context overflow or a timeout does not raise: the trajectory keeps the steps so far, and its end_reason
+    names the fault.
     """
     started = time.monotonic()
     context = make_context(processor, settings.context, settings.max_model_len - settings.max_new_tokens, toolset)
     episode = _Episode(context, instruction=task.instruction or "")
     deadline, stepper = deadline or Deadline(settings.episode_timeout_seconds), stepper or FreeStepping()
-    scope = None
+    scope, live = None, live or LiveRollout(task)
+
+    def trajectory(end_reason: str) -> Trajectory:
+        return Trajectory(
+            ticket=ticket, index=index, group_size=group_size, restart_epoch=restart_epoch,
+            task=task, instruction=episode.instruction, steps=tuple(episode.steps),
+            images=tuple(episode.context.screenshots), reward=0.0, outcome=end_reason,
+            end_reason=end_reason, page_reward=episode.reward, temperature=settings.temperature,
+            seconds=time.monotonic() - started, finished_at=steady_time(),
+        )  # fmt: skip
+
+    live.episode_so_far = lambda: trajectory("")
     try:
         async with deadline.scope(deadline.timeout_seconds) as scope:
             end_reason = await _run_steps(
                 episode, generator, session, processor, task, toolset, settings.operation_timeout_seconds, stepper,
-                max_go_backs, settings.lenient_actions, track,
+                max_go_backs, settings.lenient_actions, live, track,
             )  # fmt: skip
     except TimeoutError:
         if scope is None or not scope.expired():
@@ -69,37 +83,37 @@ async def run_episode(
     except (BrowserError, ContextOverflow, GenerationError) as error:
         end_reason = "engine_error" if isinstance(error, GenerationError) else error.outcome
         log.warning("episode %d of ticket %d, %s, is masked as %s: %s", index, ticket, task.id, end_reason, error)
-    return Trajectory(
-        ticket=ticket, index=index, group_size=group_size, restart_epoch=restart_epoch,
-        task=task, instruction=episode.instruction, steps=tuple(episode.steps),
-        images=tuple(episode.context.screenshots), reward=0.0, outcome=end_reason,
-        end_reason=end_reason, page_reward=episode.reward, temperature=settings.temperature,
-        seconds=time.monotonic() - started, finished_at=steady_time(),
-    )  # fmt: skip
+    return trajectory(end_reason)
 
 
 async def _run_steps(
     episode: _Episode, generator: Generator, session: RemoteSession, processor: Processor, task: Task, toolset: Toolset,
-    timeout_seconds: float, stepper: EpisodeStepper, max_go_backs: int, lenient: bool, track: Track,
+    timeout_seconds: float, stepper: EpisodeStepper, max_go_backs: int, lenient: bool, live: LiveRollout, track: Track,
 ) -> str:  # fmt: skip
     """Observe, generate and act until page, agent or a limit end the episode; returns the end reason."""
+    live.set(rollout_table.NAVIGATING)
     with track.span("reset") as resetting:
         observation = await session.reset(task)
         _add_seconds(resetting, observation)
+    live.set(rollout_table.OBSERVING)
     start_url, go_backs = observation.url, 0
     episode.instruction = observation.instruction or episode.instruction
     episode.context.start_episode(episode.instruction, observation)
     for _ in range(task.max_steps):
         prompt = episode.context.build_prompt()
+        live.set(rollout_table.WAITING_FOR_STEP)
         async with stepper.generation_phase():
+            live.set(rollout_table.WAITING_FOR_MODEL)
             with track.span("generate", step=len(episode.steps) + 1) as generating:
                 generation = await _generate(generator, session, prompt, episode.context, timeout_seconds)
                 generating.facts["tokens"] = len(generation.response_token_ids)
+            live.set(rollout_table.WAITING_FOR_STEP)
         with track.span("act", step=len(episode.steps) + 1) as acting:
             call = _parse(generation, processor, toolset, lenient)
             action, error = call.action, call.format_error
             before = observation
             if action is not None:
+                live.set(rollout_table.ACTING)
                 observation = await session.step(action)
                 acting.facts["kind"] = action.kind
                 _add_seconds(acting, observation)
@@ -107,6 +121,7 @@ async def _run_steps(
         changed = action is not None and observation.page_changed
         step = _step(prompt, generation, call, before, changed, seconds)
         episode.steps.append(replace(step, not_recorded_requests=observation.not_recorded_requests))
+        live.end_step(generation.versions.tolist())
         episode.context.add_step(generation, action, error, observation)
         episode.reward = observation.reward
         if observation.done:

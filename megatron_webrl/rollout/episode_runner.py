@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.config.rollout import RolloutConfig
@@ -26,6 +26,9 @@ from megatron_webrl.sampling.states import SamplerStateReader
 from megatron_webrl.system.clock import steady_time
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.source import TaskSource
+from megatron_webrl.tracking import rollout_table
+from megatron_webrl.tracking.episode_store import TRAINING
+from megatron_webrl.tracking.rollout_table import LiveRollout, RolloutTable
 from megatron_webrl.tracking.timeline import NO_TRACK, OFF, Timeline, Track
 from megatron_webrl.types import FAULT_OUTCOMES, Task, Trajectory
 
@@ -68,6 +71,7 @@ class EpisodeRunner:
     stepping: SteppingMode
     evaluator: EpisodeEvaluator
     sampler_states: SamplerStateReader | None = None  # None: no training tickets are run
+    live: RolloutTable = field(default_factory=RolloutTable)
     timeline: Timeline = OFF
 
     @classmethod
@@ -89,7 +93,7 @@ class EpisodeRunner:
                 rollout = config.rollout
                 lockstep = rollout.stepping == "lockstep"
                 stepping: SteppingMode = Lockstep(rollout.operation_timeout_seconds) if lockstep else FreeStepping()
-                yield cls(config, source, browsers, processor, stepping, evaluator, states, timeline)
+                yield cls(config, source, browsers, processor, stepping, evaluator, states, timeline=timeline)
         finally:
             source.close()
 
@@ -106,23 +110,25 @@ class EpisodeRunner:
         rollout = self.config.rollout
         deadline = deadline or Deadline(rollout.episode_timeout_seconds)
         labels = EpisodeLabels(ticket, index, rollout.group_size, restart_epoch)
+        live = self.live.open(TRAINING, ticket, index, rollout.group_size, task)
         track = Track(self.timeline, f"episode {ticket}.{index}")
         with track.span("episode", ticket=ticket, index=index, epoch=restart_epoch) as span:
             trajectory = await self.act(
-                generator, task, labels, rollout, deadline, self.stepping, rollout.max_go_backs, track
+                generator, task, labels, rollout, deadline, self.stepping, rollout.max_go_backs, live, track
             )
             on_acted()
             with track.span("judge"):
-                trajectory = await self.evaluate(trajectory, deadline)
+                trajectory = await self.evaluate(trajectory, deadline, live)
             span.facts["outcome"] = trajectory.outcome
         return trajectory
 
     async def act(
         self, generator: Generator, task: Task, labels: EpisodeLabels, rollout: RolloutConfig, deadline: Deadline,
-        stepping: SteppingMode, max_go_backs: int, track: Track = NO_TRACK,
+        stepping: SteppingMode, max_go_backs: int, live: LiveRollout, track: Track = NO_TRACK,
     ) -> Trajectory:  # fmt: skip
         """Run the agent in a session of its own; returns the trajectory without a verdict. Faults do not raise."""
         started, scope = time.monotonic(), None
+        live.start_try()
         try:
             async with AsyncExitStack() as stack:
                 async with deadline.scope(None) as scope:  # the browser client has its own limit
@@ -132,7 +138,7 @@ class EpisodeRunner:
                 return await run_episode(
                     generator, session, self.processor, task, rollout, **asdict(labels),
                     toolset=Toolset.from_config(self.config.browser), deadline=deadline, stepper=stepper,
-                    max_go_backs=max_go_backs, track=track,
+                    max_go_backs=max_go_backs, live=live, track=track,
                 )  # fmt: skip
         except BrowserError as error:
             log.warning("episode %d of ticket %d got no browser: %s", labels.index, labels.ticket, error)
@@ -147,8 +153,14 @@ class EpisodeRunner:
             seconds=time.monotonic() - started, finished_at=steady_time(),
         )  # fmt: skip
 
-    async def evaluate(self, trajectory: Trajectory, deadline: Deadline) -> Trajectory:
+    async def evaluate(self, trajectory: Trajectory, deadline: Deadline, live: LiveRollout) -> Trajectory:
         """The trajectory with its verdict; `deadline` ends it early, as masked. Raises BudgetSpent."""
+        live.set(rollout_table.JUDGING)
+        evaluated = await self._evaluate(trajectory, deadline)
+        live.finish(evaluated.outcome)
+        return evaluated
+
+    async def _evaluate(self, trajectory: Trajectory, deadline: Deadline) -> Trajectory:
         scope = None
         try:
             async with deadline.scope(None) as scope:  # evaluators have their own limit

@@ -28,6 +28,7 @@ from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner, 
 from megatron_webrl.rollout.generator import Generation, Generator
 from megatron_webrl.rollout.stepping import FreeStepping
 from megatron_webrl.tracking.episode_store import EpisodeStore
+from megatron_webrl.tracking.running_episodes import RunningEpisodes
 from megatron_webrl.tracking.timeline import Track
 from megatron_webrl.types import Trajectory
 
@@ -80,13 +81,14 @@ async def run_evaluation_episode(
     task, started = runner.task_source.held_out_task(index), time.monotonic()
     rollout = replace(config.rollout, temperature=request.temperature)
     labels, deadline = EpisodeLabels(index, sample, request.samples, 0), Deadline(rollout.episode_timeout_seconds)
+    live = runner.live.open(request.kind, index, sample, request.samples, task)
     track = Track(runner.timeline, f"evaluation {index}.{sample}")
     trajectory = await run_with_retries(
-        lambda: runner.act(generator, task, labels, rollout, deadline, FreeStepping(), max_go_backs=0, track=track),
+        lambda: runner.act(generator, task, labels, rollout, deadline, FreeStepping(), 0, live, track),
         rollout.retries,
         f"sample {sample} of held-out task {index}",
     )
-    trajectory = await runner.evaluate(trajectory, deadline)
+    trajectory = await runner.evaluate(trajectory, deadline, live)
     trajectory = replace(trajectory, worker=instance_id)
     return _result(trajectory, time.monotonic() - started), trajectory
 
@@ -186,6 +188,9 @@ class Evaluator:
         else:
             await asyncio.to_thread(evaluation_queue.submit_result, self.control, request, result, episode)
             await asyncio.to_thread(self.store.add, [trajectory], request.kind)
+        finally:
+            index, sample = request.task_and_sample(episode)
+            self.episode_runner.live.close(request.kind, index, sample)
 
     def _raise_failed(self) -> None:
         for task in [task for task in self._running if task.done()]:
@@ -200,6 +205,7 @@ async def run_evaluation_worker(config: Config, control: ControlClient, engine: 
     async with EpisodeRunner.open(config, engine.processor, control.role, meter) as runner:
         store = EpisodeStore.of_worker(config, control.role)
         evaluator = Evaluator(config, control, engine, runner, store, instance_id)
+        running_episodes = RunningEpisodes(config, control, runner.live)
         try:
             while True:
                 control.check_job()
@@ -209,8 +215,10 @@ async def run_evaluation_worker(config: Config, control: ControlClient, engine: 
                     # After that a failure of the worker is no configuration error: its supervisor restarts it.
                     control.put_json(f"weights/applied/{control.role}", {"version": request.version})
                 evaluator.poll()
+                running_episodes.poll()
                 control.report_status(f"ready{evaluator.status()}")
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             await evaluator.close()
+            await running_episodes.close()
             store.close()

@@ -23,8 +23,9 @@ from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.group_run import GroupRun
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.rollout.trajectory_writer import TrajectoryWriter
-from megatron_webrl.tracking.episode_store import EpisodeStore
+from megatron_webrl.tracking.episode_store import TRAINING, EpisodeStore
 from megatron_webrl.tracking.process_memory import PeakMemory
+from megatron_webrl.tracking.running_episodes import RunningEpisodes
 from megatron_webrl.tracking.timeline import Track
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class RolloutPool:
         self.claims = TicketClaims(self.control, self.config.rollout.engines)
         self.writer = TrajectoryWriter(self.ring)
         self.waiting = Track(self.episode_runner.timeline, "worker")
+        self.running_episodes = RunningEpisodes(self.config, self.control, self.episode_runner.live)
 
     async def run(self) -> None:
         """Run groups until the job ends; then cancel unfinished groups and report the final counts."""
@@ -84,6 +86,7 @@ class RolloutPool:
             for task in self._groups:
                 task.cancel()
             await asyncio.gather(self.evaluator.close(), *self._groups, *writes, return_exceptions=True)
+            await self.running_episodes.close()
         self._report_final_counts()
 
     @property
@@ -110,10 +113,13 @@ class RolloutPool:
 
     async def _run_group(self, slot: int, group: GroupRun) -> None:
         track = Track(self.episode_runner.timeline, f"ticket {group.ticket}")
-        with track.span("ticket", ticket=group.ticket, epoch=group.restart_epoch):
-            trajectories = [replace(each, worker=self.instance_id) for each in await group.run()]
-            with track.span("write to ring"):
-                await self.writer.write(trajectories)
+        try:
+            with track.span("ticket", ticket=group.ticket, epoch=group.restart_epoch):
+                trajectories = [replace(each, worker=self.instance_id) for each in await group.run()]
+                with track.span("write to ring"):
+                    await self.writer.write(trajectories)
+        finally:
+            self.episode_runner.live.close(TRAINING, group.ticket)
         await asyncio.to_thread(self.control.close_slot, slot)  # an outage of the control service delays no other group
         await asyncio.to_thread(self.store.add, trajectories)
 
@@ -174,6 +180,7 @@ class RolloutPool:
 
     def _report(self) -> None:
         self.control.report_status(self._status())
+        self.running_episodes.poll()
         memory = {"gib": self._memory.gib, "peak_gib": self._memory.peak_gib}
         self.control.report_load({"instance_id": self.instance_id} | self._load.totals() | memory)
 

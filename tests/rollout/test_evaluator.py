@@ -27,6 +27,7 @@ from megatron_webrl.rollout.evaluator import Evaluator, FixedTemperature, run_ev
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
 from megatron_webrl.tracking.episode_store import EpisodeStore, record_files
+from megatron_webrl.tracking.rollout_table import RolloutTable
 from megatron_webrl.tracking.timeline import OFF
 from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
 from tests.farm.servers import browser_of, config_for, server_processes, until
@@ -175,9 +176,9 @@ async def test_a_result_counts_the_requests_of_its_episode_that_no_recording_ans
     played = trajectory(steps=2)
     last = replace(played.steps[-1], not_recorded_requests=3)  # each step has the count of the episode so far
     source = SimpleNamespace(held_out_task=lambda index: played.task)
-    runner: Any = SimpleNamespace(task_source=source, timeline=OFF)
+    runner: Any = SimpleNamespace(task_source=source, live=RolloutTable(), timeline=OFF)
     runner.act = AsyncMock(return_value=replace(played, steps=(replace(last, not_recorded_requests=1), last)))
-    runner.evaluate = AsyncMock(side_effect=lambda acted, deadline: acted)
+    runner.evaluate = AsyncMock(side_effect=lambda acted, deadline, live: acted)
     request = EvaluationRequest(1, "during", tasks=1, samples=1, temperature=0.5, version=1)
     found, _ = await run_evaluation_episode(Config(), runner, AsyncMock(), request, 0, "rollout-0.1")
     assert found.not_recorded_requests == 3

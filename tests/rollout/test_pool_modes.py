@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,12 +18,14 @@ import pytest_asyncio
 
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.control.connection import Connection
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory
+from megatron_webrl.ring.record_file import read_record_file
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.engine.weight_client import WeightClient
@@ -32,6 +35,8 @@ from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.tracking.episode_store import EpisodeStore
+from megatron_webrl.tracking.rollout_table import CHANGING, FIXED, STATES
+from megatron_webrl.tracking.running_episodes import running_file
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource
@@ -372,10 +377,33 @@ async def test_a_browser_acts_while_others_generate_except_in_lockstep(
         if stepping == "lockstep":
             assert engine.answered.total() == 1
             assert delayed == [0, 0]  # no episode has requested a second response
+            await _check_live_view(job)
         engine.released.set()
         await job.until(lambda: job.pools[0].writer.written_episodes == 2)
     assert engine.answered.total() == 4
     assert job.account()["matches"]
+
+
+async def _check_live_view(job: Job) -> None:
+    """A viewer sees one rollout wait for the model, the other for the step; without viewers nothing is reported."""
+    viewer = Connection(job.address, "viewer")
+
+    def rows(*episodes: str) -> dict[str, dict[str, Any]]:
+        workers = viewer.rollouts(episodes)["workers"]
+        found = json.loads(workers["rollout-0"][1])[1] if workers else []
+        return {row[0]: dict(zip(FIXED + CHANGING, row, strict=True)) for row in found}
+
+    assert not rows()
+    await job.until(rows)
+    found = {key: STATES[row["state"]] for key, row in rows().items()}
+    assert sorted(found) == ["training-0-0", "training-0-1"]
+    assert sorted(found.values()) == ["waiting for model", "waiting for step"]
+    assert {(row["step"], row["limit"], row["tries"], row["version"]) for row in rows().values()} == {(0, 3, 1, None)}
+    path = running_file(job.config.run_folder, "rollout-0", "training-0-1")
+    await job.until(lambda: (rows("rollout-0/training-0-1"), path.is_file())[1])
+    episode = decode_trajectory(next(read_record_file(path)))
+    assert (episode.index, episode.steps, len(episode.images), episode.end_reason) == (1, (), 1, "")
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 async def test_a_worker_waits_for_the_weights_of_a_restarted_trainer_and_runs_its_tickets(
