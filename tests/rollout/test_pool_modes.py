@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -18,14 +17,12 @@ import pytest_asyncio
 
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.control.connection import Connection
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record_file
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.engine.weight_client import WeightClient
@@ -35,8 +32,6 @@ from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.tracking.episode_store import EpisodeStore
-from megatron_webrl.tracking.rollout_table import CHANGING, FIXED, STATES
-from megatron_webrl.tracking.running_episodes import running_file
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource
@@ -44,6 +39,7 @@ from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
 from megatron_webrl.types import BUDGET_SPENT
 from tests.job_control import connect, control_service
 from tests.rollout.held_evaluator import HeldEvaluator
+from tests.rollout.watched_rollouts import check_waiting_rollouts
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Place = tuple[Path, Ring]  # address file and ring of a job
@@ -227,8 +223,7 @@ async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_ol
         )
         await job.until(lambda: engine.asking == 0)
     account = job.account()
-    assert account["matches"]
-    assert account["finished"] == 4
+    assert (account["matches"], account["finished"]) == (True, 4)
 
 
 async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(
@@ -375,35 +370,12 @@ async def test_a_browser_acts_while_others_generate_except_in_lockstep(
         job.open(limit=1)
         await job.until(lambda: engine.answered.total() >= (2 if stepping == "free" else 1))
         if stepping == "lockstep":
-            assert engine.answered.total() == 1
-            assert delayed == [0, 0]  # no episode has requested a second response
-            await _check_live_view(job)
+            assert (engine.answered.total(), delayed) == (1, [0, 0])  # no episode has requested a second response
+            await check_waiting_rollouts(place[0], job.config.run_folder, job.until)
         engine.released.set()
         await job.until(lambda: job.pools[0].writer.written_episodes == 2)
     assert engine.answered.total() == 4
     assert job.account()["matches"]
-
-
-async def _check_live_view(job: Job) -> None:
-    """A viewer sees one rollout wait for the model, the other for the step; without viewers nothing is reported."""
-    viewer = Connection(job.address, "viewer")
-
-    def rows(*episodes: str) -> dict[str, dict[str, Any]]:
-        workers = viewer.rollouts(episodes)["workers"]
-        found = json.loads(workers["rollout-0"][1])[1] if workers else []
-        return {row[0]: dict(zip(FIXED + CHANGING, row, strict=True)) for row in found}
-
-    assert not rows()
-    await job.until(rows)
-    found = {key: STATES[row["state"]] for key, row in rows().items()}
-    assert sorted(found) == ["training-0-0", "training-0-1"]
-    assert sorted(found.values()) == ["waiting for model", "waiting for step"]
-    assert {(row["step"], row["limit"], row["tries"], row["version"]) for row in rows().values()} == {(0, 3, 1, None)}
-    path = running_file(job.config.run_folder, "rollout-0", "training-0-1")
-    await job.until(lambda: (rows("rollout-0/training-0-1"), path.is_file())[1])
-    episode = decode_trajectory(next(read_record_file(path)))
-    assert (episode.index, episode.steps, len(episode.images), episode.end_reason) == (1, (), 1, "")
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 async def test_a_worker_waits_for_the_weights_of_a_restarted_trainer_and_runs_its_tickets(
