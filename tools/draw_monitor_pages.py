@@ -1,25 +1,35 @@
 """Take the pictures of docs/monitor.md: the pages of a run in Chromium, light and dark, wide and narrow.
 
 python -m tools.draw_monitor_pages RUN OTHER_RUN [--out docs/images]
+
+The rollouts are 1,280 simulated ones (tools/bench/monitor/live_rollouts.py): a run that has ended has none.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import secrets
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from playwright.async_api import Page, async_playwright
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.monitor.access import MonitorAccess
+from megatron_webrl.monitor.episode_view import TokenTexts
+from megatron_webrl.monitor.live_view import LiveRollouts
 from megatron_webrl.monitor.run_set import RunSet
 from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server
 from megatron_webrl.status.report import find_run
+from tests.control.service_process import service_process
+from tools.bench.monitor.live_rollouts import ROLLOUTS, simulate
 
+SIMULATED_WORKERS, SIMULATED_SECONDS = 32, 45.0  # before the pictures, for the history
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 800}
 PICTURES = (
     ("run", "#/", WIDE, "light"),
@@ -30,12 +40,33 @@ PICTURES = (
     ("group", "#/group/{failure}", WIDE, "light"),
     ("compare", "#/compare", WIDE, "light"),
     ("compare_phone", "#/compare?x=hours", NARROW, "dark"),
+    ("rollouts", "#/rollouts?by=group", WIDE, "light"),
+    ("rollouts_dark", "#/rollouts?by=state", WIDE, "dark"),
+    ("rollouts_phone", "#/rollouts", NARROW, "dark"),
 )
 
 
-async def take_pictures(folders: Sequence[Path], out: Path) -> None:
-    """Write monitor_NAME.png for each of PICTURES. The episode shown is the newest failure of a training group."""
+@contextmanager
+def simulated_job() -> Iterator[Path]:
+    """The folder of a job whose rollouts change their states."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as name, service_process(Path(name), 60.0) as service:
+        stop = context.Event()
+        simulation = context.Process(target=simulate, args=(stop, service.address, SIMULATED_WORKERS), daemon=True)
+        simulation.start()
+        yield Path(name)
+        stop.set()
+        simulation.join()
+
+
+async def take_pictures(folders: Sequence[Path], job: Path, out: Path) -> None:
+    """Write monitor_NAME.png for each of PICTURES. The episode shown is the newest failure of a training group.
+
+    `job`: the folder of the job whose rollouts are shown.
+    """
     runs, token = RunSet(folders), secrets.token_urlsafe(24)
+    pages = next(iter(runs.pages.values()))
+    pages.live = LiveRollouts(job, TokenTexts(Path(pages.config.model.path)))
     runs.refresh()
     listener = Listener(ListenAddress("127.0.0.1", 0))
     async with (
@@ -50,7 +81,12 @@ async def take_pictures(folders: Sequence[Path], out: Path) -> None:
             await _go(page, "#/episodes?kind=training&outcome=failure")
             link = await page.locator(".rows a").first.get_attribute("href")
             await _go(page, place.format(failure=(link or "").rpartition("/")[2]))
-            await page.wait_for_load_state("networkidle")
+            if "rollouts" in name:
+                await page.get_by_text(f"{SIMULATED_WORKERS * ROLLOUTS:,} rollouts shown").wait_for()
+                await page.locator(".wall").focus()
+                await page.wait_for_timeout(1000 * (SIMULATED_SECONDS if name == "rollouts" else 2))
+            else:
+                await page.wait_for_load_state("networkidle")
             await page.screenshot(path=out / f"monitor_{name}.png")
             await context.close()
         await browser.close()
@@ -67,7 +103,8 @@ def main() -> int:
     parser.add_argument("of", metavar="RUN", nargs="+", help="folder of a run, or the name of a run in runs/")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="FOLDER", help="default: docs/images")
     options = parser.parse_args()
-    asyncio.run(take_pictures([find_run(each) for each in options.of], options.out))
+    with simulated_job() as job:
+        asyncio.run(take_pictures([find_run(each) for each in options.of], job, options.out))
     return 0
 
 

@@ -10,6 +10,8 @@ GET /api/episodes/ID                 one episode
 GET /api/episodes/ID/images/N        its screenshot N
 GET /api/episodes/ID/page            it as one HTML file
 GET /api/episodes/ID/related         rows of its group, and of all episodes of its task
+
+live_view.py has those of the rollouts of a running job.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from megatron_webrl.evaluation.result_files import read_evaluations
 from megatron_webrl.monitor.dataset import write_dataset
 from megatron_webrl.monitor.episode_index import FACETS, RANGES, EpisodeIndex, EpisodeQuery, QueryError, iterate
 from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
+from megatron_webrl.monitor.live_view import LiveRollouts
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record
@@ -63,6 +66,7 @@ class RunPages:
         self.config = read_config(folder)
         self.index = EpisodeIndex(folder)
         self._texts = TokenTexts(Path(self.config.model.path))
+        self.live = LiveRollouts(folder, self._texts)
         self._updates = summary.tail_updates(folder)
         self._update_lines: dict[int, dict[str, Any]] = {}  # by version
         self._read = lru_cache(maxsize=8)(self._read_episode)
@@ -85,6 +89,7 @@ class RunPages:
             Route("/api/episodes/{id:int}/related", answers(self.related)),
             Route("/api/episodes/{id:int}/images/{number:int}", self.image),
             Route("/api/episodes/{id:int}/page", self.page),
+            *self.live.routes(),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: error_answer})
 

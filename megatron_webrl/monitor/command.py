@@ -36,6 +36,12 @@ def add_monitor(commands: Any) -> None:
     monitor.add_argument(
         "--token-file", type=Path, metavar="FILE", help=f"file with the token (default: {TOKEN_VARIABLE}, else random)"
     )
+    monitor.add_argument(
+        "--address-file",
+        type=Path,
+        metavar="FILE",
+        help="write the address to FILE; print no token",
+    )
     add_tls_options(monitor)
     monitor.set_defaults(run=_run)
 
@@ -54,11 +60,13 @@ def _run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"webrl monitor needs {error.name}: pip install 'megatron_webrl[monitor]'") from None
     runs = RunSet(folders)
-    listener = Listener(ListenAddress(options.host, options.port, tls=tls))
-    return run_process("monitor", _serve(runs, listener, token), die_with_parent=False)
+    listener = Listener(ListenAddress(options.host, options.port, address_file=options.address_file, tls=tls))
+    query = "" if options.address_file else f"/?token={token}"
+    return run_process("monitor", _serve(runs, listener, token, query), die_with_parent=False)
 
 
-async def _serve(runs: RunSet, listener: Listener, token: str) -> int:
+async def _serve(runs: RunSet, listener: Listener, token: str, query: str) -> int:
+    """Serve until cancelled. `query`: of the address that is printed."""
     from megatron_webrl.monitor.access import MonitorAccess
     from megatron_webrl.service.http_service import run_http_server
 
@@ -68,9 +76,12 @@ async def _serve(runs: RunSet, listener: Listener, token: str) -> int:
         for pages in runs.pages.values():
             sys.stdout.write(f"{pages.folder}: {len(pages.index)} episodes\n")
         place = "#/compare" if len(runs.pages) > 1 else ""
-        sys.stdout.write(f"open {listener.url}/?token={token}{place}\n")
+        sys.stdout.write(f"open {listener.url}{query}{place}\n")
         sys.stdout.flush()
-        while not ended.is_set():
-            await asyncio.sleep(REFRESH_SECONDS)
-            await asyncio.to_thread(runs.refresh)
+        try:
+            while not ended.is_set():
+                await asyncio.sleep(REFRESH_SECONDS)
+                await asyncio.to_thread(runs.refresh)
+        finally:
+            runs.close()
     return 1  # the HTTP server ended by itself

@@ -36,14 +36,20 @@ class RunSet:
         self.pages: dict[str, RunPages] = {}
         for folder in folders:
             self.pages[_free_name(folder.resolve().name, self.pages)] = RunPages(folder)
-        self._apps = {name: pages.app() for name, pages in self.pages.items()}
+        self._apps: dict[str, Starlette] = {}
 
     def refresh(self) -> None:
         for pages in self.pages.values():
             pages.refresh()
 
+    def close(self) -> None:
+        """End what the server waits for."""
+        for pages in self.pages.values():
+            pages.live.close()
+
     def app(self) -> Starlette:
         """The application, without its access control."""
+        self._apps = {name: pages.app() for name, pages in self.pages.items()}
         routes = [
             Route("/api/runs", answers(self.runs)),
             Route("/runs/{name}", _with_slash),

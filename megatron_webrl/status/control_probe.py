@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.connection import Connection, ControlLost
 from megatron_webrl.system.text import first_line
+
+Answer = TypeVar("Answer")
 
 CONNECT_SECONDS = 0.3  # limit for the host to accept the connection, which its kernel does for a busy service, too
 QUERY_SECONDS = 2.0  # limit for an answer
@@ -61,6 +63,18 @@ def query(path: Path, seconds: float = QUERY_SECONDS) -> ControlStatus | str:
 
     A host that is gone is known after CONNECT_SECONDS, an ended service at once, one that hangs after `seconds`.
     """
+    return _ask(path, seconds, lambda connection, limit: ControlStatus.from_json(connection.status(limit)))
+
+
+def query_rollouts(path: Path, episodes: Sequence[str], seconds: float = QUERY_SECONDS) -> dict[str, Any] | str:
+    """What each rollout of the job does, as GET /rollouts of control/service.py answers, or why it is unknown.
+
+    `episodes`: those to be written to files, as "rollout-0/KEY".
+    """
+    return _ask(path, seconds, lambda connection, limit: connection.rollouts(episodes, limit))
+
+
+def _ask(path: Path, seconds: float, request: Callable[[Connection, float], Answer]) -> Answer | str:
     address, connection = ControlAddress.read(path), Connection(path, "status")
     if address is None:
         return f"{path} cannot be read" if path.is_file() else "the job has not started"
@@ -68,7 +82,7 @@ def query(path: Path, seconds: float = QUERY_SECONDS) -> ControlStatus | str:
     try:
         socket.create_connection((address.host, address.port), limit).close()
         limit = seconds
-        return ControlStatus.from_json(connection.status(limit))
+        return request(connection, limit)
     except (ControlLost, OSError, ValueError) as error:
         cause = error.__cause__ or error
         reason = f"no answer within {limit:g} s" if isinstance(cause, TimeoutError) else first_line(cause)

@@ -69,7 +69,8 @@ export function rowsTable(label, heads, rows) {
 }
 
 export function screenshotImage(episode, number, alt) {
-  return h("img", { src: `${base}/api/episodes/${episode.id}/images/${number}`, alt, loading: "lazy" });
+  const src = episode.imageUrl ? episode.imageUrl(number) : `${base}/api/episodes/${episode.id}/images/${number}`;
+  return h("img", { src, alt, loading: "lazy" });
 }
 
 export function actionName(step) {

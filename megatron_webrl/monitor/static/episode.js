@@ -66,7 +66,7 @@ function verdict(episode) {
     found.calls ? h("p", { class: "quiet" }, `${found.calls} calls, ${number(found.prompt_tokens)} + ${number(found.response_tokens)} tokens, ${found.dollars.toFixed(4)} dollars, ${number(found.seconds)} s`) : null);
 }
 
-function stepSection(episode, step) {
+export function stepSection(episode, step) {
   return h("section", { class: "step", id: `step-${step.number}`, tabindex: -1, "aria-label": `Step ${step.number}` },
     h("div", { class: "seen" }, screenshot(episode, step, false),
       h("p", { class: "quiet" }, foreign(step.title), " ", foreign(step.url, "bdi", { class: "url" }))),
@@ -122,12 +122,12 @@ function screenshot(episode, step, small) {
   }
   const alt = small ? "" : `Screenshot before step ${step.number}${action?.coordinate ? `, with ${actionName(step)} at ${action.coordinate.join(", ")}` : ""}`;
   return h("span", { class: "shot" }, screenshotImage(episode, step.image, alt), marks,
-    !small && action?.text ? h("span", { class: "typed" }, "types: ", foreign(action.text)) : null);
+    !small && action?.text ? h("span", { class: "typed", tabindex: 0 }, "types: ", foreign(action.text)) : null);
 }
 
-function finalScreenshot(episode) {
+export function finalScreenshot(episode, title = "After the last step") {
   const shown = Math.max(-1, ...episode.steps.flatMap((step) => step.images));
   if (episode.images <= shown + 1) return null;
-  return h("section", { class: "step", "aria-label": "After the last step" }, h("div", { class: "seen" }, h("span", { class: "shot" }, screenshotImage(episode, episode.images - 1, "Screenshot after the last step"))),
-    h("div", { class: "said" }, h("h2", {}, "After the last step")));
+  return h("section", { class: "step", "aria-label": title }, h("div", { class: "seen" }, h("span", { class: "shot" }, screenshotImage(episode, episode.images - 1, `Screenshot: ${title}`))),
+    h("div", { class: "said" }, h("h2", {}, title)));
 }

@@ -1,14 +1,19 @@
-// Routes: #/ the run, #/episodes?filters, #/episode/ID, #/group/ID (its episodes side by side), #/task/ID, #/compare?choice (several runs).
+// Routes: #/ the run, #/rollouts?filters, #/rollout/WORKER/KEY, #/episodes?filters, #/episode/ID, #/group/ID (its
+// episodes side by side), #/task/ID, #/compare?choice (several runs).
 import { episodesPage } from "./episodes.js";
 import { episodePage } from "./episode.js";
 import { comparePage } from "./compare.js";
 import { comparisonPage } from "./comparison.js";
+import { rolloutPage } from "./rollout.js";
+import { rolloutsPage } from "./rollouts.js";
 import { runPage } from "./run.js";
 import { getJson, h, number, visible } from "./dom.js";
 
 const content = document.getElementById("content");
 const pages = {
   "": ["run", runPage],
+  rollouts: ["rollouts", rolloutsPage],
+  rollout: ["rollouts", rolloutPage],
   episodes: ["episodes", episodesPage],
   episode: ["episodes", episodePage],
   group: ["episodes", (id) => comparisonPage(id, "group")],
@@ -21,7 +26,7 @@ let leave = () => {}; // of the page that is shown
 async function navigate() {
   const mine = ++shown;
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const [name, argument] = path.split("/");
+  const [name, ...rest] = path.split("/");
   const [tab, page] = pages[name] ?? pages[""];
   document.querySelectorAll("nav a").forEach((each) => {
     if (each.dataset.page === tab) each.setAttribute("aria-current", "page");
@@ -30,7 +35,7 @@ async function navigate() {
   leave();
   leave = () => {};
   try {
-    const found = await page(argument, new URLSearchParams(query ?? ""));
+    const found = await page(rest.join("/"), new URLSearchParams(query ?? ""));
     if (mine !== shown) return;
     content.replaceChildren(found.element ?? found);
     leave = found.leave ?? leave;

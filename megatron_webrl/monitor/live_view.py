@@ -1,0 +1,211 @@
+"""What each rollout of a running job does, for the page of rollouts.
+
+GET /api/rollouts                                    server-sent events: first everything, then changes
+GET /api/rollout?worker=W&key=K                      one rollout, with its episode so far
+GET /api/rollout/images/N?worker=W&key=K             screenshot N of that
+
+The control service is asked twice a second while someone looks, however many do, and not at all otherwise: then the
+workers report nothing (control/viewers.py). Each answer becomes one event, encoded once for all viewers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from megatron_webrl.control.address import FILE
+from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
+from megatron_webrl.monitor.rollout_tracker import RolloutTracker
+from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.ring.record import decode_trajectory
+from megatron_webrl.ring.record_file import read_record_file
+from megatron_webrl.service.json_bodies import encoded
+from megatron_webrl.status.control_probe import query_rollouts
+from megatron_webrl.system.image_type import image_type
+from megatron_webrl.tracking.rollout_table import CHANGING, FIXED, STATES
+from megatron_webrl.tracking.running_episodes import running_file
+from megatron_webrl.types import Trajectory
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5  # between two events
+KEPT_EVENTS = 8  # a viewer that lags behind by more is dropped
+SEND_SECONDS = 5.0  # for a viewer to take an event
+MAX_VIEWERS = 32
+EPISODE_SECONDS = 5.0  # for which one request asks for an episode
+HISTORY_SECONDS = 600
+
+
+class LiveRollouts:
+    """Belongs to the event loop of the server."""
+
+    def __init__(self, folder: Path, texts: TokenTexts) -> None:
+        """`folder`: of the run."""
+        self._folder, self._texts = folder, texts
+        self._tracker = RolloutTracker()
+        self._events: deque[bytes] = deque(maxlen=KEPT_EVENTS)
+        self._number = 0  # of the last event
+        self._published = asyncio.Event()  # set, and replaced, by each event
+        self._error = ""  # why the rollouts are unknown
+        self._history: deque[list[Any]] = deque(maxlen=HISTORY_SECONDS)  # a second each: time, and counts by state
+        self._viewers = 0
+        self._episodes: dict[tuple[str, str], float] = {}  # until when each is asked for, by worker and key
+        self._following: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/api/rollouts", _Endpoint(self.stream), methods=["GET"]),
+            Route("/api/rollout", self.rollout),
+            Route("/api/rollout/images/{number:int}", self.image),
+        ]
+
+    def close(self) -> None:
+        """End all streams."""
+        self._closed = True
+        self._published.set()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the viewer closes the connection, or stops reading."""
+        if self._viewers >= MAX_VIEWERS:
+            raise HTTPException(503, f"{MAX_VIEWERS} viewers look at the rollouts already")
+        closed = asyncio.create_task(_wait_until_closed(receive))
+        self._viewers += 1
+        try:
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._next_event()
+            known, content = self._number, self._whole()
+            while not closed.done() and not self._closed:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send({"type": "http.response.body", "body": content, "more_body": True})
+                if known == self._number:
+                    await self._next_event()
+                if self._number - known > len(self._events):
+                    break
+                content, known = b"".join(list(self._events)[known - self._number :]), self._number
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            log.warning("dropped a viewer of the rollouts that does not read")
+        finally:
+            self._viewers -= 1
+            closed.cancel()
+
+    async def rollout(self, request: Request) -> Response:
+        worker, key = _name(request)
+        self._episodes[worker, key] = time.monotonic() + EPISODE_SECONDS
+        if self._following is None or self._following.done():
+            await self._next_event()
+        found = self._tracker.find(worker, key)
+        episode = None if found is None else await asyncio.to_thread(self._episode_json, worker, key, found)
+        content = {"time": time.time(), "rollout": found, "episode": episode, "error": self._error}
+        return Response(encoded(content), 200, {"cache-control": "no-store"}, "application/json")
+
+    async def image(self, request: Request) -> Response:
+        worker, key = _name(request)
+        known = self._tracker.find(worker, key) is not None
+        episode = await asyncio.to_thread(self._episode, worker, key) if known else None
+        number = request.path_params["number"]
+        if episode is None or number >= len(episode.images):
+            raise HTTPException(404, "there is no such screenshot of a running episode")
+        data = bytes(episode.images[number])
+        headers = {"cache-control": "private, max-age=3600"}
+        return Response(data, media_type=image_type(data) or "application/octet-stream", headers=headers)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    async def _next_event(self) -> None:
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._follow())
+        await self._published.wait()
+
+    async def _follow(self) -> None:
+        """Ask and publish until nobody looks."""
+        while not self._closed:
+            now = time.monotonic()
+            self._episodes = {name: until for name, until in self._episodes.items() if until > now}
+            if not self._viewers and not self._episodes:
+                break
+            names = [f"{worker}/{key}" for worker, key in self._episodes]
+            self._publish(await asyncio.to_thread(query_rollouts, self._folder / FILE, names))
+            await asyncio.sleep(POLL_SECONDS)
+        self._tracker.update({}, time.time())  # it is old by the time that someone looks again
+
+    def _publish(self, answer: dict[str, Any] | str) -> None:
+        """Take in an answer, or why there is none."""
+        workers, now = ({}, time.time()) if isinstance(answer, str) else (answer["workers"], time.time())
+        self._error = answer if isinstance(answer, str) else ""
+        try:
+            changes = self._tracker.update(workers, now)
+        except (ValueError, TypeError) as error:
+            self._error = f"the job reports its rollouts in another form, as another version does: {error}"
+            changes = self._tracker.update({}, now)
+        if not self._history or now - self._history[-1][0] >= 1:
+            self._history.append([round(now, 1), *self._tracker.counts()])
+        self._number += 1
+        self._events.append(_event({"time": round(now, 2), "error": self._error, **changes}))
+        published, self._published = self._published, asyncio.Event()
+        if self._closed:
+            self._published.set()
+        published.set()
+
+    def _whole(self) -> bytes:
+        """The event that a viewer gets first."""
+        start = {"states": STATES, "fixed": FIXED, "changing": CHANGING, "history": list(self._history)}
+        return _event({"time": round(time.time(), 2), "error": self._error, "start": start, **self._tracker.whole()})
+
+    # -- episodes ---------------------------------------------------------------------------------
+
+    def _episode(self, worker: str, key: str) -> Trajectory | None:
+        """The episode of a known rollout, as its worker has written it; None if it has not."""
+        path = running_file(self._folder, worker, key)
+        try:
+            return _read(path, path.stat().st_mtime_ns)
+        except (OSError, RecordError):
+            return None
+
+    def _episode_json(self, worker: str, key: str, row: dict[str, Any]) -> dict[str, Any] | None:
+        episode = self._episode(worker, key)
+        return None if episode is None else episode_json(episode, row, None, self._texts)
+
+
+class _Endpoint:
+    """An ASGI application: Starlette takes a plain function for one that gets a request."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, changed_at: int) -> Trajectory:
+    """The episode of a file, which changed at that time."""
+    return decode_trajectory(next(read_record_file(path)), copy=True)
+
+
+async def _wait_until_closed(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: %s\n\n" % encoded(content)
+
+
+def _name(request: Request) -> tuple[str, str]:
+    return request.query_params.get("worker", ""), request.query_params.get("key", "")
