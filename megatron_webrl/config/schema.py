@@ -122,6 +122,14 @@ class TrackingConfig:
         "Record what every process does and when, in timeline/ of the run, for `webrl timeline` (docs/timeline.md); at "
         "most 64 MiB for each process, the oldest are deleted first.",
     )
+    monitor_port: int = setting(
+        8600,
+        "Port of 127.0.0.1 at which a job on one machine serves its pages while it runs; if it is taken, any free one. "
+        "The address with its token is shown on a terminal; elsewhere WEBRL_MONITOR_TOKEN gives the token, and without "
+        "it nothing is served. 0: no pages.",
+        low=0,
+        high=65535,
+    )
     keep_records: bool = setting(
         False, "Store all trained groups of each update in records/ of the run; they are never deleted."
     )

@@ -23,6 +23,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.launch import role_process
+from megatron_webrl.launch.job_monitor import JobMonitor, can_be_opened
 from megatron_webrl.launch.role_process import (
     EXIT_GRACE_SECONDS,
     FAILED_EXIT_GRACE_SECONDS,
@@ -59,6 +60,7 @@ class LocalLauncher:
     journal: EventLog = field(init=False)
     supervisor: RoleSupervisor = field(init=False)
     lease: RunLease | None = field(default=None, init=False)  # set with the run's folder
+    monitor: JobMonitor | None = field(default=None, init=False)  # set with the roles, if the run has one
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a configuration of several nodes or of more GPUs than CUDA_VISIBLE_DEVICES allows, and
@@ -117,7 +119,7 @@ class LocalLauncher:
         except (JobFailed, RoleStartError, LeaseLost) as error:
             outcome = failed_outcome(str(error))
         finally:
-            left = child_process.kill_descendants(KILL_SECONDS, self.supervisor.processes)
+            left = child_process.kill_descendants(KILL_SECONDS, self._processes)
             child_process.become_subreaper(False)  # of a program that calls this and continues
             sweep_segments(segment_prefix(config.run.name))
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -132,10 +134,17 @@ class LocalLauncher:
             updates = summary.tail_updates(self.config.run_folder)
             while (outcome := self._outcome(control)) is None:
                 display.show(self.supervisor.role_lines(control.job_status()), updates.poll())
-                reaper.reap(self.supervisor.processes)
+                reaper.reap(self._processes)
+                if self.monitor is not None and (line := self.monitor.poll(self.console.is_terminal)):
+                    self.console.print(line, markup=False, highlight=False, soft_wrap=True)
                 time.sleep(POLL_SECONDS)
             display.show([], updates.poll())
         return self._end(control, outcome)
+
+    @property
+    def _processes(self) -> list[child_process.ChildProcess]:
+        monitor = self.monitor.process if self.monitor is not None else None
+        return [*self.supervisor.processes, *([] if monitor is None else [monitor])]
 
     def _end(self, control: ControlClient, outcome: str) -> str:
         """End all roles; returns the outcome, which becomes a failure if a role fails to exit cleanly."""
@@ -174,6 +183,8 @@ class LocalLauncher:
                 rank, config.trainer_world_size, rank, config.weights.timeout_seconds, os.environ
             )
             self._start(f"trainer-{rank}", ["trainer", *role_process.role_arguments(self.config), *only], variables)
+        if not self.weights_only and can_be_opened(config, self.console.is_terminal):
+            self.monitor = JobMonitor(config, self.scratch)
         return control
 
     def _start_control(self) -> ControlClient:

@@ -11,9 +11,11 @@ import pytest
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
+from megatron_webrl.monitor.command import TOKEN_VARIABLE
 from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
 from megatron_webrl.tracking import events
 from tests.launch.whole_jobs import Job, assert_nothing_left
+from tests.monitor.rollouts_page import check_rollouts_page
 from tests.status.timeline.finished_jobs import check_timeline
 from tests.terminal import Terminal
 
@@ -104,10 +106,14 @@ def test_a_mixture_of_experts_trains_over_two_stages_from_a_converted_checkpoint
 
 
 def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
-    terminal = Terminal()
-    job.start("trainer.updates=50", environment={"TERM": "xterm-256color", "CI": ""}, terminal=terminal)
+    terminal, token = Terminal(), "a-token-of-the-tests"
+    environment = {"TERM": "xterm-256color", "CI": "", TOKEN_VARIABLE: token}
+    job.start("trainer.updates=50", environment=environment, terminal=terminal)
     job.until(job.updates, "a first update")
     job.until(lambda: "update 1 of 50" in terminal.output, "its line in the table")
+    address = json.loads((job.run_folder / "monitor.json").read_text())["url"]
+    assert f"monitor: {address}/?token={token}" in terminal.output
+    check_rollouts_page(address, token)
     code, report = job.status()
     assert (code, report["state"], report["ended_at"]) == (0, "running", None)
     assert report["version"] >= 1
