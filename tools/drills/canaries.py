@@ -51,7 +51,15 @@ class Findings:
 
 def make_canaries() -> dict[str, str]:
     """A value for each secret variable of a job."""
-    names = ("JUDGE_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WEBRL_BROWSERS_TOKEN", "MLFLOW", "PROXY")
+    names = (
+        "JUDGE_KEY",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "WEBRL_BROWSERS_TOKEN",
+        "MLFLOW",
+        "PROXY",
+        "WEBRL_MONITOR_TOKEN",
+    )
     return {name: f"{MARK}-{name.lower().replace('_', '')}-{secrets.token_hex(8)}" for name in names}
 
 
