@@ -34,7 +34,9 @@ from playwright.async_api import CDPSession, async_playwright
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.liveness import Liveness
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
+from megatron_webrl.service.json_bodies import encoded
 from megatron_webrl.system.child_process import die_with_parent
 from megatron_webrl.tracking.rollout_table import (
     ACTING,
@@ -54,6 +56,7 @@ from tools.arguments import make_bench_parser, write_json
 WORKERS, QUICK_WORKERS, ROLLOUTS = 50, 20, 40
 GROUP, MAX_STEPS = 8, 15
 CHANGES_PER_SECOND = 5
+LARGE_JOB = 128  # workers, for the time of an answer of the control service
 TICK_SECONDS = 0.02
 MEASURED_SECONDS, QUICK_SECONDS = 20.0, 4.0
 OTHER_STATES = (WAITING_FOR_STEP, WAITING_FOR_MODEL, ACTING, OBSERVING, JUDGING, *STATES[:2])
@@ -234,6 +237,19 @@ def table_microseconds() -> tuple[float, float]:
     return change * 1e6, (time.process_time() - started) / 200 * 1e6
 
 
+def answer_milliseconds() -> float:
+    """Processor time that an answer of the control service takes with LARGE_JOB workers."""
+    table, liveness = RolloutTable(), Liveness(60.0)
+    for slot in range(ROLLOUTS):
+        open_rollout(table, 0, slot)
+    for worker in range(LARGE_JOB):
+        liveness.report(f"rollout-{worker}", 0.0, {"rollouts": table.encode()})
+    started = time.process_time()
+    for _ in range(50):
+        encoded({"workers": liveness.rollouts(1.0)})
+    return (time.process_time() - started) / 50 * 1e3
+
+
 def main() -> int:
     """Measure, and print figures; returns 0 if the goals hold."""
     options = make_bench_parser(__doc__, quick=f"{QUICK_WORKERS * ROLLOUTS:,} rollouts").parse_args()
@@ -253,6 +269,7 @@ def main() -> int:
         simulation.join()
     change, encoding = table_microseconds()
     figures |= {"change_of_state_us": round(change, 2), "encoded_table_us": round(encoding, 1)}
+    figures["answer_of_a_large_job_ms"] = round(answer_milliseconds(), 1)
     for name, value in figures.items():
         print(f"{name:24} {value}")
     passed = (
