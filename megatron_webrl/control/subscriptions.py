@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_webrl.service.auth_middleware import AuthMiddleware
@@ -157,6 +157,8 @@ def json_app(handlers: Mapping[str, Handler], token: Token) -> ASGIApp:
         try:
             body = json.loads(await request.body()) if scope["method"] == "POST" else None
             status, content = 200, await handler(body, request)
+        except ClientDisconnect:  # its process has ended before the body was complete
+            return
         except Unavailable as error:
             status, content = 503, encoded({"error": str(error)})
         except _INVALID as error:

@@ -250,6 +250,20 @@ def test_a_request_that_is_none_is_refused(service: ServiceProcess, path: str, b
     service.connect("a").put_json("key", 1)
 
 
+def test_a_role_that_dies_within_a_request_leaves_no_error(service: ServiceProcess) -> None:
+    address = ControlAddress.read(service.address)
+    assert address is not None
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
+    connection.putrequest("POST", "/exchange")
+    connection.putheader("Authorization", f"Bearer {address.token}")
+    connection.putheader("Content-Length", "100")
+    connection.endheaders(b'{"roles"')
+    time.sleep(0.2)  # the service waits for the rest
+    connection.close()
+    service.connect("a").put_json("key", 1)
+    assert "Traceback" not in service.log
+
+
 def test_a_journal_that_cannot_be_written_does_not_end_the_job(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
     with service_process(tmp_path, before=limit) as service:
