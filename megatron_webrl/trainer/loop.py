@@ -96,8 +96,9 @@ def train_batch(
     """
     settings = config.trainer
     samples = batching.training_samples(groups, config, version)
-    parts = batching.minibatches(samples, settings.minibatches, seed=config.run.seed + version)
-    needs_proximal = settings.epochs * len(parts) > 1 and settings.loss.name != "raft"
+    imitates = settings.loss.name == "raft"  # without a baseline, a group need not stay whole
+    parts = batching.minibatches(samples, settings.minibatches, config.run.seed + version, whole_groups=not imitates)
+    needs_proximal = settings.epochs * len(parts) > 1 and not imitates
     passes = settings.epochs + needs_proximal + (learner.reference is not None)
     normalizer = settings.loss.normalizer, settings.loss.normalizer_constant
     with learner.timeline.span("pack"):

@@ -35,11 +35,6 @@ class TrainingSample:
     succeeded: bool = False  # whether the episode is a success
 
     @property
-    def ticket(self) -> int:
-        """The ticket of the trajectory's group."""
-        return self.trajectory_id[0]
-
-    @property
     def length(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
@@ -149,9 +144,18 @@ def token_weights(samples: Sequence[TrainingSample], normalizer: str, constant_s
     return [token_weight(normalizer, totals, s.trajectory_steps, constant_steps) for s in samples]
 
 
-def minibatches(samples: Sequence[TrainingSample], count: int, seed: int) -> list[list[TrainingSample]]:
-    """Split into at most `count` minibatches of whole groups, in an order drawn from `seed`."""
-    tickets = sorted({s.ticket for s in samples})
-    random.Random(seed).shuffle(tickets)
-    parts = [set(tickets[i::count]) for i in range(min(count, len(tickets)))]
-    return [[s for s in samples if s.ticket in part] for part in parts]
+def minibatches(
+    samples: Sequence[TrainingSample], count: int, seed: int, whole_groups: bool = True
+) -> list[list[TrainingSample]]:
+    """Split into at most `count` minibatches in an order drawn from `seed`.
+
+    They have whole groups, whose advantages add up to 0, or whole trajectories.
+    """
+
+    def key(sample: TrainingSample) -> tuple[int, ...]:
+        return sample.trajectory_id[: 1 if whole_groups else 2]
+
+    keys = sorted({key(s) for s in samples})
+    random.Random(seed).shuffle(keys)
+    parts = [set(keys[i::count]) for i in range(min(count, len(keys)))]
+    return [[s for s in samples if key(s) in part] for part in parts]

@@ -44,13 +44,16 @@ def test_a_warm_start_imitates_failures_too_but_no_masked_episode():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_minibatches_keep_groups_whole(count: int):
+@pytest.mark.parametrize("whole_groups", [True, False])
+def test_minibatches_keep_groups_or_trajectories_whole(count: int, whole_groups: bool):
     more = [Group(ticket, (trajectory(ticket, 0), trajectory(ticket, 1, reward=1.0))) for ticket in (2, 3)]
     samples = batching.make_samples([*groups(), *more])
-    parts = batching.minibatches(samples, count, seed=3)
-    assert len(parts) == min(count, 4)
-    seen = [{s.ticket for s in part} for part in parts]
-    assert sum(map(len, seen)) == len(set().union(*seen)) == 4
+    units = {s.trajectory_id[: 1 if whole_groups else 2] for s in samples}
+    assert len(units) == (4 if whole_groups else 8)
+    parts = batching.minibatches(samples, count, 3, whole_groups)
+    assert len(parts) == min(count, len(units))
+    seen = [{s.trajectory_id[: 1 if whole_groups else 2] for s in part} for part in parts]
+    assert sum(map(len, seen)) == len(set().union(*seen)) == len(units)
     assert sum(map(len, parts)) == len(samples)
 
 
