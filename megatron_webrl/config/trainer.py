@@ -72,6 +72,16 @@ class WarmStartConfig:
 
 
 @dataclass
+class ProfileConfig:
+    updates: list[int] = setting(
+        [],
+        "Versions whose update torch's profiler records, in profiles/ of the run; `webrl timeline` puts them into its "
+        "trace. A profiled update is slower, and its file has some tens of MB.",
+    )
+    ranks: list[int] = setting([0], "Trainer ranks that are profiled.")
+
+
+@dataclass
 class TrainerConfig:
     tensor_parallel: int = setting(1, "Ranks that share each layer.", low=1)
     pipeline_parallel: int = setting(1, "Stages of layers, each on its own ranks.", low=1)
@@ -132,6 +142,7 @@ class TrainerConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def optimizer_steps(self) -> int:

@@ -202,6 +202,7 @@ def _check_rollout(config: Config) -> None:
             f"trainer.min_group={trainer.min_group} exceeds rollout.group_size={rollout.group_size}; lower it"
         )
     _check_loss(config)
+    _check_profile(trainer, config.trainer_world_size)
     check_tasks(config.tasks)
     if rollout.context.policy == "append" and rollout.context.rounds == 1:
         raise ConfigError(
@@ -265,6 +266,15 @@ def _check_loss(config: Config) -> None:
             f"trainer.reward.length_window={reward.length_window} exceeds "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}; lower it"
         )
+
+
+def _check_profile(trainer: TrainerConfig, ranks: int) -> None:
+    for name, values, low, high in (
+        ("updates", trainer.profile.updates, 1, trainer.updates),
+        ("ranks", trainer.profile.ranks, 0, ranks - 1),
+    ):
+        if outside := [value for value in values if not low <= value <= high]:
+            raise ConfigError(f"trainer.profile.{name}={values}: {outside[0]} is not between {low} and {high}")
 
 
 def _check_unused(trainer: TrainerConfig, names: Sequence[str], cause: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch, mea
 from megatron_webrl.trainer.metrics.memory_usage import memory_metrics
 from megatron_webrl.trainer.metrics.moments import combine
 from megatron_webrl.trainer.parallel import all_reduce_max
+from megatron_webrl.trainer.profile import profiled
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.types import Group
 
@@ -59,7 +61,10 @@ def train(context: TrainingContext) -> None:
         new = batching.clear_versions_before_restart(groups, coordinator.ticket_epoch.restart_epoch)
         new = batching.shuffled_rewards(new, config, context.version)
         sync_seconds = _sync_before_training(context) if one_step_off else 0.0
-        with timeline.span("train", version=context.version + 1) as training:
+        with (
+            profiled(config, torch.distributed.get_rank(), context.version + 1, timeline),
+            timeline.span("train", version=context.version + 1) as training,
+        ):
             batch = [*new, *old]
             metrics, mismatch = train_batch(context.learner, context.sequence_packer, config, batch, context.version)
             context.replay.add(new, context.version)

@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
 from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
-from megatron_webrl.tracking import events
+from megatron_webrl.status.timeline.processes import read_timeline
+from megatron_webrl.status.timeline.trace import trace_events
+from megatron_webrl.tracking import events as process_events
+from megatron_webrl.tracking.timeline import PROFILES
 from tests.launch.whole_jobs import Job, assert_nothing_left
 from tests.monitor.rollouts_page import check_rollouts_page
 from tests.status.timeline.finished_jobs import check_timeline
@@ -26,7 +29,8 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     evaluation = [f"evaluation.{setting}" for setting in ("episodes=1", "every=1", "before=true", "after=true")]
     job.start(
         "trainer.tensor_parallel=2", "trainer.warm_start.demonstrations=12", "trainer.minibatches=2",
-        *evaluation, "evaluation.blank_images=true", "tracking.timeline=true",
+        *evaluation, "evaluation.blank_images=true", "tracking.timeline=true", "trainer.profile.updates=[2]",
+        "trainer.profile.ranks=[0,1]",
     )  # fmt: skip
     assert job.wait(500) == 0, job.output()
     summary = job.summary()
@@ -70,6 +74,11 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     assert dict(stored.facets["kind"]).keys() == {"training", "before", "during", "after", "blank_images"}
     assert dict(stored.facets["disposition"])["trained"] == accounting["trained"]
     check_timeline(job.run_folder, {"trainer-0", "trainer-1", "rollout-0"})
+    events = trace_events(read_timeline(job.run_folder), None, job.run_folder / PROFILES)
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    profiled = {name.partition(", torch")[0] for name in names if ", torch" in name}
+    assert profiled == {"trainer-0, update 2", "trainer-1, update 2"}
+    assert "aten::mm" in {event["name"] for event in events}
 
 
 def assert_the_terminal_is_left_in_order(terminal: Terminal, updates: int) -> None:
@@ -146,7 +155,7 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
     again = json.loads(Path(summary["checkpoint"], "state.json").read_text())
     assert again["restart_epoch"] == state["restart_epoch"] + 1
     assert again["mlflow_run_id"] == state["mlflow_run_id"]
-    (changed,) = [event for event in events.read_events(job.run_folder) if event.event == "schedule changed"]
+    (changed,) = [event for event in process_events.read_events(job.run_folder) if event.event == "schedule changed"]
     assert f"steps until the final learning rate 51, now {done + 2}" in changed.reason
     # One update closed its two tickets and those dropped in it.
     assert again["closed_tickets"] - state["closed_tickets"] == 2 + again["dropped_tickets"] - state["dropped_tickets"]

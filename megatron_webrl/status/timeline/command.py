@@ -47,6 +47,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_webrl.status.timeline.processes import read_timeline
     from megatron_webrl.status.timeline.trace import write_trace
     from megatron_webrl.tracking.summary import read_updates
+    from megatron_webrl.tracking.timeline import PROFILES
 
     folder = find_run(options.of)
     config, updates = parse_config(folder / "config.yaml"), read_updates(folder)
@@ -61,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.output is not None:
         try:
             window = None if options.update is None else explainer.window(version)
-            events = write_trace(options.output, processes, window)
+            events = write_trace(options.output, processes, window, folder / PROFILES)
         except OSError as error:
             raise ConfigError(f"--output={options.output}: {error.strerror or error}") from None
     if options.json:

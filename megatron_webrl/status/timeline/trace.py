@@ -22,6 +22,7 @@ from megatron_webrl.status.timeline.processes import (
     episodes_of,
     tickets_of,
 )
+from megatron_webrl.status.timeline.profiles import profile_events
 from megatron_webrl.system import atomic_file
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 
@@ -30,18 +31,22 @@ _BROWSER_PARTS = {"acting": "action", "settling": "settle", "capturing": "observ
 _FLOW = {"name": "episode", "cat": "episode"}
 
 
-def write_trace(path: Path, processes: Sequence[ProcessTimeline], window: Window | None = None) -> int:
-    """Write the trace, compressed if the name ends in .gz; returns the number of events. Raises OSError.
+def write_trace(
+    path: Path, processes: Sequence[ProcessTimeline], window: Window | None = None, profiles: Path | None = None
+) -> int:
+    """Write the trace, compressed if the name ends in .gz; returns the number of events. Raises OSError, ConfigError.
 
-    `window`: only what overlaps it.
+    `window`: only what overlaps it; `profiles`: folder of torch's profiles.
     """
-    events = trace_events(processes, window)
+    events = trace_events(processes, window, profiles)
     content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
     atomic_file.write_bytes(path, gzip.compress(content, 6, mtime=0) if path.suffix == ".gz" else content)
     return len(events)
 
 
-def trace_events(processes: Sequence[ProcessTimeline], window: Window | None = None) -> list[Event]:
+def trace_events(
+    processes: Sequence[ProcessTimeline], window: Window | None = None, profiles: Path | None = None
+) -> list[Event]:
     """The events of a trace; its time begins with the first span."""
     chosen = [[span for span in process.spans if _overlaps(span, window)] for process in processes]
     zero = min((spans[0].start for spans in chosen if spans), default=0.0)
@@ -52,7 +57,14 @@ def trace_events(processes: Sequence[ProcessTimeline], window: Window | None = N
         events += _names(number, process, rows[-1])
         for span in spans:
             events += _slices(span, number, rows[-1][span.track], zero)
-    return events + list(_flows(processes, rows, zero))
+    events += _flows(processes, rows, zero)
+    for process, spans in zip(processes, chosen, strict=True):
+        for span in (span for span in spans if span.name == "profile"):
+            if profiles is not None and (path := profiles / span.facts["file"]).is_file():
+                label = f"{process.role}, update {span.facts['version']}, torch"
+                first = 1 + max(event["pid"] for event in events)
+                events += profile_events(path, label, first, (span.start - zero) * 1e6)
+    return events
 
 
 def _overlaps(span: TimelineSpan, window: Window | None) -> bool:

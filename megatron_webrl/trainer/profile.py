@@ -1,0 +1,36 @@
+"""Profiles of chosen updates by torch's profiler: files that `webrl timeline` puts into its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.system.disk_faults import continue_without
+from megatron_webrl.tracking.timeline import PROFILE_MARK, PROFILES, Timeline
+
+
+@contextmanager
+def profiled(config: Config, rank: int, version: int, timeline: Timeline) -> Iterator[None]:
+    """Profile what trains `version`, if trainer.profile chooses it for this rank.
+
+    The file is in Chrome's format. PROFILE_MARK in it and the span `profile` of the timeline begin at the same time.
+    """
+    settings = config.trainer.profile
+    if version not in settings.updates or rank not in settings.ranks:
+        yield
+        return
+    path = config.run_folder / PROFILES / f"update-{version:06d}.trainer-{rank}.json.gz"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with (
+        torch.profiler.profile(activities=activities) as profiler,
+        torch.profiler.record_function(PROFILE_MARK),
+        timeline.span("profile", version=version, file=path.name),
+    ):
+        yield
+    with timeline.span("write profile"), continue_without(str(path)):
+        path.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(path))
