@@ -15,8 +15,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.trainer import ProfileConfig
 from megatron_webrl.gpu_check.request import GpuCheckRequest
 from megatron_webrl.gpu_check.results import CheckResult, at_least, at_most, failed, measured, skipped
 from megatron_webrl.launch.local_launcher import LocalLauncher
@@ -55,7 +57,10 @@ def short_job(config: Config, folder: Path) -> Config:
     job.trainer.checkpoint.last = False  # of 8B it would take more than 100 GiB of the temporary folder
     job.trainer.updates, job.trainer.groups_per_update = UPDATES, max(2, job.trainer.data_parallel)
     job.trainer.minibatches = job.trainer.epochs = 1
-    job.trainer.zero_variance_groups = "keep"  # a model without training may never succeed
+    job.trainer.zero_variance_groups = "keep"  # a model without training may never succeed,
+    if job.trainer.loss.name == "raft":  # and so would give nothing to imitate
+        job.trainer.loss = LossConfig()
+    job.trainer.min_group, job.trainer.profile = 2, ProfileConfig()
     job.trainer.warm_start.demonstrations = 0
     # One group after the other, so that episodes are under way whenever an update arrives.
     job.rollout.group_size, job.rollout.groups_in_flight = 2, 1

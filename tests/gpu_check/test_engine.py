@@ -9,6 +9,9 @@ import pytest
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.gpu_check.engine_section import judge_job, short_job
+from megatron_webrl.launch.validation import check_config
+
+ROOT = Path(__file__).parents[2]
 
 EXTRA = {
     "updates_within_step_max": 0, "updates_across_steps_max": 1, "weights/failed_transfers": 0, "weights/engines": 2,
@@ -37,6 +40,12 @@ def test_an_update_must_meet_an_episode_and_engines_on_gpus_need_graphs(
     (config.run_folder / "updates.jsonl").write_text(f"{json.dumps(update)}\n" * 3)
     found = {each.name: each.status for each in judge_job(config)}
     assert (found["updates during an episode, at most"], found["engines with CUDA graphs"]) == statuses
+
+
+@pytest.mark.parametrize("name", ["quickstart", "tiny_1gpu"])
+def test_the_short_job_of_a_configuration_is_valid(tmp_path: Path, name: str) -> None:
+    own = ["trainer.profile.updates=[9]", "model.platform=cpu"]
+    check_config(short_job(parse_config(ROOT / "configs" / f"{name}.yaml", own), tmp_path))
 
 
 def test_the_short_job_leaves_no_checkpoint(tmp_path: Path) -> None:
