@@ -202,7 +202,8 @@ def _check_rollout(config: Config) -> None:
             f"trainer.min_group={trainer.min_group} exceeds rollout.group_size={rollout.group_size}; lower it"
         )
     _check_loss(config)
-    _check_profile(trainer, config.trainer_world_size)
+    if trainer.profile.updates and not config.evaluation.only:
+        _check_profile(trainer, config.trainer_world_size)
     check_tasks(config.tasks)
     if rollout.context.policy == "append" and rollout.context.rounds == 1:
         raise ConfigError(

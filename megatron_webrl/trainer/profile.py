@@ -17,7 +17,7 @@ from megatron_webrl.tracking.timeline import PROFILE_MARK, PROFILES, Timeline
 def profiled(config: Config, rank: int, version: int, timeline: Timeline) -> Iterator[None]:
     """Profile what trains `version`, if trainer.profile chooses it for this rank.
 
-    The file is in Chrome's format. PROFILE_MARK in it and the span `profile` of the timeline begin at the same time.
+    The file is in Chrome's format. PROFILE_MARK in it encloses the span `profile` of the timeline, and little else.
     """
     settings = config.trainer.profile
     if version not in settings.updates or rank not in settings.ranks:

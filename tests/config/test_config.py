@@ -67,7 +67,10 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("trainer.tokens_per_microbatch=512", "trainer.tokens_per_microbatch=512 cannot hold"),
         ("rollout.group_size=1", "gives no baseline"),
         ("trainer.profile.updates=[0]", "trainer.profile.updates=[0]: 0 is not between 1 and 5"),
-        ("trainer.profile.ranks=[0,1]", "trainer.profile.ranks=[0, 1]: 1 is not between 0 and 0"),
+        (
+            "trainer.profile={updates: [1], ranks: [0,1]}",
+            "trainer.profile.ranks=[0, 1]: 1 is not between 0 and 0",
+        ),
         ("trainer.min_group=99", "trainer.min_group=99 exceeds rollout.group_size=8; lower it"),
         ("trainer.loss.dual_clip=0.9", "trainer.loss.dual_clip=0.9 would clip the ratio 1 itself"),
         ("trainer.loss.raft_versions=3", "raft_versions=3 has no effect with trainer.loss.name=grpo"),

@@ -14,14 +14,16 @@ Event = dict[str, Any]
 _NAMES = ("process_name", "thread_name")
 
 
-def profile_events(path: Path, label: str, first_process: int, start: float) -> list[Event]:
-    """The events of a profile, whose mark is at `start`, in microseconds of the trace.
+def profile_events(path: Path, label: str, first_process: int, start: float, seconds: float) -> list[Event]:
+    """The events of a profile whose span began at `start`, in microseconds of the trace, and took `seconds`.
 
-    Its processes get numbers from `first_process` on, and `label` in their names. Raises ConfigError.
+    Its mark encloses the span: in the middle, its time is known to half of what it is longer. The processes get numbers
+    from `first_process` on, and `label` in their names. Raises ConfigError.
     """
     try:
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        shift = start - next(event["ts"] for event in events if event.get("name") == PROFILE_MARK)
+        mark = next(event for event in events if event.get("name") == PROFILE_MARK)
+        shift = start - mark["ts"] - max(0.0, mark["dur"] - seconds * 1e6) / 2
         chosen = [event for event in events if event["ph"] in "Xsf" or event["name"] in _NAMES]
         rows = sorted({(str(event["pid"]), str(event["tid"])) for event in chosen})
     except (OSError, EOFError, ValueError, KeyError, TypeError, StopIteration) as error:

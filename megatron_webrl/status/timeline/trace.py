@@ -63,7 +63,7 @@ def trace_events(
             if profiles is not None and (path := profiles / span.facts["file"]).is_file():
                 label = f"{process.role}, update {span.facts['version']}, torch"
                 first = 1 + max(event["pid"] for event in events)
-                events += profile_events(path, label, first, (span.start - zero) * 1e6)
+                events += profile_events(path, label, first, (span.start - zero) * 1e6, span.seconds)
     return events
 
 

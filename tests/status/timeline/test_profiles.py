@@ -11,7 +11,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.status.timeline.processes import read_timeline
 from megatron_webrl.status.timeline.trace import trace_events
-from megatron_webrl.tracking.timeline import FOLDER, PROFILES, Timeline, TimelineFiles
+from megatron_webrl.tracking.timeline import FOLDER, PROFILE_MARK, PROFILES, Timeline, TimelineFiles
 from megatron_webrl.trainer.profile import profiled
 
 VERSION, RANK = 3, 1
@@ -60,8 +60,10 @@ def test_the_trace_shows_what_torch_did_within_the_update(config: Config) -> Non
     assert {event["pid"] for event in added}.isdisjoint(event["pid"] for event in plain)
     products = [event for event in added if event["name"] == "aten::mm"]
     assert len(products) == 3  # one forward, two backward
+    span, mark = (next(event for event in events if event["name"] == name) for name in ("profile", PROFILE_MARK))
+    error = (mark["dur"] - span["dur"]) / 2 + 2  # and rounding
     for event in products:
-        assert train["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= train["ts"] + train["dur"] + 1000
+        assert train["ts"] - error <= event["ts"] <= event["ts"] + event["dur"] <= train["ts"] + train["dur"] + error
     named = {event["pid"]: event["args"]["name"] for event in added if event["name"] == "process_name"}
     assert named[products[0]["pid"]].startswith(f"trainer-{RANK}, update {VERSION}, torch, ")
     rows = {(event["pid"], event["tid"]) for event in added if event["name"] == "thread_name"}
