@@ -38,12 +38,11 @@ from megatron_webrl.monitor.dataset import write_dataset
 from megatron_webrl.monitor.episode_index import FACETS, RANGES, EpisodeIndex, EpisodeQuery, QueryError, iterate
 from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
 from megatron_webrl.monitor.live_view import LiveRollouts
+from megatron_webrl.monitor.responses import image_response, json_response
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record
-from megatron_webrl.service.json_bodies import encoded
 from megatron_webrl.status.report import read_config
-from megatron_webrl.system.image_type import image_type
 from megatron_webrl.system.redaction import redact
 from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_store import FOLDER, TRAINING
@@ -150,9 +149,7 @@ class RunPages:
         images, number = self._trajectory(self._row(request)).images, request.path_params["number"]
         if number >= len(images):
             raise HTTPException(404, f"the episode has {len(images)} screenshots, from 0")
-        data = bytes(images[number])
-        headers = {"cache-control": "private, max-age=3600"}
-        return Response(data, media_type=image_type(data) or "application/octet-stream", headers=headers)
+        return image_response(images[number])
 
     def page(self, request: Request) -> Response:
         row = self._row(request)
@@ -197,7 +194,7 @@ def answers(function: Callable[[Request], Any]) -> Callable[[Request], Response]
     """An endpoint, run in a thread, that answers with JSON."""
 
     def answer(request: Request) -> Response:
-        return _json(function(request))
+        return json_response(function(request))
 
     return answer
 
@@ -228,10 +225,6 @@ def _number(request: Request, name: str, default: float, low: float = -math.inf)
     return value
 
 
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(encoded(content), status, {"cache-control": "no-store"}, "application/json")
-
-
 def error_answer(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _json({"error": error.detail}, error.status_code)
+    return json_response({"error": error.detail}, error.status_code)

@@ -26,13 +26,13 @@ from starlette.types import Receive, Scope, Send
 
 from megatron_webrl.control.address import FILE
 from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
+from megatron_webrl.monitor.responses import image_response, json_response
 from megatron_webrl.monitor.rollout_tracker import RolloutTracker
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file
 from megatron_webrl.service.json_bodies import encoded
 from megatron_webrl.status.control_probe import query_rollouts
-from megatron_webrl.system.image_type import image_type
 from megatron_webrl.tracking.rollout_table import CHANGING, FIXED, STATES
 from megatron_webrl.tracking.running_episodes import running_file
 from megatron_webrl.types import Trajectory
@@ -111,8 +111,7 @@ class LiveRollouts:
             await self._next_event()
         found = self._tracker.find(worker, key)
         episode = None if found is None else await asyncio.to_thread(self._episode_json, worker, key, found)
-        content = {"time": time.time(), "rollout": found, "episode": episode, "error": self._error}
-        return Response(encoded(content), 200, {"cache-control": "no-store"}, "application/json")
+        return json_response({"time": time.time(), "rollout": found, "episode": episode, "error": self._error})
 
     async def image(self, request: Request) -> Response:
         worker, key = _name(request)
@@ -121,9 +120,7 @@ class LiveRollouts:
         number = request.path_params["number"]
         if episode is None or number >= len(episode.images):
             raise HTTPException(404, "there is no such screenshot of a running episode")
-        data = bytes(episode.images[number])
-        headers = {"cache-control": "private, max-age=3600"}
-        return Response(data, media_type=image_type(data) or "application/octet-stream", headers=headers)
+        return image_response(episode.images[number])
 
     # -- events -----------------------------------------------------------------------------------
 

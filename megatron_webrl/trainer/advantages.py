@@ -25,9 +25,9 @@ def group_advantages(group: Group, reward: RewardFunction = outcome_reward) -> d
     as the difference between a success and a failure.
     """
     trainable = [t for t in group.trajectories if t.trainable]
-    if not trainable:
-        return {}
-    values = normalize_rewards([0.0 if common_outcome(group) else reward(t) for t in trainable])
+    if not trainable or common_outcome(group):
+        return {t.index: 0.0 for t in trainable}
+    values = normalize_rewards([reward(t) for t in trainable])
     return {t.index: float(value) for t, value in zip(trainable, values, strict=True)}
 
 

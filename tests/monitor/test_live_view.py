@@ -141,8 +141,10 @@ async def test_a_viewer_that_stops_reading_is_dropped_and_others_still_get_event
                         each.task = tasks[0]
                     await first_event(events, lambda event: event["added"])
         rollouts[7].finish("browser_timeout")
-        masked = lambda event: any(each[1] == STATES.index("masked") for each in event["changed"])  # noqa: E731
-        await first_event(events, masked)
+        masked = STATES.index("masked")
+        event = await first_event(events, lambda event: masked in [each[1] for each in event["changed"]])
+        assert [each[2] for each in event["changed"] if each[1] == masked] == ["browser_timeout"]
+        assert caplog.text.count("dropped a viewer") == 1
 
 
 async def test_viewers_beyond_the_limit_are_refused_and_a_run_without_a_job_says_so(

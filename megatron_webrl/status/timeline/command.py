@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
 
 WIDTH = 100  # of output that does not go to a terminal
@@ -41,7 +40,7 @@ def add_timeline(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_webrl.status.report import find_run
+    from megatron_webrl.status.report import find_run, read_config
     from megatron_webrl.status.timeline import page
     from megatron_webrl.status.timeline.explanation import UpdateExplainer, summarise
     from megatron_webrl.status.timeline.processes import read_timeline
@@ -50,7 +49,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_webrl.tracking.timeline import PROFILES
 
     folder = find_run(options.of)
-    config, updates = parse_config(folder / "config.yaml"), read_updates(folder)
+    config, updates = read_config(folder), read_updates(folder)
     trainer = UpdateExplainer(read_timeline(folder, role="trainer-0"), config)
     version = trainer.versions[-1] if options.update is None else options.update
     everything = options.all or (options.output is not None and options.update is None)

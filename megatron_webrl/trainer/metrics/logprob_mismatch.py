@@ -6,7 +6,7 @@ At lag 0 both have the same weights: what differs is arithmetic. At a greater la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from megatron.core import parallel_state
@@ -62,16 +62,11 @@ class LogprobMismatch:
 
     def metrics(self) -> dict[str, float]:
         """Metrics by MLflow name."""
-        metrics: dict[str, float] = {}
-        for lag, found in sorted(self.by_lag.items()):
-            metrics |= {
-                f"logprob_mismatch/tokens/lag_{lag}": float(found.tokens),
-                f"logprob_mismatch/mean/lag_{lag}": found.mean,
-                f"logprob_mismatch/kl/lag_{lag}": found.kl,
-                f"logprob_mismatch/largest/lag_{lag}": found.largest,
-                f"logprob_mismatch/beyond/lag_{lag}": found.beyond,
-            }
-        return metrics
+        return {
+            f"logprob_mismatch/{name}/lag_{lag}": float(value)
+            for lag, found in sorted(self.by_lag.items())
+            for name, value in asdict(found).items()
+        }
 
 
 def measure_logprob_mismatch(

@@ -1,0 +1,20 @@
+"""Answers of the pages: JSON that no browser keeps, and screenshots, which never change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from megatron_webrl.service.json_bodies import encoded
+from megatron_webrl.system.image_type import image_type
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(encoded(content), status, {"cache-control": "no-store"}, "application/json")
+
+
+def image_response(image: bytes | memoryview) -> Response:
+    data = bytes(image)
+    headers = {"cache-control": "private, max-age=3600"}
+    return Response(data, media_type=image_type(data) or "application/octet-stream", headers=headers)
