@@ -136,7 +136,12 @@ class TrainerConfig:
         "Episodes of a group that must be trainable, not masked; a group with fewer is dropped and replaced.",
         low=2,
     )
-    batch_timeout_seconds: float = setting(900.0, "Limit for the groups of one update to arrive.", above=0)
+    batch_timeout_seconds: float = setting(
+        900.0,
+        "Limit for the groups of one update to arrive; time without an engine does not count, up to "
+        "run.startup_timeout_seconds.",
+        above=0,
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -153,13 +153,19 @@ class Coordinator:
         if self.is_first_rank:
             self._raise_ticket_limit(version, 1)
 
-    def collect(self, version: int, has_new_engines: Callable[[], bool]) -> list[Group] | CollectInterrupt:
+    def collect(
+        self, version: int, has_new_engines: Callable[[], bool], has_engines: Callable[[], bool]
+    ) -> list[Group] | CollectInterrupt:
         """Groups of the next update, or the reason of an interrupt, on every rank. Raises TimeoutError or JobFailed."""
         chosen: SelectedGroups | CollectInterrupt | None = None
         if self.is_first_rank:
             count, seconds = self.config.trainer.groups_per_update, self.config.trainer.batch_timeout_seconds
             selected = self.group_source.wait_for_groups(
-                version, count, seconds, lambda ready: self._should_continue(version, ready, has_new_engines)
+                version,
+                count,
+                seconds,
+                lambda ready: self._should_continue(version, ready, has_new_engines),
+                has_engines,
             )
             if selected is not None:
                 chosen = selected

@@ -132,10 +132,11 @@ def _collect(context: TrainingContext) -> tuple[list[Group] | None, float]:
     """Groups of the next update (None: an early end is requested) and seconds waited. New engines get the weights."""
     with context.learner.timeline.span("wait for groups", version=context.version + 1) as waiting:
         while True:
-            groups = context.coordinator.collect(context.version, context.weight_syncer.has_new_engines)
+            syncer = context.weight_syncer
+            groups = context.coordinator.collect(context.version, syncer.has_new_engines, syncer.has_engines)
             if groups is not CollectInterrupt.NEW_ENGINES:
                 break
-            context.weight_syncer.sync(context.version, new_engines_only=True)
+            syncer.sync(context.version, new_engines_only=True)
     return None if isinstance(groups, CollectInterrupt) else groups, waiting.seconds
 
 

@@ -49,7 +49,7 @@ class EngineAnnouncement:
 
 
 class WeightSyncer:
-    """Sends the model to all engines. Every method but `has_new_engines` is collective over all trainer ranks."""
+    """Sends the model to all engines. The methods named `has_...` are for the first rank, all others collective."""
 
     def __init__(
         self, chunks: Sequence[Qwen3VL], config: Config, control: ControlClient, platform: Platform,
@@ -84,6 +84,10 @@ class WeightSyncer:
     def has_new_engines(self) -> bool:
         """First rank: whether an engine waits for its first weights."""
         return bool(self._engines_to_serve(new_only=True))
+
+    def has_engines(self) -> bool:
+        """First rank: whether any engine lives that has, or waits for, weights."""
+        return bool(self._announced())
 
     def sync(self, version: int, new_engines_only: bool = False) -> float:
         """Send the weights as `version` to all announced engines, or to new ones only; returns seconds.

@@ -73,13 +73,20 @@ class GroupSource:
         self._unacknowledged: set[int] = set()  # sequences read and not acknowledged
 
     def wait_for_groups(
-        self, version: int, count: int, seconds: float, should_continue: Callable[[int], bool]
+        self,
+        version: int,
+        count: int,
+        seconds: float,
+        should_continue: Callable[[int], bool],
+        has_engines: Callable[[], bool] = lambda: True,
     ) -> list[tuple[Group, list[int]]] | None:
         """The `count` oldest trainable groups with their sequence numbers. Raises GroupTimeout after `seconds`.
 
         At each poll `should_continue(groups ready)` reports progress and raises the limit; once False, returns None.
+        Time in which no engine serves does not count, for at most run.startup_timeout_seconds: one is starting again.
         """
-        deadline = time.monotonic() + seconds
+        last = time.monotonic()
+        waited, without_engines, grace = 0.0, 0.0, self.config.run.startup_timeout_seconds
         while True:
             self.poll(version)
             if not should_continue(len(self._ready)):
@@ -88,10 +95,17 @@ class GroupSource:
                 tickets = list(self._ready)[:count]
                 self._in_use.update(tickets)
                 return [(self._groups.pop(t), self._ready.pop(t)) for t in tickets]
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if without_engines < grace and not has_engines():
+                without_engines += now - last
+            else:
+                waited += now - last
+            last = now
+            if waited > seconds:
                 raise GroupTimeout(
-                    f"the trainer waited {seconds:.0f} s (trainer.batch_timeout_seconds) for groups from rollout: "
-                    f"{len(self._ready)} of {count} arrived; episodes dropped: {self.accounting.format_dropped()}"
+                    f"the trainer waited {waited + without_engines:.0f} s (trainer.batch_timeout_seconds) for groups "
+                    f"from rollout: {len(self._ready)} of {count} arrived; episodes dropped: "
+                    f"{self.accounting.format_dropped()}"
                 )
             time.sleep(POLL_SECONDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,18 @@ def test_a_group_waits_until_it_is_complete(ring: Ring, source: GroupSource):
     taken = source.wait_for_groups(0, 1, 5.0, go)
     assert taken is not None
     assert [t.index for t in taken[0][0].trajectories] == [0, 1]
+
+
+def test_time_without_an_engine_does_not_count_up_to_the_limit_of_a_start(ring: Ring, source: GroupSource):
+    served = time.monotonic() + 0.6
+    with pytest.raises(GroupTimeout, match="0 of 1 arrived"):
+        source.wait_for_groups(0, 1, 0.3, go, lambda: time.monotonic() > served)
+    assert time.monotonic() > served + 0.2
+    source.config.run.startup_timeout_seconds = 0.5
+    started = time.monotonic()
+    with pytest.raises(GroupTimeout, match="waited"):
+        source.wait_for_groups(0, 1, 0.2, go, lambda: False)
+    assert 0.6 < time.monotonic() - started < 30
 
 
 def test_untrainable_groups_are_dropped_by_reason_and_freed(ring: Ring, source: GroupSource):
