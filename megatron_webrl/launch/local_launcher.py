@@ -32,7 +32,7 @@ from megatron_webrl.launch.role_process import (
 )
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.launch.watchdog import Watchdog
-from megatron_webrl.ring.segment import segment_prefix, sweep_segments
+from megatron_webrl.ring.segment import segment_prefix
 from megatron_webrl.status.final_report import print_final_report
 from megatron_webrl.status.job_display import job_display
 from megatron_webrl.system import child_process, cuda_driver
@@ -121,7 +121,7 @@ class LocalLauncher:
         finally:
             left = child_process.kill_descendants(KILL_SECONDS, self._processes)
             child_process.become_subreaper(False)  # of a program that calls this and continues
-            sweep_segments(segment_prefix(config.run.name))
+            role_process.sweep_shared_memory(segment_prefix(config.run.name))
             shutil.rmtree(self.scratch, ignore_errors=True)
             if left:
                 self.console.print(f"could not terminate: {', '.join(left)}", style="red", markup=False)

@@ -16,6 +16,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.launch.gpu_environment import gpu_environment
 from megatron_webrl.ring.segment import sweep_segments
+from megatron_webrl.rollout.engine.shared_memory import sweep_engine_segments
 from megatron_webrl.status.control_probe import ControlStatus, query
 from megatron_webrl.system import atomic_file, child_process
 from megatron_webrl.system.supervised_process import SupervisedProcess
@@ -163,6 +164,11 @@ def role_environment(
 
 
 def sweep_leftovers() -> str:
-    """Remove processes, rings and scratch folders of killed runs; returns a message, empty if there were none."""
-    removed = child_process.sweep_orphans() + sweep_segments("webrl-") + child_process.sweep_scratch()
+    """Remove processes, shared memory and scratch folders of killed runs; returns a message, empty without any."""
+    removed = child_process.sweep_orphans() + sweep_shared_memory() + child_process.sweep_scratch()
     return f"removed leftovers of a killed run: {', '.join(removed)}" if removed else ""
+
+
+def sweep_shared_memory(prefix: str = "webrl-") -> list[str]:
+    """Remove the rings with this prefix, and segments of engines, that no process uses; returns their names."""
+    return sweep_segments(prefix) + sweep_engine_segments()

@@ -25,7 +25,7 @@ from megatron_webrl.launch import role_process
 from megatron_webrl.launch.role_process import FAILED_EXIT_GRACE_SECONDS, KILL_SECONDS
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.launch.watchdog import StackDumper
-from megatron_webrl.ring.segment import segment_prefix, sweep_segments
+from megatron_webrl.ring.segment import segment_prefix
 from megatron_webrl.slurm.process_specs import ProcessSpec, process_specs
 from megatron_webrl.slurm.signals import SignalListener
 from megatron_webrl.system import child_process
@@ -72,7 +72,7 @@ class NodeSupervisor:
             left = child_process.kill_descendants(KILL_SECONDS, self.supervisor.processes)
             shutil.rmtree(self.scratch, ignore_errors=True)
             if self.role == "rollout":  # its workers made the ring; a ring in use is kept
-                sweep_segments(segment_prefix(self.config.run.name))
+                role_process.sweep_shared_memory(segment_prefix(self.config.run.name))
             if left:
                 self._report(f"could not terminate: {', '.join(left)}")
 
