@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,17 @@ def _write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None
 
 
 def ensure_written(folder: Path, outcome: str) -> None:
-    """At the end of a job, write the summary if the trainer has not written one or the job failed."""
-    if outcome not in CLEAN_JOB_OUTCOMES or not os.path.isfile(folder / "summary.json"):
-        write_summary(folder, outcome, None)
+    """At the end of a job, write the summary if the trainer has not written one or the job failed.
+
+    A job that failed after its trainer had ended keeps the account that the trainer wrote.
+    """
+    accounting = None
+    if os.path.isfile(folder / "summary.json"):
+        if outcome in CLEAN_JOB_OUTCOMES:
+            return
+        with suppress(OSError, ValueError):  # a disk that fails is no reason to fail here
+            accounting = read_summary(folder)["accounting"]
+    write_summary(folder, outcome, accounting)
 
 
 def _restarts(folder: Path) -> list[dict[str, Any]]:

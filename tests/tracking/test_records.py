@@ -89,6 +89,19 @@ def test_the_summary_has_all_its_fields(tmp_path: Path):
     assert content["checkpoint"] is None
 
 
+def test_a_failure_after_the_trainers_end_keeps_its_account(tmp_path: Path):
+    accounting = Accounting(trained=8).summary(finished=8, waiting=0)
+    summary.write_summary(tmp_path, "finished", accounting)
+    summary.ensure_written(tmp_path, "finished")
+    assert summary.read_summary(tmp_path)["outcome"] == "finished"
+    summary.ensure_written(tmp_path, "failed: a worker did not end")
+    content = summary.read_summary(tmp_path)
+    assert (content["outcome"], content["accounting"]) == ("failed: a worker did not end", accounting)
+    (tmp_path / "summary.json").write_text("{")
+    summary.ensure_written(tmp_path, "failed: again")
+    assert summary.read_summary(tmp_path)["accounting"] is None
+
+
 def test_accounting_that_does_not_match_is_reported():
     accounting = Accounting(trained=6).summary(finished=9, waiting=1)
     assert not accounting["matches"]
