@@ -131,11 +131,11 @@ def _filled(descriptor: int) -> bool:
 def freeze_disk(run: DrillJob) -> None:
     """Freeze the disk of the run's folder for FREEZE_SECONDS: writes wait, and no signal ends that."""
     last = run.newest_version()
-    subprocess.run(["fsfreeze", "--freeze", run.folder], check=True)
-    try:
-        time.sleep(FREEZE_SECONDS)
-    finally:
-        subprocess.run(["fsfreeze", "--unfreeze", run.folder], check=True)
+    # In a session of its own: it thaws the disk also when the drill is killed, whose processes nothing else could end.
+    commands = f'fsfreeze --freeze "$1" && sleep {FREEZE_SECONDS:g} && fsfreeze --unfreeze "$1"'
+    process = subprocess.Popen(["sh", "-c", commands, "freeze", run.folder], start_new_session=True)
+    if code := process.wait():
+        raise DrillError(f"fsfreeze exited with code {code}")
     run.wait_for(lambda: run.newest_version() >= last + 3, "update after the thaw", FAULT_SECONDS)
 
 
