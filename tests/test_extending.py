@@ -15,7 +15,8 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import policies
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
-from megatron_webrl.trainer import loss
+from megatron_webrl.trainer.loss import objective
+from megatron_webrl.trainer.loss.token_data import TokenData
 from megatron_webrl.types import Action, Group
 from tests.documented_blocks import blocks_run_by
 from tests.rollout.conversations import observation_of, response_of, texts
@@ -54,17 +55,17 @@ def test_an_added_reward_prefers_the_shorter_of_two_successes() -> None:
 
 
 def test_an_added_loss_has_the_policy_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "OBJECTIVES", dict(loss.OBJECTIVES))
+    monkeypatch.setattr(objective, "OBJECTIVES", dict(objective.OBJECTIVES))
     example("A loss")
-    objective = loss.make_objective(LossConfig(name="reinforce"), None)
+    reinforce = objective.make_objective(LossConfig(name="reinforce"), None)
     rng = np.random.default_rng(0)
     advantage, weight, current = (torch.tensor(rng.normal(size=5)) for _ in range(3))
-    data = loss.TokenData(
+    data = TokenData(
         behaviour_logprobs=current, proximal_logprobs=current, advantage=advantage, weight=weight,
         step_index=torch.zeros(5, dtype=torch.int64), step_lengths=torch.tensor([5.0]),
     )  # fmt: skip
     current = current.clone().requires_grad_()
-    value, metrics = objective(current, data)
+    value, metrics = reinforce(current, data)
     value.backward()
     assert torch.equal(current.grad, -weight * advantage)
     assert metrics["response_tokens"] == 5

@@ -15,7 +15,7 @@ from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 from megatron_webrl.model.process_groups import is_last_stage
 from megatron_webrl.tracking.timeline import OFF, Timeline
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
-from megatron_webrl.trainer.loss import Objective, TokenData
+from megatron_webrl.trainer.loss.token_data import Objective, TokenData
 from megatron_webrl.trainer.metrics.moments import is_extreme, is_minimum
 from megatron_webrl.trainer.metrics.token_statistics import token_statistics
 from megatron_webrl.trainer.optimizer import ScheduledOptimizer

@@ -20,7 +20,7 @@ from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt
 from megatron_webrl.trainer.learner import Learner, Metrics
-from megatron_webrl.trainer.loss import make_objective
+from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch, measure_logprob_mismatch
 from megatron_webrl.trainer.metrics.memory_usage import memory_metrics
 from megatron_webrl.trainer.metrics.moments import combine

@@ -21,7 +21,7 @@ from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
 from megatron_webrl.trainer.learner import Learner
-from megatron_webrl.trainer.loss import negative_log_likelihood
+from megatron_webrl.trainer.loss.objective import negative_log_likelihood
 from megatron_webrl.trainer.optimizer import make_optimizer
 from megatron_webrl.types import Group, Trajectory
 

@@ -97,7 +97,7 @@ def _steps(trajectory: Trajectory, version: int, learner: Any, builder: Any) -> 
 
 def _gradients(config: Config, learner: Any, builder: Any, batch: list[Group], version: int) -> dict[str, Any]:
     from megatron_webrl.trainer.data.batching import training_samples
-    from megatron_webrl.trainer.loss import make_objective
+    from megatron_webrl.trainer.loss.objective import make_objective
     from tools.bench.ranks.staleness_rank import flat_gradient, group_gradients, mean_and_covariance_trace
 
     found = {}

@@ -16,7 +16,8 @@ from megatron_webrl.tracking.metric_reference.registry import SECTIONS, definiti
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics
 from megatron_webrl.tracking.step_metrics import step_metrics
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.trainer.loss import TokenData, make_objective
+from megatron_webrl.trainer.loss.objective import make_objective
+from megatron_webrl.trainer.loss.token_data import TokenData
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
 from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics

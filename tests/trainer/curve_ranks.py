@@ -73,7 +73,7 @@ def _one_step(model: str, platform: Any, limit: int) -> dict[str, Any]:
     """One step on all samples, in rows of at most `limit` tokens."""
     from megatron_webrl.trainer.data import batching
     from megatron_webrl.trainer.factory import make_sequence_packer
-    from megatron_webrl.trainer.loss import make_objective
+    from megatron_webrl.trainer.loss.objective import make_objective
     from tests.trainer import learner_ranks
 
     config = learner_ranks.make_config(model)

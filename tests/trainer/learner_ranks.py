@@ -214,7 +214,7 @@ def _single_step(config: Config, platform: Any, groups: list[Group]) -> dict[str
     """One minibatch, one epoch; then a replica without samples, and a gradient that is not finite."""
     from megatron_webrl.trainer.data import batching
     from megatron_webrl.trainer.factory import make_sequence_packer
-    from megatron_webrl.trainer.loss import make_objective
+    from megatron_webrl.trainer.loss.objective import make_objective
     from megatron_webrl.trainer.optimizer import NonFiniteGradient
     from tests.model.hf_export import hf_tensors
 

@@ -104,7 +104,7 @@ class PackedLearner:
 
     def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:
         """Pack, forward, backward, optimiser step."""
-        from megatron_webrl.trainer.loss import negative_log_likelihood
+        from megatron_webrl.trainer.loss.objective import negative_log_likelihood
 
         rows = self.builder.build(samples, "token_mean", 1)
         metrics, _ = self.learner.train_step(rows, None, negative_log_likelihood)

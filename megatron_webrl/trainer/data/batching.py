@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.advantages import group_advantages
-from megatron_webrl.trainer.loss import MinibatchTotals, token_weight
+from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
 from megatron_webrl.trainer.rewards import reward_function
 from megatron_webrl.types import Group, Step, Trajectory
 

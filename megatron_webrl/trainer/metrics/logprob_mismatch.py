@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_webrl.model.process_groups import is_last_stage
 from megatron_webrl.trainer.data.batching import NO_VERSION
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
-from megatron_webrl.trainer.loss import k3
+from megatron_webrl.trainer.loss.token_data import k3
 from megatron_webrl.trainer.parallel import broadcast_from_last_stage
 
 MAX_LAG = 4  # versions; tokens of a greater lag count here

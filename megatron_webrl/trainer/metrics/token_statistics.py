@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_webrl.trainer.loss import TokenData, k3
+from megatron_webrl.trainer.loss.token_data import TokenData, k3
 from megatron_webrl.trainer.metrics.moments import moments
 
 

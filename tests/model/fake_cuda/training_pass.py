@@ -130,7 +130,7 @@ def _score(learner: Any, microbatches: list[Any]) -> None:
 
 def _train(learner: Any, microbatches: list[Any]) -> None:
     from megatron_webrl.config.loss import LossConfig
-    from megatron_webrl.trainer.loss import make_objective
+    from megatron_webrl.trainer.loss.objective import make_objective
 
     learner.forward_backward(microbatches, None, make_objective(LossConfig(), None))
     for parameter in learner.models[0].parameters():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.trainer.loss import TokenData
+from megatron_webrl.trainer.loss.token_data import TokenData
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
 from megatron_webrl.trainer.metrics.moments import combine, moments, summarise
 from megatron_webrl.trainer.metrics.token_statistics import token_statistics

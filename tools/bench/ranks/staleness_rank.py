@@ -129,7 +129,7 @@ def group_gradients(
     Each is scaled by the number of groups, so that their mean is the gradient of the batch.
     """
     from megatron_webrl.trainer.data import batching
-    from megatron_webrl.trainer.loss import make_objective
+    from megatron_webrl.trainer.loss.objective import make_objective
 
     loss = config.trainer.loss
     samples = batching.training_samples(groups, config, version)

@@ -1,13 +1,8 @@
-"""Losses over the response tokens of one micro-batch. Pure functions. docs/algorithm.md explains them together.
-
-Notation: policies theta (current), prox (at the start of the update), behave (that produced the token), ref (at the
-start of RL). Tensors are [tokens] unless said otherwise, log-probabilities at the sampling temperature.
-"""
+"""Losses: the surrogates, the KL penalty, and the objective that a configuration names. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,50 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.trainer.loss.token_data import Objective, TokenData, clamp_log_ratio, k3, mean_per_step
 from megatron_webrl.trainer.metrics.moments import moments
-
-LOG_RATIO_LIMIT = 20.0  # log-ratios are clamped before exp, whose overflow would turn a zero gradient into NaN
-
-
-@dataclass(frozen=True)
-class TokenData:
-    """Constants of the response tokens of one micro-batch."""
-
-    behaviour_logprobs: Tensor  # float32 [tokens]
-    proximal_logprobs: Tensor  # float32 [tokens]
-    advantage: Tensor  # float32 [tokens]
-    weight: Tensor  # float32 [tokens], see token_weight; 0 for padding
-    step_index: Tensor  # int64 [tokens], index of the token's step in the micro-batch
-    step_lengths: Tensor  # float32 [steps], response tokens of each step on all context-parallel ranks
-    reference_logprobs: Tensor | None = None  # float32 [tokens]; None without a KL penalty
-
-
-Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]
-"""Current log-probabilities -> loss, to be summed over micro-batches and ranks, and for metrics sums and `moments`."""
-
-
-@dataclass(frozen=True)
-class MinibatchTotals:
-    """Totals of one minibatch over all data-parallel ranks, by which normalizers divide."""
-
-    trajectories: int
-    tokens: int
-
-
-def token_weight(normalizer: str, totals: MinibatchTotals, steps: int, constant_steps: int) -> float:
-    """Weight of each token of a trajectory with |tau| = `steps`, one of N in the minibatch; k = `constant_steps`.
-
-    per_trajectory  1 / (N |tau|)   multi-step GRPO
-    constant        1 / (N k)       AsyncWebRL (arXiv 2606.05597): failures, being longer, are not under-weighted
-    token_mean      1 / tokens      mean over all tokens of the minibatch
-    """
-    if normalizer == "constant":
-        return 1.0 / (totals.trajectories * constant_steps)
-    if normalizer == "per_trajectory":
-        return 1.0 / (totals.trajectories * steps)
-    if normalizer == "token_mean":
-        return 1.0 / totals.tokens
-    raise ValueError(f"normalizer {normalizer!r} is not one of constant, per_trajectory, token_mean")
 
 
 def make_objective(config: LossConfig, group: ProcessGroup | None) -> Objective:
@@ -104,7 +57,7 @@ def clipped_surrogate(
     with torch.no_grad():
         weight, over = behaviour_importance_weight(log_weight, config)
         unmasked = counted * (1 - over) if config.importance_weight_mode == "mask" else counted
-    ratio = torch.exp(_clamp(log_ratio))
+    ratio = torch.exp(clamp_log_ratio(log_ratio))
     unclipped = ratio * data.advantage
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * data.advantage
     value = torch.minimum(unclipped, clipped)
@@ -139,14 +92,6 @@ def behaviour_importance_weight(log_weight: Tensor, config: LossConfig) -> tuple
     return torch.where(over, torch.full_like(weight, bound), weight), over.to(weight.dtype)
 
 
-def mean_per_step(values: Tensor, data: TokenData, group: ProcessGroup | None = None) -> Tensor:
-    """For each token the mean over its step's response. [n, tokens] -> [n, tokens]. Collective."""
-    sums = values.new_zeros(len(values), len(data.step_lengths)).index_add(1, data.step_index, values)
-    if group is not None and group.size() > 1:
-        torch.distributed.all_reduce(sums, group=group)
-    return (sums / data.step_lengths.to(values.dtype))[:, data.step_index]
-
-
 def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
     """KL estimate: sum weight * k3 of pi_ref / pi_theta (arXiv 2402.03300, eq. 4). Raises ValueError without pi_ref."""
     if data.reference_logprobs is None:
@@ -164,19 +109,6 @@ def negative_log_likelihood(current: Tensor, data: TokenData) -> tuple[Tensor, d
     Demonstrations and RAFT (arXiv 2304.06767): the caller sets advantage 1 for imitated tokens and 0 for others.
     """
     return -(data.weight * (data.advantage > 0) * current).sum(), {}
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """r - 1 - log r, never negative (Schulman, Approximating KL Divergence, 2020)."""
-    bounded = _clamp(log_ratio)
-    return torch.exp(bounded) - 1 - bounded
-
-
-def _clamp(log_ratio: Tensor) -> Tensor:
-    """Clamp to LOG_RATIO_LIMIT, without a gradient beyond it. NaN keeps its gradient, unlike with torch.clamp."""
-    return torch.where(
-        log_ratio.abs() > LOG_RATIO_LIMIT, log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio
-    )
 
 
 OBJECTIVES: dict[str, Callable[[LossConfig, ProcessGroup | None], Objective]] = {

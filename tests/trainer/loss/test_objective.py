@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from megatron_webrl.config.loss import LossConfig
-from megatron_webrl.trainer.loss import (
-    MinibatchTotals,
-    TokenData,
+from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
+from megatron_webrl.trainer.loss.objective import (
     clipped_surrogate,
     make_objective,
     negative_log_likelihood,
     reference_kl,
-    token_weight,
 )
+from megatron_webrl.trainer.loss.token_data import TokenData
 from megatron_webrl.trainer.metrics.moments import is_extreme
 
 USUAL = LossConfig(clip_low=0.2, clip_high=0.28, importance_weight_cap=2.0)
