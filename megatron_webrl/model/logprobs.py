@@ -17,8 +17,9 @@ def vocab_parallel_logprobs(
     """Log-probabilities of `targets` and entropies at a temperature, both float32 [R], the same on every rank.
 
     `logits`: [R, padded vocabulary / ranks of `group`], this rank's slice in rank order; columns from `vocab_size` on
-    are padding without probability. `targets`: int64 [R]. `group`: None for one rank. Entropies are not differentiable.
-    Collective over `group`. Raises ValueError for mismatched shapes and for a temperature that is not positive.
+    are padding without probability. `targets`: int64 [R]. `group`: None for one rank. Both results are differentiable;
+    the gradient of entropies is computed only if a loss uses them. Collective over `group`, the forward pass only.
+    Raises ValueError for mismatched shapes and for a temperature that is not positive.
     """
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"logits {list(logits.shape)} and targets {list(targets.shape)} must be [R, V/tp] and [R]")
@@ -28,7 +29,10 @@ def vocab_parallel_logprobs(
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Saves the logits and one number per row; the backward pass recomputes the softmax chunk by chunk."""
+    """Saves the logits and two numbers per row; the backward pass recomputes the softmax chunk by chunk.
+
+    Log-sum-exp and entropy are those of the whole vocabulary, so that each rank has the gradient of its own columns.
+    """
 
     @staticmethod
     def forward(
@@ -41,23 +45,31 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         for rows in _chunks(logits):
             scaled = logits[rows, :real].float() / temperature
             logp[rows], entropy[rows], lse[rows] = _statistics(scaled, local[rows], group)
-        ctx.save_for_backward(logits, local, lse)
+        ctx.save_for_backward(logits, local, lse, entropy)
         ctx.temperature, ctx.real = temperature, real
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an output that no loss uses has the gradient None
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """(one-hot - softmax) / temperature, times the gradient of each row."""
-        logits, local, lse = ctx.saved_tensors
-        gradient = gradients[0] / ctx.temperature
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+        """The gradient of each row times that of the row's outputs at the scaled logits, over the temperature.
+
+        one-hot - p for the log-probability, - p (log p + H) for the entropy H; p is the softmax.
+        """
+        logits, local, lse, entropy = ctx.saved_tensors
+        of_logprob, of_entropy = (None if each is None else each / ctx.temperature for each in gradients)
+        if of_logprob is None:
+            of_logprob = torch.zeros_like(lse)
         result = torch.zeros_like(logits)
         for rows in _chunks(logits):
-            softmax = (logits[rows, : ctx.real].float() / ctx.temperature - lse[rows, None]).exp_()
-            part = softmax.mul_(-gradient[rows, None])
+            log_p = logits[rows, : ctx.real].float() / ctx.temperature - lse[rows, None]
+            factor = -of_logprob[rows, None]
+            if of_entropy is not None:
+                factor = factor - of_entropy[rows, None] * (log_p + entropy[rows, None])
+            part = log_p.exp_().mul_(factor)
             if ctx.real:
                 mine, column = _own_column(local[rows], ctx.real)
-                part.scatter_add_(1, column, (gradient[rows] * mine)[:, None])
+                part.scatter_add_(1, column, (of_logprob[rows] * mine)[:, None])
             result[rows, : ctx.real] = part.to(logits.dtype)
         return result, None, None, None, None
 

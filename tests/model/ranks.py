@@ -226,16 +226,29 @@ def _bf16(folder: Path, platform: platforms.Platform) -> dict[str, Any]:
 
 
 def _logprobs(group: Any) -> dict[str, Tensor]:
-    """Values and gradient of `vocab_parallel_logprobs` on this rank's slice of given logits."""
+    """Values and gradients of `vocab_parallel_logprobs` on this rank's slice of given logits."""
     from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 
     logits, targets, weights = logprob_case()
     mine = logits.chunk(group.size(), dim=1)[group.rank()].clone().requires_grad_()
     logprobs, entropy = vocab_parallel_logprobs(mine, targets, tiny.TEMPERATURE, tiny.VOCABULARY, group)
-    (logprobs * weights).sum().backward()
-    shards = [torch.empty_like(mine) for _ in range(group.size())]
-    torch.distributed.all_gather(shards, mine.grad, group=group)
-    return {"logprobs": logprobs.detach(), "entropy": entropy, "gradient": torch.cat(shards, dim=1)}
+    found = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
+    for name, loss in logprob_losses(logprobs, entropy, weights).items():
+        (gradient,) = torch.autograd.grad(loss, mine, retain_graph=True)
+        shards = [torch.empty_like(mine) for _ in range(group.size())]
+        torch.distributed.all_gather(shards, gradient, group=group)
+        found[name] = torch.cat(shards, dim=1)
+    return found
+
+
+def logprob_losses(logprobs: Tensor, entropy: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Losses of log-probabilities, of entropies and of both, by the name of their gradient at the logits."""
+    of_logprobs, of_entropy = (logprobs * weights).sum(), (entropy * weights.flip(0)).sum()
+    return {
+        "gradient": of_logprobs,
+        "gradient of entropy": of_entropy,
+        "gradient of both": of_logprobs - 0.3 * of_entropy,
+    }
 
 
 def logprob_case() -> tuple[Tensor, Tensor, Tensor]:
