@@ -11,37 +11,85 @@ from megatron_webrl.config.setting import setting
 class LossConfig:
     name: str = setting(
         "grpo",
-        "grpo: clipped surrogate, ratios per token; gspo: ratios per response; raft: log-likelihood of successes.",
-        choices=("grpo", "gspo", "raft"),
+        "grpo: clipped surrogate, ratios per token; gspo: ratios per response; cispo: log-likelihood with clipped "
+        "weights; sapo: sigmoid gate instead of a clip; dppo: bound of the divergence instead of the ratio; raft: "
+        "log-likelihood of successes; raft_plus_plus: clipped surrogate of successes.",
+        choices=("grpo", "gspo", "cispo", "sapo", "dppo", "raft", "raft_plus_plus"),
     )
     normalizer: str = setting(
-        "constant", "Weight of a trajectory's tokens.", choices=("constant", "per_trajectory", "token_mean")
+        "constant",
+        "Weight of a trajectory's tokens.",
+        choices=(
+            "constant", "per_trajectory", "token_mean", "async_webrl_constant", "async_webrl_per_trajectory",
+        ),
+    )  # fmt: skip
+    normalizer_constant: int = setting(
+        10, "The normalisers constant and async_webrl_constant divide by k steps.", low=1
     )
-    normalizer_constant: int = setting(10, "The constant normaliser divides by k steps.", low=1)
     decoupled: bool = setting(
         True,
         "Clip against the policy at the start of the update and weight by proximal/behaviour; otherwise "
         "clip against the behaviour policy.",
     )
+    importance_weight_level: str = setting(
+        "auto",
+        "Proximal/behaviour weight of each token, geometric mean over a response, or product over a response; auto: "
+        "geometric with gspo, else token.",
+        choices=("auto", "token", "geometric", "product"),
+    )
+    importance_weight_floor: float = setting(
+        0.0, "Smallest proximal/behaviour weight inside the bounds; 0: none.", low=0, high=1
+    )
     importance_weight_cap: float = setting(5.0, "Cap of the proximal/behaviour weight.", above=1)
     importance_weight_mode: str = setting(
-        "mask", "Tokens whose weight exceeds the cap are masked, or their weight is truncated to the cap.",
+        "mask",
+        "Tokens whose weight is outside of floor and cap are masked, or their weight is truncated to the bound.",
         choices=("mask", "truncate"),
     )  # fmt: skip
+    kl_rejection_bound: float = setting(
+        0.0,
+        "Responses whose KL estimate of behaviour and proximal policy exceeds this are masked; 0: none.",
+        low=0,
+    )
+    kl_rejection_estimator: str = setting(
+        "k3",
+        "Estimator of that KL, mean over the response, w = proximal/behaviour. k1: - log w; k3: w - 1 - log w.",
+        choices=("k1", "k3"),
+    )
+    max_token_lag: int = setting(
+        0, "Tokens of a policy more than this many versions older than the current one are masked; 0: none.", low=0
+    )
     clip_low: float = setting(0.2, "Lower clip of the ratio, 1 - clip_low; gspo: about 3e-4.", above=0, high=1)
     clip_high: float = setting(0.2, "Upper clip of the ratio, 1 + clip_high; gspo: about 4e-4.", above=0)
     dual_clip: float = setting(
         3.0, "Bound of the surrogate as a multiple of a negative advantage; above 1, or 0 for none.", low=0
     )
+    sapo_temperature_positive: float = setting(
+        1.0, "Temperature of sapo's gate for positive advantages; higher: it closes sooner.", above=0
+    )
+    sapo_temperature_negative: float = setting(1.05, "The same for negative advantages.", above=0)
+    dppo_divergence: str = setting(
+        "total_variation", "Divergence that dppo bounds, of the token against all others.",
+        choices=("total_variation", "kl"),
+    )  # fmt: skip
+    dppo_bound: float = setting(0.15, "Largest divergence of a token up to which dppo moves away.", above=0)
     kl_coefficient: float = setting(
         0.0, "Weight of the KL divergence from the policy at the start of RL; 0: none, and no reference is kept.", low=0
     )
-    raft_versions: int = setting(0, "Number of earlier versions whose successes are imitated again (raft).", low=0)
+    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus; 0: none.", low=0)
+    raft_versions: int = setting(
+        0, "Number of earlier versions whose successes are imitated again (raft, raft_plus_plus).", low=0
+    )
     shuffle_advantages: bool = setting(
         False,
-        "Control experiment: assign the advantages of a batch (raft: the rewards) to its trajectories at "
-        "random, so that nothing can be learned.",
+        "Control experiment: assign the advantages of a batch (raft, raft_plus_plus: the rewards) to its trajectories "
+        "at random, so that nothing can be learned.",
     )
+
+    @property
+    def imitates_successes(self) -> bool:
+        """Whether only successes are trained, at advantage 1, without a baseline."""
+        return self.name in ("raft", "raft_plus_plus")
 
 
 @dataclass

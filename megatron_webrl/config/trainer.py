@@ -115,7 +115,9 @@ class TrainerConfig:
     groups_per_update: int = setting(8, "Groups trained in one update.", low=1)
     epochs: int = setting(1, "Passes over an update's batch.", low=1)
     minibatches: int = setting(
-        1, "Optimizer steps in one pass, each over whole groups; of raft over whole trajectories.", low=1
+        1,
+        "Optimizer steps in one pass, each over whole groups; of raft and raft_plus_plus over whole trajectories.",
+        low=1,
     )
     tokens_per_microbatch: int = setting(16384, "Tokens of one packed sequence.", low=1)
     merge_prefixes: bool = setting(True, "Merge steps that share a prefix into one sequence.")

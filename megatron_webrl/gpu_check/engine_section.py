@@ -58,7 +58,7 @@ def short_job(config: Config, folder: Path) -> Config:
     job.trainer.updates, job.trainer.groups_per_update = UPDATES, max(2, job.trainer.data_parallel)
     job.trainer.minibatches = job.trainer.epochs = 1
     job.trainer.zero_variance_groups = "keep"  # a model without training may never succeed,
-    if job.trainer.loss.name == "raft":  # and so would give nothing to imitate
+    if job.trainer.loss.imitates_successes:  # and so would give nothing to imitate
         job.trainer.loss = LossConfig()
     job.trainer.min_group, job.trainer.profile = 2, ProfileConfig()
     job.trainer.warm_start.demonstrations = 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,12 @@ from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import TrainerConfig
+from megatron_webrl.launch.loss_validation import check_loss
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.sampling.checks import check_tasks
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
 SHARED_MEMORY = Path("/dev/shm")
-UNCOUPLED_IGNORES = ("loss.importance_weight_cap", "loss.importance_weight_mode")
-RAFT_IGNORES = (
-    "loss.decoupled", *UNCOUPLED_IGNORES, "loss.clip_low", "loss.clip_high", "loss.dual_clip",
-    "reward.format_penalty", "reward.repetition_penalty", "reward.length_penalty", "zero_variance_groups",
-    "min_group",
-)  # fmt: skip
 _DIMENSIONS = {
     "text_config": (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -195,13 +189,14 @@ def _check_rollout(config: Config) -> None:
             f"rollout.max_num_batched_tokens={tokens} is less than rollout.max_num_seqs={sequences}, of which each "
             "needs a token in every step; raise it"
         )
-    if rollout.group_size < 2 and trainer.loss.name != "raft":
+    needs_baseline = not trainer.loss.imitates_successes
+    if rollout.group_size < 2 and needs_baseline:
         raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
-    if rollout.group_size < trainer.min_group and trainer.loss.name != "raft":
+    if rollout.group_size < trainer.min_group and needs_baseline:
         raise ConfigError(
             f"trainer.min_group={trainer.min_group} exceeds rollout.group_size={rollout.group_size}; lower it"
         )
-    _check_loss(config)
+    check_loss(config)
     if trainer.profile.updates and not config.evaluation.only:
         _check_profile(trainer, config.trainer_world_size)
     check_tasks(config.tasks)
@@ -247,28 +242,6 @@ def _check_demonstrations(config: Config) -> None:
         )
 
 
-def _check_loss(config: Config) -> None:
-    trainer, loss, reward = config.trainer, config.trainer.loss, config.trainer.reward
-    if 0 < loss.dual_clip <= 1:
-        raise ConfigError(
-            f"trainer.loss.dual_clip={loss.dual_clip} would clip the ratio 1 itself; set it above 1, or 0 for none"
-        )
-    if loss.raft_versions and loss.name != "raft":
-        raise ConfigError(
-            f"trainer.loss.raft_versions={loss.raft_versions} has no effect with trainer.loss.name={loss.name}; use "
-            "raft"
-        )
-    if loss.name == "raft":
-        _check_unused(trainer, RAFT_IGNORES, "trainer.loss.name=raft")
-    elif not loss.decoupled:
-        _check_unused(trainer, UNCOUPLED_IGNORES, "trainer.loss.decoupled=false")
-    if reward.length_penalty and reward.length_window > config.rollout.max_new_tokens:
-        raise ConfigError(
-            f"trainer.reward.length_window={reward.length_window} exceeds "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}; lower it"
-        )
-
-
 def _check_profile(trainer: TrainerConfig, ranks: int) -> None:
     for name, values, low, high in (
         ("updates", trainer.profile.updates, 1, trainer.updates),
@@ -276,14 +249,6 @@ def _check_profile(trainer: TrainerConfig, ranks: int) -> None:
     ):
         if outside := [value for value in values if not low <= value <= high]:
             raise ConfigError(f"trainer.profile.{name}={values}: {outside[0]} is not between {low} and {high}")
-
-
-def _check_unused(trainer: TrainerConfig, names: Sequence[str], cause: str) -> None:
-    """Settings of trainer.* that `cause` ignores must have their default."""
-    for name in names:
-        value, default = (attrgetter(name)(settings) for settings in (trainer, TrainerConfig()))
-        if value != default:
-            raise ConfigError(f"trainer.{name}={value} has no effect with {cause}; leave it at {default}")
 
 
 def _check_evaluation(config: Config) -> None:

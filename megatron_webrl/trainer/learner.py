@@ -115,6 +115,8 @@ class Learner:
                 step_index=batch.step_index,
                 step_lengths=batch.step_lengths,
                 reference_logprobs=None if reference is None else reference[index],
+                versions=batch.versions,
+                entropy=entropy,
             )
             value, sums = loss(current, data)
             sums |= token_statistics(current, entropy, data, batch.succeeded)

@@ -101,14 +101,14 @@ def train_batch(
     """
     settings = config.trainer
     samples = batching.training_samples(groups, config, version)
-    imitates = settings.loss.name == "raft"  # without a baseline, a group need not stay whole
-    parts = batching.minibatches(samples, settings.minibatches, config.run.seed + version, whole_groups=not imitates)
-    needs_proximal = settings.epochs * len(parts) > 1 and not imitates
+    whole_groups = not settings.loss.imitates_successes  # without a baseline, a group need not stay whole
+    parts = batching.minibatches(samples, settings.minibatches, config.run.seed + version, whole_groups)
+    needs_proximal = settings.epochs * len(parts) > 1 and settings.loss.name != "raft"
     passes = settings.epochs + needs_proximal + (learner.reference is not None)
     normalizer = settings.loss.normalizer, settings.loss.normalizer_constant
     with learner.timeline.span("pack"):
         minibatches = sequence_packer.build_all(parts, *normalizer, passes)
-    loss = make_objective(settings.loss, parallel_state.get_context_parallel_group())
+    loss = make_objective(settings.loss, parallel_state.get_context_parallel_group(), version)
     reference = learner.compute_reference_logprobs(minibatches)
     proximal: list[list[Tensor] | None] = [
         learner.compute_logprobs(microbatches) if needs_proximal else None for microbatches in minibatches

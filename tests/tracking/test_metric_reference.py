@@ -46,13 +46,14 @@ def update_example() -> dict[str, float]:
 
 
 def loss_example() -> dict[str, float]:
-    """Totals of a real loss with a penalty; the first token's gradient is clipped."""
+    """Totals of a real loss with every bound; the first token's gradient is clipped."""
     current, ones = torch.tensor([0.0, -1.0]), torch.ones(2)
     data = TokenData(
         behaviour_logprobs=current - 1, proximal_logprobs=current - 1, advantage=torch.tensor([1.0, -1.0]), weight=ones,
-        step_index=torch.tensor([0, 1]), step_lengths=ones, reference_logprobs=current,
+        step_index=torch.tensor([0, 1]), step_lengths=ones, reference_logprobs=current, versions=torch.tensor([1, 3]),
     )  # fmt: skip
-    _, sums = make_objective(LossConfig(kl_coefficient=0.1), None)(current, data)
+    every = LossConfig(kl_coefficient=0.1, importance_weight_floor=0.5, kl_rejection_bound=0.1, max_token_lag=4)
+    _, sums = make_objective(every, None, 3)(current, data)
     sums |= token_statistics(current, ones, data, torch.tensor([True, False]))
     totals = {name: value.item() for name, value in sums.items()}
     return loss_metrics(totals | {"loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1.0})

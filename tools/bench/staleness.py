@@ -121,8 +121,8 @@ def check_run(config: Config) -> None:
     loss, run = config.trainer.loss, config.run_folder
     if config.rollout.mode != "sync":
         raise RuntimeError(f"{run} has rollout.mode={config.rollout.mode}: its groups are stale already; use sync")
-    if loss.name == "raft":
-        raise RuntimeError(f"{run} has trainer.loss.name=raft, which clips nothing; use grpo or gspo")
+    if loss.imitates_successes:
+        raise RuntimeError(f"{run} has trainer.loss.name={loss.name}, which trains successes only; use grpo or gspo")
     if loss.kl_coefficient:
         raise RuntimeError(f"{run} has trainer.loss.kl_coefficient={loss.kl_coefficient}; use a run without reference")
     if config.trainer_world_size > 1:

@@ -15,7 +15,12 @@ SECTIONS = (
         ("response_tokens_mean", "tokens", "Response tokens of a step, mean."),
         ("staleness_mean", "versions", "Updated version less that of the episode's oldest token, mean over episodes."),
         ("staleness_max", "versions", "The same, largest."),
-        ("clip_fraction", "share", "Response tokens whose gradient the clip stopped, over all passes."),
+        (
+            "clip_fraction",
+            "share",
+            "Response tokens whose gradient the clip (`dppo`: the bound of the divergence) stopped, or whose ratio "
+            "`cispo` bounded, over all passes.",
+        ),
         (
             "logprob_mismatch_max",
             "nats",

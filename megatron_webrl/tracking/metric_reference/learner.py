@@ -7,7 +7,7 @@ from megatron_webrl.tracking.metric_reference.definition import section
 _DISTRIBUTIONS = {
     "behaviour_logprob": ("nats", "Log-probability of a response token under the policy that produced it"),
     "current_logprob": ("nats", "Log-probability of a response token under the current policy"),
-    "clipped_logprob": ("nats", "`current_logprob` of the tokens whose gradient the clip stopped"),
+    "clipped_logprob": ("nats", "`current_logprob` of the clipped tokens, see `clip_fraction`"),
     "advantage": ("", "Advantage of a response token, that of its episode"),
 }
 _STATISTICS = {"mean": "mean", "std": "population standard deviation", "min": "smallest", "max": "largest"}
@@ -25,10 +25,21 @@ SECTIONS = (
         ("entropy", "nats", "Entropy of theta, mean."),
         ("entropy/success", "nats", "Entropy of theta in successes, mean."),
         ("entropy/failure", "nats", "Entropy of theta in failures, mean."),
-        ("dual_clipped", "share", "Tokens whose gradient the dual clip stopped."),
+        ("dual_clipped", "share", "Tokens whose gradient the dual clip stopped; `grpo` and `gspo` only."),
         ("importance_weight_capped", "share", "Tokens whose importance weight exceeded `importance_weight_cap`."),
+        (
+            "importance_weight_floored",
+            "share",
+            "Tokens whose importance weight was below `importance_weight_floor`; with a floor only.",
+        ),
+        ("kl_rejected", "share", "Tokens of responses masked by `kl_rejection_bound`; with a bound only."),
+        (
+            "lag_masked",
+            "share",
+            "Tokens masked by `max_token_lag`, of unknown versions too; with a limit only.",
+        ),
         ("policy_ratio", "ratio", "r = theta / prox (theta / behave if not decoupled), mean."),
-        ("behaviour_importance_weight", "ratio", "w = prox / behave as used, after the cap, mean."),
+        ("behaviour_importance_weight", "ratio", "w = prox / behave as used, within its bounds and 0 if masked, mean."),
         ("approx_kl", "nats", "r - 1 - log r, mean: distance of theta from prox (from behave if not decoupled)."),
         ("reference_kl", "nats", "q - 1 - log q, q = reference / theta, mean; with `kl_coefficient` only."),
         ("behaviour_kl_k1", "nats", "log behave - log theta, mean: unbiased estimate of KL(behave, theta)."),

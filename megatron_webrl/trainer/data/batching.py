@@ -43,7 +43,7 @@ class TrainingSample:
 def training_samples(groups: Sequence[Group], config: Config, version: int) -> list[TrainingSample]:
     """Samples of the update from policy `version`, with the advantages of the configured loss."""
     loss = config.trainer.loss
-    if loss.name == "raft":  # shuffle_advantages is handled by shuffled_rewards()
+    if loss.imitates_successes:  # shuffle_advantages is handled by shuffled_rewards()
         return make_samples(groups, success_advantages)
     samples = make_samples(groups, partial(group_advantages, reward=reward_function(config)))
     if loss.shuffle_advantages:
@@ -102,9 +102,9 @@ def shuffled_advantages(samples: Sequence[TrainingSample], seed: str) -> list[Tr
 
 
 def shuffled_rewards(groups: Sequence[Group], config: Config, version: int) -> list[Group]:
-    """Permute the rewards among trainable episodes with raft and shuffle_advantages; else the groups unchanged."""
+    """Permute the rewards among trainable episodes with RAFT and shuffle_advantages; else the groups unchanged."""
     loss = config.trainer.loss
-    if loss.name != "raft" or not loss.shuffle_advantages:
+    if not loss.imitates_successes or not loss.shuffle_advantages:
         return list(groups)
     rewards = [t.reward for group in groups for t in group.trajectories if t.trainable]
     random.Random(f"rewards/{config.run.seed}/{version}").shuffle(rewards)

@@ -188,7 +188,7 @@ class GroupSource:
         if self._stale(group, version):
             return "stale"
         common = common_outcome(group)
-        if self.config.trainer.loss.name == "raft":
+        if self.config.trainer.loss.imitates_successes:
             return "all_failed" if common == "all_failed" else None
         if trainable < self.config.trainer.min_group:
             return "few_trainable"  # too few for a baseline

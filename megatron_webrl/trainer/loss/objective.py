@@ -1,4 +1,4 @@
-"""Losses: the surrogates, the KL penalty, and the objective that a configuration names. Pure functions."""
+"""The loss that a configuration names, with its penalty and bonus. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,86 +10,87 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.trainer.loss.off_policy import off_policy_correction
+from megatron_webrl.trainer.loss.surrogates import SURROGATES, PolicyRatio
 from megatron_webrl.trainer.loss.token_data import Objective, TokenData, clamp_log_ratio, k3, mean_per_step
 from megatron_webrl.trainer.metrics.moments import moments
 
 
-def make_objective(config: LossConfig, group: ProcessGroup | None) -> Objective:
-    """The configured loss plus kl_coefficient * reference_kl; gspo is collective over the context-parallel `group`."""
-    base = OBJECTIVES[config.name](config, group)
-    if not config.kl_coefficient:
+def make_objective(config: LossConfig, group: ProcessGroup | None, version: int | None = None) -> Objective:
+    """The configured loss, plus kl_coefficient * reference_kl, less entropy_coefficient * entropy_bonus.
+
+    Ratios and weights per response are collective over the context-parallel `group`. `version`: that of the policy at
+    the start of the update; only max_token_lag needs it.
+    """
+    base = OBJECTIVES[config.name](config, group, version)
+    if not config.kl_coefficient and not config.entropy_coefficient:
         return base
 
-    def penalised(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
+    def extended(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
         value, sums = base(current, data)
-        divergence, more = reference_kl(current, data)
-        return value + config.kl_coefficient * divergence, sums | more
+        if config.kl_coefficient:
+            divergence, more = reference_kl(current, data)
+            value, sums = value + config.kl_coefficient * divergence, sums | more
+        if config.entropy_coefficient:
+            value = value - config.entropy_coefficient * entropy_bonus(data)
+        return value, sums
 
-    return penalised
+    return extended
 
 
-def clipped_surrogate(
-    current: Tensor, data: TokenData, config: LossConfig, group: ProcessGroup | None = None
+def policy_loss(
+    current: Tensor,
+    data: TokenData,
+    config: LossConfig,
+    group: ProcessGroup | None = None,
+    version: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate with dual clip, decoupled or not, with ratios per token or per response.
+    """L = - sum weight * w * f(A, r), f the surrogate of the configured name, w from `off_policy_correction`.
 
-    L = - sum weight * w * f(A, r)
-    f(A, r) = min(r A, clamp(r, 1 - low, 1 + high) A), bounded below by dual_clip * A where A < 0 (arXiv 1912.09729).
-
-    decoupled (arXiv 2505.24298, eq. 5)  r = pi_theta / pi_prox, w = pi_prox / pi_behave with importance_weight_cap
+    decoupled (arXiv 2505.24298, eq. 5)  r = pi_theta / pi_prox, w = pi_prox / pi_behave
     otherwise (PPO, arXiv 1707.06347)    r = pi_theta / pi_behave, w = 1
 
-    name=gspo (arXiv 2507.18071, eq. 13 to 15): r and w are geometric means over the tokens of a response. In
-    r_t = sg[r] * pi_theta,t / sg[pi_theta,t] the mean needs no gradient, and sum_t r_t has the gradient of |y| r.
+    name=gspo (arXiv 2507.18071, eq. 13 to 15): r is the geometric mean over the tokens of a response. In
+    r_t = sg[r] * pi_theta,t / sg[pi_theta,t] the mean needs no gradient, and sum_t r_t has the gradient of |y| r. Where
+    tokens of a response differ in w, it is the paper's GSPO-token.
 
-    Metrics, summed over tokens of weight above 0: clipped, dual_clipped (no gradient; without tokens masked by cap),
-    importance_weight_capped, policy_ratio (r), behaviour_importance_weight (capped w), approx_kl (k3 of r per token);
-    and clipped_logprob, the moments of log pi_theta over the clipped tokens.
+    Metrics, summed over tokens of weight above 0: clipped, and dual_clipped if the surrogate has one (without masked
+    tokens); the bounds that tokens are beyond, see OffPolicyCorrection; policy_ratio (r),
+    behaviour_importance_weight (w), approx_kl (k3 of r per token); and clipped_logprob, the moments of log pi_theta
+    over the clipped tokens.
     """
-    log_ratio = current - (data.proximal_logprobs if config.decoupled else data.behaviour_logprobs)
+    old = data.proximal_logprobs if config.decoupled else data.behaviour_logprobs
+    log_ratio = current - old
     with torch.no_grad():
         counted = (data.weight > 0).to(current.dtype)
         divergence = k3(log_ratio)
-        log_weight = data.proximal_logprobs - data.behaviour_logprobs if config.decoupled else torch.zeros_like(current)
     if config.name == "gspo":
-        means = mean_per_step(torch.stack([log_ratio.detach(), log_weight]), data, group)
-        log_ratio, log_weight = means[0] + (current - current.detach()), means[1]
-    with torch.no_grad():
-        weight, over = behaviour_importance_weight(log_weight, config)
-        unmasked = counted * (1 - over) if config.importance_weight_mode == "mask" else counted
+        log_ratio = mean_per_step(log_ratio.detach()[None], data, group)[0] + (current - current.detach())
+    correction = off_policy_correction(data, config, group, version)
     ratio = torch.exp(clamp_log_ratio(log_ratio))
-    unclipped = ratio * data.advantage
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * data.advantage
-    value = torch.minimum(unclipped, clipped)
-    dual = torch.zeros_like(counted)
-    if config.dual_clip:
-        bound = config.dual_clip * data.advantage
-        dual = ((data.advantage < 0) & (value < bound)).to(current.dtype)
-        value = torch.where(data.advantage < 0, torch.maximum(value, bound), value)
-    loss = -(data.weight * weight * value).sum()
+    terms = SURROGATES[config.name](PolicyRatio(ratio, current, old), data.advantage, config)
+    loss = -(data.weight * correction.weight * terms.value).sum()
     with torch.no_grad():
-        is_clipped = unmasked * (clipped < unclipped)
+        clipped = (data.weight > 0) & ~correction.masked & terms.clipped
         sums = {
-            "clipped": is_clipped.sum(),
-            "dual_clipped": (unmasked * dual).sum(),
-            "importance_weight_capped": (counted * over).sum(),
+            "clipped": clipped.to(current.dtype).sum(),
+            **{name: (counted * beyond).sum() for name, beyond in correction.beyond.items()},
             "policy_ratio": (counted * ratio).sum(),
-            "behaviour_importance_weight": (counted * weight).sum(),
+            "behaviour_importance_weight": (counted * correction.weight).sum(),
             "approx_kl": (counted * divergence).sum(),
-            **moments("clipped_logprob", current, is_clipped > 0),
+            **moments("clipped_logprob", current, clipped),
         }
+        if terms.dual_clipped is not None:
+            sums["dual_clipped"] = (counted * (terms.dual_clipped & ~correction.masked)).sum()
     return loss, sums
 
 
-def behaviour_importance_weight(log_weight: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """w = pi_prox / pi_behave with the cap applied, and 1 where it exceeds the cap, else 0.
+def negative_log_likelihood(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-likelihood - sum weight * log pi_theta, over tokens with a positive advantage.
 
-    mask: w = 0 above the cap; truncate: w = min(w, cap). NaN stays NaN: the gradient is refused.
+    Demonstrations and RAFT (arXiv 2304.06767): the caller sets advantage 1 for imitated tokens and 0 for others.
     """
-    weight = torch.exp(log_weight)
-    over = weight > config.importance_weight_cap
-    bound = 0.0 if config.importance_weight_mode == "mask" else config.importance_weight_cap
-    return torch.where(over, torch.full_like(weight, bound), weight), over.to(weight.dtype)
+    return -(data.weight * (data.advantage > 0) * current).sum(), {}
 
 
 def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
@@ -103,16 +104,20 @@ def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Te
     return (data.weight * divergence).sum(), {"reference_kl": (counted * divergence.detach()).sum()}
 
 
-def negative_log_likelihood(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood - sum weight * log pi_theta, over tokens with a positive advantage.
+def entropy_bonus(data: TokenData) -> Tensor:
+    """sum weight * H, H the entropy of pi_theta over the vocabulary at the token (PPO, arXiv 1707.06347, eq. 9).
 
-    Demonstrations and RAFT (arXiv 2304.06767): the caller sets advantage 1 for imitated tokens and 0 for others.
+    H and its gradient are exact, at the sampling temperature (model/logprobs.py). The bonus covers all response
+    tokens, masked and clipped ones included. Raises ValueError without entropies.
     """
-    return -(data.weight * (data.advantage > 0) * current).sum(), {}
+    if data.entropy is None:
+        raise ValueError("trainer.loss.entropy_coefficient needs the tokens' entropies; TokenData.entropy is None")
+    return (data.weight * data.entropy).sum()
 
 
-OBJECTIVES: dict[str, Callable[[LossConfig, ProcessGroup | None], Objective]] = {
-    "grpo": lambda config, group: partial(clipped_surrogate, config=config),
-    "gspo": lambda config, group: partial(clipped_surrogate, config=config, group=group),
-    "raft": lambda config, group: negative_log_likelihood,
+OBJECTIVES: dict[str, Callable[[LossConfig, ProcessGroup | None, int | None], Objective]] = {
+    **dict.fromkeys(
+        SURROGATES, lambda config, group, version: partial(policy_loss, config=config, group=group, version=version)
+    ),
+    "raft": lambda config, group, version: negative_log_likelihood,
 }  # by trainer.loss.name

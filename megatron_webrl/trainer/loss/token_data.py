@@ -18,7 +18,7 @@ LOG_RATIO_LIMIT = 20.0  # log-ratios are clamped before exp, whose overflow woul
 
 @dataclass(frozen=True)
 class TokenData:
-    """Constants of the response tokens of one micro-batch."""
+    """The response tokens of one micro-batch: constants, except for the entropy."""
 
     behaviour_logprobs: Tensor  # float32 [tokens]
     proximal_logprobs: Tensor  # float32 [tokens]
@@ -27,6 +27,8 @@ class TokenData:
     step_index: Tensor  # int64 [tokens], index of the token's step in the micro-batch
     step_lengths: Tensor  # float32 [steps], response tokens of each step on all context-parallel ranks
     reference_logprobs: Tensor | None = None  # float32 [tokens]; None without a KL penalty
+    versions: Tensor | None = None  # int32 [tokens], policy version that produced the token; for max_token_lag
+    entropy: Tensor | None = None  # float32 [tokens] of the current policy, with its gradient; for the entropy bonus
 
 
 Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]

@@ -9,6 +9,9 @@ from megatron_webrl.trainer.metrics.moments import summarise
 PER_TOKEN_METRICS = (
     "dual_clipped",
     "importance_weight_capped",
+    "importance_weight_floored",
+    "kl_rejected",
+    "lag_masked",
     "policy_ratio",
     "behaviour_importance_weight",
     "approx_kl",

@@ -70,7 +70,7 @@ def test_an_update_that_is_not_the_jobs_is_refused() -> None:
     ("override", "words"),
     [
         ("rollout.mode=async", "use sync"),
-        ("trainer.loss.name=raft", "clips nothing"),
+        ("trainer.loss.name=raft", "trains successes only"),
         ("trainer.loss.kl_coefficient=0.1", "without reference"),
         ("trainer.data_parallel=2", "trained by 2 ranks"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 
 import numpy as np
@@ -11,104 +11,53 @@ import pytest
 import torch
 
 from megatron_webrl.config.loss import LossConfig
-from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
-from megatron_webrl.trainer.loss.objective import (
-    clipped_surrogate,
-    make_objective,
-    negative_log_likelihood,
-    reference_kl,
-)
+from megatron_webrl.trainer.loss.objective import make_objective, negative_log_likelihood, policy_loss, reference_kl
+from megatron_webrl.trainer.loss.surrogates import SURROGATES
 from megatron_webrl.trainer.loss.token_data import TokenData
 from megatron_webrl.trainer.metrics.moments import is_extreme
+from tests.trainer.loss.by_hand import LARGEST, VERSION, beyond, by_hand, example, responses, tensors, used_weight
 
 USUAL = LossConfig(clip_low=0.2, clip_high=0.28, importance_weight_cap=2.0)
-VARIANTS = [
-    replace(
-        USUAL, name=name, decoupled=mode != "", importance_weight_mode=mode or "mask", dual_clip=dual, kl_coefficient=kl
-    )
-    for name, mode, dual, kl in product(("grpo", "gspo"), ("mask", "truncate", ""), (0.0, 1.5), (0.0, 0.7))
-]
-ARRAYS = (
-    "behaviour_logprobs",
-    "proximal_logprobs",
-    "advantage",
-    "weight",
-    "step_index",
-    "step_lengths",
-    "reference_logprobs",
-)
+CHANGES = [
+    *(
+        {"name": name, "decoupled": mode != "", "importance_weight_mode": mode or "mask", "dual_clip": dual} | kl
+        for name, mode, dual, kl in product(
+            ("grpo", "gspo"), ("mask", "truncate", ""), (0.0, 1.5), ({}, {"kl_coefficient": 0.7})
+        )
+    ),
+    *({"name": name, "decoupled": d} for name in ("cispo", "sapo", "dppo", "raft_plus_plus") for d in (True, False)),
+    {"name": "cispo", "clip_low": 1.0, "clip_high": 0.1},
+    {"name": "sapo", "sapo_temperature_positive": 0.5, "sapo_temperature_negative": 4.0, "kl_coefficient": 0.7},
+    {"name": "dppo", "dppo_divergence": "kl", "dppo_bound": 0.05},
+    *(
+        {"importance_weight_level": level, "importance_weight_mode": mode, "importance_weight_floor": 0.7}
+        for level in ("token", "geometric", "product")
+        for mode in ("mask", "truncate")
+    ),
+    {"name": "gspo", "importance_weight_level": "product"},
+    {"name": "gspo", "importance_weight_level": "token"},
+    {"kl_rejection_bound": 0.3, "kl_rejection_estimator": "k1"},
+    {"kl_rejection_bound": 0.3},
+    {"max_token_lag": 3},
+    {"max_token_lag": 3, "decoupled": False, "entropy_coefficient": 0.4},
+    {
+        "name": "gspo", "importance_weight_level": "product", "importance_weight_floor": 0.2, "max_token_lag": 4,
+        "kl_rejection_bound": 0.5, "entropy_coefficient": 0.4, "kl_coefficient": 0.7,
+    },
+]  # fmt: skip
+VARIANTS = [replace(USUAL, **changes) for changes in CHANGES]
 
 
 def title(config: LossConfig) -> str:
-    kind = f"{config.importance_weight_mode}" if config.decoupled else "coupled"
-    return f"{config.name}-{kind}-dual{config.dual_clip}-kl{config.kl_coefficient}"
-
-
-def example(seed: int, lengths: tuple[int, ...] = (9, 1, 14, 6, 3, 20)) -> dict[str, np.ndarray]:
-    """Responses of `lengths` tokens; advantage and weight are a response's, one in five weighs nothing."""
-    rng = np.random.default_rng(seed)
-    step, tokens = np.repeat(np.arange(len(lengths)), lengths), sum(lengths)
-    proximal = -rng.random(tokens) * 3
-    weight = rng.random(len(lengths)) * (rng.random(len(lengths)) > 0.2)
-    return {
-        "proximal_logprobs": proximal,
-        "behaviour_logprobs": proximal + rng.normal(0, 0.6, tokens) + rng.normal(0, 0.6, len(lengths))[step],
-        "reference_logprobs": proximal + rng.normal(0, 0.5, tokens),
-        "current": proximal + rng.normal(0, 0.5, tokens) + rng.normal(0, 0.5, len(lengths))[step],
-        "advantage": rng.normal(0, 1, len(lengths))[step],
-        "weight": weight[step],
-        "step_index": step,
-        "step_lengths": np.array(lengths, float),
-    }
-
-
-def tensors(data: dict[str, np.ndarray]) -> TokenData:
-    return TokenData(**{name: torch.from_numpy(data[name]) for name in ARRAYS})
-
-
-def clipped(advantage: float, ratio: float, config: LossConfig) -> float:
-    bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-    value = min(ratio * advantage, bounded * advantage)
-    return max(value, config.dual_clip * advantage) if advantage < 0 and config.dual_clip else value
-
-
-def correction(ratio: float, config: LossConfig) -> float:
-    if not config.decoupled:
-        return 1.0
-    if ratio > config.importance_weight_cap:
-        return 0.0 if config.importance_weight_mode == "mask" else config.importance_weight_cap
-    return ratio
-
-
-def by_hand(current: np.ndarray, data: dict[str, np.ndarray], config: LossConfig) -> float:
-    """grpo: a sum over tokens; gspo: a sum over responses, as their papers write them."""
-    old = data["proximal_logprobs"] if config.decoupled else data["behaviour_logprobs"]
-    total = 0.0
-    for response in range(len(data["step_lengths"])):
-        tokens = [t for t in range(len(current)) if data["step_index"][t] == response]
-        if config.name == "gspo":
-            ratio = math.prod(math.exp(current[t] - old[t]) for t in tokens) ** (1 / len(tokens))
-            off = math.prod(math.exp(data["proximal_logprobs"][t] - data["behaviour_logprobs"][t]) for t in tokens) ** (
-                1 / len(tokens)
-            )
-            advantage, weight = data["advantage"][tokens[0]], data["weight"][tokens[0]]
-            total -= len(tokens) * weight * correction(off, config) * clipped(advantage, ratio, config)
-        else:
-            for t in tokens:
-                off = math.exp(data["proximal_logprobs"][t] - data["behaviour_logprobs"][t])
-                value = clipped(data["advantage"][t], math.exp(current[t] - old[t]), config)
-                total -= data["weight"][t] * correction(off, config) * value
-        for t in tokens:
-            back = math.exp(data["reference_logprobs"][t]) / math.exp(current[t])
-            total += config.kl_coefficient * data["weight"][t] * (back - math.log(back) - 1)
-    return total
+    usual = asdict(USUAL)
+    return "-".join(f"{name}={value}" for name, value in asdict(config).items() if value != usual[name]) or "grpo"
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=title)
 def test_every_loss_equals_a_computation_by_hand(config: LossConfig) -> None:
     for seed in range(5):
         data = example(seed)
-        loss, _ = make_objective(config, None)(torch.from_numpy(data["current"]), tensors(data))
+        loss, _ = make_objective(config, None, VERSION)(torch.from_numpy(data["current"]), tensors(data))
         assert loss.item() == pytest.approx(by_hand(data["current"], data, config), rel=1e-9)
 
 
@@ -123,18 +72,24 @@ def test_gradients_at_the_logits_equal_finite_differences(config: LossConfig) ->
     def chosen(values: np.ndarray) -> np.ndarray:
         return values[places, targets] - np.log(np.exp(values).sum(axis=1))
 
+    def entropy(values: np.ndarray) -> np.ndarray:
+        shares = np.exp(values) / np.exp(values).sum(axis=1, keepdims=True)
+        return -(shares * np.log(shares)).sum(axis=1)
+
     near = chosen(logits) - data["current"]  # keep the ratios where the example has them
-    data |= {name: data[name] + near for name in ("proximal_logprobs", "behaviour_logprobs", "reference_logprobs")}
+    given = ("proximal_logprobs", "behaviour_logprobs", "reference_logprobs")
+    data |= {name: np.minimum(data[name] + near, LARGEST) for name in given}
     tensor = torch.from_numpy(logits).requires_grad_()
-    logprobs = torch.log_softmax(tensor, dim=1)[places, targets]
-    make_objective(config, None)(logprobs, tensors(data))[0].backward()
+    scores = torch.log_softmax(tensor, dim=1)
+    tokens = replace(tensors(data), entropy=-(scores.exp() * scores).sum(dim=1))
+    make_objective(config, None, VERSION)(scores[places, targets], tokens)[0].backward()
     step = 1e-6
     for place in np.ndindex(*logits.shape):
         values = []
         for sign in (1, -1):
             moved = logits.copy()
             moved[place] += sign * step
-            values.append(by_hand(chosen(moved), data, config))
+            values.append(by_hand(chosen(moved), data | {"entropy": entropy(moved)}, config, chosen(logits)))
         assert tensor.grad[place].item() == pytest.approx((values[0] - values[1]) / (2 * step), abs=1e-6)
     assert float(tensor.grad.abs().max()) > 0.01
 
@@ -144,7 +99,7 @@ def test_gradients_at_the_logits_equal_finite_differences(config: LossConfig) ->
 def test_metrics_count_what_the_equations_say(name: str, mode: str) -> None:
     config = replace(USUAL, name=name, importance_weight_mode=mode, dual_clip=1.5, importance_weight_cap=1.5)
     data = example(2, (8, 3, 11, 5, 7, 2, 9, 4) * 8)
-    _, sums = clipped_surrogate(torch.from_numpy(data["current"]), tensors(data), config)
+    _, sums = policy_loss(torch.from_numpy(data["current"]), tensors(data), config)
     wanted = dict.fromkeys(
         (
             "clipped",
@@ -156,23 +111,18 @@ def test_metrics_count_what_the_equations_say(name: str, mode: str) -> None:
         ),
         0.0,
     )
-    for t in range(len(data["current"])):
-        if data["weight"][t] == 0:
-            continue
-        same = (
-            data["step_index"] == data["step_index"][t] if name == "gspo" else np.arange(len(data["step_index"])) == t
-        )
-        moved = data["current"] - data["proximal_logprobs"]
-        ratio = np.exp(moved[same].mean())
-        off = np.exp((data["proximal_logprobs"] - data["behaviour_logprobs"])[same].mean())
-        advantage, used = data["advantage"][t], correction(off, config)
-        wanted["importance_weight_capped"] += off > config.importance_weight_cap
-        wanted["behaviour_importance_weight"] += used
-        wanted["policy_ratio"] += ratio
-        wanted["approx_kl"] += np.exp(moved[t]) - 1 - moved[t]
-        if used > 0:
-            wanted["clipped"] += (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
-            wanted["dual_clipped"] += advantage < 0 and ratio > 1.5
+    for response in responses(data):
+        for t in (t for t in response if data["weight"][t]):
+            moved = data["current"] - data["proximal_logprobs"]
+            ratio = np.exp(moved[response].mean() if name == "gspo" else moved[t])
+            off, advantage = used_weight(response, t, data, config), data["advantage"][t]
+            wanted["importance_weight_capped"] += beyond(response, t, data, config)[1]["importance_weight_capped"]
+            wanted["behaviour_importance_weight"] += off
+            wanted["policy_ratio"] += ratio
+            wanted["approx_kl"] += np.exp(moved[t]) - 1 - moved[t]
+            if off > 0:
+                wanted["clipped"] += (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
+                wanted["dual_clipped"] += advantage < 0 and ratio > 1.5
     figures = {key: value.item() for key, value in sums.items()}
     assert {key: figures[key] for key in wanted} == pytest.approx(wanted)
     assert all(value > 0 for value in wanted.values())
@@ -180,20 +130,21 @@ def test_metrics_count_what_the_equations_say(name: str, mode: str) -> None:
     assert set(figures) - set(wanted) == {f"clipped_logprob/{key}" for key in ("count", "sum", "squares", "min", "max")}
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo"])
+@pytest.mark.parametrize("name", SURROGATES)
 def test_on_policy_the_gradient_is_that_of_the_policy_gradient(name: str) -> None:
     data = example(3)
     data["behaviour_logprobs"] = data["proximal_logprobs"] = data["current"]
     tensor = torch.from_numpy(data["current"]).requires_grad_()
-    clipped_surrogate(tensor, tensors(data), replace(USUAL, name=name))[0].backward()
-    np.testing.assert_allclose(tensor.grad.numpy(), -data["weight"] * data["advantage"], rtol=1e-12)
+    policy_loss(tensor, tensors(data), replace(USUAL, name=name))[0].backward()
+    advantage = np.maximum(data["advantage"], 0) if name == "raft_plus_plus" else data["advantage"]
+    np.testing.assert_allclose(tensor.grad.numpy(), -data["weight"] * advantage, rtol=1e-12)
 
 
 def test_without_decoupling_fresh_tokens_give_the_same_loss() -> None:
     data = example(4)
     data["behaviour_logprobs"] = data["proximal_logprobs"]
     current = torch.from_numpy(data["current"])
-    with_it, without = (clipped_surrogate(current, tensors(data), replace(USUAL, decoupled=d)) for d in (True, False))
+    with_it, without = (policy_loss(current, tensors(data), replace(USUAL, decoupled=d)) for d in (True, False))
     assert with_it[0].item() == without[0].item()
 
 
@@ -208,7 +159,10 @@ def single(current: float, **values: float) -> tuple[torch.Tensor, TokenData]:
     } | values
     data = {name: torch.tensor([value], dtype=torch.float32) for name, value in given.items()}
     tensor = torch.tensor([current], dtype=torch.float32, requires_grad=True)
-    return tensor, TokenData(**data, step_index=torch.zeros(1, dtype=torch.int64), step_lengths=torch.ones(1))
+    return tensor, TokenData(
+        **data, step_index=torch.zeros(1, dtype=torch.int64), step_lengths=torch.ones(1),
+        versions=torch.tensor([VERSION]), entropy=torch.zeros(1),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=title)
@@ -217,7 +171,7 @@ def single(current: float, **values: float) -> tuple[torch.Tensor, TokenData]:
 def test_an_extreme_ratio_keeps_loss_and_gradient_finite(config: LossConfig, advantage: float, far: float) -> None:
     for moved in ({}, {"behaviour_logprobs": -1.0 - far}, {"reference_logprobs": -1.0 + far}):
         tensor, data = single(-1.0 + (far if not moved else 0.1), advantage=advantage, **moved)
-        loss, sums = make_objective(config, None)(tensor, data)
+        loss, sums = make_objective(config, None, VERSION)(tensor, data)
         loss.backward()
         assert torch.isfinite(loss)
         assert torch.isfinite(tensor.grad).all()
@@ -227,27 +181,31 @@ def test_an_extreme_ratio_keeps_loss_and_gradient_finite(config: LossConfig, adv
 @pytest.mark.parametrize("config", VARIANTS, ids=title)
 def test_tokens_without_weight_or_advantage_have_no_gradient(config: LossConfig) -> None:
     data = example(6)
-    config = replace(config, kl_coefficient=0.0)
+    config = replace(config, kl_coefficient=0.0, entropy_coefficient=0.0)
     for name in ("weight", "advantage"):
         nothing = tensors(data | {name: np.zeros_like(data[name])})
         tensor = torch.from_numpy(data["current"]).requires_grad_()
-        loss, sums = make_objective(config, None)(tensor, nothing)
+        loss, sums = make_objective(config, None, VERSION)(tensor, nothing)
         loss.backward()
         assert loss.item() == 0
         assert not tensor.grad.any()
-        assert sums["clipped"].item() == sums["dual_clipped"].item() == 0
+        assert sums.get("dual_clipped", 0) == 0
+        if name == "weight":
+            assert sums["clipped"] == 0
 
 
-@pytest.mark.parametrize("config", [v for v in VARIANTS if v.kl_coefficient], ids=title)
+@pytest.mark.parametrize("config", VARIANTS, ids=title)
 @pytest.mark.parametrize(
     "where", ["behaviour_logprobs", "proximal_logprobs", "advantage", "weight", "reference_logprobs"]
 )
 def test_nan_reaches_the_gradient(config: LossConfig, where: str) -> None:
     """The optimiser refuses such a gradient; a loss that ignored the token would hide it."""
-    if where == "proximal_logprobs" and not config.decoupled:
+    if (where == "proximal_logprobs" and not config.decoupled) or (
+        where == "reference_logprobs" and not config.kl_coefficient
+    ):
         return  # it is not looked at
     tensor, data = single(-1.1, **{where: math.nan})
-    make_objective(config, None)(tensor, data)[0].backward()
+    make_objective(config, None, VERSION)(tensor, data)[0].backward()
     assert torch.isnan(tensor.grad).all()
 
 
@@ -276,12 +234,3 @@ def test_likelihood_counts_tokens_with_positive_advantage_only() -> None:
         wanted -= weight * now if advantage > 0 else 0.0
     assert loss.item() == pytest.approx(wanted)
     np.testing.assert_array_equal(tensor.grad.numpy(), -data["weight"] * (data["advantage"] > 0))
-
-
-def test_normalizers_weigh_trajectories_by_their_equations() -> None:
-    size = MinibatchTotals(trajectories=4, tokens=200)
-    assert token_weight("constant", size, steps=12, constant_steps=10) == pytest.approx(1 / 40)
-    assert token_weight("per_trajectory", size, steps=12, constant_steps=10) == pytest.approx(1 / 48)
-    assert token_weight("token_mean", size, steps=12, constant_steps=10) == pytest.approx(1 / 200)
-    with pytest.raises(ValueError, match="sum"):
-        token_weight("sum", size, steps=1, constant_steps=1)

@@ -140,7 +140,7 @@ def group_gradients(
         # A group alone has other normalisation totals; the weights of all its tokens differ by the same factor.
         factor = in_batch[indices[0]] / batching.token_weights(part, loss.normalizer, loss.normalizer_constant)[0]
         learner.forward_backward(
-            builder.build(part, loss.normalizer, loss.normalizer_constant), None, make_objective(loss, None)
+            builder.build(part, loss.normalizer, loss.normalizer_constant), None, make_objective(loss, None, version)
         )
         yield flat_gradient(learner) * (len(groups) * factor)
 

@@ -1,0 +1,77 @@
+"""Off-policy control: weights per level, bounds, masks and their metrics; the losses are in test_objective.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.trainer.loss.objective import policy_loss
+from megatron_webrl.trainer.loss.off_policy import off_policy_correction
+from megatron_webrl.trainer.loss.token_data import LOG_RATIO_LIMIT
+from tests.trainer.loss.by_hand import VERSION, beyond, example, responses, tensors, used_weight
+
+BOUNDS = {"importance_weight_floor": 0.6, "importance_weight_cap": 1.5, "max_token_lag": 3, "kl_rejection_bound": 0.25}
+CONFIGS = [
+    LossConfig(importance_weight_level=level, importance_weight_mode=mode, kl_rejection_estimator=estimator, **BOUNDS)
+    for level, mode, estimator in product(
+        ("auto", "geometric", "product"), ("mask", "truncate"), ("k1", "k3")
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.importance_weight_level}-{c.importance_weight_mode}")
+def test_weights_and_shares_are_those_of_the_equations(config: LossConfig) -> None:
+    data = example(2, (8, 3, 11, 5, 7, 2, 9, 4) * 8)
+    tokens = [(response, t) for response in responses(data) for t in response]
+    correction = off_policy_correction(tensors(data), config, None, VERSION)
+    wanted = [used_weight(response, t, data, config) for response, t in tokens]
+    np.testing.assert_allclose(correction.weight.numpy(), wanted, rtol=1e-9)
+    assert torch.equal(correction.masked, correction.weight == 0)
+    _, sums = policy_loss(torch.from_numpy(data["current"]), tensors(data), config, None, VERSION)
+    for name in ("importance_weight_capped", "importance_weight_floored", "kl_rejected", "lag_masked"):
+        found = [beyond(response, t, data, config)[1][name] for response, t in tokens]
+        assert correction.beyond[name].tolist() == found
+        assert 0 < sums[name].item() == np.sum(found * (data["weight"] > 0)) < np.sum(data["weight"] > 0)
+
+
+def test_without_bounds_only_the_cap_is_measured() -> None:
+    data = example(3)
+    for config in (LossConfig(), LossConfig(decoupled=False)):
+        correction = off_policy_correction(tensors(data), config)
+        assert set(correction.beyond) == {"importance_weight_capped"}
+        assert correction.masked.any() == config.decoupled
+    assert (correction.weight == 1).all()
+
+
+def test_the_cap_acts_on_the_product_over_a_response_where_the_geometric_mean_hides_it() -> None:
+    """20 tokens of ratio 1.2: a mean of 1.2, a product of 38."""
+    data = example(0, (20,)) | {"weight": np.ones(20)}
+    data["behaviour_logprobs"] = data["proximal_logprobs"] - math.log(1.2)
+    for name, level, kept in (("gspo", "auto", 1.2), ("grpo", "auto", 1.2), ("gspo", "product", 0.0)):
+        config = LossConfig(name=name, importance_weight_level=level)
+        weight = off_policy_correction(tensors(data), config).weight
+        np.testing.assert_allclose(weight.numpy(), kept)
+    truncated = replace(config, importance_weight_mode="truncate")
+    assert (off_policy_correction(tensors(data), truncated).weight == 5).all()
+
+
+def test_a_product_beyond_every_float_stays_finite() -> None:
+    data = example(0, (20,))
+    for sign in (1, -1):
+        data["behaviour_logprobs"] = data["proximal_logprobs"] - sign * 50
+        config = LossConfig(importance_weight_level="product", importance_weight_cap=math.inf)
+        weight = off_policy_correction(tensors(data), config).weight
+        np.testing.assert_allclose(weight.numpy(), math.exp(sign * LOG_RATIO_LIMIT))
+
+
+def test_a_lag_without_versions_is_refused() -> None:
+    data, config = tensors(example(0)), LossConfig(max_token_lag=1)
+    for tokens, version in ((data, None), (replace(data, versions=None), 3)):
+        with pytest.raises(ValueError, match="max_token_lag needs the tokens' versions and the current one"):
+            off_policy_correction(tokens, config, None, version)
