@@ -48,8 +48,8 @@ from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_store import FOLDER, TRAINING
 from megatron_webrl.tracking.mlflow_upload import run_id
 from megatron_webrl.tracking.trajectory_page import trajectory_page
-from megatron_webrl.trainer.advantages import group_advantages
-from megatron_webrl.trainer.rewards import reward_function
+from megatron_webrl.trainer.credit.advantages import group_advantages
+from megatron_webrl.trainer.credit.rewards import reward_function
 from megatron_webrl.types import Group, Trajectory
 
 STATIC = Path(__file__).parent / "static"

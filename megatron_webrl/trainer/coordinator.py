@@ -31,6 +31,7 @@ from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.fallback import save_in_fallback
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+from megatron_webrl.trainer.credit.rewards import has_penalties, reward_function
 from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
@@ -40,7 +41,6 @@ from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
-from megatron_webrl.trainer.rewards import has_penalties, reward_function
 from megatron_webrl.types import Group, Trajectory
 
 if TYPE_CHECKING:

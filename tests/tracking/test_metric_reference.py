@@ -16,13 +16,13 @@ from megatron_webrl.tracking.metric_reference.registry import SECTIONS, definiti
 from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics
 from megatron_webrl.tracking.step_metrics import step_metrics
 from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.credit.rewards import outcome_reward
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.loss.token_data import TokenData
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
 from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
 from megatron_webrl.trainer.metrics.token_statistics import token_statistics
-from megatron_webrl.trainer.rewards import outcome_reward
 from megatron_webrl.types import Group, JudgeStage, Verdict
 from tests.trajectories import trajectory
 

@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.trainer.advantages import group_advantages
+from megatron_webrl.trainer.credit.advantages import group_advantages
+from megatron_webrl.trainer.credit.rewards import reward_function
 from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
-from megatron_webrl.trainer.rewards import reward_function
 from megatron_webrl.types import Group, Step, Trajectory
 
 NO_VERSION = -1  # of tokens whose behaviour log-probabilities no current version can reproduce: not compared

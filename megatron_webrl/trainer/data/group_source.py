@@ -14,11 +14,11 @@ from megatron_webrl.ring.damaged_records import read_trajectory
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.trainer.advantages import common_outcome
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+from megatron_webrl.trainer.credit.advantages import common_outcome
+from megatron_webrl.trainer.credit.rewards import reward_function
 from megatron_webrl.trainer.exchange.record_exchange import RecordSource
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, mask_name
-from megatron_webrl.trainer.rewards import reward_function
 from megatron_webrl.types import ABORTED, Group, Trajectory
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_webrl.evaluation.results import pass_at, success_within
 from megatron_webrl.system.text import metric_label
-from megatron_webrl.trainer.advantages import common_outcome
+from megatron_webrl.trainer.credit.advantages import common_outcome
 from megatron_webrl.trainer.metrics.verdict_statistics import VerdictStatistics
 from megatron_webrl.types import ABORTED, BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory
 

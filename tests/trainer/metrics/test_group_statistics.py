@@ -8,8 +8,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from megatron_webrl.trainer.credit.rewards import outcome_reward
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
-from megatron_webrl.trainer.rewards import outcome_reward
 from megatron_webrl.types import Group, Trajectory
 from tests.trajectories import trajectory
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.trainer import rewards
+from megatron_webrl.trainer.credit import rewards
 from megatron_webrl.types import Action, Step, Trajectory
 from tests.trajectories import trajectory
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_webrl.trainer.rewards import RewardFunction, outcome_reward
+from megatron_webrl.trainer.credit.rewards import RewardFunction, outcome_reward
 from megatron_webrl.types import Group
 
 EPSILON = 1e-6

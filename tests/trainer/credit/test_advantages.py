@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_webrl.trainer.advantages import common_outcome, group_advantages, normalize_rewards
+from megatron_webrl.trainer.credit.advantages import common_outcome, group_advantages, normalize_rewards
 from megatron_webrl.types import Group
 from tests.trajectories import trajectory
 

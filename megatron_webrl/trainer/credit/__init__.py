@@ -1,0 +1,1 @@
+"""Credit assignment: rewards of episodes, and the advantage of each step."""
