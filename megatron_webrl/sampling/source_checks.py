@@ -58,11 +58,7 @@ def _check_growing_steps(tasks: TasksConfig, usual: TasksConfig) -> None:
                     "tasks.growing_steps.interval=0; leave it out, or set interval"
                 )
         return
-    if tasks.source in PAGE_SOURCES:
-        raise ConfigError(
-            f"tasks.growing_steps.interval={growing.interval} has no effect on tasks.source={tasks.source}; set it to 0"
-        )
-    if tasks.from_files and tasks.max_steps != usual.max_steps:
+    if not tasks.from_import_path and tasks.max_steps != usual.max_steps:
         raise ConfigError(
             f"tasks.max_steps={tasks.max_steps} has no effect with tasks.growing_steps.interval={growing.interval}, "
             "whose limits replace it; leave it out"

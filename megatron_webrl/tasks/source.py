@@ -11,9 +11,10 @@ from typing import Protocol, Self
 from playwright.async_api import Page
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
+from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig
 from megatron_webrl.sampling.knowledge import SamplerKnowledge
 from megatron_webrl.sampling.samplers import draw_environment, environment_probabilities
+from megatron_webrl.sampling.step_limits import training_limit
 from megatron_webrl.system.text import close_matches
 from megatron_webrl.tasks.server import LocalServer
 from megatron_webrl.types import Action, Task, TaskSite
@@ -44,7 +45,8 @@ class TaskSource(TaskSite, Protocol):
     def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
         """The task of a training ticket: a pure function of sampler seed, ticket and knowledge.
 
-        `knowledge`: that of the ticket's admission; None: nothing is known, as at the start of a run.
+        `knowledge`: that of the ticket's admission; None: nothing is known, as at the start of a run, and a growing
+        step limit is at its last value, as for demonstrations.
         """
         ...
 
@@ -59,14 +61,15 @@ class TaskSource(TaskSite, Protocol):
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Maximum steps of an episode by difficulty, where they differ from tasks.max_steps."""
+    """Maximum steps of an episode where they differ from tasks.max_steps: by difficulty, or growing in training."""
 
     training: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, int] = field(default_factory=dict)  # a missing difficulty uses the training limit
+    growing: GrowingStepsConfig = field(default_factory=GrowingStepsConfig)
 
     @classmethod
     def from_config(cls, tasks: TasksConfig) -> StepLimits:
-        return cls(tasks.max_steps_by_difficulty, tasks.evaluation_max_steps_by_difficulty)
+        return cls(tasks.max_steps_by_difficulty, tasks.evaluation_max_steps_by_difficulty, tasks.growing_steps)
 
 
 class LocalTaskSource(ABC):
@@ -107,14 +110,17 @@ class LocalTaskSource(ABC):
     def make_task(self, environment: str, seed: int) -> Task:
         """The task of an environment and a page seed; equal on every machine."""
 
-    def training_max_steps(self, difficulty: str) -> int:
-        return self.limits.training.get(difficulty, self.max_steps)
+    def training_max_steps(self, difficulty: str, version: int | None = None) -> int:
+        """Step limit of a training task of a ticket admitted at a policy version; None: the last limit."""
+        return training_limit(self.max_steps, self.limits.training, self.limits.growing, difficulty, version)
 
     def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
         if knowledge is not self._latest[0]:  # tickets of one sampler state have the same object
             self._latest = knowledge, self._probabilities(knowledge)
         environment = draw_environment(self._latest[1], seed, ticket)
-        return self.make_task(self.environments[environment], training_page_seed(seed, ticket))
+        task = self.make_task(self.environments[environment], training_page_seed(seed, ticket))
+        version = None if knowledge is None else knowledge.version
+        return replace(task, max_steps=self.training_max_steps(task.difficulty, version))
 
     def _probabilities(self, knowledge: SamplerKnowledge | None) -> tuple[float, ...]:
         return environment_probabilities(self._sampler, self.environments, self._difficulties, knowledge)

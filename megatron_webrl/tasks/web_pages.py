@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.sampling.knowledge import SamplerKnowledge
-from megatron_webrl.sampling.step_limits import growing_limit
+from megatron_webrl.sampling.step_limits import training_limit
 from megatron_webrl.tasks.files.website import is_public, parse_website
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Task
@@ -42,17 +42,14 @@ class WebPageSource(ABC):
         """Number of tasks of an evaluation; `episodes` is evaluation.episodes."""
         return episodes * len(self.environments)
 
-    def training_steps(self, difficulty: str, version: int) -> int:
-        """Step limit of a training task of a ticket admitted at a policy version."""
-        growing = growing_limit(self.settings.growing_steps, version)
-        limit = self.settings.max_steps_by_difficulty.get(difficulty)
-        if growing is None:
-            return self.settings.max_steps if limit is None else limit
-        return growing if limit is None else min(growing, limit)
+    def training_steps(self, difficulty: str, version: int | None) -> int:
+        """Step limit of a training task of a ticket admitted at a policy version; None: the last limit."""
+        tasks = self.settings
+        return training_limit(tasks.max_steps, tasks.max_steps_by_difficulty, tasks.growing_steps, difficulty, version)
 
     def evaluation_steps(self, difficulty: str) -> int:
         """Step limit of an evaluation task; where the settings give none, the last one of training."""
-        last = self.training_steps(difficulty, self.settings.growing_steps.cap_step)
+        last = self.training_steps(difficulty, None)
         return self.settings.evaluation_max_steps_by_difficulty.get(difficulty, last)
 
     @property

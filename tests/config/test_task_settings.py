@@ -88,7 +88,6 @@ def test_an_impossible_combination_is_refused(
     ("overrides", "message"),
     [
         (["evaluation.episodes=0"], "evaluation.episodes=0 means all rows of a test file, which tasks.source=miniwob"),
-        (["tasks.growing_steps.interval=5"], "tasks.growing_steps.interval=5 has no effect on tasks.source=miniwob"),
         (["tasks.fields={id: key}"], "tasks.fields has no effect on tasks.source=miniwob"),
     ],
 )

@@ -54,6 +54,8 @@ FILE = {"source": "webgym", "train_file": "train.jsonl"}
         (TasksConfig(**FILE, growing_steps=GrowingStepsConfig(cap_step=5)), "tasks.growing_steps.cap_step=5 has no "),
         (TasksConfig(**FILE, max_steps=20, growing_steps=GrowingStepsConfig(interval=10)),
          "tasks.max_steps=20 has no effect with tasks.growing_steps.interval=10, whose limits replace it; "),
+        (TasksConfig(source="sites", max_steps=20, growing_steps=GrowingStepsConfig(interval=10)),
+         "tasks.max_steps=20 has no effect with tasks.growing_steps.interval=10, whose limits replace it; "),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_refused(tasks: TasksConfig, words: str) -> None:
@@ -66,5 +68,6 @@ def test_settings_with_an_effect_are_accepted() -> None:
     check_tasks(TasksConfig(sampler=SamplerConfig("near_target", target=0.5)))
     check_tasks(TasksConfig(**FILE, block_hours=0.0, sampler=SamplerConfig(per="difficulty")))
     check_tasks(TasksConfig(**FILE, growing_steps=GrowingStepsConfig(interval=10, initial=5)))
+    check_tasks(TasksConfig(source="sites", growing_steps=GrowingStepsConfig(interval=10)))
     growing = GrowingStepsConfig(interval=10)
     check_tasks(TasksConfig(source="my_package.my_source:Source", block_hours=1.0, max_steps=20, growing_steps=growing))

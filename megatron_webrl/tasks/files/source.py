@@ -102,13 +102,13 @@ class FileTaskSource(WebPageSource):
         task = self._task(rows, seed)
         if task.environment != environment:
             raise ValueError(f"row {seed} of {rows.file.name} is of {task.environment}, not of {environment}")
-        return replace(task, max_steps=self.training_steps(task.difficulty, 0))
+        return replace(task, max_steps=self.training_steps(task.difficulty, None))
 
     def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
         rows = self._training_rows()
         assert self._sampler is not None
         task = self._task(rows, self._sampler.draw(seed, ticket, knowledge))
-        version = 0 if knowledge is None else knowledge.version
+        version = None if knowledge is None else knowledge.version
         return replace(task, max_steps=self.training_steps(task.difficulty, version))
 
     def held_out_task(self, index: int) -> Task:

@@ -81,6 +81,11 @@ SECTIONS = (
             "Estimated pass rate of an environment; of a difficulty with `tasks.sampler.per=difficulty`.",
         ),
         ("sampler/closed_tickets/<environment>", "tickets", "Closed tickets since the start of the run."),
+        (
+            "sampler/step_limit",
+            "steps",
+            "Growing step limit of the next tickets, of any sampler, with `tasks.growing_steps.interval`.",
+        ),
     ),
     section(
         "Draws of task files",

@@ -19,6 +19,7 @@ from megatron_webrl.sampling.samplers import (
     updated_pass_rate,
 )
 from megatron_webrl.sampling.states import SamplerPublisher, SamplerState, read_published
+from megatron_webrl.sampling.step_limits import growing_limit
 from megatron_webrl.sampling.task_files import FileDigest, difference_from_checkpoint
 from megatron_webrl.sampling.units import draws_environments, unit_kind, unit_of
 from megatron_webrl.trainer.data.block_list import FILE as BLOCK_LIST_FILE
@@ -57,6 +58,7 @@ class TaskSampler:
             raise JobFailed(difference)
         self._files = dict(files or {})
         self.settings, self.environments = tasks.sampler, tuple(tasks.environments)
+        self._growing_steps = tasks.growing_steps
         self._by_environment, self._unit_kind = draws_environments(tasks), unit_kind(tasks)
         self._initial = initial_pass_rate(self.settings) if self._by_environment else INITIAL_PASS_RATE
         saved = saved or {}
@@ -121,7 +123,12 @@ class TaskSampler:
         return self._initial if known is None else known.rate
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of an update by MLflow name: of each environment, or of the task file as a whole."""
+        """Metrics of an update by MLflow name: of the draws, and the step limit that the next tickets have."""
+        limit = growing_limit(self._growing_steps, self.states[-1].version)
+        return self._draw_metrics() | ({} if limit is None else {"sampler/step_limit": float(limit)})
+
+    def _draw_metrics(self) -> dict[str, float]:
+        """Metrics of each environment, or of the task file as a whole."""
         if not self._by_environment:
             metrics = self._draws.metrics() | self.block_list.pop_metrics()
             units: Sequence[str] = DIFFICULTIES if self._unit_kind == "difficulty" and self.adapts else ()
