@@ -60,6 +60,7 @@ def short_job(config: Config, folder: Path) -> Config:
     job.trainer.zero_variance_groups = "keep"  # a model without training may never succeed,
     if job.trainer.loss.imitates_successes:  # and so would give nothing to imitate
         job.trainer.loss = LossConfig()
+    job.trainer.advantage.overlong = "keep"  # without a success there might be nothing to train
     job.trainer.min_group, job.trainer.profile = 2, ProfileConfig()
     job.trainer.warm_start.demonstrations = 0
     # One group after the other, so that episodes are under way whenever an update arrives.

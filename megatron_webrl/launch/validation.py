@@ -18,6 +18,7 @@ from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import TrainerConfig
+from megatron_webrl.launch.credit_checks import check_credit
 from megatron_webrl.launch.loss_validation import check_loss
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.sampling.checks import check_tasks
@@ -197,6 +198,7 @@ def _check_rollout(config: Config) -> None:
             f"trainer.min_group={trainer.min_group} exceeds rollout.group_size={rollout.group_size}; lower it"
         )
     check_loss(config)
+    check_credit(config)
     if trainer.profile.updates and not config.evaluation.only:
         _check_profile(trainer, config.trainer_world_size)
     check_tasks(config.tasks)

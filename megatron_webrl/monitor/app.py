@@ -48,8 +48,7 @@ from megatron_webrl.tracking import summary
 from megatron_webrl.tracking.episode_store import FOLDER, TRAINING
 from megatron_webrl.tracking.mlflow_upload import run_id
 from megatron_webrl.tracking.trajectory_page import trajectory_page
-from megatron_webrl.trainer.credit.advantages import group_advantages
-from megatron_webrl.trainer.credit.rewards import reward_function
+from megatron_webrl.trainer.credit.assignment import step_advantages
 from megatron_webrl.types import Group, Trajectory
 
 STATIC = Path(__file__).parent / "static"
@@ -187,7 +186,8 @@ class RunPages:
         if row["kind"] != TRAINING:
             return None
         members = tuple(self._trajectory(each) for each in self.index.group_of(row))
-        return group_advantages(Group(trajectory.ticket, members), reward_function(self.config)).get(trajectory.index)
+        advantages = step_advantages([Group(trajectory.ticket, members)], self.config)[0].get(trajectory.index)
+        return None if advantages is None else float(advantages.mean())
 
 
 def answers(function: Callable[[Request], Any]) -> Callable[[Request], Response]:

@@ -45,7 +45,9 @@ class TokenTexts:
 def episode_json(
     trajectory: Trajectory, row: Mapping[str, Any], advantage: float | None, texts: TokenTexts
 ) -> dict[str, Any]:
-    """`row`: of the index; `advantage`: of the episode in its group, None if it is masked or alone."""
+    """`row`: of the index; `advantage`: mean of the steps, as if the group were the batch; None if
+    the episode is masked or alone.
+    """
     task, verdict = trajectory.task, trajectory.verdict
     return {
         **row,

@@ -31,13 +31,14 @@ from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.fallback import save_in_fallback
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
-from megatron_webrl.trainer.credit.rewards import has_penalties, reward_function
+from megatron_webrl.trainer.credit.rewards import configured_penalties, reward_function
 from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange
 from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt, SelectedGroups, SingleNodeExchange
 from megatron_webrl.trainer.learner import Learner, Metrics
+from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
 from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
@@ -218,6 +219,7 @@ class Coordinator:
             | result.mismatch.metrics()
             | {"staleness_min": float(min(staleness, default=0))}
             | episode_metrics(groups)
+            | credit_metrics(groups, self.config.trainer.advantage)
             | step_metrics(groups, self.config.rollout.context.response_format.startswith("memory_"))
             | self.checkpoints.pop_metrics()
             | result.system_metrics
@@ -233,7 +235,7 @@ class Coordinator:
         named = loss_metrics(metrics)
         if self.config.trainer.loss.raft_versions:
             named["replayed_trajectories"] = metrics["replayed"]
-        if has_penalties(self.config):
+        if configured_penalties(self.config):
             named["reward_shaped_mean"] = mean([*map(reward_function(self.config), trajectories)])
         return named
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_webrl.config.advantage import AdvantageConfig
 from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
 from megatron_webrl.evaluation.results import aggregate_results
@@ -19,6 +20,7 @@ from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.credit.rewards import outcome_reward
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.loss.token_data import TokenData
+from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
 from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
@@ -87,6 +89,7 @@ EXAMPLES = {
     "tracking/metrics.py": update_example() | episode_metrics([MIXED]),
     "tracking/step_metrics.py": step_metrics([MIXED], uses_memory=True),
     "trainer/metrics/loss_metrics.py": loss_example(),
+    "trainer/metrics/credit_metrics.py": credit_metrics([MIXED], AdvantageConfig(overlong="mask", anchor_weight=1.0)),
     "trainer/metrics/logprob_mismatch.py": mismatch_example(),
     "trainer/metrics/group_statistics.py": group_example(),
     "trainer/metrics/verdict_statistics.py": group_example(),

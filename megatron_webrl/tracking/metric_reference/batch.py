@@ -57,6 +57,17 @@ SECTIONS = (
         ("dropped/<reason>", "episodes", "Episodes dropped since the start of the run, by reason."),
     ),
     section(
+        "Credit assignment",
+        "trainer/metrics/credit_metrics.py",
+        "Over the trainable episodes of the batch; [algorithm.md](algorithm.md#credit-assignment).",
+        ("overlong_masked_rate", "share", "Episodes masked from the loss, with `trainer.advantage.overlong=mask`."),
+        (
+            "anchored_step_rate",
+            "share",
+            "Steps at a state that another step of their group saw as well, with `trainer.advantage.anchor_weight`.",
+        ),
+    ),
+    section(
         "Episodes of the batch",
         "tracking/metrics.py",
         "Over the trainable episodes of the batch and their steps, unless said otherwise. Zero-variance groups are not "

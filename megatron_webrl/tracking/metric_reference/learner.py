@@ -8,7 +8,7 @@ _DISTRIBUTIONS = {
     "behaviour_logprob": ("nats", "Log-probability of a response token under the policy that produced it"),
     "current_logprob": ("nats", "Log-probability of a response token under the current policy"),
     "clipped_logprob": ("nats", "`current_logprob` of the clipped tokens, see `clip_fraction`"),
-    "advantage": ("", "Advantage of a response token, that of its episode"),
+    "advantage": ("", "Advantage of a response token, that of its step"),
 }
 _STATISTICS = {"mean": "mean", "std": "population standard deviation", "min": "smallest", "max": "largest"}
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.advantages import group_advantages
-from megatron_webrl.trainer.credit.rewards import reward_function
+from megatron_webrl.trainer.credit.assignment import step_advantages
 from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
 from megatron_webrl.types import Group, Step, Trajectory
 
@@ -29,7 +28,7 @@ class TrainingSample:
     images: tuple[bytes, ...]  # encoded screenshots, in prompt order
     grids: np.ndarray  # int32 [images, 3]
     temperature: float
-    advantage: float
+    advantage: float  # of this step
     trajectory_steps: int  # steps of the trajectory
     trajectory_id: tuple[int, int]  # ticket, index
     succeeded: bool = False  # whether the episode is a success
@@ -41,11 +40,11 @@ class TrainingSample:
 
 
 def training_samples(groups: Sequence[Group], config: Config, version: int) -> list[TrainingSample]:
-    """Samples of the update from policy `version`, with the advantages of the configured loss."""
+    """Samples of the update from policy `version`, with the advantages of the configured loss and credit assignment."""
     loss = config.trainer.loss
     if loss.imitates_successes:  # shuffle_advantages is handled by shuffled_rewards()
         return make_samples(groups, success_advantages)
-    samples = make_samples(groups, partial(group_advantages, reward=reward_function(config)))
+    samples = _samples(groups, step_advantages(groups, config))
     if loss.shuffle_advantages:
         return shuffled_advantages(samples, f"advantages/{config.run.seed}/{version}")
     return samples
@@ -54,16 +53,24 @@ def training_samples(groups: Sequence[Group], config: Config, version: int) -> l
 def make_samples(
     groups: Sequence[Group], advantages: Callable[[Group], dict[int, float]] = group_advantages
 ) -> list[TrainingSample]:
-    """Samples of all trajectories that have an advantage, in the order of groups and steps."""
+    """Samples of all trajectories that have an advantage, which all their steps share, in the order of groups."""
+    return _samples(groups, [advantages(group) for group in groups])
+
+
+def _samples(groups: Sequence[Group], advantages: Sequence[Mapping[int, float | np.ndarray]]) -> list[TrainingSample]:
+    """Samples in the order of groups and steps; `advantages`: of each group, by index, one or float64 [steps]."""
     return [
-        _sample(trajectory, step, values[trajectory.index])
-        for group in groups
-        for values in [advantages(group)]
+        _sample(trajectory, step, advantage)
+        for group, values in zip(groups, advantages, strict=True)
         for trajectory in group.trajectories
         if trajectory.index in values
-        for step in trajectory.steps
+        for step, advantage in zip(trajectory.steps, _per_step(values[trajectory.index], trajectory), strict=True)
         if len(step.response_token_ids)
     ]
+
+
+def _per_step(advantage: float | np.ndarray, trajectory: Trajectory) -> list[float]:
+    return np.broadcast_to(np.asarray(advantage, np.float64), len(trajectory.steps)).tolist()
 
 
 def success_advantages(group: Group) -> dict[int, float]:
@@ -93,12 +100,21 @@ def _sample(trajectory: Trajectory, step: Step, advantage: float) -> TrainingSam
 
 
 def shuffled_advantages(samples: Sequence[TrainingSample], seed: str) -> list[TrainingSample]:
-    """Permute the advantages among trajectories at random: a control that cannot learn."""
-    advantages = {sample.trajectory_id: sample.advantage for sample in samples}
+    """Permute the advantages of whole trajectories at random: a control that cannot learn.
+
+    The steps of a trajectory get those of another one, in their order: step t of T the one at floor(t * T' / T) of T'.
+    """
+    advantages: dict[tuple[int, int], list[float]] = {}
+    for sample in samples:
+        advantages.setdefault(sample.trajectory_id, []).append(sample.advantage)
     keys = sorted(advantages)
     permuted = random.Random(seed).sample([advantages[key] for key in keys], len(keys))
-    by_trajectory = dict(zip(keys, permuted, strict=True))
-    return [replace(sample, advantage=by_trajectory[sample.trajectory_id]) for sample in samples]
+    given = {key: iter(_stretched(other, len(advantages[key]))) for key, other in zip(keys, permuted, strict=True)}
+    return [replace(sample, advantage=next(given[sample.trajectory_id])) for sample in samples]
+
+
+def _stretched(values: Sequence[float], length: int) -> list[float]:
+    return [values[number * len(values) // length] for number in range(length)]
 
 
 def shuffled_rewards(groups: Sequence[Group], config: Config, version: int) -> list[Group]:

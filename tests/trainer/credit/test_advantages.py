@@ -3,19 +3,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_webrl.trainer.credit.advantages import common_outcome, group_advantages, normalize_rewards
+from megatron_webrl.trainer.credit.advantages import common_outcome, group_advantages, normalize
 from megatron_webrl.types import Group
 from tests.trajectories import trajectory
 
 
 def test_advantages_have_mean_zero_and_deviation_one():
-    values = normalize_rewards([1.0, 0.0, 0.0, 1.0, 0.0])
+    values = np.concatenate(normalize([np.array([r]) for r in (1.0, 0.0, 0.0, 1.0, 0.0)]))
     assert values.mean() == pytest.approx(0.0, abs=1e-9)
     assert values.std() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_equal_rewards_have_no_advantage():
-    assert np.abs(normalize_rewards([1.0, 1.0, 1.0])).max() == 0.0
+    assert np.abs(normalize([np.ones(1), np.ones(1), np.ones(3)])[2]).max() == 0.0
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])

@@ -26,7 +26,7 @@ def of_length(tokens: int) -> Step:
 
 def test_penalties_are_off_unless_asked_for() -> None:
     bad = episode({"format_error": "no_json", "action": None}, {"action": CLICK}, {"action": CLICK})
-    assert not rewards.has_penalties(Config())
+    assert not rewards.configured_penalties(Config())
     assert rewards.reward_function(Config())(bad) == 1.0
 
 
@@ -51,7 +51,7 @@ def test_an_action_is_repeated_if_it_had_no_effect_before(steps: list[tuple[Acti
     config = Config()
     config.trainer.reward.repetition_penalty = 0.5
     made = episode(*({"action": action, "page_changed": changed} for action, changed in steps))
-    assert rewards.repetition_rate(made) == pytest.approx(count / len(steps))
+    assert rewards.repetitions(made).sum() == count
     assert rewards.reward_function(config)(made) == pytest.approx(1 - 0.5 * count / len(steps))
 
 

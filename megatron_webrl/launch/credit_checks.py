@@ -1,0 +1,64 @@
+"""Checks of the settings trainer.advantage.*: each that has no effect is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron_webrl.config.advantage import AdvantageConfig
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import TasksConfig
+
+
+def check_credit(config: Config) -> None:
+    """Raise ConfigError for a setting of trainer.advantage that others leave without effect or meaning.
+
+    A configuration that only evaluates trains nothing, and is not checked.
+    """
+    if config.evaluation.only:
+        return
+    settings, trainer = config.trainer.advantage, config.trainer
+    if trainer.loss.name == "raft":
+        for each in fields(AdvantageConfig):
+            _check_default(settings, each.name, "trainer.loss.name=raft, which has no advantages")
+        return
+    reward = trainer.reward
+    if not (reward.format_penalty or reward.repetition_penalty or reward.length_penalty):
+        for name in ("components", "penalties"):
+            _check_default(settings, name, "no penalty: all of trainer.reward.* are 0")
+    if settings.components == "apart":
+        _check_apart(settings)
+    if settings.discount < 1 and _longest_episode(config.tasks) == 1:
+        _check_default(settings, "discount", "tasks of one step (tasks.max_steps)")
+    if not settings.anchor_weight:
+        _check_default(settings, "anchor_discount", "trainer.advantage.anchor_weight=0")
+    elif settings.scale == "batch_std":
+        raise ConfigError(
+            f"trainer.advantage.anchor_weight={settings.anchor_weight} compares the steps of a group alone, which "
+            "trainer.advantage.scale=batch_std does not divide; set scale to group_std or none"
+        )
+    if settings.overlong == "mask" and trainer.zero_variance_groups == "keep":
+        raise ConfigError(
+            "trainer.advantage.overlong=mask could leave nothing to train of the groups that "
+            "trainer.zero_variance_groups=keep keeps; set the latter to drop"
+        )
+
+
+def _check_apart(settings: AdvantageConfig) -> None:
+    """GDPO has statistics of its own: of each component in its group, then of the sum in the batch."""
+    for name in ("baseline", "scale", "penalties"):
+        _check_default(settings, name, "trainer.advantage.components=apart, which normalises each component")
+
+
+def _longest_episode(tasks: TasksConfig) -> int | None:
+    """The highest step limit of training; None if a source of the user's own has its own."""
+    if tasks.from_import_path:
+        return None
+    limit = tasks.growing_steps.max if tasks.growing_steps.interval else tasks.max_steps
+    return max(limit, *tasks.max_steps_by_difficulty.values(), 1)
+
+
+def _check_default(settings: AdvantageConfig, name: str, cause: str) -> None:
+    value, default = getattr(settings, name), getattr(AdvantageConfig(), name)
+    if value != default:
+        raise ConfigError(f"trainer.advantage.{name}={value} has no effect with {cause}; leave it at {default}")

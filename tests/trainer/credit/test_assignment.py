@@ -1,0 +1,244 @@
+"""Advantages of steps against a computation from the definitions, step by step, and their properties."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_webrl.config.advantage import AdvantageConfig
+from megatron_webrl.config.schema import Config
+from megatron_webrl.trainer.credit.advantages import common_outcome, group_advantages
+from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.credit.rewards import reward_function
+from megatron_webrl.types import Group, Trajectory
+from tests.trainer.credit.made_groups import LIMIT, WINDOW, plain_group, varied_groups
+
+WEIGHTS = {"format_penalty": 0.3, "repetition_penalty": 0.2, "length_penalty": 0.5}
+
+
+def with_settings(penalised: bool = False, **changed: Any) -> Config:
+    config = Config()
+    config.rollout.max_new_tokens, config.trainer.reward.length_window = LIMIT, WINDOW
+    config.trainer.advantage = AdvantageConfig(**changed)
+    for name, weight in WEIGHTS.items() if penalised else ():
+        setattr(config.trainer.reward, name, weight)
+    return config
+
+
+def step_shares(trajectory: Trajectory) -> list[list[float]]:
+    """What each penalty counts, of format, repetition and length, at each step."""
+    found: list[list[float]] = []
+    before = None
+    for step in trajectory.steps:
+        repeated = before is not None and step.action is not None and step.action == before.action
+        repeated = repeated and not before.page_changed
+        used = max(0, len(step.response_token_ids) - (LIMIT - WINDOW))
+        found.append([float(step.format_error is not None), float(repeated), used / WINDOW])
+        before = step
+    return found
+
+
+def mean_over_episodes(values: list[list[float]]) -> float:
+    return sum(sum(each) / len(each) for each in values) / len(values)
+
+
+def deviation_about(values: list[list[float]], middle: float) -> float:
+    return mean_over_episodes([[(v - middle) ** 2 for v in each] for each in values]) ** 0.5
+
+
+def expected_summed(groups: list[Group], config: Config) -> list[dict[int, list[float]]]:
+    """A_t = (G_t - b) / d, by loops over groups, episodes and steps; groups of one outcome have 0."""
+    choice, weights = config.trainer.advantage, list(WEIGHTS.values())
+    centred_of, deviation_of, own = {}, {}, {}
+    for group in groups:
+        trainable = [t for t in group.trajectories if t.trainable]
+        returns = []
+        for t in trainable:
+            penalties = [sum(w * s for w, s in zip(weights, shares, strict=True)) for shares in step_shares(t)]
+            if not config.trainer.reward.format_penalty:
+                penalties = [0.0] * len(t.steps)
+            own[group.ticket, t.index] = penalties if choice.penalties == "step" else [0.0] * len(t.steps)
+            common = sum(penalties) / len(penalties) if choice.penalties == "trajectory" else 0.0
+            left = range(len(t.steps) - 1, -1, -1)
+            returns.append([t.reward * choice.discount**k - common for k in left])
+        deviation_of[group.ticket] = deviation_about(returns, mean_over_episodes(returns))
+        for place, t in enumerate(trainable):
+            others = returns if choice.baseline == "group_mean" else returns[:place] + returns[place + 1 :]
+            base = mean_over_episodes(others)
+            centred_of[group.ticket, t.index] = [value - base for value in returns[place]]
+    informative = {group.ticket for group in groups if common_outcome(group) is None}
+    whole = deviation_about([v for (ticket, _), v in centred_of.items() if ticket in informative], 0.0)
+    found: list[dict[int, list[float]]] = []
+    for group in groups:
+        divisor = {"group_std": deviation_of[group.ticket] + 1e-6, "batch_std": whole + 1e-6, "none": 1.0}[choice.scale]
+        keys = [(group.ticket, t.index) for t in group.trajectories if t.trainable]
+        found.append({
+            key[1]: [
+                (c - p) / divisor if group.ticket in informative else 0.0
+                for c, p in zip(centred_of[key], own[key], strict=True)
+            ]
+            for key in keys
+        })  # fmt: skip
+    return found
+
+
+def same(found: list[dict[int, np.ndarray]], expected: list[dict[int, list[float]]]) -> None:
+    assert [list(each) for each in found] == [list(each) for each in expected]
+    for values, wanted in zip(found, expected, strict=True):
+        for index, value in values.items():
+            np.testing.assert_allclose(value, wanted[index], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "penalties", "discount", "penalised"),
+    [
+        (*choice, penalised)
+        for *choice, penalised in product(
+            ("group_mean", "leave_one_out"), ("group_std", "none", "batch_std"), ("trajectory", "step"), (1.0, 0.8),
+            (False, True),
+        )
+        if penalised or choice[2] == "trajectory"
+    ],
+)  # fmt: skip
+def test_advantages_equal_those_of_the_definition(
+    baseline: str, scale: str, penalties: str, discount: float, penalised: bool
+) -> None:
+    config = with_settings(penalised, baseline=baseline, scale=scale, penalties=penalties, discount=discount)
+    for seed in range(3):
+        groups = varied_groups(seed)
+        expected = expected_summed(groups, config)
+        assert any(abs(v) > 0.1 for values in expected for each in values.values() for v in each)
+        same(step_advantages(groups, config), expected)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.8])
+def test_components_apart_are_normalised_in_the_group_and_their_sum_in_the_batch(discount: float) -> None:
+    groups = varied_groups(5)
+    config = with_settings(True, components="apart", discount=discount)
+    sums: dict[tuple[int, int], list[float]] = {}
+    for group in groups:
+        trainable = [t for t in group.trajectories if t.trainable]
+        outcomes = [[t.reward * discount**k for k in range(len(t.steps) - 1, -1, -1)] for t in trainable]
+        parts = [(1.0, outcomes)]
+        for number, weight in enumerate(WEIGHTS.values()):
+            means = [sum(shares[number] for shares in step_shares(t)) / len(t.steps) for t in trainable]
+            parts.append((weight, [[-m] * len(t.steps) for m, t in zip(means, trainable, strict=True)]))
+        for place, t in enumerate(trainable):
+            sums[group.ticket, t.index] = [
+                sum(
+                    weight * (values[place][k] - mean_over_episodes(values))
+                    / (deviation_about(values, mean_over_episodes(values)) + 1e-6)
+                    for weight, values in parts
+                )
+                for k in range(len(t.steps))
+            ]  # fmt: skip
+    middle = mean_over_episodes(list(sums.values()))
+    divisor = deviation_about(list(sums.values()), middle) + 1e-6
+    found = step_advantages(groups, config)
+    same(found, [
+        {i: [(v - middle) / divisor for v in sums[group.ticket, i]] for i in values}
+        for group, values in zip(groups, found, strict=True)
+    ])  # fmt: skip
+    assert max(abs(each).max() for each in found[-1].values()) > 0.01  # of failures alone: their penalties count
+
+
+def test_without_options_the_advantages_are_those_of_grpo_to_the_last_bit() -> None:
+    groups = varied_groups(1)
+    for penalised in (False, True):
+        config = with_settings(penalised)
+        plain = [group_advantages(group, reward_function(config)) for group in groups]
+        found = step_advantages(groups, config)
+        assert [{i: set(v.tolist()) for i, v in values.items()} for values in found] == [
+            {i: {v} for i, v in values.items()} for values in plain
+        ]
+
+
+def test_a_penalty_is_borne_by_its_step_alone() -> None:
+    groups = varied_groups(2)
+    for scale in ("none", "group_std", "batch_std"):
+        plain = step_advantages(groups, with_settings(scale=scale))
+        found = step_advantages(groups, with_settings(True, scale=scale, penalties="step"))
+        clean = guilty = 0
+        for group, values, without in zip(groups[:-1], found, plain, strict=False):
+            for t in group.trajectories:
+                for k, shares in enumerate(step_shares(t) if t.trainable else ()):
+                    if any(shares):
+                        guilty += 1
+                        assert values[t.index][k] < without[t.index][k]
+                    else:
+                        clean += 1
+                        assert values[t.index][k] == without[t.index][k]
+        assert min(clean, guilty) > 3
+
+
+mixed_groups = st.lists(st.tuples(st.booleans(), st.integers(1, 6)), min_size=2, max_size=8).filter(
+    lambda each: len({success for success, _ in each}) == 2
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(mixed_groups, st.sampled_from(["group_mean", "leave_one_out"]), st.floats(0.3, 1.0))
+def test_the_mean_advantages_of_a_groups_episodes_add_up_to_zero(
+    made: list[tuple[bool, int]], baseline: str, discount: float
+) -> None:
+    group = plain_group(*map(list, zip(*made, strict=True)))
+    for scale in ("none", "group_std", "batch_std"):
+        (found,) = step_advantages([group], with_settings(baseline=baseline, scale=scale, discount=discount))
+        assert sum(each.mean() for each in found.values()) == pytest.approx(0.0, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(mixed_groups, st.sampled_from(["group_mean", "leave_one_out"]), st.sampled_from(["none", "group_std"]))
+def test_a_discount_close_to_one_is_close_to_none(made: list[tuple[bool, int]], baseline: str, scale: str) -> None:
+    group = plain_group(*map(list, zip(*made, strict=True)))
+    (near,) = step_advantages([group], with_settings(baseline=baseline, scale=scale, discount=1 - 1e-9))
+    (off,) = step_advantages([group], with_settings(baseline=baseline, scale=scale))
+    for index, value in off.items():
+        assert len(set(value.tolist())) == 1
+        np.testing.assert_allclose(near[index], value, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(mixed_groups)
+def test_leaving_one_out_scales_the_groups_advantages_up(made: list[tuple[bool, int]]) -> None:
+    group, n = plain_group(*map(list, zip(*made, strict=True))), len(made)
+    (mean,) = step_advantages([group], with_settings(scale="none"))
+    (out,) = step_advantages([group], with_settings(scale="none", baseline="leave_one_out"))
+    for index in mean:  # r - (sum - r) / (n - 1) = n / (n - 1) * (r - sum / n)
+        np.testing.assert_allclose(out[index], mean[index] * n / (n - 1), rtol=1e-12)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(mixed_groups, min_size=1, max_size=4))
+def test_a_batch_divided_by_its_deviation_has_the_deviation_one(made: list[list[tuple[bool, int]]]) -> None:
+    groups = [plain_group(*map(list, zip(*each, strict=True)), ticket=t) for t, each in enumerate(made)]
+    groups.append(plain_group([False] * 3, [2, 3, 4], ticket=99))  # without gradient: not in the deviation
+    found = step_advantages(groups, with_settings(scale="batch_std"))
+    squares = [float((value**2).mean()) for values in found[:-1] for value in values.values()]
+    assert np.mean(squares) == pytest.approx(1.0, abs=1e-4)
+    assert all(not value.any() for value in found[-1].values())
+
+
+def test_later_steps_of_a_success_have_more_of_its_credit() -> None:
+    (found,) = step_advantages([plain_group([True, False], [4, 3])], with_settings(discount=0.5))
+    assert np.all(np.diff(found[0]) > 0)
+    assert len(set(found[1].tolist())) == 1  # a failure returns 0 from every step
+
+
+@pytest.mark.parametrize("outcome", [True, False])
+def test_a_group_of_one_outcome_has_no_gradient_whatever_the_options(outcome: bool) -> None:
+    group = plain_group([outcome] * 4, [1, 2, 3, 6])
+    masked_out = Group(1, tuple(t for t in varied_groups(0)[0].trajectories if not t.trainable))
+    for changed in (
+        {"discount": 0.5}, {"scale": "none", "discount": 0.5}, {"baseline": "leave_one_out"}, {"anchor_weight": 1.0},
+        {"scale": "batch_std"}, {"penalties": "step"}, {"components": "apart", "discount": 0.5},
+    ):  # fmt: skip
+        found, nothing = step_advantages([group, masked_out], with_settings("penalties" in changed, **changed))
+        assert [len(value) for value in found.values()] == [1, 2, 3, 6]
+        assert all(not value.any() for value in found.values())
+        assert nothing == {}

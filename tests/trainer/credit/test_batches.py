@@ -1,0 +1,95 @@
+"""Advantages of steps on their way into a batch: samples, merged and packed sequences, and the shuffled control."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.data import batching
+from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.sequence_packer import SequencePacker
+from megatron_webrl.types import Group, Trajectory
+from tests.trainer.credit.made_groups import plain_group
+
+
+def growing_episode(plain: Trajectory) -> Trajectory:
+    """The episode with prompts that extend each other, and behaviour log-probabilities that identify each token.
+
+    The step in the middle has no response tokens.
+    """
+    steps, prompt = [], np.arange(20, 25, dtype=np.int32)
+    for number, step in enumerate(plain.steps):
+        length = 0 if number == 1 and len(plain.steps) > 2 else 2 + number
+        response = np.arange(100, 100 + length, dtype=np.int32)
+        names = 1000 * plain.index + 10 * number + np.arange(length, dtype=np.float32)
+        steps.append(
+            replace(step, prompt_token_ids=prompt, response_token_ids=response, logprobs=names,
+                    versions=np.zeros(length, np.int32))
+        )  # fmt: skip
+        prompt = np.concatenate([prompt, response, np.arange(30, 33, dtype=np.int32)])
+    return replace(plain, steps=tuple(steps))
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_each_response_token_has_the_advantage_of_its_step(tiny_model: Path, merge: bool) -> None:
+    plain = plain_group([True, False, True], [4, 2, 3])
+    group = Group(0, tuple(growing_episode(each) for each in plain.trajectories))
+    config = Config()
+    config.trainer.advantage.discount = 0.5
+    (advantages,) = step_advantages([group], config)
+    wanted = {
+        name: float(advantages[t.index][number])
+        for t in group.trajectories
+        for number, step in enumerate(t.steps)
+        for name in step.logprobs.tolist()
+    }
+    assert len({round(value, 9) for value in wanted.values()}) == 5  # of the steps left from 0 to 3, and of the failure
+    packer = SequencePacker(
+        Processor.load(tiny_model), max_tokens=400, data_parallel_rank=0, data_parallel_size=1, merge_prefixes=merge,
+        device=torch.device("cpu"), flops_estimator=FlopsEstimator.from_hf_config(load_hf_config(tiny_model)),
+    )  # fmt: skip
+    batches = packer.build(batching.training_samples([group], config, 0), "token_mean", 10)
+    found = dict(
+        pair for b in batches for pair in zip(b.behaviour_logprobs.tolist(), b.advantage.tolist(), strict=True)
+    )
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_shuffled_advantages_keep_the_order_of_whole_trajectories() -> None:
+    groups = [plain_group([True, False], [6, 2], ticket=t) for t in range(2)]
+    groups.append(plain_group([True, False], [3, 4], ticket=2))
+    config = Config()
+    config.trainer.advantage.discount = 0.5
+    plain = batching.training_samples(groups, config, 0)
+    config.trainer.loss.shuffle_advantages = True
+    moved = 0
+    for version in range(5):
+        shuffled = batching.training_samples(groups, config, version)
+        assert [(s.trajectory_id, s.prompt.tolist()) for s in shuffled] == [
+            (s.trajectory_id, s.prompt.tolist()) for s in plain
+        ]
+        before, after = by_trajectory(plain), by_trajectory(shuffled)
+        moved += before != after
+        unused = list(before.values())
+        for given in after.values():
+            donor = next(
+                each for each in unused if given == [each[k * len(each) // len(given)] for k in range(len(given))]
+            )
+            unused.remove(donor)
+        assert not unused
+    assert moved >= 4
+
+
+def by_trajectory(samples: list[batching.TrainingSample]) -> dict[tuple[int, int], list[float]]:
+    found: dict[tuple[int, int], list[float]] = {}
+    for sample in samples:
+        found.setdefault(sample.trajectory_id, []).append(sample.advantage)
+    return found
