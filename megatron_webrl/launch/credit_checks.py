@@ -18,9 +18,9 @@ def check_credit(config: Config) -> None:
     if config.evaluation.only:
         return
     settings, trainer = config.trainer.advantage, config.trainer
-    if trainer.loss.name == "raft":
+    if trainer.loss.imitates_successes:
         for each in fields(AdvantageConfig):
-            _check_default(settings, each.name, "trainer.loss.name=raft, which has no advantages")
+            _check_default(settings, each.name, f"trainer.loss.name={trainer.loss.name}, which has no advantages")
         return
     reward = trainer.reward
     if not (reward.format_penalty or reward.repetition_penalty or reward.length_penalty):
