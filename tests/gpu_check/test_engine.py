@@ -48,6 +48,20 @@ def test_the_short_job_of_a_configuration_is_valid(tmp_path: Path, name: str) ->
     check_config(short_job(parse_config(ROOT / "configs" / f"{name}.yaml", own), tmp_path))
 
 
+def test_the_short_job_of_a_configuration_with_penalties_and_an_overlong_filter_is_valid(tmp_path: Path) -> None:
+    own = [
+        "model.platform=cpu", "trainer.loss.name=grpo", "trainer.loss.raft_versions=0", "rollout.max_new_tokens=200",
+        "trainer.reward={length_penalty: 0.1, length_window: 100}",
+        "trainer.advantage={components: apart, discount: 0.9, anchor_weight: 1, overlong: mask}",
+    ]  # fmt: skip
+    config = parse_config(ROOT / "configs" / "quickstart.yaml", own)
+    check_config(config)
+    job = short_job(config, tmp_path)
+    check_config(job)
+    assert job.trainer.advantage.components == "apart"
+    assert config.trainer.advantage.overlong == "mask"
+
+
 def test_the_short_job_leaves_no_checkpoint(tmp_path: Path) -> None:
     checkpoint = short_job(parse_config(None), tmp_path).trainer.checkpoint
     assert (checkpoint.every, checkpoint.last) == (0, False)

@@ -87,6 +87,15 @@ def test_they_are_added_with_their_weight_to_those_of_the_episodes() -> None:
         assert all(not value.any() for value in found[-1].values())  # a group of failures alone
 
 
+def test_successes_alone_are_not_compared_by_their_lengths() -> None:
+    members = visits(0, "abc", success=True), visits(1, "ab", success=True)
+    assert any(value.any() for value in anchor_advantages(members, 0.95, divide=True))
+    config = Config()
+    config.trainer.advantage.anchor_weight = 1.0
+    (found,) = step_advantages([Group(0, members)], config)
+    assert not any(value.any() for value in found.values())
+
+
 def test_metrics_count_the_steps_that_share_a_state() -> None:
     group = Group(0, (visits(0, "abc", success=True), visits(1, "ab", success=False), trajectory(0, 2, outcome="x")))
     settings = AdvantageConfig(anchor_weight=1.0)
