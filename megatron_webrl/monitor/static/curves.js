@@ -14,7 +14,7 @@ const CHARTS = [
   ["Entropy, nats per token", { entropy: extra("entropy") }, number, 0],
   ["Staleness, versions", { mean: (u) => u.staleness_mean, largest: (u) => u.staleness_max }, number, -1],
   ["Log-probability mismatch, nats", { largest: (u) => u.logprob_mismatch_max }, number, -1],
-  ["Clipped tokens", { share: (u) => u.clip_fraction, "by the dual clip": extra("dual_clipped"), "importance weight capped": extra("importance_weight_capped") }, percent, 0],
+  ["Clipped tokens", { share: (u) => u.clip_fraction, "by the dual clip": extra("dual_clipped"), "importance weight capped": extra("importance_weight_capped"), "below its floor": extra("importance_weight_floored"), "rejected by KL": extra("kl_rejected"), "too old": extra("lag_masked") }, percent, 0],
   ["Gradient norm", { norm: extra("gradient_norm") }, number, 0],
   ["Masked episodes", { share: extra("masked_rate") }, percent, -1],
   ["Format errors", { "share of steps": extra("format_error_rate") }, percent, -1],

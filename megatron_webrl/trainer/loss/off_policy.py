@@ -90,8 +90,8 @@ def rejected_by_kl(
     """Whether the response's estimate of KL(behave || prox) exceeds kl_rejection_bound, bool [tokens]. Collective.
 
     Mean over the response's tokens of k1 = - log w or of k3 = w - 1 - log w (Schulman, Approximating KL Divergence,
-    2020). Trust region masking (TRM) leaves out such responses as a whole: no clip of single tokens bounds the error
-    of a long response.
+    2020). Trust Region Masking for Long-Horizon LLM Reinforcement Learning (Li et al., 2026) leaves out such responses
+    as a whole: no clip of single tokens bounds the error of a long response.
     """
     estimate = k3(log_weight) if config.kl_rejection_estimator == "k3" else -log_weight
     return mean_per_step(estimate[None], data, group)[0] > config.kl_rejection_bound
