@@ -121,7 +121,12 @@ class TrainerConfig:
         low=1,
     )
     tokens_per_microbatch: int = setting(16384, "Tokens of one packed sequence.", low=1)
-    merge_prefixes: bool = setting(True, "Merge steps that share a prefix into one sequence.")
+    merge_prefixes: str = setting(
+        "all",
+        "Prefixes that a micro-batch computes once: none; trajectory: of steps that extend each other; all: those that "
+        "any steps have in common, such as the system prompt, task and first screenshot of a group.",
+        choices=("none", "trajectory", "all"),
+    )
     train_vision: bool = setting(True, "Train the vision tower; otherwise it is frozen.")
     image_workers: int = setting(
         2,

@@ -80,7 +80,7 @@ def _one_step(model: str, platform: Any, limit: int) -> dict[str, Any]:
     config.trainer.data_parallel, config.trainer.tokens_per_microbatch = 2, limit
     config.trainer.loss.name = "raft"
     learner = learner_ranks.make_learner(config, platform)
-    config.trainer.merge_prefixes = False
+    config.trainer.merge_prefixes = "none"
     samples = batching.make_samples(learner_ranks.make_groups(config, 8), batching.success_advantages)
     rows = make_sequence_packer(config, platform).build(samples, "token_mean", 10)
     metrics, _ = learner.train_step(rows, None, make_objective(config.trainer.loss, None))

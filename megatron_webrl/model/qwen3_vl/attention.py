@@ -1,4 +1,4 @@
-"""Causal attention within each sample of a packed sequence.
+"""Causal attention within each segment of a packed sequence, and to the segments before it.
 
 Context parallelism follows DeepSpeed-Ulysses (arXiv 2309.14509): outside attention a rank has its shard of the tokens
 with all heads; inside, between two all-to-alls, it has all tokens with its shard of the heads.
@@ -19,13 +19,14 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_webrl.model.compute_options import AttentionKernel
+from megatron_webrl.model.qwen3_vl.segments import causal_mask, select_keys
 from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig
 
 CAUSAL_WINDOW = (-1, 0)  # all tokens before a token, none after it
 
 
 class PackedAttention(torch.nn.Module):
-    """Grouped-query attention, computed per sample without a [T, T] mask."""
+    """Grouped-query attention, computed per segment without a [T, T] mask."""
 
     def __init__(
         self,
@@ -82,54 +83,72 @@ def select_kernel(name: AttentionKernel, query: Tensor) -> Callable[..., Tensor]
     """The function of a kernel; `auto` is the variable-length one where it exists, for half precision on CUDA."""
     if name == "auto":
         name = "varlen" if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else "sdpa"
-    return {"sdpa": per_sample, "varlen": varlen, "flash": flash}[name]
+    return {"sdpa": per_segment, "varlen": varlen, "flash": flash}[name]
 
 
-def per_sample(
+def per_segment(
     query: Tensor, key: Tensor, value: Tensor, params: MultimodalPackedSeqParams, scale: float | None
 ) -> Tensor:
-    """[T, 1, heads, dim], by one call of PyTorch's attention per sample."""
+    """[T, 1, heads, dim], by one call of PyTorch's attention per segment."""
     grouped = query.shape[2] != key.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, T, dim]
-    parts = [
-        scaled_dot_product_attention(
-            q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], is_causal=True, scale=scale, enable_gqa=grouped
+    parts = []
+    for segment, (start, end) in enumerate(pairwise(params.segment_boundaries)):
+        ranges = ((start, end),) if params.keys is None else params.keys.ranges[segment]
+        keys, values = select_keys(k, ranges), select_keys(v, ranges)
+        mask = causal_mask(end - start, keys.shape[2], query.device)
+        parts.append(
+            scaled_dot_product_attention(
+                q[:, :, start:end], keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
         )
-        for start, end in pairwise(params.sample_boundaries)
-    ]
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3)
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, params: MultimodalPackedSeqParams, scale: float | None) -> Tensor:
-    """[T, heads, dim], by one call of PyTorch's variable-length kernel for all samples."""
+    """[T, heads, dim], by one call of PyTorch's variable-length kernel for all segments.
+
+    Like flash-attn's (version 2.1 on), the kernel aligns the causal mask to the last query and the last key, as
+    `torch.nn.attention.bias` notes, so that queries see all keys of the segments before theirs.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = _longest_sample(params)
+    key, value = _keys_by_segment(key, params), _keys_by_segment(value, params)
     output = varlen_attn(
-        query.squeeze(1), key.squeeze(1), value.squeeze(1), params.cu_seqlens_q, params.cu_seqlens_kv, longest, longest,
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), params.cu_seqlens_q, params.cu_seqlens_kv,
+        _longest_segment(params), _most_keys(params),
         scale=scale, window_size=CAUSAL_WINDOW, enable_gqa=query.shape[2] != key.shape[2],
     )  # fmt: skip
     assert isinstance(output, Tensor)  # a tuple only if more was asked for
     return output
 
 
-def _longest_sample(params: MultimodalPackedSeqParams) -> int:
-    return max(end - start for start, end in pairwise(params.sample_boundaries))
+def _keys_by_segment(tokens: Tensor, params: MultimodalPackedSeqParams) -> Tensor:
+    """Keys or values [keys, 1, groups, dim] of one segment after the other, with those of its ancestors."""
+    return tokens if params.key_positions is None else tokens.index_select(0, params.key_positions)
+
+
+def _longest_segment(params: MultimodalPackedSeqParams) -> int:
+    return max(end - start for start, end in pairwise(params.segment_boundaries))
+
+
+def _most_keys(params: MultimodalPackedSeqParams) -> int:
+    return _longest_segment(params) if params.keys is None else max(params.keys.lengths)
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, params: MultimodalPackedSeqParams, scale: float | None) -> Tensor:
-    """[T, heads, dim], by one call of flash-attn's variable-length kernel for all samples."""
+    """[T, heads, dim], by one call of flash-attn's variable-length kernel for all segments, masked as in `varlen`."""
     from flash_attn import flash_attn_varlen_func
 
-    longest = _longest_sample(params)
+    key, value = _keys_by_segment(key, params), _keys_by_segment(value, params)
     return flash_attn_varlen_func(
         query.squeeze(1),
         key.squeeze(1),
         value.squeeze(1),
         cu_seqlens_q=params.cu_seqlens_q,
         cu_seqlens_k=params.cu_seqlens_kv,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        max_seqlen_q=_longest_segment(params),
+        max_seqlen_k=_most_keys(params),
         softmax_scale=scale,
         causal=True,
     )

@@ -30,6 +30,7 @@ from megatron_webrl.model.qwen3_vl import vision
 from megatron_webrl.model.qwen3_vl.layers import block_spec
 from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, pad_to_multiple, token_range
 from megatron_webrl.model.qwen3_vl.rope import InterleavedRotaryEmbedding
+from megatron_webrl.model.qwen3_vl.segments import segment_keys
 from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig, make_text_config
 
 
@@ -97,18 +98,21 @@ class Qwen3VL(GPTModel):
 
         An earlier chunk returns the input of the next: activations [T, 1, hidden], then the DeepStack features
         [V, 1, hidden] of each remaining DeepStack layer; T and V count this rank's tokens. Collective over tensor- and
-        context-parallel ranks. Raises ValueError if samples, placeholders and images do not match.
+        context-parallel ranks. Raises ValueError if segments, placeholders and images do not match.
         """
         packed = pad_to_multiple(packed, self._token_shards)
         boundaries, mine, device = _boundaries(packed), self._context_shard(packed), packed.tokens.device
         placeholders, cu_seqlens = self._placeholders(packed), copy_to_device(packed.cu_seqlens, device)
+        keys = None if packed.parents is None else segment_keys(packed.parents.tolist(), boundaries)
         positions = self._local(placeholders, packed.tokens.numel())
         hidden, deepstack = self._embed(packed, placeholders) if self.pre_process else self._unpack(positions.numel())
         params = MultimodalPackedSeqParams(
             qkv_format="sbhd",
             cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            sample_boundaries=boundaries,
+            cu_seqlens_kv=cu_seqlens if keys is None else copy_to_device(torch.tensor(keys.boundaries).int(), device),
+            segment_boundaries=boundaries,
+            keys=keys,
+            key_positions=None if keys is None else copy_to_device(keys.positions, device),
             image_token_positions=copy_to_device(positions, device),
             deepstack_features=deepstack,
         )

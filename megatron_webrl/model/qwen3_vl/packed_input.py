@@ -1,4 +1,4 @@
-"""The input of one forward pass: samples packed into one sequence without padding."""
+"""The input of one forward pass: segments packed into one sequence without padding."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HOST_FIELDS = ("cu_seqlens", "grids", "image_indices", "local_images", "image_token_positions")
+HOST_FIELDS = ("cu_seqlens", "parents", "grids", "image_indices", "local_images", "image_token_positions")
 
 
 @dataclass(frozen=True)
 class PackedInput:
-    """Packed samples, each of which attends only to itself. Raises ValueError for inconsistent shapes.
+    """Packed segments, each of which attends to itself and to its ancestors. Raises ValueError for inconsistent shapes.
+
+    A segment is a whole sample, or the part of samples after a common prefix, which is the segment's parent.
 
     The tensors of HOST_FIELDS lie in host memory: they determine shapes, which the host would wait for. The others lie
     on one device.
@@ -24,14 +26,15 @@ class PackedInput:
     """
 
     tokens: Tensor  # int64 [T]
-    position_ids: Tensor  # int64 [3, T], m-RoPE (t, h, w), restarting at each sample
-    cu_seqlens: Tensor  # int32 [samples + 1], 0 first and T last
+    position_ids: Tensor  # int64 [3, T], m-RoPE (t, h, w), those of the token in its sample
+    cu_seqlens: Tensor  # int32 [segments + 1], 0 first and T last
     pixels: Tensor | Callable[[], Tensor]  # float32 [patches, dim]
     grids: Tensor  # int64 [images, 3], patches (t, h, w) of each image
     scored_positions: Tensor  # int64 [R], positions whose next token is scored, all in this rank's `token_range`
     image_indices: Tensor | None = None  # int64 [occurrences], index in grids of each; None: each image once, in order
     local_images: Tensor | None = None  # int64, indices into grids of the images in `pixels`
     image_token_positions: Tensor | None = None  # int64 [V], placeholders; text may hold the token, too; None: all
+    parents: Tensor | None = None  # int64 [segments], an earlier segment, or -1: none; None: no segment has a parent
 
     def __post_init__(self) -> None:
         length = self.tokens.numel()
@@ -53,6 +56,9 @@ class PackedInput:
             raise ValueError(
                 f"cu_seqlens has {self.cu_seqlens.numel()} entries; a packed input needs at least one sample"
             )
+        segments = self.cu_seqlens.numel() - 1
+        if self.parents is not None and tuple(self.parents.shape) != (segments,):
+            raise ValueError(f"parents has shape {list(self.parents.shape)}, expected [{segments}]")
 
     def load_pixels(self) -> Tensor:
         """float32 [patches, dim]: `pixels`, or the result of calling it."""
@@ -75,7 +81,7 @@ def token_range(num_tokens: int, rank: int, ranks: int, multiple: int = 1) -> ra
 
 
 def pad_to_multiple(packed: PackedInput, multiple: int) -> PackedInput:
-    """Pad the sequence to a multiple of tokens with an extra sample that is not scored."""
+    """Pad the sequence to a multiple of tokens with an extra segment that is not scored."""
     missing = -packed.tokens.numel() % multiple
     if not missing:
         return packed
@@ -85,6 +91,7 @@ def pad_to_multiple(packed: PackedInput, multiple: int) -> PackedInput:
         tokens=torch.cat([packed.tokens, packed.tokens.new_zeros(missing)]),
         position_ids=torch.cat([packed.position_ids, packed.position_ids.new_zeros(3, missing)], dim=1),
         cu_seqlens=torch.cat([packed.cu_seqlens, end]),
+        parents=None if packed.parents is None else torch.cat([packed.parents, packed.parents.new_tensor([-1])]),
     )
 
 

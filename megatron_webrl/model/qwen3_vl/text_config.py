@@ -18,6 +18,7 @@ from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
 from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of
+from megatron_webrl.model.qwen3_vl.segments import SegmentKeys
 
 
 @dataclass
@@ -35,7 +36,9 @@ class MultimodalPackedSeqParams(PackedSeqParams):
     The format is "sbhd": with "thd" Megatron would restart rotary angles at each sample, but m-RoPE has one per token.
     """
 
-    sample_boundaries: tuple[int, ...] = ()  # [samples + 1], first token of each sample, then T
+    segment_boundaries: tuple[int, ...] = ()  # [segments + 1], first token of each segment, then T
+    keys: SegmentKeys | None = None  # of segments, if any has a parent
+    key_positions: Tensor | None = None  # int64 [keys] of `keys`, on the device
     image_token_positions: Tensor | None = None  # int64 [V], positions of image tokens among this rank's tokens
     deepstack_features: dict[int, Tensor] = field(default_factory=dict)  # by layer: [V, hidden], added to its output
 

@@ -45,12 +45,16 @@ class FlopsEstimator:
 
     def text_flops(self, sequence: MergedSequence) -> float:
         """Operations of a sequence without encoding its images."""
-        pairs = sequence.length * (sequence.length + 1) / 2
-        return (
-            sequence.length * self.per_token
-            + pairs * self.per_token_pair
-            + len(sequence.response_positions) * self.per_scored_token
-        )
+        return self.segment_flops(0, sequence.length) + self.scoring_flops(sequence)
+
+    def segment_flops(self, start: int, stop: int) -> float:
+        """Operations of the tokens `start` to `stop` of a sequence, which attend to all before them."""
+        pairs = (stop * (stop + 1) - start * (start + 1)) / 2
+        return (stop - start) * self.per_token + pairs * self.per_token_pair
+
+    def scoring_flops(self, sequence: MergedSequence) -> float:
+        """Operations of the output layer for a sequence's response tokens."""
+        return len(sequence.response_positions) * self.per_scored_token
 
     def packed_flops(self, *sequences: MergedSequence) -> float:
         """Operations of sequences packed together: an image that several of them share is encoded once."""

@@ -12,24 +12,37 @@ import numpy as np
 from megatron_webrl.model.qwen3_vl.packed_input import partition_costs
 from megatron_webrl.trainer.data.flops import FlopsEstimator, sequence_images
 from megatron_webrl.trainer.data.merging import MergedSequence
+from megatron_webrl.trainer.data.prefix_tree import PrefixTree, separate_sequences
 from megatron_webrl.trainer.exchange.node_assignment import ReplicaNodes, assign_to_nodes
 
 PackedSequence = list[int]  # indices of the merged sequences that one micro-batch computes
-SHARED_IMAGE_WEIGHT = 8.0  # weight of the cost that an item adds, which shared images lower, against bins' balance
+SHARED_PART_WEIGHT = 8.0  # weight of the cost that an item adds, which shared parts lower, against bins' balance
+MAX_SEQUENCE_TOKENS_RATIO = 4  # tokens of a bin's sequences with their common prefixes, over the limit of its tokens
 SEARCH_STEP_FRACTION = 0.01  # the search for the number of bins advances by this fraction of it, at least by one
 MAX_SWAP_CANDIDATES = 16  # bins in which a swap is tried for an item that fits nowhere; more find little and cost much
 
 
 @dataclass(frozen=True)
+class _Part:
+    """An image or a segment, computed once for all items of a bin that have it."""
+
+    tokens: int  # an image's tokens are those of segments
+    cost: float
+
+
+@dataclass(frozen=True)
 class _Item:
     index: int
-    tokens: int
-    text_cost: float  # without its images
-    image_costs: dict[int, float]  # number of each distinct image -> cost
+    own: _Part  # what no other item can share
+    parts: dict[int, _Part]  # number of each distinct image and of each shared segment -> the part
+
+    @property
+    def tokens(self) -> int:
+        return self.own.tokens + sum(part.tokens for part in self.parts.values())
 
     @property
     def cost(self) -> float:
-        return self.text_cost + sum(self.image_costs.values())
+        return self.own.cost + sum(part.cost for part in self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -45,16 +58,20 @@ def pack_sequences(
     replicas: int = 1,
     multiple: int = 1,
     nodes: ReplicaNodes | None = None,
+    tree: PrefixTree | None = None,
 ) -> list[list[PackedSequence]]:
     """Packed sequences of each data-parallel replica, of at most `max_tokens` tokens; each sequence is in one of them.
 
+    Sequences with common segments in `tree` (None: there are none) are kept together, as these are computed once. Each
+    sequence counts with all of its tokens towards MAX_SEQUENCE_TOKENS_RATIO times the limit, which bounds the scored
+    tokens and the copies of a common prefix's keys.
     All replicas get the same number: a multiple of `multiple`, the smallest found; with fewer sequences some are empty.
     Temperatures are packed and assigned separately. A replica's most expensive ones come first, so that replicas that
     synchronise in every micro-batch wait little. Where replicas are on different `nodes`, a sequence goes to the nodes
     that hold its screenshots, as long as loads stay balanced. A pure function: every rank computes the same plan.
     Raises ValueError naming the length of a sequence longer than `max_tokens`.
     """
-    items = _items(sequences, flops)
+    items = _items(sequences, flops, separate_sequences(sequences) if tree is None else tree)
     for item in items:
         if item.tokens > max_tokens:
             raise ValueError(
@@ -107,12 +124,20 @@ def _repack(
     return result
 
 
-def _items(sequences: Sequence[MergedSequence], flops: FlopsEstimator) -> list[_Item]:
+def _items(sequences: Sequence[MergedSequence], flops: FlopsEstimator, tree: PrefixTree) -> list[_Item]:
+    paths = [tree.path(index) for index in range(len(sequences))]
+    users = Counter(segment for path in paths for segment in path)
+    segments = [_Part(each.length, flops.segment_flops(each.start, each.stop)) for each in tree.segments]
     ids: dict[tuple[bytes, tuple[int, int, int]], int] = {}
     items = []
-    for index, sequence in enumerate(sequences):
-        costs = {ids.setdefault(image, len(ids)): flops.image_flops(image[1]) for image in sequence_images(sequence)}
-        items.append(_Item(index, sequence.length, flops.text_flops(sequence), costs))
+    for index, (sequence, path) in enumerate(zip(sequences, paths, strict=True)):
+        parts = {segment: segments[segment] for segment in path if users[segment] > 1}
+        for image in sequence_images(sequence):
+            number = len(segments) + ids.setdefault(image, len(ids))
+            parts[number] = _Part(0, flops.image_flops(image[1]))
+        own = [segments[segment] for segment in path if users[segment] == 1]
+        cost = sum(part.cost for part in own) + flops.scoring_flops(sequence)
+        items.append(_Item(index, _Part(sum(part.tokens for part in own), cost), parts))
     return items
 
 
@@ -120,7 +145,9 @@ def _pack(items: Sequence[_Item], max_tokens: int, unit: int) -> list[_Bin]:
     """Items in bins whose number is the smallest multiple of `unit` that the search finds."""
     ordered = sorted(items, key=lambda item: (-item.cost, item.index))
     most = math.ceil(len(items) / unit)  # always enough: one bin per item
-    count = math.ceil(sum(item.tokens for item in items) / (max_tokens * unit))
+    parts = {number: part for item in items for number, part in item.parts.items()}
+    tokens = sum(item.own.tokens for item in items) + sum(part.tokens for part in parts.values())
+    count = math.ceil(tokens / (max_tokens * unit))
     step = math.ceil(count * SEARCH_STEP_FRACTION)
     failed, stride = count - 1, step
     while (bins := _place(ordered, max_tokens, count * unit)) is None:
@@ -158,31 +185,43 @@ class _BinFilling:
         self.items, self.max_tokens = items, max_tokens
         self.contents: list[list[int]] = [[] for _ in range(count)]
         self.costs, self.room = np.zeros(count), np.full(count, max_tokens)
+        self.sequence_room = np.full(count, MAX_SEQUENCE_TOKENS_RATIO * max_tokens)
         self.tokens = np.array([item.tokens for item in items])
         self.bin_of = np.full(len(items), -1)
-        self.image_users: dict[int, Counter[int]] = defaultdict(Counter)  # image -> bin -> items with the image
+        self.freed = np.zeros(len(items), np.int64)  # tokens of an item that no other of its bin shares
+        # Part -> bin -> places of the items with the part.
+        self.users: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
 
     def best_bin(self, place: int) -> int | None:
-        """The bin with room and the least cost + SHARED_IMAGE_WEIGHT * added cost, which shared images reduce."""
+        """The bin with room and the least cost + SHARED_PART_WEIGHT * added cost, which shared parts reduce."""
         item = self.items[place]
-        added = np.full(len(self.costs), item.cost)
-        for image, cost in item.image_costs.items():
-            added[list(self.image_users[image])] -= cost
+        added, needed = np.full(len(self.costs), item.cost), np.full(len(self.costs), item.tokens)
+        for number, part in item.parts.items():
+            bins = list(self.users[number])
+            added[bins] -= part.cost
+            needed[bins] -= part.tokens
         empty = self.room == self.max_tokens
+        fitting = (self.room >= needed) & (self.sequence_room >= item.tokens)
         # Once only as many items as empty bins are left, each item must fill an empty one.
-        allowed = empty if empty.sum() >= len(self.items) - place else self.room >= item.tokens
-        after = np.where(allowed, self.costs + (1 + SHARED_IMAGE_WEIGHT) * added, math.inf)
+        allowed = empty if empty.sum() >= len(self.items) - place else fitting
+        after = np.where(allowed, self.costs + (1 + SHARED_PART_WEIGHT) * added, math.inf)
         best = int(after.argmin())
         return best if after[best] < math.inf else None
 
     def make_room(self, place: int) -> int | None:
-        """Fit item `place` into one of the roomiest bins by the swap that moves the fewest tokens; returns it."""
+        """Fit item `place` into one of the roomiest bins by the swap that moves the fewest tokens; returns it.
+
+        Tokens that an item would share in another bin are not considered: a swap frees at least what is computed here.
+        """
         room_of = np.where(self.bin_of >= 0, self.room[self.bin_of], -1)
+        sequence_room_of = self.sequence_room[self.bin_of]
         for target in np.argsort(-self.room, kind="stable")[:MAX_SWAP_CANDIDATES].tolist():
             lacking = self.tokens[place] - self.room[target]
+            sequence_lacking = self.tokens[place] - self.sequence_room[target]
             for longer in sorted(self.contents[target], key=lambda p: (self.tokens[p], p)):
-                moved = self.tokens[longer] - self.tokens
-                fitting = (moved >= lacking) & (moved <= room_of) & (self.bin_of != target)
+                moved, whole = self.freed[longer] - self.tokens, self.tokens[longer] - self.tokens
+                fitting = (moved >= lacking) & (self.tokens[longer] - self.freed <= room_of) & (self.bin_of != target)
+                fitting &= (whole >= sequence_lacking) & (whole <= sequence_room_of)
                 if fitting.any():
                     shorter = int(np.where(fitting, moved, np.iinfo(np.int64).max).argmin())
                     self._swap(longer, shorter)
@@ -192,14 +231,20 @@ class _BinFilling:
     def add(self, place: int, target: int) -> None:
         """Put an item into a bin."""
         item = self.items[place]
-        self.costs[target] += item.text_cost + sum(
-            cost for image, cost in item.image_costs.items() if not self.image_users[image][target]
-        )
-        self.room[target] -= item.tokens
+        added, needed = item.own.cost, item.own.tokens
+        for number, part in item.parts.items():
+            users = self.users[number][target]
+            if not users:
+                added, needed = added + part.cost, needed + part.tokens
+            elif len(users) == 1:
+                self.freed[next(iter(users))] -= part.tokens
+            users.add(place)
+        self.freed[place] = needed
+        self.costs[target] += added
+        self.room[target] -= needed
+        self.sequence_room[target] -= item.tokens
         self.bin_of[place] = target
         self.contents[target].append(place)
-        for image in item.image_costs:
-            self.image_users[image][target] += 1
 
     def _swap(self, one: int, other: int) -> None:
         targets = int(self.bin_of[other]), int(self.bin_of[one])
@@ -211,14 +256,18 @@ class _BinFilling:
     def _remove(self, place: int) -> None:
         item, source = self.items[place], int(self.bin_of[place])
         self.contents[source].remove(place)
-        self.room[source] += item.tokens
+        self.room[source] += self.freed[place]
+        self.sequence_room[source] += item.tokens
         self.bin_of[place] = -1
-        self.costs[source] -= item.text_cost
-        for image, cost in item.image_costs.items():
-            self.image_users[image][source] -= 1
-            if not self.image_users[image][source]:
-                del self.image_users[image][source]
-                self.costs[source] -= cost
+        self.costs[source] -= item.own.cost
+        for number, part in item.parts.items():
+            users = self.users[number][source]
+            users.remove(place)
+            if not users:
+                del self.users[number][source]
+                self.costs[source] -= part.cost
+            elif len(users) == 1:
+                self.freed[next(iter(users))] += part.tokens
 
 
 def _assign(bins: Sequence[_Bin], replicas: int) -> list[list[PackedSequence]]:

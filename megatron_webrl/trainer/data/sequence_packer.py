@@ -16,6 +16,14 @@ from megatron_webrl.trainer.data.batching import TrainingSample, token_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator, sequence_images, unique_images
 from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes, unmerged_sequence
 from megatron_webrl.trainer.data.packing import PackedSequence, pack_sequences
+from megatron_webrl.trainer.data.prefix_tree import (
+    MIN_SHARED_TOKENS,
+    PrefixTree,
+    Segment,
+    build_prefix_tree,
+    restrict_to,
+    separate_sequences,
+)
 from megatron_webrl.trainer.images.image_cache import ImageCache
 from megatron_webrl.trainer.images.image_prefetcher import (
     ImagePrefetcher,
@@ -53,6 +61,7 @@ class Microbatch:
 class _PlannedMicrobatch:
     sequences: Sequence[MergedSequence]
     step_weights: Sequence[float]  # the token weight of each step
+    tree: PrefixTree  # the segments that are computed
 
 
 _Plan = Sequence[Sequence[_PlannedMicrobatch]]  # the micro-batches of each replica
@@ -74,7 +83,8 @@ class SequencePacker:
     data_parallel_size: int
     flops_estimator: FlopsEstimator
     microbatch_multiple: int = 1  # divides the number of a replica's micro-batches
-    merge_prefixes: bool = True  # compute steps that extend each other as one sequence
+    merge_prefixes: str = "all"  # trainer.merge_prefixes: what is computed once
+    min_shared_tokens: int = MIN_SHARED_TOKENS  # of a prefix that several sequences have in common
     encodes_images: bool = True  # whether this rank encodes images
     image_rank: int = 0  # this rank among those that divide a micro-batch's images
     num_image_ranks: int = 1
@@ -108,22 +118,32 @@ class SequencePacker:
 
     def _plan(self, samples: Sequence[TrainingSample], normalizer: str, constant_steps: int) -> _Plan:
         sequences = (
-            merge_prefixes(samples, self._placeholders)
-            if self.merge_prefixes
-            else [unmerged_sequence(sample) for sample in samples]
+            [unmerged_sequence(sample) for sample in samples]
+            if self.merge_prefixes == "none"
+            else merge_prefixes(samples, self._placeholders)
         )
+        tree = self._prefix_tree(sequences)
         flat = iter(token_weights([step for each in sequences for step in each.samples], normalizer, constant_steps))
         weights = [[next(flat) for _ in sequence.samples] for sequence in sequences]
-        padding = _PlannedMicrobatch([unmerged_sequence(min(samples, key=lambda sample: sample.length))], [0.0])
+        shortest = [unmerged_sequence(min(samples, key=lambda sample: sample.length))]
+        padding = _PlannedMicrobatch(shortest, [0.0], separate_sequences(shortest))
         nodes = None if self.image_cache is None else self.image_cache.replica_nodes
 
         def planned(packed: PackedSequence) -> _PlannedMicrobatch:
-            return _PlannedMicrobatch([sequences[i] for i in packed], [weight for i in packed for weight in weights[i]])
+            step_weights = [weight for i in packed for weight in weights[i]]
+            return _PlannedMicrobatch([sequences[i] for i in packed], step_weights, restrict_to(tree, packed))
 
+        replicas, multiple = self.data_parallel_size, self.microbatch_multiple
         packed_by_replica = pack_sequences(
-            sequences, self.flops_estimator, self.max_tokens, self.data_parallel_size, self.microbatch_multiple, nodes
+            sequences, self.flops_estimator, self.max_tokens, replicas, multiple, nodes, tree
         )
         return [[planned(packed) if packed else padding for packed in each] for each in packed_by_replica]
+
+    def _prefix_tree(self, sequences: Sequence[MergedSequence]) -> PrefixTree:
+        if self.merge_prefixes != "all":
+            return separate_sequences(sequences)
+        image_token, square = self.processor.image_token_id, self.processor.merge_size
+        return build_prefix_tree(sequences, self._placeholders, image_token, square, self.min_shared_tokens)
 
     def _wanted_images(self, image_cache: ImageCache, plans: Sequence[_Plan]) -> dict[int, list[bytes]]:
         """Rank -> keys of the screenshots that it encodes."""
@@ -161,18 +181,19 @@ class SequencePacker:
         return self.processor.image_token_id, int(video)
 
     def _microbatch(self, planned: _PlannedMicrobatch, passes: int) -> Microbatch:
-        sequences, step_weights = planned.sequences, planned.step_weights
-        starts = np.concatenate([[0], np.cumsum([sequence.length for sequence in sequences])])
-        tokens = np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int64)
-        scored = np.concatenate([at + each.response_positions for at, each in zip(starts[:-1], sequences, strict=True)])
-        content = tokens.copy()
-        content[scored] = NON_IMAGE_TOKEN
+        sequences, step_weights, tree = planned.sequences, planned.step_weights, planned.tree
+        # The token before a response token scores it; where sequences branch, one token scores a token of each branch.
+        scoring = np.concatenate(
+            [
+                tree.token_positions(i, sequence.length)[sequence.response_positions - 1]
+                for i, sequence in enumerate(sequences)
+            ]
+        )
+        targets = np.concatenate([sequence.tokens[sequence.response_positions] for sequence in sequences])
         steps = [step for sequence in sequences for step in sequence.samples]
         counts = [len(step.response) for step in steps]
-
-        # The logits at position i score the token at i + 1.
-        share = token_range(len(tokens), self.context_parallel_rank, self.context_parallel_size, self.token_multiple)
-        local = (scored > share.start) & (scored <= share.stop)
+        share = token_range(tree.tokens, self.context_parallel_rank, self.context_parallel_size, self.token_multiple)
+        local = (scoring >= share.start) & (scoring < share.stop)
 
         def per_token(numbers: Sequence[float]) -> torch.Tensor:
             return self._tensor(np.repeat(numbers, counts)[local].astype(np.float32))
@@ -182,8 +203,8 @@ class SequencePacker:
 
         counts_tokens = self.context_parallel_rank == 0 and any(step_weights)
         return Microbatch(
-            inputs=self._packed_input(sequences, starts, tokens, content, scored[local] - 1, passes),
-            targets=self._tensor(tokens[scored[local]]),
+            inputs=self._packed_input(sequences, tree, scoring[local], passes),
+            targets=self._tensor(targets[local].astype(np.int64)),
             behaviour_logprobs=concatenated([step.behaviour_logprobs for step in steps], np.float32),
             versions=concatenated([step.versions for step in steps], np.int32),
             advantage=per_token([step.advantage for step in steps]),
@@ -192,41 +213,57 @@ class SequencePacker:
             step_index=self._tensor(np.repeat(np.arange(len(steps)), counts)[local]),
             step_lengths=self._tensor(np.array(counts, np.float32)),
             temperature=sequences[0].temperature,
-            token_count=len(tokens) if counts_tokens else 0,
+            token_count=tree.tokens if counts_tokens else 0,
         )
 
     def _packed_input(
         self,
         sequences: Sequence[MergedSequence],
-        starts: np.ndarray,
-        tokens: np.ndarray,
-        content: np.ndarray,
+        tree: PrefixTree,
         scored_positions: np.ndarray,
         passes: int,
     ) -> PackedInput:
-        """`content`: the tokens with NON_IMAGE_TOKEN in place of responses."""
         unique = unique_images(sequences)
         index_of = {image: index for index, image in enumerate(unique)}
         grids = np.array([grid for _, grid in unique], np.int64).reshape(-1, 3)
         local = partition_images(grids.tolist(), self.num_image_ranks)[self.image_rank] if self.encodes_images else []
         owners = {image: each.samples[0].trajectory_id for each in reversed(sequences) for image in each.images}
         episodes = {image: f"ticket {ticket}, episode {index}" for image, (ticket, index) in owners.items()}
-        position_ids = [
-            self._position_ids(sequence, content[start : start + sequence.length])
-            for start, sequence in zip(starts[:-1], sequences, strict=True)
+        # Positions and images of the sequences that represent segments.
+        contents = {segment.sequence: self._content(sequences[segment.sequence]) for segment in tree.segments}
+        position_ids = {i: self._position_ids(sequences[i], content) for i, content in contents.items()}
+        parts = [(segment, sequences[segment.sequence]) for segment in tree.segments]
+        content = np.concatenate([contents[each.sequence][each.start : each.stop] for each in tree.segments])
+        tokens = np.concatenate([sequence.tokens[each.start : each.stop] for each, sequence in parts])
+        positions = [position_ids[each.sequence][:, each.start : each.stop] for each in tree.segments]
+        images = [
+            image for each, sequence in parts for image in self._images_of(each, sequence, contents[each.sequence])
         ]
-        image_indices = [index_of[image] for sequence in sequences for image in sequence_images(sequence)]
         return PackedInput(
-            tokens=self._tensor(tokens),
-            position_ids=copy_to_device(torch.cat(position_ids, dim=1), self.device),
-            cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+            tokens=self._tensor(tokens.astype(np.int64)),
+            position_ids=copy_to_device(torch.cat(positions, dim=1), self.device),
+            cu_seqlens=torch.from_numpy(tree.starts.astype(np.int32)),
+            parents=torch.from_numpy(tree.parents),
             pixels=self._pixels([unique[i] for i in local], episodes, passes),
             grids=torch.from_numpy(grids),
             scored_positions=self._tensor(scored_positions),
-            image_indices=torch.from_numpy(np.array(image_indices, dtype=np.int64)),
+            image_indices=torch.from_numpy(np.array([index_of[image] for image in images], dtype=np.int64)),
             local_images=torch.from_numpy(np.array(local, dtype=np.int64)),
             image_token_positions=torch.from_numpy(np.flatnonzero(content == self.processor.image_token_id)),
         )
+
+    def _images_of(self, segment: Segment, sequence: MergedSequence, content: np.ndarray) -> list[ImageWithGrid]:
+        """Images whose placeholders are in a segment, in token order. `content`: of its sequence."""
+        sizes = sequence.grids.prod(axis=1) // self.processor.merge_size**2
+        first = np.flatnonzero(content == self.processor.image_token_id)[np.cumsum(sizes) - sizes]
+        images = sequence_images(sequence)
+        return [images[i] for i in np.flatnonzero((first >= segment.start) & (first < segment.stop))]
+
+    def _content(self, sequence: MergedSequence) -> np.ndarray:
+        """int64 [tokens], the tokens with NON_IMAGE_TOKEN in place of responses."""
+        content = sequence.tokens.astype(np.int64)
+        content[sequence.response_positions] = NON_IMAGE_TOKEN
+        return content
 
     def _position_ids(self, sequence: MergedSequence, content: np.ndarray) -> torch.Tensor:
         """m-RoPE positions of one sequence, int64 [3, tokens]."""

@@ -22,17 +22,17 @@ from tests.trajectories import screenshot
 
 LIMIT = 130
 WAYS: dict[str, dict[str, Any]] = {
-    "one by one": {"merge_prefixes": False, "microbatch_multiple": 9},
-    "packed": {"merge_prefixes": False},
-    "merged": {"merge_prefixes": True},
-    "merged, one row": {"merge_prefixes": True, "max_tokens": 400},
-    "merged, two replicas": {"merge_prefixes": True, "data_parallel_size": 2},
-    "packed, three replicas of two rows": {"merge_prefixes": False, "data_parallel_size": 3, "microbatch_multiple": 2},
-    "merged, more rows than samples": {"merge_prefixes": True, "data_parallel_size": 2, "microbatch_multiple": 4},
+    "one by one": {"merge_prefixes": "none", "microbatch_multiple": 9},
+    "packed": {"merge_prefixes": "none"},
+    "merged": {"merge_prefixes": "trajectory"},
+    "merged, one row": {"merge_prefixes": "trajectory", "max_tokens": 400},
+    "merged, two replicas": {"merge_prefixes": "trajectory", "data_parallel_size": 2},
+    "packed, three replicas of two rows": {"merge_prefixes": "none", "data_parallel_size": 3, "microbatch_multiple": 2},
+    "merged, more rows than samples": {"merge_prefixes": "trajectory", "data_parallel_size": 2, "microbatch_multiple": 4},
 }
 APPENDED_WAYS: dict[str, dict[str, Any]] = {
-    "one by one": {"merge_prefixes": False, "max_tokens": 1000, "microbatch_multiple": 5},
-    "merged": {"merge_prefixes": True, "max_tokens": 1000},
+    "one by one": {"merge_prefixes": "none", "max_tokens": 1000, "microbatch_multiple": 5},
+    "merged": {"merge_prefixes": "trajectory", "max_tokens": 1000},
 }
 
 

@@ -59,19 +59,20 @@ def test_weights_do_not_depend_on_merging(processor: Processor, cost: FlopsEstim
     samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), advantage=-1.0)]
     for normalizer in ("constant", "per_trajectory", "token_mean"):
         found = []
-        for merge in (False, True):
+        for merge in ("none", "trajectory", "all"):
             rows = builder(processor, cost, merge_prefixes=merge).build(samples, normalizer, 10)
             numbers = torch.stack(
                 [torch.cat([getattr(r, n) for r in rows]) for n in ("behaviour_logprobs", "weight", "advantage")]
             )
             found.append(numbers[:, numbers[0].argsort()])
-        assert torch.equal(*found)
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("normalizer", ["constant", "per_trajectory", "token_mean"])
-@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("merge", ["none", "trajectory", "all"])
 def test_microbatches_of_all_replicas_weigh_each_token_by_the_whole_minibatch(
-    processor: Processor, cost: FlopsEstimator, normalizer: str, merge: bool
+    processor: Processor, cost: FlopsEstimator, normalizer: str, merge: str
 ) -> None:
     samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (3,)), *episode(processor, 2, (5, 4))]
     wanted = {}
@@ -91,9 +92,9 @@ def test_microbatches_of_all_replicas_weigh_each_token_by_the_whole_minibatch(
     assert found == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("merge", ["none", "trajectory", "all"])
 def test_each_token_has_its_step_index_on_every_context_parallel_rank(
-    processor: Processor, cost: FlopsEstimator, merge: bool
+    processor: Processor, cost: FlopsEstimator, merge: str
 ) -> None:
     samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (7,))]
     ranks = [
