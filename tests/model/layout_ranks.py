@@ -117,7 +117,7 @@ def _examine(folder: Path, case: Case, platform: Any) -> dict[str, Any]:
     settings = ComputeOptions(sequence_parallel=case.sequence_parallel, recompute=case.recompute)  # type: ignore[arg-type]
     chunks = build_model(folder, dtype="float32", platform=platform, options=settings)
     load_hf(chunks, folder)
-    wrapped = _wrap(chunks)
+    wrapped = wrap(chunks)
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     names, rows, weights = _rows(replica, replicas, case.sizes.get("pipeline", 1))
     groups = chunks[0].pg_collection
@@ -159,7 +159,7 @@ def _scored_here(row: Any, groups: Any, case: Case) -> Tensor:
     return (row.scored_positions >= share.start) & (row.scored_positions < share.stop)
 
 
-def _wrap(chunks: list[Any]) -> list[Any]:
+def wrap(chunks: list[Any]) -> list[Any]:
     """Wrap in DistributedDataParallel with complete gradients on every rank."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 

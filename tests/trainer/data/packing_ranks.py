@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.types import Action, Observation
 from tests.gloo import join
-from tests.trainer.growing_prompts import SIZES, episode, step
+from tests.trainer.growing_prompts import SIZES, episode, random_tokens, step
 from tests.trajectories import screenshot
 
 LIMIT = 130
@@ -28,11 +29,22 @@ WAYS: dict[str, dict[str, Any]] = {
     "merged, one row": {"merge_prefixes": "trajectory", "max_tokens": 400},
     "merged, two replicas": {"merge_prefixes": "trajectory", "data_parallel_size": 2},
     "packed, three replicas of two rows": {"merge_prefixes": "none", "data_parallel_size": 3, "microbatch_multiple": 2},
-    "merged, more rows than samples": {"merge_prefixes": "trajectory", "data_parallel_size": 2, "microbatch_multiple": 4},
+    "merged, more rows than samples": {
+        "merge_prefixes": "trajectory",
+        "data_parallel_size": 2,
+        "microbatch_multiple": 4,
+    },
 }
 APPENDED_WAYS: dict[str, dict[str, Any]] = {
     "one by one": {"merge_prefixes": "none", "max_tokens": 1000, "microbatch_multiple": 5},
     "merged": {"merge_prefixes": "trajectory", "max_tokens": 1000},
+}
+TREE_WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {"merge_prefixes": "none", "max_tokens": 1000, "microbatch_multiple": 7},
+    "packed": {"merge_prefixes": "none", "max_tokens": 1000},
+    "merged": {"merge_prefixes": "trajectory", "max_tokens": 1000},
+    "tree": {"merge_prefixes": "all", "min_shared_tokens": 2, "max_tokens": 1000},
+    "tree, two replicas": {"merge_prefixes": "all", "min_shared_tokens": 2, "max_tokens": 200, "data_parallel_size": 2},
 }
 
 
@@ -72,6 +84,32 @@ def appended_samples(processor: Processor) -> list[TrainingSample]:
     return samples
 
 
+def group_samples(processor: Processor) -> list[TrainingSample]:
+    """Seven steps of a group of four: the first prompt, with a screenshot, is that of all; responses branch at once.
+
+    Of two equal first responses, one is extended with another screenshot and one with its thought left out.
+    """
+    shots = [screenshot(seed, *SIZES[seed % 3]) for seed in range(3)]
+    grids = processor.grids(shots)
+    places = [np.full(int(grid.prod()) // processor.merge_size**2, processor.image_token_id) for grid in grids]
+    prompt = np.concatenate([random_tokens(1, 9), places[0], random_tokens(2, 6)]).astype(np.int32)
+    responses = [random_tokens(seed, 5) for seed in (3, 4, 4, 4)]  # the first differs from its first token on
+    responses[3] = np.append(responses[1][:3], random_tokens(5, 2))
+    steps = [
+        step(prompt, response, images=(shots[0],), grids=grids[:1], trajectory=(1, i), advantage=0.5 - i, first=100 * i)
+        for i, response in enumerate(responses)
+    ]
+    for index, kept in ((1, responses[1]), (2, responses[2][3:]), (1, responses[1][:2])):
+        longer = np.concatenate([prompt, kept, places[index], random_tokens(6, 4)]).astype(np.int32)
+        steps.append(
+            step(
+                longer, random_tokens(7 + len(steps), 6), images=(shots[0], shots[index]), grids=grids[[0, index]],
+                trajectory=(1, index), first=1000 * len(steps),
+            )
+        )  # fmt: skip
+    return steps
+
+
 def run(rank: int, folder: str, model: str) -> None:
     """Log-probabilities, gradients, and counts of tokens and patches, for each way of packing."""
     platform = join(rank, 1, folder)
@@ -92,6 +130,12 @@ def run(rank: int, folder: str, model: str) -> None:
         {name: _examine(chunk, processor, cost, appended, way) for name, way in APPENDED_WAYS.items()},
         f"{folder}/appended.pt",
     )
+    group = group_samples(processor)
+    for dtype in ("float32", "float64"):
+        (chunk,) = build_model(model, dtype=dtype, platform=platform)
+        fill(chunk)
+        found = {name: _examine(chunk, processor, cost, group, way) for name, way in TREE_WAYS.items()}
+        torch.save(found, f"{folder}/tree-{dtype}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -123,9 +167,14 @@ def _examine(
         built = builder.build(samples, "per_trajectory", 10)
         rows.append(len(built))
         for batch in built:
-            logprobs, _ = vocab_parallel_logprobs(
-                model(batch.inputs), batch.targets, batch.temperature, model.unpadded_vocab_size, None
-            )
+            logits = model(batch.inputs)
+            if logits.dtype is torch.float64:  # the trainer's function computes in float32
+                scaled = logits[:, : model.unpadded_vocab_size] / batch.temperature
+                logprobs = scaled.log_softmax(dim=1).gather(1, batch.targets[:, None])[:, 0]
+            else:
+                logprobs, _ = vocab_parallel_logprobs(
+                    logits, batch.targets, batch.temperature, model.unpadded_vocab_size, None
+                )
             (batch.weight * batch.advantage * logprobs).sum().backward()
             real = batch.weight > 0
             if real.any():

@@ -91,6 +91,28 @@ def test_steps_of_the_append_policy_score_the_same_merged_into_segments(folder: 
         assert (gradient - merged["gradients"][name]).norm() < 1e-5 * gradient.norm(), name
 
 
+@pytest.mark.parametrize(("dtype", "limit", "each_limit"), [("float32", 1e-6, 1e-5), ("float64", 1e-12, 1e-6)])
+def test_a_groups_common_prefix_is_computed_once_with_the_same_scores_and_gradients(
+    folder: Path, tiny_model: Path, dtype: str, limit: float, each_limit: float
+) -> None:
+    """`limit`: relative, of log-probabilities; `each_limit`: of each gradient, whose norms are float32 in any case."""
+    found = torch.load(folder / f"tree-{dtype}.pt")
+    alone, tree = found["one by one"], found["tree"]
+    samples = packing_ranks.group_samples(Processor.load(tiny_model))
+    assert (alone["rows"], tree["rows"]) == ([7], [1])
+    assert tree["tokens"] < found["merged"]["tokens"] < alone["tokens"] == sum(sample.length for sample in samples)
+    distinct = {image: grid for sample in samples for image, grid in zip(sample.images, sample.grids, strict=True)}
+    assert tree["patches"] == sum(int(grid.prod()) for grid in distinct.values())
+    for way in ("tree", "tree, two replicas"):
+        assert torch.equal(alone["marks"], found[way]["marks"])
+        assert (alone["logprobs"] / found[way]["logprobs"] - 1).abs().max() < limit
+        whole = torch.stack([gradient.norm() for gradient in alone["gradients"].values()]).norm()
+        for name, gradient in alone["gradients"].items():
+            difference = (gradient - found[way]["gradients"][name]).norm()
+            assert difference < 1e-6 * whole, name
+            assert difference < each_limit * gradient.norm(), name
+
+
 def patches(sample: TrainingSample) -> int:
     """Patches of all images of a step."""
     return int(sample.grids.prod(axis=1).sum())
