@@ -4,6 +4,7 @@ Parameters, gradients, optimiser state and KV cache follow from shapes, exact ex
 tensors that model/ saves for the backward pass; library buffers are a fixed reserve. Never compared with a GPU.
 Assumptions for trainer.tokens_per_microbatch tokens: half belong to images, all different and spread evenly; the scored
 fraction is rollout.max_new_tokens / max_model_len; the busiest rank gets 1.5 times the mean tokens for its experts.
+With trainer.merge_prefixes=all their sequences have twice as many tokens, as common prefixes are computed once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_webrl.model.parameter_counts import ParameterCounts, TextDimension
 GIB = 2**30
 IMAGE_TOKEN_FRACTION = 0.5  # of the tokens of a packed sequence
 EXPERT_IMBALANCE = 1.5
+SEQUENCE_TOKENS_RATIO = 2  # with common prefixes; trainer/data/packing.py allows 4
 TRAINER_RESERVE_BYTES = 4 * GIB  # CUDA context, communicators, workspaces, fragmentation
 ENGINE_RESERVE_BYTES = 4 * GIB  # the same, plus vLLM's captured graphs and activations
 LOGIT_CHUNK_BYTES = 4 * 2**26  # float32 copies of a chunk of logits (model/logprobs.py)
@@ -159,6 +161,7 @@ class _TrainerEstimate:
         self.tokens = trainer.tokens_per_microbatch // trainer.context_parallel  # of a rank
         self.spread = trainer.tensor_parallel  # ranks that split the sequence (sequence parallelism)
         self.last = trainer.pipeline_parallel - 1
+        self.shares_prefixes = trainer.merge_prefixes == "all"
 
     def use(self, stage: int) -> MemoryUse:
         """Memory of a rank of a stage."""
@@ -223,6 +226,8 @@ class _TrainerEstimate:
         # Inputs and outputs of the norms of q and k; v; the output of attention and the input of its projection.
         heads = (wide + size) * (shape.query_width + shape.key_width) + size * (shape.query_width + 2 * shape.key_width)
         heads += size * shape.query_width * (1 if recompute == "selective" else 2)
+        if self.shares_prefixes and recompute == "none":  # each branch has keys and values of its prefix
+            heads += SEQUENCE_TOKENS_RATIO * 2 * size * shape.key_width
         mlp = 0
         if recompute == "none" and shape.sparse_layers[layer]:
             routed = (
@@ -254,7 +259,8 @@ class _TrainerEstimate:
     def _logits(self) -> int:
         """Logits of the scored positions, and their gradient."""
         rollout, tensor = self.config.rollout, self.trainer.tensor_parallel
-        scored = self.tokens * rollout.max_new_tokens // rollout.max_model_len
+        sequence_tokens = self.tokens * (SEQUENCE_TOKENS_RATIO if self.shares_prefixes else 1)
+        scored = sequence_tokens * rollout.max_new_tokens // rollout.max_model_len
         return 2 * self.size * scored * -(-self.counts.vocab_size // tensor) + LOGIT_CHUNK_BYTES
 
 

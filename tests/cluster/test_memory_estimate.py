@@ -13,7 +13,9 @@ import torch
 
 from megatron_webrl.cluster.memory_estimate import (
     GIB,
+    LOGIT_CHUNK_BYTES,
     MemoryEstimate,
+    MemoryUse,
     check_memory,
     estimate_memory,
     vision_activation_widths,
@@ -157,6 +159,20 @@ def test_activations_fall_with_recomputation_tensor_and_context_parallelism() ->
     assert none > 1.5 * selective > 4 * full
     assert kept("trainer.tensor_parallel=2") == pytest.approx(none / 2, rel=0.01)
     assert kept("trainer.context_parallel=2") == pytest.approx(none / 2, rel=0.01)
+
+
+def test_common_prefixes_take_copies_of_keys_and_values_and_logits_of_more_tokens() -> None:
+    def use(*overrides: str) -> MemoryUse:
+        return made("8B", "cluster.nodes=4", *overrides)[1].trainer[0]
+
+    for recompute, layers in (("none", 36 + 0.5), ("full", 1.5)):
+        merged, shared = (
+            use(f"trainer.recompute={recompute}", f"trainer.merge_prefixes={name}") for name in ("trajectory", "all")
+        )
+        copies = layers * 2 * (2 * 2 * 8 * 128) * 16384  # twice the tokens; keys and values of eight heads
+        assert shared.activations - merged.activations == pytest.approx(copies, rel=1e-6)
+        assert shared.logits - merged.logits == pytest.approx(merged.logits - LOGIT_CHUNK_BYTES, rel=1e-3)
+        assert shared.images == merged.images
 
 
 def test_the_first_stage_holds_the_rows_of_all_stages_and_the_last_one() -> None:
