@@ -218,6 +218,7 @@ async def measure(config: Config, count: int) -> dict[str, list[ContextResult]]:
 class TrainedTokens:
     """What the trainer computes of one policy's groups, tokens."""
 
+    steps: int
     answers: int
     none: int  # with trainer.merge_prefixes=none
     trajectory: int
@@ -239,6 +240,7 @@ def count_trained_tokens(
         return sum(restrict_to(prefixes, each).tokens for each in bins)
 
     return TrainedTokens(
+        steps=len(samples),
         answers=sum(len(sample.response) for sample in samples),
         none=computed(separate, separate_sequences(separate)),
         trajectory=computed(merged, separate_sequences(merged)),
@@ -255,20 +257,21 @@ def measure_trainer(config: Config, groups: int) -> dict[str, TrainedTokens]:
     for name, settings in CONTESTANTS.items():
         shape = EpisodeShape(settings, WINDOW, SITE_STEPS, width, height, thought_words=(2, 8))
         episodes = [each for number in range(groups) for each in make_group(processor, number, shape, 0, GROUP_SIZE)]
-        samples = [sample for episode in episodes for sample in episode]
-        found[name] = count_trained_tokens(processor, flops, samples)
-        print(f"{name}: {len(episodes)} trajectories, {len(samples)} steps", file=sys.stderr)
+        found[name] = count_trained_tokens(processor, flops, [sample for episode in episodes for sample in episode])
+        print(f"{name}: counted", file=sys.stderr)
     return found
 
 
 def show_trainer(found: dict[str, TrainedTokens]) -> None:
     """Print one line per policy."""
+    ours = found[OURS]
+    print(f"groups of {GROUP_SIZE}, {ours.steps} steps, {ours.answers / ours.steps:.0f} tokens an answer\n")
     print("| trained tokens / answer token | none | trajectory | all | all / trajectory |")
     print("|---|" + "---:|" * 4)
     for name, each in found.items():
         ratios = " | ".join(f"{tokens / each.answers:.1f}" for tokens in (each.none, each.trajectory, each.all))
         print(f"| {name} | {ratios} | {each.all / each.trajectory:.2f} |")
-    reached = found[OURS].all / found[OURS].answers
+    reached = ours.all / ours.answers
     print(f"\ngoal: at most {GOAL} with {OURS}, {'met' if reached <= GOAL else 'missed'} ({reached:.1f})")
 
 

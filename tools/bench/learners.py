@@ -66,7 +66,7 @@ def serve(connection: Connection, parent: int, variant: str, task: TrainingBench
     torch.set_num_threads(task.threads)
     torchvision_shim.install()
     torch.manual_seed(0)
-    learner = VARIANTS[variant](task)
+    learner = (VARIANTS | PREFIX_VARIANTS)[variant](task)
     connection.send("ready")
     while (samples := connection.recv()) is not None:
         begun, used = time.perf_counter(), time.process_time()
@@ -81,12 +81,13 @@ def serve(connection: Connection, parent: int, variant: str, task: TrainingBench
 class PackedLearner:
     """The trainer: packed sequences, Megatron's model and optimiser, one process."""
 
-    def __init__(self, task: TrainingBenchConfig) -> None:
+    def __init__(self, task: TrainingBenchConfig, merge_prefixes: str = "all") -> None:
         from megatron_webrl.model import platform as platforms
 
         config = Config()
         config.model.path, config.model.dtype, config.model.platform = task.model, task.dtype, task.platform
         config.trainer.tokens_per_microbatch = task.packed_length
+        config.trainer.merge_prefixes = merge_prefixes
         config.trainer.optimizer.learning_rate = LEARNING_RATE
         config.trainer.optimizer.schedule, config.trainer.optimizer.warmup_fraction = "constant", 0.0
         platform = platforms.activate(task.platform)
@@ -192,3 +193,9 @@ VARIANTS: dict[str, Any] = {
     "transformers, padded": lambda task: TransformersLearner(task, task.batch, "random"),
     "transformers, padded, sorted by length": lambda task: TransformersLearner(task, task.batch, "length"),
 }
+PREFIX_VARIANTS: dict[str, Any] = {
+    "all common prefixes once": lambda task: PackedLearner(task, "all"),
+    "steps of a trajectory merged": lambda task: PackedLearner(task, "trajectory"),
+    "nothing merged": lambda task: PackedLearner(task, "none"),
+}
+"""Choices of trainer.merge_prefixes."""

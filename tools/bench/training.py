@@ -5,6 +5,9 @@ has a process of its own, which gives its peak memory; one works at a time, in t
 losses are equal at every step. A round is one optimiser step on all samples.
 
     python -m tools.bench.training [--quick] [--json FILE] [--hidden 256] [--layers 6] [--episodes 16] [--rounds 3]
+
+With --group-size N, above 1, each episode becomes a group of N trajectories with the same task and first page, and the
+variants are the trainer's with each choice of trainer.merge_prefixes.
 """
 
 from __future__ import annotations
@@ -30,11 +33,10 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.data.batching import TrainingSample
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.episodes import make_episodes
-from tools.bench.learners import VARIANTS, StepMeasurement, TrainingBenchConfig, serve
+from tools.bench.learners import PREFIX_VARIANTS, VARIANTS, StepMeasurement, TrainingBenchConfig, serve
 from tools.make_tiny_model import make_tiny_model
 
-OURS = next(iter(VARIANTS))
-BASELINE = "transformers, padded"
+BASELINE, PREFIX_BASELINE = "transformers, padded", "steps of a trajectory merged"
 SECONDS = 1800.0  # limit of a process's start and of each step
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # relative
 HEAD_DIM = 32  # of an attention head
@@ -63,12 +65,14 @@ class VariantResult:
         return statistics.median(self.cpu_seconds)
 
 
-def measure(task: TrainingBenchConfig, samples: Sequence[TrainingSample], rounds: int) -> list[VariantResult]:
-    """Measure all variants in turns; a first, short step of each is not counted."""
+def measure(
+    task: TrainingBenchConfig, samples: Sequence[TrainingSample], rounds: int, variants: Sequence[str]
+) -> list[VariantResult]:
+    """Measure variants in turns; a first, short step of each is not counted."""
     context = multiprocessing.get_context("spawn")
     started: list[tuple[Any, Connection]] = []
     try:
-        for variant in VARIANTS:
+        for variant in variants:
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, os.getpid(), variant, task), daemon=True)
             process.start()
@@ -77,14 +81,14 @@ def measure(task: TrainingBenchConfig, samples: Sequence[TrainingSample], rounds
             _reply(ours, variant)
             _step(ours, variant, samples[:2])
             print(f"{variant}: ready", file=sys.stderr)
-        taken: dict[str, list[StepMeasurement]] = {variant: [] for variant in VARIANTS}
+        taken: dict[str, list[StepMeasurement]] = {variant: [] for variant in variants}
         for number in range(rounds):
-            for variant, (_, connection) in zip(VARIANTS, started, strict=True):
+            for variant, (_, connection) in zip(variants, started, strict=True):
                 taken[variant].append(_step(connection, variant, samples))
                 print(f"round {number + 1}, {variant}: {taken[variant][-1].seconds:.1f} s", file=sys.stderr)
         return [
             _result(variant, taken[variant], connection)
-            for variant, (_, connection) in zip(VARIANTS, started, strict=True)
+            for variant, (_, connection) in zip(variants, started, strict=True)
         ]
     finally:
         for process, connection in started:
@@ -135,13 +139,13 @@ def check_losses(results: Sequence[VariantResult], limit: float) -> float:
     return worst
 
 
-def show(results: Sequence[VariantResult], samples: Sequence[TrainingSample]) -> None:
-    """Print the table."""
+def show(results: Sequence[VariantResult], samples: Sequence[TrainingSample], baseline_name: str) -> None:
+    """Print the table, relative to the baseline."""
     real, answers = sum(s.length for s in samples), sum(len(s.response) for s in samples)
-    baseline = next(result for result in results if result.variant == BASELINE)
+    baseline = next(result for result in results if result.variant == baseline_name)
     print(
-        "| | tokens/s | answer tokens/s | ratio to padded | ratio in CPU time | computed tokens | encoded images "
-        "| s per round | CPU s | peak MiB |"
+        f"| | tokens/s | answer tokens/s | ratio to {'padded' if baseline_name == BASELINE else baseline_name} "
+        "| ratio in CPU time | computed tokens | encoded images | s per round | CPU s | peak MiB |"
     )
     print("|---|" + "---:|" * 9)
     for result in results:
@@ -172,7 +176,8 @@ def main() -> None:
         options.episodes, options.rounds = min(options.episodes, 4), 1
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as folder:
         model = make_model(Path(folder) / "model", options)
-        episodes = make_episodes(Processor.load(model), options.episodes, options.window, options.seed)
+        processor = Processor.load(model)
+        episodes = make_episodes(processor, options.episodes, options.window, options.seed, options.group_size)
         samples = [sample for episode in episodes for sample in episode]
         task = TrainingBenchConfig(
             str(model),
@@ -183,7 +188,8 @@ def main() -> None:
             options.attention,
             options.threads,
         )
-        results = measure(task, samples, options.rounds)
+        variants = VARIANTS if options.group_size == 1 else PREFIX_VARIANTS
+        results = measure(task, samples, options.rounds, list(variants))
     worst = check_losses(results, LOSS_TOLERANCE[options.dtype])
     print(
         f"{describe(samples)}; hidden {options.hidden}, {options.layers} layers, packed sequences of "
@@ -191,7 +197,7 @@ def main() -> None:
         f"median of {options.rounds} rounds; {options.threads} threads, "
         f"{platform.machine()}; losses equal within {worst:.0e}\n"
     )
-    show(results, samples)
+    show(results, samples, BASELINE if options.group_size == 1 else PREFIX_BASELINE)
     if options.json:
         settings = {name: value for name, value in vars(options).items() if name not in ("json", "quick")}
         found = {"settings": settings, "samples": describe(samples), "results": [*map(dataclasses.asdict, results)]}
@@ -231,6 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--layers", 6, "layers of the text model"),
         ("--vocabulary", 4096, "largest number of tokenizer entries"),
         ("--episodes", 16, "episodes whose steps are the samples"),
+        ("--group-size", 1, "trajectories of each episode's task; above 1, choices of merge_prefixes are compared"),
         ("--window", 2048, "largest number of tokens of a sample"),
         ("--rounds", 3, "measured optimiser steps"),
         ("--packed-length", 4096, "tokens of a packed sequence"),
