@@ -25,8 +25,8 @@ class ContextConfig:
         "vanilla",
         "Fields before the tool call. bare: none; vanilla: Action; progress: Progress, Action; memory_additive: "
         "Memory (facts are only added), Progress, Intention, Action; memory_compressive: the same, Memory rewritten at "
-        "each step (docs/context.md).",
-        choices=("bare", "vanilla", "progress", "memory_additive", "memory_compressive"),
+        "each step; memory_compact: Memory, a line of short notes, also with compact (docs/context.md).",
+        choices=("bare", "vanilla", "progress", "memory_additive", "memory_compressive", "memory_compact"),
     )
     image_position: str = setting(
         "after", "Place of the screenshot in a user turn: after or before its text.", choices=("after", "before")

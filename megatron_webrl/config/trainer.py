@@ -67,6 +67,16 @@ class WarmStartConfig:
 "Above 0, failed episodes are imitated too.",
         low=0, high=1,
     )  # fmt: skip
+    dither_probability: float = setting(
+        0.0,
+        "Probability that an episode dithers: once its work is done, it acts again or waits instead of submitting. For "
+        "pages that end with a submit button. Above 0, failed episodes are imitated too.",
+        low=0,
+        high=1,
+    )
+    dither_persistence: float = setting(
+        0.97, "Probability that an episode that has dithered at a step dithers at its next chance too.", low=0, high=1
+    )
     epochs: int = setting(1, "Passes over the demonstrations.", low=1)
     samples_per_update: int = setting(32, "Steps of episodes in one optimizer step.", low=1)
     learning_rate: float = setting(1e-3, "Peak learning rate of the warm start.", above=0)

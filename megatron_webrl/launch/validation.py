@@ -17,10 +17,11 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.trainer import TrainerConfig
+from megatron_webrl.config.trainer import TrainerConfig, WarmStartConfig
 from megatron_webrl.launch.credit_checks import check_credit
 from megatron_webrl.launch.loss_validation import check_loss
 from megatron_webrl.model.hf_config import read_model_config
+from megatron_webrl.rollout.responses import COMPACT_FORMS
 from megatron_webrl.sampling.checks import check_tasks
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
@@ -207,10 +208,11 @@ def _check_rollout(config: Config) -> None:
             "rollout.context.rounds=1 leaves no room to append to (rollout.context.policy=append); set rounds to at "
             "least 2, or policy to sliding"
         )
-    if rollout.context.compact and rollout.context.response_format not in ("bare", "vanilla"):
+    if rollout.context.compact and rollout.context.response_format not in ("vanilla", *COMPACT_FORMS):
         raise ConfigError(
             f"rollout.context.response_format={rollout.context.response_format} has no effect with "
-            "rollout.context.compact=true, whose responses are bare tool calls; set it to bare, or compact to false"
+            "rollout.context.compact=true, whose responses are bare tool calls; set it to bare or memory_compact, or "
+            "compact to false"
         )
     if rollout.mode != "async" and rollout.max_staleness not in (config.staleness_limit, RolloutConfig().max_staleness):
         raise ConfigError(
@@ -221,11 +223,21 @@ def _check_rollout(config: Config) -> None:
 
 
 def _check_warm_start(config: Config) -> None:
-    settings = config.trainer.warm_start
+    settings, default = config.trainer.warm_start, WarmStartConfig()
     if settings.premature_submit_probability and config.tasks.source != "miniwob":
         raise ConfigError(
             f"trainer.warm_start.premature_submit_probability={settings.premature_submit_probability}, but only "
             "scripts of tasks.source=miniwob submit too early; set it to 0"
+        )
+    if settings.dither_probability and config.tasks.source != "miniwob":
+        raise ConfigError(
+            f"trainer.warm_start.dither_probability={settings.dither_probability}, but only scripts of "
+            "tasks.source=miniwob dither; set it to 0"
+        )
+    if not settings.dither_probability and settings.dither_persistence != default.dither_persistence:
+        raise ConfigError(
+            f"trainer.warm_start.dither_persistence={settings.dither_persistence} has no effect with "
+            f"trainer.warm_start.dither_probability=0; leave it at {default.dither_persistence}"
         )
     if not settings.demonstrations_file:
         return

@@ -7,12 +7,14 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.farm.client import BrowserClient, RemoteSession
 from megatron_webrl.judge.outcome import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
@@ -27,12 +29,15 @@ from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.registry import make_source, required_actions, scripted_environments
 from megatron_webrl.tasks.source import TaskSource
-from megatron_webrl.types import Trajectory
+from megatron_webrl.types import Action, Trajectory
 
 log = logging.getLogger(__name__)
 
 FIRST_DEMONSTRATION_TICKET = 2**40  # disjoint from training tickets, and so are the page seeds
 MAX_SESSIONS = 8
+REPEAT_PROBABILITY = 0.5  # that an episode that dithers repeats its last action; otherwise it waits
+MEMORY_SLOTS = 8  # of a scripted Memory
+GENERIC_SLOT, GENERIC_SLOT_PROBABILITY = "the page", 0.5  # of each step
 MAX_FAILURES = 20  # failed episodes, beyond a tenth of the requested number, after which recording fails
 
 
@@ -50,26 +55,73 @@ def scripted_generation(processor: Processor, token_ids: np.ndarray, images: Seq
     )
 
 
+class ScriptedMistakes:
+    """Decides where one episode departs from its script: it submits too early, or dithers instead of submitting."""
+
+    def __init__(self, settings: WarmStartConfig, seed: str = "") -> None:
+        self._premature_submit_probability = settings.premature_submit_probability
+        self._persistence = settings.dither_persistence
+        self._premature, self._dithering = random.Random(seed), random.Random(f"{seed}/dither")
+        self.dithers = self._dithering.random() < settings.dither_probability
+
+    def submits_early(self) -> bool:
+        """Whether this step submits whatever is left to do. Called once a step."""
+        return self._premature.random() < self._premature_submit_probability
+
+    def instead_of_submit(self) -> Literal["repeat", "wait"] | None:
+        """At a step whose work is done: repeat the last action, wait, or None: submit."""
+        if not self.dithers:
+            return None
+        choice: Literal["repeat", "wait"] = "repeat" if self._dithering.random() < REPEAT_PROBABILITY else "wait"
+        self.dithers = self._dithering.random() < self._persistence
+        return choice
+
+
+class ScriptedMemory:
+    """The Memory of one scripted episode in the form memory_compact: `480,620; the page; wait;`.
+
+    Each step adds a slot for its action, the coordinate if it has one, and with GENERIC_SLOT_PROBABILITY a slot that is
+    of no use, up to MEMORY_SLOTS; slots are only added.
+    """
+
+    def __init__(self, seed: str = "") -> None:
+        self._random = random.Random(f"{seed}/memory")
+        self.slots: list[str] = []
+
+    def add(self, action: Action) -> str:
+        """The Memory with the slots of this action."""
+        place = action.coordinate
+        added = [action.kind if place is None else f"{place[0]},{place[1]}"]
+        if self._random.random() < GENERIC_SLOT_PROBABILITY:
+            added.append(GENERIC_SLOT)
+        self.slots = [*self.slots, *added][:MEMORY_SLOTS]
+        return " ".join(f"{slot};" for slot in self.slots)
+
+
 class ScriptedGenerator:
-    """Responds with the next action of the task's script. Can serve many sessions."""
+    """Responds with the next action of the task's script.
+
+    Can serve many sessions, unless `mistakes` or a Memory make it that of one episode.
+    """
 
     def __init__(
         self, processor: Processor, settings: ContextConfig, max_new_tokens: int,
-        toolset: Toolset = COORDINATE_TOOLSET, premature_submit_probability: float = 0.0, seed: str = "",
+        toolset: Toolset = COORDINATE_TOOLSET, mistakes: ScriptedMistakes | None = None, seed: str = "",
     ) -> None:  # fmt: skip
         self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
-        self._toolset, self._random = toolset, random.Random(seed)
-        self._premature_submit_probability = premature_submit_probability  # of each step
+        self._toolset, self._mistakes = toolset, mistakes
+        self._memory = ScriptedMemory(seed) if settings.response_format == "memory_compact" else None
+        self._work: Action | None = None  # latest action other than submitting, in an episode that dithers
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         """The script's action as a response. Raises GenerationError: none, or beyond `max_new_tokens`; BrowserError."""
-        premature = self._random.random() < self._premature_submit_probability
         try:
-            action = await session.demonstration(premature_submit=premature)
+            action = await self._next_action(session)
         except ScriptedPolicyError as error:
             raise GenerationError(str(error)) from error
+        memory = self._memory.add(action) if self._memory else "{}"
         closing = f"{THOUGHT_CLOSE}\n\n" if self._processor.thought_prefix else ""
-        text = closing + format_response(action, self._settings, self._toolset)
+        text = closing + format_response(action, self._settings, self._toolset, memory)
         generation = scripted_generation(self._processor, token_ids, images, text)
         if len(generation.response_token_ids) > self._max_new_tokens:
             raise GenerationError(
@@ -78,6 +130,19 @@ class ScriptedGenerator:
             )
         return generation
 
+    async def _next_action(self, session: RemoteSession) -> Action:
+        mistakes = self._mistakes
+        if mistakes is not None and mistakes.submits_early():
+            return await session.demonstration(premature_submit=True)
+        action = await session.demonstration(premature_submit=False)
+        if mistakes is None or not mistakes.dithers:
+            return action
+        if action != await session.demonstration(premature_submit=True):
+            self._work = action
+        elif self._work is not None and (choice := mistakes.instead_of_submit()):
+            return self._work if choice == "repeat" else Action("wait")
+        return action
+
 
 async def write_demonstrations(
     config: Config, count: int, path: str | Path, progress: Callable[[int], None] = lambda done: None,
@@ -85,7 +150,8 @@ async def write_demonstrations(
 ) -> None:  # fmt: skip
     """Record `count` scripted episodes in the record file `path`, several at a time; `progress` gets each new total.
 
-    Records successful episodes; with trainer.warm_start.premature_submit_probability every episode with a verdict.
+    Records successful episodes; where trainer.warm_start makes scripts submit too early or dither, every episode with a
+    verdict.
     `name` identifies the process to a farm, and in log file names. Raises ConfigError for an environment without a
     scripted policy, ProcessError or BrowserError without a browser, RuntimeError if too many episodes fail.
     """
@@ -134,7 +200,8 @@ class _Demonstrations:
         self._count, self._progress = count, progress
         self._processor = Processor.load(config.model.path)
         self._toolset = Toolset.from_config(config.browser)
-        self._premature_submit_probability = config.trainer.warm_start.premature_submit_probability
+        settings = config.trainer.warm_start
+        self._records_failures = bool(settings.premature_submit_probability or settings.dither_probability)
         self._started = self._recorded = 0
         self._failures: list[str] = []
 
@@ -152,7 +219,7 @@ class _Demonstrations:
             ticket = FIRST_DEMONSTRATION_TICKET + self._started
             self._started += 1
             trajectory = await self._episode(ticket)
-            if trajectory.outcome == "success" or (self._premature_submit_probability and trajectory.trainable):
+            if trajectory.outcome == "success" or (self._records_failures and trajectory.trainable):
                 file.write(encode_trajectory(trajectory))
                 self._recorded += 1
                 self._progress(self._recorded)
@@ -162,20 +229,17 @@ class _Demonstrations:
     async def _episode(self, ticket: int) -> Trajectory:
         seed, rollout = self._config.run.seed, self._config.rollout
         task = self._source.training_task(seed, ticket)
+        name = f"{seed}/{ticket}"
+        mistakes = ScriptedMistakes(self._config.trainer.warm_start, name)
         generator = ScriptedGenerator(
-            self._processor,
-            rollout.context,
-            rollout.max_new_tokens,
-            self._toolset,
-            self._premature_submit_probability,
-            f"{seed}/{ticket}",
+            self._processor, rollout.context, rollout.max_new_tokens, self._toolset, mistakes, name
         )
         async with self._browsers.session() as session:
             trajectory = await run_episode(
                 generator, session, self._processor, task, rollout,
                 ticket=ticket, index=0, group_size=1, restart_epoch=0, toolset=self._toolset,
             )  # fmt: skip
-        return with_verdict(trajectory, page_verdict(trajectory))
+        return with_verdict(trajectory, page_verdict(trajectory, self._config.judge.success_at))
 
     def _add_failure(self, trajectory: Trajectory) -> None:
         failure = f"{trajectory.task.id}: {trajectory.outcome} after {len(trajectory.steps)} steps"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.rollout.actions import describe_action, format_tool_call
-from megatron_webrl.rollout.responses import FORMS, ResponseForm
+from megatron_webrl.rollout.responses import COMPACT_FORMS, FORMS, ResponseForm
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.system.text import shorten
 from megatron_webrl.types import Action, Element, OpenTab, Scroll
@@ -25,7 +25,7 @@ _CALL = '<tool_call>\n{"name": <function-name>, "arguments": <arguments-object>}
 def system_message(settings: ContextConfig, toolset: Toolset = COORDINATE_TOOLSET) -> str:
     """The system message: tool and response format."""
     if settings.compact:
-        return f"<tools>{toolset.compact_schema}</tools>"
+        return "\n".join([f"<tools>{toolset.compact_schema}</tools>", *response_form(settings).lines])
     tools = f"<tools>\n{json.dumps(toolset.schema)}\n</tools>"
     return f"{_ROLE}\n\n{tools}\n\n{form_instructions(FORMS[settings.response_format])}"
 
@@ -42,14 +42,17 @@ def form_instructions(form: ResponseForm) -> str:
 
 
 def response_form(settings: ContextConfig) -> ResponseForm:
-    """The form of responses; the compact form is a bare tool call."""
-    return FORMS["bare" if settings.compact else settings.response_format]
+    """The form of responses; with a compact prompt a bare tool call, unless it is one of COMPACT_FORMS."""
+    name = settings.response_format
+    return FORMS["bare" if settings.compact and name not in COMPACT_FORMS else name]
 
 
-def format_response(action: Action, settings: ContextConfig, toolset: Toolset = COORDINATE_TOOLSET) -> str:
-    """A response with this action in the configured format, as demonstrations use it."""
+def format_response(
+    action: Action, settings: ContextConfig, toolset: Toolset = COORDINATE_TOOLSET, memory: str = "{}"
+) -> str:
+    """A response with this action, and `memory` if the form has one, in the configured format of demonstrations."""
     contents = {
-        "Memory": "{}",
+        "Memory": memory,
         "Progress": '{"the task": "not finished"}',
         "Intention": "the task",
         "Action": describe_action(action),

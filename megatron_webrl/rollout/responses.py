@@ -74,8 +74,13 @@ FORMS = {
         ),
         ("Memory", "Progress"),
     ),
+    "memory_compact": ResponseForm(
+        ("Memory: your last notes, unchanged, then new ones; each ends with a semicolon",), carried=("Memory",)
+    ),
 }
 """By rollout.context.response_format: docs/context.md."""
+COMPACT_FORMS = ("bare", "memory_compact")
+"""Forms of responses with rollout.context.compact."""
 
 
 def split_thinking(response: str) -> tuple[str, str]:

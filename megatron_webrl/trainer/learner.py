@@ -76,14 +76,17 @@ class Learner:
     ) -> tuple[Metrics, list[Tensor]]:
         """`forward_backward` and an optimiser step; adds "gradient_norm", before clipping, and "learning_rate".
 
-        Raises NonFiniteGradient.
+        Adds "gradient_clipped" too: 1 if the norm exceeded trainer.optimizer.clip_norm, else 0. Raises
+        NonFiniteGradient.
         """
         with self.timeline.span("forward and backward", microbatches=len(microbatches)):
             metrics, logprobs = self.forward_backward(microbatches, proximal, loss, reference)
         rate = self.optimizer.learning_rate
         with self.timeline.span("optimizer"):
             gradient_norm = self.optimizer.step()
-        return metrics | {"gradient_norm": gradient_norm, "learning_rate": rate}, logprobs
+        clipped = float(gradient_norm > self.optimizer.clip_norm)
+        step = {"gradient_norm": gradient_norm, "gradient_clipped": clipped, "learning_rate": rate}
+        return metrics | step, logprobs
 
     def forward_backward(
         self,

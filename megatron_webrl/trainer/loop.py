@@ -22,6 +22,7 @@ from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch, measure_logprob_mismatch
+from megatron_webrl.trainer.metrics.loss_metrics import PER_STEP_METRICS
 from megatron_webrl.trainer.metrics.memory_usage import memory_metrics
 from megatron_webrl.trainer.metrics.moments import combine
 from megatron_webrl.trainer.parallel import all_reduce_max
@@ -94,8 +95,7 @@ def train(context: TrainingContext) -> None:
 def train_batch(
     learner: Learner, sequence_packer: SequencePacker, config: Config, groups: Sequence[Group], version: int
 ) -> tuple[Metrics, LogprobMismatch]:
-    """Train policy `version` on one batch; returns totals over passes, but means of loss, gradient norm and learning
-    rate. Collective.
+    """Train policy `version` on one batch; returns totals over passes, but means of PER_STEP_METRICS. Collective.
 
     The proximal policy is that at the start of the update: with a single step, the one that the step computes anyway.
     """
@@ -121,7 +121,7 @@ def train_batch(
             steps.append(metrics)
             logprobs = logprobs or current  # of the first step, before it
     totals = combine(steps)
-    totals |= {name: totals[name] / len(steps) for name in ("loss", "gradient_norm", "learning_rate")}
+    totals |= {name: totals[name] / len(steps) for name in PER_STEP_METRICS}
     compared = minibatches[:1]
     if needs_proximal:
         compared, logprobs = minibatches, [each for before in proximal for each in before or ()]

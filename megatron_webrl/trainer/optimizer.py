@@ -49,6 +49,7 @@ class ScheduledOptimizer:
 
     optimizer: Any
     scheduler: OptimizerParamScheduler
+    clip_norm: float  # gradients of a larger norm are scaled down to it
 
     def step(self) -> float:
         """Step the optimiser and the schedule; returns the global gradient norm before clipping.
@@ -242,4 +243,4 @@ def make_optimizer(
         wd_incr_style="constant",
     )
     scheduler.step(1)  # start at step 1 of the warm-up: at step 0 the learning rate would be zero
-    return ScheduledOptimizer(optimizer, scheduler)
+    return ScheduledOptimizer(optimizer, scheduler, config.clip_norm)

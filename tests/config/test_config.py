@@ -237,6 +237,22 @@ def test_only_scripts_of_miniwob_are_hasty(config_file: Path) -> None:
     )
 
 
+def test_dithering_needs_scripts_of_miniwob_and_its_persistence_needs_dithering(config_file: Path) -> None:
+    dithers, persistence = "trainer.warm_start.dither_probability=0.5", "trainer.warm_start.dither_persistence=0.9"
+    assert load_config(config_file, [dithers, persistence]).trainer.warm_start.dither_persistence == 0.9
+    words = error(config_file, dithers, "tasks.source=sites", "tasks.environments=[wiki-look-up]")
+    assert "warm_start.dither_probability=0.5, but only scripts of tasks.source=miniwob dither; set it to 0" in words
+    assert "dither_persistence=0.9 has no effect with trainer.warm_start.dither_probability=0" in error(
+        config_file, persistence
+    )
+
+
+def test_the_compact_memory_form_is_accepted_with_a_compact_prompt_and_without(config_file: Path) -> None:
+    for compact in ("true", "false"):
+        context = f"rollout.context={{compact: {compact}, response_format: memory_compact}}"
+        assert load_config(config_file, [context]).rollout.context.response_format == "memory_compact"
+
+
 def test_a_resumed_run_needs_the_reference_that_its_start_stored(config_file: Path, tmp_path: Path) -> None:
     run = ["run.resume=true", f"run.directory={tmp_path}", "trainer.warm_start.demonstrations=5"]
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)

@@ -28,6 +28,7 @@ PUBLISHED = {
     "progress": ("Progress", "Action"),
     "memory_additive": ("Memory", "Progress", "Intention", "Action"),
     "memory_compressive": ("Memory", "Progress", "Intention", "Action"),
+    "memory_compact": ("Memory",),
 }
 
 

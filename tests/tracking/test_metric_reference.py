@@ -23,7 +23,7 @@ from megatron_webrl.trainer.loss.token_data import TokenData
 from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
 from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
-from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
+from megatron_webrl.trainer.metrics.loss_metrics import PER_STEP_METRICS, loss_metrics
 from megatron_webrl.trainer.metrics.token_statistics import token_statistics
 from megatron_webrl.types import Group, JudgeStage, Verdict
 from tests.trajectories import trajectory
@@ -58,7 +58,7 @@ def loss_example() -> dict[str, float]:
     _, sums = make_objective(every, None, 3)(current, data)
     sums |= token_statistics(current, ones, data, torch.tensor([True, False]))
     totals = {name: value.item() for name, value in sums.items()}
-    return loss_metrics(totals | {"loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1.0})
+    return loss_metrics(totals | dict.fromkeys(PER_STEP_METRICS, 1.0))
 
 
 def group_example() -> dict[str, float]:

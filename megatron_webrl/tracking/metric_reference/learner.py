@@ -21,6 +21,7 @@ SECTIONS = (
         "the token; all at the sampling temperature. [algorithm.md](algorithm.md) has the equations.",
         ("loss", "", "The objective that is minimised, mean over optimiser steps."),
         ("gradient_norm", "", "Norm of the gradient before clipping, mean over optimiser steps."),
+        ("gradient_clipped", "share", "Optimiser steps whose gradient norm exceeded `clip_norm`."),
         ("learning_rate", "", "Learning rate of the update's optimiser steps, their mean."),
         ("entropy", "nats", "Entropy of theta, mean."),
         ("entropy/success", "nats", "Entropy of theta in successes, mean."),

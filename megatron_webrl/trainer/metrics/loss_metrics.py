@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from megatron_webrl.trainer.metrics.moments import summarise
 
+PER_STEP_METRICS = ("loss", "gradient_norm", "gradient_clipped", "learning_rate")
+"""Reported as means over the optimiser steps."""
+
 PER_TOKEN_METRICS = (
     "dual_clipped",
     "importance_weight_capped",
@@ -28,7 +31,7 @@ TOKEN_DISTRIBUTIONS = ("behaviour_logprob", "current_logprob", "clipped_logprob"
 def loss_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     """Metrics by MLflow name from the totals of `train_batch`; those without tokens are left out."""
     tokens = totals["response_tokens"]
-    metrics = {name: totals[name] for name in ("loss", "gradient_norm", "learning_rate")}
+    metrics = {name: totals[name] for name in PER_STEP_METRICS}
     metrics |= {name: totals[name] / max(1.0, tokens) for name in PER_TOKEN_METRICS if name in totals}
     success = totals["success_tokens"]
     if success:

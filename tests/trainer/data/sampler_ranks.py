@@ -29,7 +29,7 @@ from tests.trajectories import trajectory
 SKILL = {"click-test": 0.98, "click-tab": 0.5, "enter-text": 0.1, "focus-text": 0.8, "click-link": 0.02}
 UPDATES, GROUP, IN_FLIGHT = 12, 4, 8
 TOKEN_TOTALS = ("response_tokens", "success_tokens", "entropy", "success_entropy", "tokens")
-METRICS = dict.fromkeys((*TOKEN_TOTALS, "loss", "gradient_norm", "learning_rate"), 1.0)
+METRICS = dict.fromkeys((*TOKEN_TOTALS, "loss", "gradient_norm", "gradient_clipped", "learning_rate"), 1.0)
 
 
 def run(rank: int, folder: str) -> None:

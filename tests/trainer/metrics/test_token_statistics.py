@@ -39,7 +39,13 @@ def totals_of(each: dict[str, np.ndarray]) -> dict[str, float]:
 
 def test_metrics_over_several_passes_are_those_of_all_tokens_together():
     totals = combine([totals_of(each) for each in PASSES])
-    totals |= {"loss": 1.0, "gradient_norm": 2.0, "learning_rate": 3.0, "clipped_logprob/count": 0.0}
+    totals |= {
+        "loss": 1.0,
+        "gradient_norm": 2.0,
+        "gradient_clipped": 0.5,
+        "learning_rate": 3.0,
+        "clipped_logprob/count": 0.0,
+    }
     metrics = loss_metrics(totals)
     together = {name: np.concatenate([each[name] for each in PASSES]) for name in PASSES[0]}
     counted = together["weight"] > 0
@@ -48,7 +54,7 @@ def test_metrics_over_several_passes_are_those_of_all_tokens_together():
     )
     ratio = np.exp(current - behaviour)
     wanted = {
-        "loss": 1.0, "gradient_norm": 2.0, "learning_rate": 3.0,
+        "loss": 1.0, "gradient_norm": 2.0, "gradient_clipped": 0.5, "learning_rate": 3.0,
         "entropy": entropy.mean(),
         "entropy/success": entropy[succeeded].mean(),
         "entropy/failure": entropy[~succeeded].mean(),

@@ -1,0 +1,136 @@
+"""Where scripted episodes depart from their scripts, without a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.config.trainer import WarmStartConfig
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.rollout.contexts.policies import make_context
+from megatron_webrl.rollout.demonstrations import (
+    GENERIC_SLOT,
+    MEMORY_SLOTS,
+    ScriptedGenerator,
+    ScriptedMemory,
+    ScriptedMistakes,
+)
+from megatron_webrl.rollout.prompts import format_response
+from megatron_webrl.types import Action
+from tests.rollout.conversations import observation_of, response_of, texts
+
+WORK = [Action("left_click", coordinate=(20 * n, 500)) for n in range(1, 4)]
+SUBMIT = Action("left_click", coordinate=(500, 900))
+COMPACT = ContextConfig(rounds=1, compact=True, response_format="memory_compact")
+
+
+class Page:
+    """A page that needs the actions of WORK in turn and, unless it has no submit button, SUBMIT."""
+
+    def __init__(self, has_submit: bool = True) -> None:
+        self.left = list(WORK)
+        self.has_submit = has_submit
+
+    async def demonstration(self, premature_submit: bool = False) -> Action:
+        if self.has_submit and (premature_submit or not self.left):
+            return SUBMIT
+        return self.left[0]
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model: Path) -> Iterator[Processor]:
+    yield Processor.load(tiny_model)
+
+
+async def play(processor: Processor, settings: WarmStartConfig, seed: str, page: Page, steps: int = 40) -> list[Action]:
+    """Actions of an episode until SUBMIT, or of `steps` steps. Repeated work has no effect."""
+    script = ScriptedGenerator(processor, ContextConfig(compact=True), 64, mistakes=ScriptedMistakes(settings, seed))
+    context = make_context(processor, ContextConfig(compact=True), 1000)
+    context.start_episode("Work.", observation_of(0))
+    prompt, done = context.build_prompt(), list[Action]()
+    while SUBMIT not in done and len(done) < steps:
+        answer = await script.generate(page, prompt.token_ids, context.screenshots)  # type: ignore[arg-type]
+        done.append(next(a for a in (*WORK, SUBMIT, Action("wait")) if answer.text == format_response(a, COMPACT_BARE)))
+        if len(page.left) > (0 if page.has_submit else 1) and done[-1] == page.left[0]:
+            page.left.pop(0)
+    return done
+
+
+COMPACT_BARE = ContextConfig(compact=True)
+
+
+async def test_a_dithering_episode_repeats_its_last_action_or_waits_until_the_limit(processor: Processor):
+    done = await play(processor, WarmStartConfig(dither_probability=1.0, dither_persistence=1.0), "1", Page())
+    assert done[:3] == WORK
+    assert set(done[3:]) == {WORK[-1], Action("wait")}
+    assert len(done) == 40
+
+
+async def test_an_episode_that_stops_dithering_submits(processor: Processor):
+    done = await play(processor, WarmStartConfig(dither_probability=1.0, dither_persistence=0.0), "1", Page())
+    assert (done[:3], len(done), done[-1]) == (WORK, 5, SUBMIT)
+
+
+async def test_dithering_is_decided_once_for_an_episode(processor: Processor):
+    settings = WarmStartConfig(dither_probability=0.5, dither_persistence=1.0)
+    lengths = [len(await play(processor, settings, str(seed), Page(), 12)) for seed in range(24)]
+    assert set(lengths) == {4, 12}
+    assert 6 <= lengths.count(12) <= 18
+
+
+async def test_a_page_without_a_submit_button_is_done_as_usual(processor: Processor):
+    settings = WarmStartConfig(dither_probability=1.0, dither_persistence=1.0)
+    done = await play(processor, settings, "1", Page(has_submit=False), 5)
+    assert done == [*WORK, WORK[-1], WORK[-1]]
+
+
+async def test_without_mistakes_the_script_is_followed(processor: Processor):
+    assert await play(processor, WarmStartConfig(), "1", Page()) == [*WORK, SUBMIT]
+
+
+async def test_a_premature_submit_comes_before_the_work(processor: Processor):
+    assert await play(processor, WarmStartConfig(premature_submit_probability=1.0), "1", Page()) == [SUBMIT]
+
+
+def test_a_scripted_memory_only_grows_and_holds_useful_and_generic_slots():
+    counts = []
+    for seed in range(200):
+        memory, written = ScriptedMemory(str(seed)), [""]
+        for action in (*WORK, Action("wait")):
+            written.append(memory.add(action))
+        assert all(later.startswith(earlier) for earlier, later in zip(written, written[1:], strict=False))
+        assert [slot for slot in memory.slots if slot != GENERIC_SLOT] == ["20,500", "40,500", "60,500", "wait"]
+        counts.append(memory.slots.count(GENERIC_SLOT) / 4)
+    assert sum(counts) / len(counts) == pytest.approx(0.5, abs=0.06)
+    for _ in range(20):
+        last = memory.add(SUBMIT)
+    assert last.count(";") == MEMORY_SLOTS
+
+
+def test_the_next_compact_prompt_carries_the_memory(processor: Processor):
+    context = make_context(processor, COMPACT, 1000)
+    context.start_episode("Work.", observation_of(0))
+    assert "Memory" not in texts(processor, context.build_prompt())[1]
+    answer = format_response(WORK[0], COMPACT, memory=ScriptedMemory("2").add(WORK[0]))
+    context.add_step(response_of(processor, answer), WORK[0], None, observation_of(1))
+    system, user, *_ = texts(processor, context.build_prompt())
+    assert "\nMemory: your last notes" in system
+    assert user.startswith("Task: Work.\nEarlier steps:\nStep 1: left_click [20, 500] -> page ")
+    assert "\nMemory of step 1: 20,500;" in user
+
+
+def test_ten_slots_are_about_what_an_answer_can_hold_and_a_script_stays_below(processor: Processor):
+    """The limit of configs/normalisers.yaml, with the vocabulary of tools/make_tiny_model."""
+    from megatron_webrl.config.load import parse_config
+
+    limit = parse_config("configs/normalisers.yaml").rollout.max_new_tokens
+
+    def tokens(useful: int, generic: int) -> int:
+        memory = " ".join(["480,620;"] * useful + [f"{GENERIC_SLOT};"] * generic)
+        return len(processor.encode_response(format_response(SUBMIT, COMPACT, memory=memory)))
+
+    assert tokens(MEMORY_SLOTS, 0) <= limit
+    assert tokens(6, 3) <= limit < tokens(8, 4)
