@@ -225,6 +225,7 @@ def _single_step(config: Config, platform: Any, groups: list[Group]) -> dict[str
     sample = batching.make_samples(groups)[:1]
     metrics, _ = learner.train_step(builder.build(sample, "token_mean", 10), None, objective)
     found["one sample"] = metrics
+    found["small gradient"], _ = learner.train_step(builder.build(sample, "constant", 1000), None, objective)
     found["tokens"] = _tokens(learner, builder.build(batching.make_samples(groups), "token_mean", 10), objective)
     found["mismatch"] = _mismatch(builder.build(batching.make_samples(groups), "token_mean", 10))
     before = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}

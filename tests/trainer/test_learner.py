@@ -60,6 +60,14 @@ def test_an_update_changes_the_weights_and_reports_the_loss(found: Found, size: 
 
 
 @SIZES
+def test_a_gradient_above_the_norm_limit_counts_as_clipped(found: Found, size: int):
+    large, small = (found[size, 0]["single"][name] for name in ("one sample", "small gradient"))
+    assert (large["gradient_norm"] > 1.0, large["gradient_clipped"]) == (True, 1.0)
+    assert (small["gradient_norm"] < 1.0, small["gradient_clipped"]) == (True, 0.0)
+    assert 0 < found[size, 0]["first"][0]["gradient_clipped"] < 1  # the mean over four steps
+
+
+@SIZES
 def test_training_resumes_from_a_checkpoint_bit_for_bit(found: Found, size: int):
     result = found[size, 0]
     assert result["second"] == result["second again"]
