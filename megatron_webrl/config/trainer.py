@@ -75,7 +75,7 @@ class WarmStartConfig:
         high=1,
     )
     dither_persistence: float = setting(
-        0.97, "Probability that an episode that has dithered at a step dithers at its next chance too.", low=0, high=1
+        0.98, "Probability that an episode that has dithered at a step dithers at its next chance too.", low=0, high=1
     )
     epochs: int = setting(1, "Passes over the demonstrations.", low=1)
     samples_per_update: int = setting(32, "Steps of episodes in one optimizer step.", low=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from tests.rollout.conversations import observation_of, response_of, texts
 
 WORK = [Action("left_click", coordinate=(20 * n, 500)) for n in range(1, 4)]
 SUBMIT = Action("left_click", coordinate=(500, 900))
+BARE = ContextConfig(rounds=1, compact=True)
 COMPACT = ContextConfig(rounds=1, compact=True, response_format="memory_compact")
 
 
@@ -41,25 +42,22 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def processor(tiny_model: Path) -> Iterator[Processor]:
-    yield Processor.load(tiny_model)
+def processor(tiny_model: Path) -> Processor:
+    return Processor.load(tiny_model)
 
 
 async def play(processor: Processor, settings: WarmStartConfig, seed: str, page: Page, steps: int = 40) -> list[Action]:
     """Actions of an episode until SUBMIT, or of `steps` steps. Repeated work has no effect."""
-    script = ScriptedGenerator(processor, ContextConfig(compact=True), 64, mistakes=ScriptedMistakes(settings, seed))
-    context = make_context(processor, ContextConfig(compact=True), 1000)
+    script = ScriptedGenerator(processor, BARE, 64, mistakes=ScriptedMistakes(settings, seed))
+    context = make_context(processor, BARE, 1000)
     context.start_episode("Work.", observation_of(0))
     prompt, done = context.build_prompt(), list[Action]()
     while SUBMIT not in done and len(done) < steps:
         answer = await script.generate(page, prompt.token_ids, context.screenshots)  # type: ignore[arg-type]
-        done.append(next(a for a in (*WORK, SUBMIT, Action("wait")) if answer.text == format_response(a, COMPACT_BARE)))
+        done.append(next(a for a in (*WORK, SUBMIT, Action("wait")) if answer.text == format_response(a, BARE)))
         if len(page.left) > (0 if page.has_submit else 1) and done[-1] == page.left[0]:
             page.left.pop(0)
     return done
-
-
-COMPACT_BARE = ContextConfig(compact=True)
 
 
 async def test_a_dithering_episode_repeats_its_last_action_or_waits_until_the_limit(processor: Processor):
@@ -101,7 +99,7 @@ def test_a_scripted_memory_only_grows_and_holds_useful_and_generic_slots():
         memory, written = ScriptedMemory(str(seed)), [""]
         for action in (*WORK, Action("wait")):
             written.append(memory.add(action))
-        assert all(later.startswith(earlier) for earlier, later in zip(written, written[1:], strict=False))
+        assert all(later.startswith(earlier) for earlier, later in pairwise(written))
         assert [slot for slot in memory.slots if slot != GENERIC_SLOT] == ["20,500", "40,500", "60,500", "wait"]
         counts.append(memory.slots.count(GENERIC_SLOT) / 4)
     assert sum(counts) / len(counts) == pytest.approx(0.5, abs=0.06)

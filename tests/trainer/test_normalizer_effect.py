@@ -1,0 +1,147 @@
+"""What the loss normaliser does to the length of failures, with a tabular agent and the project's own loss functions.
+
+Half of the pages take WORK steps of work, after which submitting succeeds; on the others, which the agent can tell,
+nothing helps. At each step the agent works, dithers or submits; its policy is a table of logits by state. An episode
+that reaches the horizon is a failure. Since E[f grad log p] = grad E[f], a weight 1/|tau| on failures of equal
+advantage A < 0 ascends E[A/|tau|]: it makes failures longer where the agent chooses when to end. A constant weight
+leaves their length alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.trainer.advantages import normalize_rewards
+from megatron_webrl.trainer.loss import MinibatchTotals, TokenData, make_objective, token_weight
+
+WORK, HORIZON = 3, 16
+STUCK = WORK + 1  # the state of a page on which nothing helps
+WORKS, DITHERS, SUBMITS = range(3)
+GROUPS, GROUP_SIZE, UPDATES, LAST, LEARNING_RATE = 4, 8, 40, 15, 0.05
+SEEDS = range(6)
+START = np.log([[0.8, 0.1, 0.1]] * WORK + [[0.1, 0.6, 0.3], [0.1, 0.6, 0.3]])  # [states, actions]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode; every step is one token."""
+
+    states: tuple[int, ...]  # before each step: work done, or STUCK
+    actions: tuple[int, ...]
+    success: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means over the last updates."""
+
+    success: float
+    failure_steps: float
+    steps: float
+
+
+def play(policy: np.ndarray, may_end: bool, rng: np.random.Generator) -> Episode:
+    """One episode of `policy`, probabilities [states, actions]; without `may_end` a submit that fails does nothing."""
+    states, actions, state = list[int](), list[int](), STUCK if rng.random() < 0.5 else 0
+    while len(states) < HORIZON:
+        states.append(state)
+        actions.append(int(np.searchsorted(np.cumsum(policy[state])[:-1], rng.random(), side="right")))
+        if actions[-1] == SUBMITS and (may_end or state == WORK):
+            return Episode(tuple(states), tuple(actions), state == WORK)
+        if actions[-1] == WORKS and state < WORK:
+            state += 1
+    return Episode(tuple(states), tuple(actions), False)
+
+
+def loss_of(logits: torch.Tensor, groups: Sequence[Sequence[Episode]], normalizer: str, k: int) -> torch.Tensor:
+    """The configured GRPO loss of groups without those of one outcome, at the policy that played them."""
+    mixed = [group for group in groups if len({episode.success for episode in group}) == 2]
+    episodes = [episode for group in mixed for episode in group]
+    advantages = np.concatenate([normalize_rewards([episode.success for episode in group]) for group in mixed])
+    lengths = [len(episode.actions) for episode in episodes]
+    totals = MinibatchTotals(len(episodes), sum(lengths))
+    weights = [token_weight(normalizer, totals, length, k) for length in lengths]
+    states, actions = (
+        torch.tensor([value for episode in episodes for value in getattr(episode, name)])
+        for name in ("states", "actions")
+    )
+    current = torch.log_softmax(logits, 1)[states, actions]
+    before = current.detach()
+    data = TokenData(
+        behaviour_logprobs=before, proximal_logprobs=before,
+        advantage=torch.tensor(np.repeat(advantages, lengths)), weight=torch.tensor(np.repeat(weights, lengths)),
+        step_index=torch.arange(len(states)), step_lengths=torch.ones(len(states), dtype=torch.float64),
+    )  # fmt: skip
+    return make_objective(LossConfig(), None)(current, data)[0]
+
+
+@cache
+def train(normalizer: str, seed: int, may_end: bool) -> Outcome:
+    """Train an agent; k is the mean length of the first batch, as in the experiment."""
+    rng, k = np.random.default_rng(seed), 0
+    logits = torch.tensor(START, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], LEARNING_RATE)
+    late: list[Episode] = []
+    for update in range(UPDATES):
+        policy = torch.softmax(logits.detach(), 1).numpy()
+        groups = [[play(policy, may_end, rng) for _ in range(GROUP_SIZE)] for _ in range(GROUPS)]
+        episodes = [episode for group in groups for episode in group]
+        k = k or round(fmean(len(episode.actions) for episode in episodes))
+        if any(len({episode.success for episode in group}) == 2 for group in groups):
+            optimizer.zero_grad()
+            loss_of(logits, groups, normalizer, k).backward()
+            optimizer.step()
+        if update >= UPDATES - LAST:
+            late += episodes
+    failures = [len(episode.actions) for episode in late if not episode.success]
+    return Outcome(
+        success=fmean(episode.success for episode in late),
+        failure_steps=fmean(failures) if failures else float("nan"),
+        steps=fmean(len(episode.actions) for episode in late),
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_failures_stay_longer_per_trajectory_where_the_agent_chooses_when_to_end(seed: int):
+    constant, per_trajectory = train("constant", seed, True), train("per_trajectory", seed, True)
+    assert per_trajectory.failure_steps > 1.4 * constant.failure_steps
+    assert per_trajectory.steps > constant.steps
+    assert constant.success == pytest.approx(per_trajectory.success, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_mean_over_tokens_has_the_effect_of_the_constant(seed: int):
+    token_mean, per_trajectory = train("token_mean", seed, True), train("per_trajectory", seed, True)
+    assert per_trajectory.failure_steps > 1.4 * token_mean.failure_steps
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_differs_where_all_failures_have_the_same_length(seed: int):
+    constant, per_trajectory = train("constant", seed, False), train("per_trajectory", seed, False)
+    assert constant.failure_steps == per_trajectory.failure_steps == HORIZON
+    assert constant.success == pytest.approx(per_trajectory.success, abs=0.1)
+    assert per_trajectory.steps < constant.steps + 0.5
+
+
+def test_the_loss_pushes_failures_of_equal_advantage_by_their_length_per_trajectory_only():
+    """Exact: the gradient of a stuck page's submit logit in a batch of every possible failure, by its probability."""
+    policy, k = np.exp(START) / np.exp(START).sum(1, keepdims=True), 8
+    ends = policy[STUCK, SUBMITS]
+    pushes = {}
+    for normalizer in ("constant", "per_trajectory"):
+        totals, push = MinibatchTotals(1, HORIZON), 0.0
+        for length, submits in (*((length, 1) for length in range(1, HORIZON + 1)), (HORIZON, 0)):
+            probability = (1 - ends) ** (length - submits) * ends**submits
+            score = submits - length * ends  # d log p(trajectory) / d logit of submitting
+            push += probability * token_weight(normalizer, totals, length, k) * -1.0 * score
+        pushes[normalizer] = push
+    assert pushes["constant"] == pytest.approx(0.0, abs=1e-12)
+    assert pushes["per_trajectory"] < -0.05  # submitting becomes less likely

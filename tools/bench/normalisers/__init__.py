@@ -1,0 +1,1 @@
+"""The experiment on loss normalisers that docs/learning.md describes."""
