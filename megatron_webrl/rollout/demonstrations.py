@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 FIRST_DEMONSTRATION_TICKET = 2**40  # disjoint from training tickets, and so are the page seeds
 MAX_SESSIONS = 8
 REPEAT_PROBABILITY = 0.5  # that an episode that dithers repeats its last action; otherwise it waits
+DITHER_WAIT = Action("wait", time=0.1)  # seconds
 MEMORY_SLOTS = 8  # of a scripted Memory
 GENERIC_SLOT, GENERIC_SLOT_PROBABILITY = "the page", 0.5  # of each step
 MAX_FAILURES = 20  # failed episodes, beyond a tenth of the requested number, after which recording fails
@@ -140,7 +141,7 @@ class ScriptedGenerator:
         if action != await session.demonstration(premature_submit=True):
             self._work = action
         elif self._work is not None and (choice := mistakes.instead_of_submit()):
-            return self._work if choice == "repeat" else Action("wait")
+            return self._work if choice == "repeat" else DITHER_WAIT
         return action
 
 

@@ -12,6 +12,7 @@ from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts.policies import make_context
 from megatron_webrl.rollout.demonstrations import (
+    DITHER_WAIT,
     GENERIC_SLOT,
     MEMORY_SLOTS,
     ScriptedGenerator,
@@ -54,7 +55,7 @@ async def play(processor: Processor, settings: WarmStartConfig, seed: str, page:
     prompt, done = context.build_prompt(), list[Action]()
     while SUBMIT not in done and len(done) < steps:
         answer = await script.generate(page, prompt.token_ids, context.screenshots)  # type: ignore[arg-type]
-        done.append(next(a for a in (*WORK, SUBMIT, Action("wait")) if answer.text == format_response(a, BARE)))
+        done.append(next(a for a in (*WORK, SUBMIT, DITHER_WAIT) if answer.text == format_response(a, BARE)))
         if len(page.left) > (0 if page.has_submit else 1) and done[-1] == page.left[0]:
             page.left.pop(0)
     return done
@@ -63,7 +64,7 @@ async def play(processor: Processor, settings: WarmStartConfig, seed: str, page:
 async def test_a_dithering_episode_repeats_its_last_action_or_waits_until_the_limit(processor: Processor):
     done = await play(processor, WarmStartConfig(dither_probability=1.0, dither_persistence=1.0), "1", Page())
     assert done[:3] == WORK
-    assert set(done[3:]) == {WORK[-1], Action("wait")}
+    assert set(done[3:]) == {WORK[-1], DITHER_WAIT}
     assert len(done) == 40
 
 
@@ -97,7 +98,7 @@ def test_a_scripted_memory_only_grows_and_holds_useful_and_generic_slots():
     counts = []
     for seed in range(200):
         memory, written = ScriptedMemory(str(seed)), [""]
-        for action in (*WORK, Action("wait")):
+        for action in (*WORK, DITHER_WAIT):
             written.append(memory.add(action))
         assert all(later.startswith(earlier) for earlier, later in pairwise(written))
         assert [slot for slot in memory.slots if slot != GENERIC_SLOT] == ["20,500", "40,500", "60,500", "wait"]

@@ -1,10 +1,10 @@
 """What the loss normaliser does to the length of failures, with a tabular agent and the project's own loss functions.
 
-Half of the pages take WORK steps of work, after which submitting succeeds; on the others, which the agent can tell,
-nothing helps. At each step the agent works, dithers or submits; its policy is a table of logits by state. An episode
-that reaches the horizon is a failure. Since E[f grad log p] = grad E[f], a weight 1/|tau| on failures of equal
-advantage A < 0 ascends E[A/|tau|]: it makes failures longer where the agent chooses when to end. A constant weight
-leaves their length alone.
+Some pages take WORK steps of work, after which submitting succeeds; on the others, half unless a test says otherwise,
+nothing helps, which the agent can tell. At each step the agent works, dithers or submits; its policy is a table of
+logits by state. An episode that reaches the horizon is a failure. Since E[f grad log p] = grad E[f], a weight 1/|tau|
+on failures of equal advantage A < 0 ascends E[A/|tau|]: it makes failures longer where the agent chooses when to end. A
+constant weight leaves their length alone.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Outcome:
     steps: float
 
 
-def play(policy: np.ndarray, may_end: bool, rng: np.random.Generator) -> Episode:
+def play(policy: np.ndarray, may_end: bool, stuck: float, rng: np.random.Generator) -> Episode:
     """One episode of `policy`, probabilities [states, actions]; without `may_end` a submit that fails does nothing."""
-    states, actions, state = list[int](), list[int](), STUCK if rng.random() < 0.5 else 0
+    states, actions, state = list[int](), list[int](), STUCK if rng.random() < stuck else 0
     while len(states) < HORIZON:
         states.append(state)
         actions.append(int(np.searchsorted(np.cumsum(policy[state])[:-1], rng.random(), side="right")))
@@ -84,15 +84,15 @@ def loss_of(logits: torch.Tensor, groups: Sequence[Sequence[Episode]], normalize
 
 
 @cache
-def train(normalizer: str, seed: int, may_end: bool) -> Outcome:
-    """Train an agent; k is the mean length of the first batch, as in the experiment."""
+def train(normalizer: str, seed: int, may_end: bool, stuck: float = 0.5) -> Outcome:
+    """Train an agent on pages of which a share is `stuck`; k is the mean length of the first batch."""
     rng, k = np.random.default_rng(seed), 0
     logits = torch.tensor(START, requires_grad=True)
     optimizer = torch.optim.Adam([logits], LEARNING_RATE)
     late: list[Episode] = []
     for update in range(UPDATES):
         policy = torch.softmax(logits.detach(), 1).numpy()
-        groups = [[play(policy, may_end, rng) for _ in range(GROUP_SIZE)] for _ in range(GROUPS)]
+        groups = [[play(policy, may_end, stuck, rng) for _ in range(GROUP_SIZE)] for _ in range(GROUPS)]
         episodes = [episode for group in groups for episode in group]
         k = k or round(fmean(len(episode.actions) for episode in episodes))
         if any(len({episode.success for episode in group}) == 2 for group in groups):
@@ -129,6 +129,14 @@ def test_nothing_differs_where_all_failures_have_the_same_length(seed: int):
     assert constant.failure_steps == per_trajectory.failure_steps == HORIZON
     assert constant.success == pytest.approx(per_trajectory.success, abs=0.1)
     assert per_trajectory.steps < constant.steps + 0.5
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lengths_hardly_differ_where_every_page_can_be_done(seed: int):
+    """Then ending is what succeeds, and every normaliser teaches it."""
+    constant, per_trajectory = train("constant", seed, True, 0.0), train("per_trajectory", seed, True, 0.0)
+    assert min(constant.success, per_trajectory.success) > 0.9
+    assert constant.steps == pytest.approx(per_trajectory.steps, rel=0.15)
 
 
 def test_the_loss_pushes_failures_of_equal_advantage_by_their_length_per_trajectory_only():

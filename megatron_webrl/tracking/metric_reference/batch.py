@@ -101,8 +101,8 @@ SECTIONS = (
     section(
         "Steps of the batch",
         "tracking/step_metrics.py",
-        "Over the steps of the trainable episodes of the batch. Memory exists in the response forms `memory_additive` "
-        "and `memory_compressive` only; a version is that of the policy that produced a token.",
+        "Over the steps of the trainable episodes of the batch. Memory exists in the response forms `memory_additive`, "
+        "`memory_compressive` and `memory_compact` only; a version is that of the policy that produced a token.",
         ("response_characters_mean", "characters", "Length of the decoded response, mean."),
         ("response_characters_max", "characters", "Length of the decoded response, largest."),
         ("response_tokens_max", "tokens", "Response tokens of a step, largest."),

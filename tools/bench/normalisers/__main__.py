@@ -42,9 +42,10 @@ SIMULATED_GROUPS = 2000
 
 def measure(
     results: Results, path: Path | None, arms: Sequence[str], seeds: Sequence[int], console: Console,
-    *, pilot: bool, control: bool, quick: bool,
+    *, pilot: bool, control: bool,
 ) -> None:  # fmt: skip
     """Run what `results` lacks, and write the file after each run. Raises RuntimeError, OSError."""
+    quick = results.quick
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
         model = Path(temporary) / "model" if quick else MODEL
         pilot_is_due = (pilot or quick) and results.pilot is None
@@ -147,10 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show_simulation(console)
         return 0
     try:
-        results = Results.read(options.json)
+        results = Results.read(options.json, options.quick)
         measure(
             results, options.json, options.arms, [0] if options.quick else options.seeds, console,
-            pilot=options.pilot, control=options.control, quick=options.quick,
+            pilot=options.pilot, control=options.control,
         )  # fmt: skip
     except (RuntimeError, OSError, ValueError) as error:
         sys.exit(f"bench.normalisers: {error}")

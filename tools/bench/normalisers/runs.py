@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.evaluation.result_files import read_evaluations, read_results
 from megatron_webrl.system import atomic_file
 from megatron_webrl.tracking import episode_log, summary
@@ -40,7 +41,8 @@ PRETRAINING_STEPS = 4000
 PILOT_SEED, PILOT_UPDATES = 1000, 6
 IMITATED = (
     "trainer.warm_start.demonstrations=0", "trainer.warm_start.premature_submit_probability=0",
-    "trainer.warm_start.dither_probability=0", "trainer.warm_start.dither_persistence=0.98", "tracking.episodes_gib=0",
+    "trainer.warm_start.dither_probability=0",
+    f"trainer.warm_start.dither_persistence={WarmStartConfig().dither_persistence}", "tracking.episodes_gib=0",
 )  # fmt: skip
 """Settings of runs that begin with the initial policy."""
 QUICK = (
@@ -91,6 +93,7 @@ class Results:
 
     pilot: Run | None = None
     runs: list[Run] = field(default_factory=list)
+    quick: bool = False
 
     @property
     def k(self) -> int:
@@ -111,13 +114,17 @@ class Results:
         return any((run.arm, run.seed, run.control) == (arm, seed, control) for run in self.runs)
 
     @classmethod
-    def read(cls, path: Path | None) -> Results:
-        """The results in a file; none without one. Raises OSError, ValueError."""
+    def read(cls, path: Path | None, quick: bool) -> Results:
+        """The results in a file; none without one. Raises OSError, and ValueError if the file's `quick` differs."""
         if path is None or not path.exists():
-            return cls()
+            return cls(quick=quick)
         content = json.loads(path.read_text())
+        if content["quick"] != quick:
+            raise ValueError(
+                f"{path} holds figures of calls with{'' if content['quick'] else 'out'} --quick; name another"
+            )
         pilot = Run.from_json(content["pilot"]) if content["pilot"] else None
-        return cls(pilot, [Run.from_json(fields) for fields in content["runs"]])
+        return cls(pilot, [Run.from_json(fields) for fields in content["runs"]], quick)
 
     def write(self, path: Path | None) -> None:
         """Replace the file, which is whole at any time; nothing without a path. Raises OSError."""
