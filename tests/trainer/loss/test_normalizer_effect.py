@@ -19,8 +19,10 @@ import pytest
 import torch
 
 from megatron_webrl.config.loss import LossConfig
-from megatron_webrl.trainer.advantages import normalize_rewards
-from megatron_webrl.trainer.loss import MinibatchTotals, TokenData, make_objective, token_weight
+from megatron_webrl.trainer.credit.advantages import normalize
+from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
+from megatron_webrl.trainer.loss.objective import make_objective
+from megatron_webrl.trainer.loss.token_data import TokenData
 
 WORK, HORIZON = 3, 16
 STUCK = WORK + 1  # the state of a page on which nothing helps
@@ -65,7 +67,9 @@ def loss_of(logits: torch.Tensor, groups: Sequence[Sequence[Episode]], normalize
     """The configured GRPO loss of groups without those of one outcome, at the policy that played them."""
     mixed = [group for group in groups if len({episode.success for episode in group}) == 2]
     episodes = [episode for group in mixed for episode in group]
-    advantages = np.concatenate([normalize_rewards([episode.success for episode in group]) for group in mixed])
+    advantages = np.concatenate(
+        [value for group in mixed for value in normalize([np.array([float(episode.success)]) for episode in group])]
+    )
     lengths = [len(episode.actions) for episode in episodes]
     totals = MinibatchTotals(len(episodes), sum(lengths))
     weights = [token_weight(normalizer, totals, length, k) for length in lengths]
