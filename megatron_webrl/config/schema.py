@@ -64,12 +64,23 @@ class EvaluationConfig:
     episodes: int = setting(
         30, "Held-out tasks of each environment; of task files: rows of the test file, 0 for all of them.", low=0
     )
+    skip: int = setting(
+        0,
+        "Held-out tasks of each environment, or rows of the test file, before the first that is evaluated: results "
+        "then come from tasks that no setting was chosen by.",
+        low=0,
+    )
     samples: int = setting(1, "Episodes of each task; more than one for pass@k.", low=1)
     temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: greedy.", low=0)
     before: bool = setting(False, "Evaluate the initial policy.")
     after: bool = setting(False, "Evaluate the final policy.")
     blank_images: bool = setting(
-        False, "With after: evaluate again with blank screenshots, to measure how much the policy uses the pixels."
+        False,
+        "Repeat the evaluations before and after training with blank screenshots, to measure how much the policy uses "
+        "the pixels.",
+    )
+    greedy: bool = setting(
+        False, "Repeat the evaluations before and after training greedily, one episode of each task; temperature > 0."
     )
     every: int = setting(0, "Updates between evaluations during training; 0: none.", low=0)
     concurrency: int = setting(4, "Evaluation episodes that one worker runs at a time during training.", low=1)

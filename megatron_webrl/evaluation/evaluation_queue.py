@@ -7,27 +7,37 @@ returned, and claimed again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_webrl.config.schema import EvaluationConfig
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 
 REQUEST_KEY = "evaluation/request"
+BLANK_IMAGES, GREEDY = "blank_images", "greedy"
+VARIANTS = ("", BLANK_IMAGES, GREEDY)  # of an evaluation, in the order in which they run; "": as configured
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """An evaluation: `samples` episodes of each of the first `tasks` held-out tasks."""
+    """An evaluation: `samples` episodes of each of `tasks` held-out tasks, from `first_task` on."""
 
     number: int  # from 1, unique within the job
-    kind: str  # "before", "after", "blank_images", "during" or "checkpoint"
+    kind: str  # "before", "after", "during" or "checkpoint"
     tasks: int
     samples: int
     temperature: float
     version: int  # policy version at the time of the request
     exclusive: bool = False  # no groups run meanwhile, so that every token comes from this version
+    variant: str = ""  # one of VARIANTS
+    first_task: int = 0
+
+    @property
+    def name(self) -> str:
+        """Kind and variant in one word, such as before_blank_images."""
+        return evaluation_name(self.kind, self.variant)
 
     @property
     def episodes(self) -> int:
@@ -36,7 +46,30 @@ class EvaluationRequest:
 
     def task_and_sample(self, episode: int) -> tuple[int, int]:
         """Task and sample of an episode, 0..episodes-1: first one sample of every task, then the next."""
-        return episode % self.tasks, episode // self.tasks
+        return self.first_task + episode % self.tasks, episode // self.tasks
+
+
+def evaluation_name(kind: str, variant: str) -> str:
+    """Kind and variant in one word, such as before_blank_images."""
+    return f"{kind}_{variant}" if variant else kind
+
+
+def requested_variants(settings: EvaluationConfig) -> list[str]:
+    """The variants in which a policy is evaluated. At temperature 0 the evaluation as configured is greedy."""
+    on = {"": True, BLANK_IMAGES: settings.blank_images, GREEDY: settings.greedy and settings.temperature > 0}
+    return [variant for variant in VARIANTS if on[variant]]
+
+
+def make_request(
+    number: int, kind: str, variant: str, indices: Sequence[int], settings: EvaluationConfig, version: int,
+    exclusive: bool,
+) -> EvaluationRequest:  # fmt: skip
+    """The request of a variant for the held-out tasks `indices`, a range. Greedy: one episode of each task."""
+    greedy = variant == GREEDY
+    return EvaluationRequest(
+        number, kind, len(indices), 1 if greedy else settings.samples, 0.0 if greedy else settings.temperature, version,
+        exclusive, variant, indices[0],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,11 @@ def aggregate_results(
     versions = [version for result in results if result.versions for version in result.versions]
     return {
         "kind": request.kind,
+        "variant": request.variant,
         "version": request.version,
         "versions": [min(versions), max(versions)] if versions else None,
         "restart_epoch": restart_epoch,
+        "first_task": request.first_task,
         "tasks_requested": request.tasks,
         "samples": request.samples,
         "temperature": request.temperature,
@@ -88,8 +90,8 @@ def aggregate_results(
 
 
 def mlflow_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """MLflow metrics from a line of evaluations.jsonl."""
-    prefix = "evaluation/blank_images" if line["kind"] == "blank_images" else "evaluation"
+    """MLflow metrics from a line of evaluations.jsonl; those of a variant have its name in front."""
+    prefix = f"evaluation/{line['variant']}" if line["variant"] else "evaluation"
     names = ("steps_mean", "response_tokens_mean", "seconds_mean", "success_of_all", "judge_dollars")
     metrics = {name: line[name] for name in (*names, "missing", "not_recorded_requests", "wall_seconds")}
     metrics |= {"episodes": line["episodes"], "no_verdict": sum(line["no_verdict"].values())}
@@ -110,22 +112,43 @@ def mlflow_metrics(line: Mapping[str, Any]) -> dict[str, float]:
 def paired_difference(
     before: Iterable[EvaluationResult], after: Iterable[EvaluationResult], seed: int = 0
 ) -> dict[str, Any] | None:
-    """Mean difference of the success of the same tasks, after less before, with a 95 % interval; None without one.
-    Paired bootstrap over the tasks with verdicts in both: 2.5th to 97.5th percentile of BOOTSTRAP_RESAMPLES means.
+    """The `contrast` after - before: how much a policy gained."""
+    return contrast(((1, after), (-1, before)), seed)
+
+
+def seeing_gain(
+    before: Iterable[EvaluationResult],
+    after: Iterable[EvaluationResult],
+    before_blank: Iterable[EvaluationResult],
+    after_blank: Iterable[EvaluationResult],
+    seed: int = 0,
+) -> dict[str, Any] | None:
+    """The `contrast` (after - before) - (after_blank - before_blank), a difference of differences: what the policy
+    gained from what it sees, beyond what it gained without looking.
     """
-    first, second = _successes(before), _successes(after)
-    both = sorted(first.keys() & second.keys())
-    if not both:
+    return contrast(((1, after), (-1, before), (-1, after_blank), (1, before_blank)), seed)
+
+
+def contrast(terms: Iterable[tuple[int, Iterable[EvaluationResult]]], seed: int = 0) -> dict[str, Any] | None:
+    """Weighted sum of the success of the same tasks in several evaluations, mean over tasks, with a 95 % interval.
+
+    `terms`: weight and results of each evaluation. Of each task sum_e weight_e * success_e, where success_e is the mean
+    of its samples. A task without a verdict in one of them is left out; None if no task is left. Paired bootstrap over
+    the tasks (Efron, Bootstrap Methods, 1979): 2.5th to 97.5th percentile of BOOTSTRAP_RESAMPLES means.
+    """
+    weighted = [(weight, _successes(results)) for weight, results in terms]
+    tasks = sorted(set.intersection(*(set(successes) for _, successes in weighted)))
+    if not tasks:
         return None
-    differences = np.array([np.mean(second[task]) - np.mean(first[task]) for task in both])
+    values = np.array([sum(weight * np.mean(successes[task]) for weight, successes in weighted) for task in tasks])
     rng = np.random.default_rng(seed)
     draws = (
-        rng.integers(0, len(both), (_RESAMPLES_AT_ONCE, len(both)))
+        rng.integers(0, len(tasks), (_RESAMPLES_AT_ONCE, len(tasks)))
         for _ in range(BOOTSTRAP_RESAMPLES // _RESAMPLES_AT_ONCE)
     )
-    means = np.concatenate([differences[draw].mean(axis=1) for draw in draws])
+    means = np.concatenate([values[draw].mean(axis=1) for draw in draws])
     low, high = np.percentile(means, [2.5, 97.5])
-    return {"mean": float(differences.mean()), "interval": [float(low), float(high)], "tasks": len(both)}
+    return {"mean": float(values.mean()), "interval": [float(low), float(high)], "tasks": len(tasks)}
 
 
 def _statistics(results: Sequence[EvaluationResult]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_webrl.config.loss import LossConfig
-from megatron_webrl.config.schema import Config
+from megatron_webrl.config.schema import Config, EvaluationConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import ProfileConfig
 from megatron_webrl.gpu_check.request import GpuCheckRequest
@@ -52,8 +52,8 @@ def short_job(config: Config, folder: Path) -> Config:
     job.run.name, job.run.directory, job.run.resume = "gpu-check", str(folder), False
     job.tracking.uri = f"sqlite:///{folder}/mlflow.db"
     job.weights.verify = True
-    job.evaluation.before = job.evaluation.after = job.evaluation.blank_images = False
-    job.evaluation.every = job.trainer.checkpoint.every = 0
+    job.evaluation = EvaluationConfig()
+    job.trainer.checkpoint.every = 0
     job.trainer.checkpoint.last = False  # of 8B it would take more than 100 GiB of the temporary folder
     job.trainer.updates, job.trainer.groups_per_update = UPDATES, max(2, job.trainer.data_parallel)
     job.trainer.minibatches = job.trainer.epochs = 1

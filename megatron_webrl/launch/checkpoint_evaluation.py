@@ -14,10 +14,16 @@ from rich.console import Console
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.evaluation import evaluation_queue, result_files, result_table
-from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult, ResultCollector
+from megatron_webrl.evaluation.evaluation_queue import (
+    BLANK_IMAGES,
+    EvaluationResult,
+    ResultCollector,
+    make_request,
+    requested_variants,
+)
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics, paired_difference
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
-from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
+from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.types import BUDGET_SPENT
 
@@ -28,7 +34,7 @@ POLL_SECONDS = 0.25
 class EvaluationProgress:
     """What a running evaluation has so far."""
 
-    kind: str  # "checkpoint" or "blank images"
+    kind: str  # "checkpoint", or the variant: "blank images" or "greedy"
     status: str  # of the first worker, until the first episode of the job has started; then empty
     results: Mapping[int, EvaluationResult]  # by episode
     episodes: int  # requested
@@ -55,8 +61,8 @@ class CheckpointEvaluation:
         an evaluation is no result. `show` receives every POLL_SECONDS what the current evaluation has. Raises JobFailed
         without a control service.
         """
-        for number, kind in enumerate(self._kinds(), 1):
-            if (outcome := self._evaluate(control, number, kind, poll, show)) is not None:
+        for number, variant in enumerate(requested_variants(self.config.evaluation), 1):
+            if (outcome := self._evaluate(control, number, variant, poll, show)) is not None:
                 return outcome
         return self._store_results()
 
@@ -71,7 +77,7 @@ class CheckpointEvaluation:
         for entry in self.summaries[0]["pass_at"].items() if self.config.evaluation.samples > 1 else ():
             console.print("pass@{}: {:.1%}".format(*entry), highlight=False)
         if gain := self._image_gain():
-            line = result_table.format_difference("with screenshots over blank images", gain)
+            line = result_table.format_difference(result_table.IMAGE_GAIN_NAME, gain)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         path = self.output_file or self.config.run_folder / result_files.FILE
         console.print(f"results: {path}", markup=False, soft_wrap=True)
@@ -88,25 +94,21 @@ class CheckpointEvaluation:
             "raise it, or evaluate fewer episodes (evaluation.episodes)"
         )
 
-    def _kinds(self) -> list[str]:
-        return ["checkpoint", *(["blank_images"] if self.config.evaluation.blank_images else [])]
-
     def _evaluate(
         self,
         control: ControlClient,
         number: int,
-        kind: str,
+        variant: str,
         poll: Callable[[], str | None],
         show: Callable[[EvaluationProgress], None],
     ) -> str | None:
         """Run one evaluation; returns the outcome of the job if it ended early."""
         settings = self.config.evaluation
-        tasks = count_evaluation_tasks(self.config)
-        request = EvaluationRequest(
-            number, kind, tasks, settings.samples, settings.temperature, self.checkpoint.version, exclusive=True
-        )
+        indices, version = evaluation_task_indices(self.config), self.checkpoint.version
+        request = make_request(number, "checkpoint", variant, indices, settings, version, exclusive=True)
         evaluation_queue.submit_request(control, request)
-        collector, started_at, name = ResultCollector(control, request), None, kind.replace("_", " ")
+        collector, started_at = ResultCollector(control, request), None
+        name = variant.replace("_", " ") or request.kind
         while not collector.poll():
             if (outcome := poll()) is not None:
                 return outcome
@@ -154,12 +156,17 @@ class CheckpointEvaluation:
         return outcome
 
     def _report(self) -> dict[str, Any]:
-        report: dict[str, Any] = {"checkpoint": str(self.checkpoint.path), "evaluation": self.summaries[0]}
-        report["episodes"] = [asdict(result) for result in self.results[0]]
-        if len(self.summaries) > 1:
-            report |= {"blank_images": self.summaries[1], "image_gain": self._image_gain()}
-            report["blank_images_episodes"] = [asdict(result) for result in self.results[1]]
+        report: dict[str, Any] = {"checkpoint": str(self.checkpoint.path)}
+        for summary, results in zip(self.summaries, self.results, strict=True):
+            variant = summary["variant"]
+            report[variant or "evaluation"] = summary
+            report[f"{variant}_episodes" if variant else "episodes"] = [asdict(result) for result in results]
+            if variant == BLANK_IMAGES:
+                report["image_gain"] = self._image_gain()
         return report
 
     def _image_gain(self) -> dict[str, Any] | None:
-        return paired_difference(self.results[1], self.results[0]) if len(self.results) > 1 else None
+        variants = [summary["variant"] for summary in self.summaries]
+        if BLANK_IMAGES not in variants:
+            return None
+        return paired_difference(self.results[variants.index(BLANK_IMAGES)], self.results[0])

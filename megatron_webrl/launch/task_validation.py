@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ def check_tasks_and_browser(config: Config, *, require_browser: bool = True) -> 
     if isinstance(source, WebPageSource):
         _check_websites(config, source)
     source.close()
+    evaluation = config.evaluation
+    if evaluation.skip and (evaluation.before or evaluation.after or evaluation.every):
+        evaluation_task_indices(config)
     if config.run.resume:
         _check_resumed_file(config)
     if config.trainer.warm_start.demonstrations:

@@ -284,9 +284,16 @@ def _check_evaluation(config: Config) -> None:
             f"evaluation.samples={evaluation.samples} with evaluation.temperature=0 repeats the same episode; set "
             "temperature above 0, or samples=1"
         )
-    if evaluation.blank_images and not evaluation.after:
+    for name in ("blank_images", "greedy"):
+        if getattr(evaluation, name) and not (evaluation.before or evaluation.after):
+            raise ConfigError(
+                f"evaluation.{name}=true repeats evaluations before and after training, of which there is none; set "
+                "evaluation.after=true as well"
+            )
+    if evaluation.greedy and evaluation.temperature == 0 and not evaluation.only:
         raise ConfigError(
-            "evaluation.blank_images=true has nothing to be compared with; set evaluation.after=true as well"
+            "evaluation.greedy=true repeats what evaluation.temperature=0 evaluates already; set temperature above 0, "
+            "or greedy to false"
         )
 
 

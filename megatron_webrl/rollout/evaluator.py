@@ -18,7 +18,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.claimer import Claimer
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
 from megatron_webrl.evaluation import evaluation_queue
-from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
+from megatron_webrl.evaluation.evaluation_queue import BLANK_IMAGES, EvaluationRequest, EvaluationResult
 from megatron_webrl.judge.budget import BudgetSpent
 from megatron_webrl.judge.job_budget import JobUsageMeter, request_stop_without_budget
 from megatron_webrl.model.processor import decode_image
@@ -81,7 +81,7 @@ async def run_evaluation_episode(
     task, started = runner.task_source.held_out_task(index), time.monotonic()
     rollout = replace(config.rollout, temperature=request.temperature)
     labels, deadline = EpisodeLabels(index, sample, request.samples, 0), Deadline(rollout.episode_timeout_seconds)
-    live = runner.live.open(request.kind, index, sample, request.samples, task)
+    live = runner.live.open(request.name, index, sample, request.samples, task)
     track = Track(runner.timeline, f"evaluation {index}.{sample}")
     trajectory = await run_with_retries(
         lambda: runner.act(generator, task, labels, rollout, deadline, FreeStepping(), 0, live, track),
@@ -142,7 +142,7 @@ class Evaluator:
         """Text for the status line; empty without an evaluation."""
         if self._request is None:
             return ""
-        return f", evaluation {self._request.kind}: {len(self._running)} episodes running"
+        return f", evaluation {self._request.name}: {len(self._running)} episodes running"
 
     def poll(self) -> None:
         """Start episodes of the requested evaluation, cancel a finished one's. Never waits; raises episodes' errors."""
@@ -175,7 +175,7 @@ class Evaluator:
 
     async def _run(self, request: EvaluationRequest, episode: int) -> None:
         generator: Generator = FixedTemperature(self.engine, request.temperature)
-        if request.kind == "blank_images":
+        if request.variant == BLANK_IMAGES:
             generator = BlankImages(generator)
         try:
             result, trajectory = await run_evaluation_episode(
@@ -187,10 +187,10 @@ class Evaluator:
             self._budget_spent = True
         else:
             await asyncio.to_thread(evaluation_queue.submit_result, self.control, request, result, episode)
-            await asyncio.to_thread(self.store.add, [trajectory], request.kind)
+            await asyncio.to_thread(self.store.add, [trajectory], request.name)
         finally:
             index, sample = request.task_and_sample(episode)
-            self.episode_runner.live.close(request.kind, index, sample)
+            self.episode_runner.live.close(request.name, index, sample)
 
     def _raise_failed(self) -> None:
         for task in [task for task in self._running if task.done()]:

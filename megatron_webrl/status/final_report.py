@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_webrl.evaluation import result_table
+from megatron_webrl.evaluation import result_files, result_table
 from megatron_webrl.status import page
 from megatron_webrl.status.report import build_report
 from megatron_webrl.tracking import summary
@@ -31,15 +31,11 @@ def print_final_report(folder: Path, outcome: str, console: Console, table: bool
         console.print(updates_table(content["updates"]))
         console.print(LEGEND, style="dim")
     evaluation = content["evaluation"]
-    if measured := [evaluation[kind] for kind in ("before", "after", "blank_images") if evaluation[kind]]:
+    if measured := [evaluation[name] for name in result_files.NAMES if evaluation[name]]:
         console.print(result_table.evaluation_table(measured))
         console.print(result_table.LEGEND, style="dim")
-        for line in measured:
-            console.print(result_table.format_rates(line), markup=False, highlight=False, soft_wrap=True)
-    for name, label in (("gain", "gain of the run"), ("image_gain", "with screenshots over blank images")):
-        if evaluation[name]:
-            difference = result_table.format_difference(label, evaluation[name])
-            console.print(difference, markup=False, highlight=False, soft_wrap=True)
+        for line in (*result_table.rates_lines(measured), *result_table.gain_lines(evaluation)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     if notable := page.notable_events(report):
         console.print(page.events_table(notable[-page.SHOWN_EVENTS :]))
     page.print_lines(report, console)

@@ -1,29 +1,44 @@
-"""Number of tasks of an evaluation.
+"""Held-out tasks of an evaluation.
 
 The trainer asks, too: for the sources of this project no package of browsers is imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
 
 
-def count_evaluation_tasks(config: Config) -> int:
-    """evaluation.episodes for each environment; of task files at most all rows of the test file, and all of them for 0;
-    a source of an import path decides. Raises ConfigError.
+def evaluation_task_indices(config: Config) -> range:
+    """Indices of the held-out tasks of an evaluation, without those of evaluation.skip.
+
+    evaluation.episodes tasks of each environment; of task files at most all rows of the test file, and all of them for
+    0; a source of an import path decides. Raises ConfigError, also if evaluation.skip leaves no task.
     """
-    tasks, episodes = config.tasks, config.evaluation.episodes
+    tasks = config.tasks
     if tasks.from_files:
-        return _count_rows(config)
+        rows = _count_rows(config)
+        return _without_skipped(config, lambda episodes: min(episodes or rows, rows))
     if not tasks.from_import_path:
-        return episodes * len(tasks.environments)
+        return _without_skipped(config, lambda episodes: episodes * len(tasks.environments))
     from megatron_webrl.tasks.import_path import load_source
 
     source = load_source(tasks)
     try:
-        return source.evaluation_tasks(episodes)
+        return _without_skipped(config, source.evaluation_tasks)
     finally:
         source.close()
+
+
+def _without_skipped(config: Config, count: Callable[[int], int]) -> range:
+    """`count`: number of tasks of a number of episodes."""
+    skip, episodes = config.evaluation.skip, config.evaluation.episodes
+    indices = range(count(skip) if skip else 0, count(skip + episodes if episodes else 0))
+    if skip and not indices:
+        raise ConfigError(f"evaluation.skip={skip} leaves none of the {indices.stop} held-out tasks; lower it")
+    return indices
 
 
 def _count_rows(config: Config) -> int:
@@ -32,5 +47,4 @@ def _count_rows(config: Config) -> int:
     from megatron_webrl.tasks.files.indexing import open_index
 
     fields = field_map_of(config.tasks)
-    rows = len(open_index(resolve_task_file(config.tasks.test_file, "tasks.test_file", fields), fields))
-    return min(config.evaluation.episodes or rows, rows)
+    return len(open_index(resolve_task_file(config.tasks.test_file, "tasks.test_file", fields), fields))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_webrl.evaluation.evaluation_queue import BLANK_IMAGES, GREEDY
 from megatron_webrl.system import atomic_file
 from megatron_webrl.tracking.plot import BLACK, BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 
@@ -16,11 +17,12 @@ FILE = "learning.svg"
 WINDOW = 5  # a point of a thick line is the mean of this update and of up to WINDOW - 1 before it
 EVALUATION_ID = "evaluation-"  # start of the SVG id of the points of a kind of evaluation
 
-_EVALUATION_STYLES = {
+_EVALUATION_STYLES = {  # by variant, else by kind
     "before": (ORANGE, "o"),
     "during": (GREEN, "o"),
     "after": (GREEN, "s"),
-    "blank_images": (BLACK, "o"),
+    BLANK_IMAGES: (BLACK, "o"),
+    GREEDY: (GREY, "^"),
 }
 
 Points = Sequence[tuple[float, float]]
@@ -65,7 +67,9 @@ def _draw_success(axes: Axes, updates: Sequence[Update], evaluations: Sequence[M
     rates = [(u["version"] - 1, u["extra"].get("rollout_success_rate")) for u in updates]
     _draw_points_and_average(axes, [(version, rate) for version, rate in rates if rate is not None])
     for kind, (colour, marker) in _EVALUATION_STYLES.items():
-        shown = [line for line in evaluations if line["kind"] == kind and line["interval"] is not None]
+        shown = [
+            line for line in evaluations if (line["variant"] or line["kind"]) == kind and line["interval"] is not None
+        ]
         if shown:
             versions, successes = [line["version"] for line in shown], [line["success_of_judged"] for line in shown]
             low, high = zip(*(line["interval"] for line in shown), strict=True)
@@ -76,7 +80,7 @@ def _draw_success(axes: Axes, updates: Sequence[Update], evaluations: Sequence[M
             )  # fmt: skip
     _limit(axes, float(updates[-1]["version"]), 1)
     if axes.get_legend_handles_labels()[0]:
-        add_legend(axes, columns=4)
+        add_legend(axes, columns=5)
 
 
 def _draw_staleness(axes: Axes, updates: Sequence[Update]) -> None:

@@ -118,4 +118,5 @@ def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
+    content = json.loads((folder / "summary.json").read_text())
+    return content | {"evaluation": result_files.with_all_names(content.get("evaluation") or {})}

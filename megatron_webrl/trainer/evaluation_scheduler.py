@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.evaluation import evaluation_queue, result_files, result_table
-from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
+from megatron_webrl.evaluation.evaluation_queue import (
+    EvaluationRequest,
+    ResultCollector,
+    make_request,
+    requested_variants,
+)
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics
 from megatron_webrl.system.disk_faults import continue_without
-from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
+from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 
@@ -53,11 +58,9 @@ class EvaluationScheduler:
             evaluation_queue.withdraw_request(control)  # a request that an earlier trainer left
 
     def run_before_training(self, version: int, weight_syncer: WeightSyncer) -> None:
-        """Evaluate the initial policy, unless the run has such a result already. Collective."""
+        """Evaluate the initial policy, in the variants of which the run has no result. Collective."""
         if self.config.evaluation.before:
-            if self.tracker is not None and not self._has_result_before():
-                self._submit("before", version, exclusive=True)
-            self._wait(version, weight_syncer)
+            self._run_variants("before", version, weight_syncer)
 
     def poll_during_training(self, version: int) -> None:
         """Record a completed evaluation, and request one if it is due. Does not wait."""
@@ -86,28 +89,43 @@ class EvaluationScheduler:
                 self._cancel("the run was stopped")
             return
         self._wait(version, weight_syncer)
-        for key, on in (("after", self.config.evaluation.after), ("blank_images", self.config.evaluation.blank_images)):
-            if on:
-                if weight_syncer.version != version:  # in mode one_step_off the engines lag behind
-                    weight_syncer.sync(version)
-                if self.tracker is not None and not self.control.stop_requested():
-                    self._submit(key, version, exclusive=True)
-                self._wait(version, weight_syncer)
+        if self.config.evaluation.after:
+            if weight_syncer.version != version:  # in mode one_step_off the engines lag behind
+                weight_syncer.sync(version)
+            self._run_variants("after", version, weight_syncer)
 
-    def _has_result_before(self) -> bool:
-        settings = self.config.evaluation
-        wanted = (settings.temperature, settings.samples, self._task_count)
-        lines = [line for line in result_files.read_evaluations(self.config.run_folder) if line["kind"] == "before"]
-        return bool(lines) and wanted == (lines[0]["temperature"], lines[0]["samples"], lines[0]["tasks_requested"])
+    def _run_variants(self, kind: str, version: int, weight_syncer: WeightSyncer) -> None:
+        """Run the evaluations before or after training that the run has no result of, one by one. Collective."""
+        for variant in requested_variants(self.config.evaluation):
+            if self.tracker is not None and not self.control.stop_requested() and self._is_due(kind, variant, version):
+                self._submit(kind, version, variant, exclusive=True)
+            self._wait(version, weight_syncer)
+
+    def _is_due(self, kind: str, variant: str, version: int) -> bool:
+        """Whether the run has no result of this policy, tasks and sampling. One from before training counts at every
+        version; its other variants are not added once training has changed the policy.
+        """
+        lines = [line for line in result_files.read_evaluations(self.config.run_folder) if line["kind"] == kind]
+        if kind == "before":
+            if variant and any(line["version"] != version for line in lines):
+                return False
+        else:
+            lines = [line for line in lines if line["version"] == version]
+        request = self._make_request(0, kind, version, variant, exclusive=True)
+        fields = ("variant", "temperature", "samples", "first_task")
+        wanted = {"tasks_requested": request.tasks} | {name: getattr(request, name) for name in fields}
+        return not any(all(line[name] == value for name, value in wanted.items()) for line in lines)
 
     @cached_property
-    def _task_count(self) -> int:
-        return count_evaluation_tasks(self.config)
+    def _task_indices(self) -> range:
+        return evaluation_task_indices(self.config)
 
-    def _submit(self, kind: str, version: int, exclusive: bool = False) -> None:
-        spec = self.config.evaluation
+    def _make_request(self, number: int, kind: str, version: int, variant: str, exclusive: bool) -> EvaluationRequest:
+        return make_request(number, kind, variant, self._task_indices, self.config.evaluation, version, exclusive)
+
+    def _submit(self, kind: str, version: int, variant: str = "", exclusive: bool = False) -> None:
         number = evaluation_queue.next_request_number(self.control)
-        request = EvaluationRequest(number, kind, self._task_count, spec.samples, spec.temperature, version, exclusive)
+        request = self._make_request(number, kind, version, variant, exclusive)
         evaluation_queue.submit_request(self.control, request)
         self._collector, self._started = ResultCollector(self.control, request), time.monotonic()
 
@@ -133,7 +151,7 @@ class EvaluationScheduler:
             if weight_syncer.has_new_engines():
                 return _WaitState.NEW_ENGINES
             request, done = self._collector.request, len(self._collector.results)
-            self.control.report_status(f"evaluation {request.kind}: {done} of {request.episodes} episodes")
+            self.control.report_status(f"evaluation {request.name}: {done} of {request.episodes} episodes")
             time.sleep(POLL_SECONDS)
         return _WaitState.RUNNING
 
@@ -149,7 +167,7 @@ class EvaluationScheduler:
         if not complete:
             log.warning(
                 "evaluation %s: %d of %d episodes are missing after %g s (evaluation.timeout_seconds)",
-                collector.request.kind,
+                collector.request.name,
                 collector.missing_count,
                 collector.request.episodes,
                 self.config.evaluation.timeout_seconds,
@@ -159,7 +177,7 @@ class EvaluationScheduler:
     def _record(self, collector: ResultCollector, seconds: float) -> None:
         results = [collector.results[episode] for episode in sorted(collector.results)]
         line = aggregate_results(collector.request, results, seconds, self.restart_epoch)
-        with continue_without(f"evaluation {line['kind']} of version {line['version']}"):
+        with continue_without(f"evaluation {collector.request.name} of version {line['version']}"):
             result_files.append_evaluation(self.config.run_folder, line, results)
         log.info("evaluation of version %d in %.1f s: %s", line["version"], seconds, result_table.format_rates(line))
         if self.tracker is not None:
@@ -167,6 +185,6 @@ class EvaluationScheduler:
 
     def _cancel(self, reason: str) -> None:
         assert self._collector is not None
-        log.info("evaluation %s cancelled: %s", self._collector.request.kind, reason)
+        log.info("evaluation %s cancelled: %s", self._collector.request.name, reason)
         self._collector = None
         evaluation_queue.withdraw_request(self.control)

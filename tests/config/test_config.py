@@ -10,7 +10,8 @@ from megatron_webrl.cluster.parallel_layout import image_buffer_mib
 from megatron_webrl.config.load import flatten_config, parse_config, save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.validation import load_config
+from megatron_webrl.evaluation.evaluation_queue import requested_variants
+from megatron_webrl.launch.validation import check_config, load_config
 from megatron_webrl.model.model_sizes import config_sections, size_from_path
 from tools.documentation.configuration_page import page
 
@@ -116,6 +117,8 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("trainer.layers=transformer_engine", "needs the package transformer_engine, which is not installed here"),
         ("evaluation.samples=4", "evaluation.samples=4 with evaluation.temperature=0 repeats the same episode"),
         ("evaluation.blank_images=true", "set evaluation.after=true as well"),
+        ("evaluation.greedy=true", "evaluation.greedy=true repeats evaluations before and after training"),
+        ("evaluation.skip=-1", "evaluation.skip=-1 must be at least 0"),
         ("evaluation.temperature=-1", "evaluation.temperature=-1.0 must be at least 0"),
         ("trainer.attention=flash", "trainer.attention=flash needs model.dtype=bfloat16, not float32"),
         ("trainer.attention=varlen", "trainer.attention=varlen needs model.dtype=bfloat16, not float32; set it, or "),
@@ -130,6 +133,15 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
 )
 def test_a_broken_setting_is_named_in_one_line(config_file: Path, override: str, words: str):
     assert words in error(config_file, override)
+
+
+def test_greedy_evaluations_are_refused_where_all_are_greedy_but_not_without_a_trainer(config_file: Path):
+    overrides = ["evaluation.greedy=true", "evaluation.before=true"]
+    assert "greedy=true repeats what evaluation.temperature=0 evaluates already; set" in error(config_file, *overrides)
+    assert load_config(config_file, [*overrides, "evaluation.temperature=0.5"]).evaluation.greedy
+    alone = parse_config(config_file, [*overrides, "evaluation.only=true"])
+    check_config(alone)
+    assert requested_variants(alone.evaluation) == [""]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,13 @@ from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.evaluation import evaluation_queue, result_files
-from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult, ResultCollector
+from megatron_webrl.evaluation.evaluation_queue import (
+    VARIANTS,
+    EvaluationRequest,
+    EvaluationResult,
+    ResultCollector,
+    evaluation_name,
+)
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
@@ -25,6 +31,9 @@ from tests.job_control import control_service
 from tests.waiting import until
 
 LIMIT = 60.0
+FIRST_TASK = 2
+BEFORE = ["before", "before_blank_images", "before_greedy"]
+AFTER = ["after", "after_blank_images", "after_greedy"]
 
 
 @pytest.fixture(scope="module")
@@ -141,33 +150,37 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     config.run.directory, config.trainer.updates = str(tmp_path), 4
     config.evaluation.episodes, config.evaluation.every = 3, 1
     config.evaluation.before = config.evaluation.after = config.evaluation.blank_images = True
+    config.evaluation.temperature, config.evaluation.greedy, config.evaluation.skip = 1.0, True, FIRST_TASK
+    config.evaluation.samples = 2
     config.run_folder.mkdir()
     save_config(config, config.run_folder / "config.yaml")
     return config
 
 
 class Worker(threading.Thread):
-    """Runs evaluations once its engine has weights. Later versions succeed at more tasks, none on blank images."""
+    """Runs evaluations once its engine has weights, up to the `last`. Later versions succeed at more tasks, on blank
+    images three times later. `asked`: the requests, by name.
+    """
 
-    def __init__(self, address: Path, name: str, engines: Engines) -> None:
+    def __init__(self, address: Path, name: str, engines: Engines, last: str = "after_greedy") -> None:
         super().__init__(daemon=True)
-        self.engines = engines
+        self.engines, self.last = engines, last
         self.control, self.instance_id = connect(address, name), f"{name}.1"
         self.control.register_instance()
-        self.kinds: list[str] = []
+        self.asked: dict[str, EvaluationRequest] = {}
 
     def run(self) -> None:
         deadline = time.monotonic() + LIMIT
-        while "blank_images" not in self.kinds and time.monotonic() < deadline:
+        while self.last not in self.asked and time.monotonic() < deadline:
             asked = evaluation_queue.current_request(self.control)
-            if asked is not None and not self.engines.waiting and (not self.kinds or asked.kind != self.kinds[-1]):
+            if asked is not None and not self.engines.waiting and asked.name not in self.asked:
                 while claimed := claim(self.control, asked, self.instance_id):
                     [episode] = claimed
                     index, sample = asked.task_and_sample(episode)
-                    good = asked.version > index and asked.kind != "blank_images"
+                    good = asked.version > (index - FIRST_TASK) * (3 if asked.variant == "blank_images" else 1)
                     found = result(index, sample, self.instance_id, "success" if good else "failure")
                     evaluation_queue.submit_result(self.control, asked, found, episode)
-                self.kinds.append(asked.kind)
+                self.asked[asked.name] = asked
             time.sleep(0.02)
 
 
@@ -180,25 +193,94 @@ def test_a_run_is_evaluated_before_during_and_after_training(address: Path, conf
     evaluation.run_before_training(0, engines)
     assert engines.served == [0]  # the new engine got its weights meanwhile
     evaluation.poll_during_training(1)
-    until(lambda: "during" in worker.kinds, "evaluation during training")
+    until(lambda: "during" in worker.asked, "evaluation during training")
     evaluation.poll_during_training(4)  # records the one of version 1; the final one follows
     evaluation.run_after_training(4, engines)
     assert engines.version == 4  # engines that lagged behind are not evaluated
     worker.join(LIMIT)
-    assert worker.kinds == ["before", "during", "after", "blank_images"]
+    assert list(worker.asked) == [*BEFORE, "during", *AFTER]
+    assert {name: (asked.temperature, asked.samples) for name, asked in worker.asked.items()} == {
+        name: (0.0, 1) if name.endswith("greedy") else (1.0, 2) for name in worker.asked
+    }
     found = result_files.summarise(config.run_folder, 4)
-    assert [found[kind]["success_of_judged"] for kind in ("before", "after", "blank_images")] == [0.0, 1.0, 0.0]
-    assert (found["gain"]["mean"], found["image_gain"]["mean"]) == (1.0, 1.0)
+    assert [found[name]["success_of_judged"] for name in (*BEFORE, *AFTER)] == [0, 0, 0, 1, pytest.approx(2 / 3), 1]
+    gains = {"gain": 1, "blind_gain": 2 / 3, "seeing_gain": 1 / 3, "image_gain": 1 / 3, "greedy_gain": 1}
+    assert {name: found[name]["mean"] for name in gains} == pytest.approx(gains)
     lines = result_files.read_evaluations(config.run_folder)
-    assert [(line["kind"], line["version"], line["success_of_judged"]) for line in lines][1] == ("during", 1, 1 / 3)
+    assert [(line["kind"], line["version"], line["success_of_judged"]) for line in lines][3] == ("during", 1, 1 / 3)
+    assert {result.index for result in result_files.read_results(config.run_folder, lines[1])} == {2, 3, 4}
     until(lambda: not tracker.uploader.pending(), "metrics in MLflow")
     history = tracker.uploader.client.get_metric_history(tracker.run_id, "evaluation/success_of_judged/click-test")
     assert {metric.step: metric.value for metric in history} == {0: 0.0, 1: 1 / 3, 4: 1.0}
+    blank = tracker.uploader.client.get_metric_history(tracker.run_id, "evaluation/blank_images/success_of_judged")
+    assert {metric.step: metric.value for metric in blank} == {0: 0.0, 4: pytest.approx(2 / 3)}
 
-    # A resume from version 1 keeps the evaluation before training, and drops those after version 1.
+    # A resume from version 1 keeps the evaluations before training, and drops those after version 1.
     again = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=1, version=1)
     again.run_before_training(1, engines)
-    assert [line["kind"] for line in result_files.read_evaluations(config.run_folder)] == ["before", "during"]
+    assert recorded(config) == [*BEFORE, "during"]
+
+
+class EnginesOfAKilledTrainer(Engines):
+    """The trainer is killed once the run has `count` evaluations."""
+
+    def __init__(self, config: Config, count: int) -> None:
+        super().__init__()
+        self.waiting, self.config, self.count = 0, config, count
+
+    def has_new_engines(self) -> bool:
+        if len(recorded(self.config)) == self.count:
+            raise SystemExit("killed")
+        return False
+
+
+def recorded(config: Config) -> list[str]:
+    lines = result_files.read_evaluations(config.run_folder)
+    return [evaluation_name(line["kind"], line["variant"]) for line in lines]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("names", [BEFORE, AFTER], ids=["before", "after"])
+def test_a_trainer_that_was_killed_between_variants_repeats_none_that_is_complete(
+    address: Path, config: Config, one_rank: None, names: list[str], count: int
+):
+    version = 0 if names is BEFORE else 4
+    killed: Any = EnginesOfAKilledTrainer(config, count)
+    Worker(address, f"rollout-killed-{version}-{count}", killed, last=names[count - 1]).start()
+
+    def run(restart_epoch: int, engines: Any) -> None:
+        evaluation = EvaluationScheduler(
+            config, connect(address, "trainer-0"), MLflowTracker(config, None), restart_epoch, version
+        )
+        (evaluation.run_after_training if version else evaluation.run_before_training)(version, engines)
+
+    with pytest.raises(SystemExit, match="killed"):
+        run(0, killed)
+    assert recorded(config) == names[:count]
+    engines: Any = EnginesOfAKilledTrainer(config, count=-1)
+    worker = Worker(address, f"rollout-again-{version}-{count}", engines, last=names[-1])
+    worker.start()
+    run(1, engines)
+    worker.join(LIMIT)
+    assert list(worker.asked) == names[count:]
+    assert recorded(config) == names
+    run(2, engines)  # without a worker
+    assert recorded(config) == names
+
+
+def test_variants_of_the_initial_policy_are_not_added_once_it_has_been_trained(
+    address: Path, config: Config, one_rank: None
+):
+    config.evaluation.greedy = config.evaluation.blank_images = False
+    engines: Any = EnginesOfAKilledTrainer(config, count=-1)
+    Worker(address, "rollout-initial", engines, last="before").start()
+    control, tracker = connect(address, "trainer-0"), MLflowTracker(config, None)
+    EvaluationScheduler(config, control, tracker, restart_epoch=0, version=0).run_before_training(0, engines)
+    config.evaluation.greedy = config.evaluation.blank_images = True
+    config.evaluation.timeout_seconds = 0.5  # without a worker
+    EvaluationScheduler(config, control, tracker, restart_epoch=1, version=2).run_before_training(2, engines)
+    assert recorded(config) == ["before"]
+    assert result_files.summarise(config.run_folder, 2)["before_greedy"] is None
 
 
 @pytest.fixture
@@ -218,7 +300,7 @@ def test_an_evaluation_that_a_spent_budget_ends_is_not_recorded_and_runs_again(
     evaluation.run_before_training(0, engines)
     assert result_files.read_evaluations(config.run_folder) == []
     assert evaluation_queue.current_request(stopped) is None
-    assert not evaluation._has_result_before()
+    assert all(evaluation._is_due("before", variant, 0) for variant in VARIANTS)
 
 
 def test_the_evaluation_of_a_checkpoint_ends_without_a_result_when_the_budget_is_spent(
@@ -251,8 +333,8 @@ def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_trainin
     assert result_files.read_evaluations(config.run_folder) == []
     assert evaluation_queue.current_request(control) is None
     config.evaluation.timeout_seconds = 0.5
-    config.evaluation.after, config.evaluation.blank_images = False, False
+    config.evaluation.after = False
     evaluation.poll_during_training(4)
     evaluation.run_after_training(4, engines)
     [line] = result_files.read_evaluations(config.run_folder)
-    assert (line["kind"], line["episodes"], line["missing"], line["success_of_judged"]) == ("during", 0, 3, None)
+    assert (line["kind"], line["episodes"], line["missing"], line["success_of_judged"]) == ("during", 0, 6, None)

@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,14 @@ from megatron_webrl.evaluation import result_files, result_table
 from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
 from megatron_webrl.evaluation.results import (
     aggregate_results,
+    contrast,
     mlflow_metrics,
     paired_difference,
     pass_at,
+    seeing_gain,
     wilson_interval,
 )
+from megatron_webrl.tasks.miniwob_page import all_environments
 from megatron_webrl.tracking import summary
 
 REQUEST = EvaluationRequest(number=1, kind="before", tasks=4, samples=1, temperature=0.0, version=3, exclusive=True)
@@ -167,29 +171,29 @@ def test_success_within_a_number_of_steps_is_a_share_of_episodes_with_a_verdict(
     assert aggregate_results(REQUEST, [], seconds=1.0)["success_within"] == {}
 
 
-def test_mlflow_metrics_of_blank_images_have_a_prefix_of_their_own():
+def test_mlflow_metrics_of_a_variant_have_a_prefix_of_their_own():
     line = aggregate_results(REQUEST, [result(0), result(1, "failure", environment="focus-text")], seconds=2.0)
     values = mlflow_metrics(line)
     assert values["evaluation/success_of_judged"] == 0.5
     assert values["evaluation/success_of_judged/focus-text"] == 0.0
     assert values["evaluation/success_of_judged_low"] == line["interval"][0]
-    blank = mlflow_metrics(line | {"kind": "blank_images"})
-    assert blank["evaluation/blank_images/success_of_judged"] == 0.5
-    assert "evaluation/success_of_judged" not in blank
+    for variant in ("blank_images", "greedy"):
+        repeated = mlflow_metrics(line | {"variant": variant})
+        assert repeated == {f"evaluation/{variant}/{name.partition('/')[2]}": value for name, value in values.items()}
 
 
 def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_version(tmp_path: Path):
-    def append(kind: str, version: int, *outcomes: str) -> None:
+    def append(kind: str, version: int, *outcomes: str, variant: str = "") -> None:
         results = [result(index, outcome) for index, outcome in enumerate(outcomes)]
-        request = replace(REQUEST, kind=kind, version=version, tasks=len(outcomes))
+        request = replace(REQUEST, kind=kind, version=version, tasks=len(outcomes), variant=variant)
         result_files.append_evaluation(tmp_path, aggregate_results(request, results, 1.0), results)
 
     update = {"version": 1, "steps_mean": 1.0, "staleness_mean": 0.0, "staleness_max": 0, "extra": {}}
     summary.open_updates(tmp_path).append(update)
     summary.write_summary(tmp_path, "finished", None)
-    assert summary.read_summary(tmp_path)["evaluation"] == dict.fromkeys(
-        ("before", "after", "blank_images", "gain", "image_gain")
-    )
+    names = ("before", "after", "before_blank_images", "after_blank_images", "before_greedy", "after_greedy")
+    gains = ("gain", "blind_gain", "seeing_gain", "image_gain", "greedy_gain")
+    assert summary.read_summary(tmp_path)["evaluation"] == dict.fromkeys((*names, *gains))
     append("before", 0, "failure", "failure")
     append("during", 1, "failure", "success")
     append("after", 1, "failure", "success")
@@ -200,11 +204,16 @@ def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_versi
     assert evaluation["image_gain"] is None
     # The run continues: version 1 is no longer the last one.
     append("after", 2, "success", "success")
-    append("blank_images", 2, "failure", "success")
+    append("after", 2, "failure", "success", variant="blank_images")
     summary.open_updates(tmp_path).append(update, update | {"version": 2})
     summary.write_summary(tmp_path, "finished", None)
     evaluation = summary.read_summary(tmp_path)["evaluation"]
-    assert [evaluation[name]["mean"] for name in ("gain", "image_gain")] == [1.0, 0.5]
+    assert [evaluation[name] and evaluation[name]["mean"] for name in gains] == [1.0, None, None, 0.5, None]
+    append("before", 0, "failure", "success", variant="blank_images")
+    append("before", 1, "success", "success", variant="greedy")  # of another policy
+    evaluation = result_files.summarise(tmp_path, 2)
+    assert [evaluation[name] and evaluation[name]["mean"] for name in gains] == [1.0, 0.0, 1.0, 0.5, None]
+    assert [name for name in names if evaluation[name] is None] == ["before_greedy", "after_greedy"]
     # The run resumes from version 1: the evaluations of version 2 are deleted.
     result_files.truncate_after(tmp_path, 1)
     assert [line["version"] for line in result_files.read_evaluations(tmp_path)] == [0, 1, 1]
@@ -219,15 +228,132 @@ def test_a_run_without_updates_has_an_evaluation_after_training_of_version_0(tmp
     assert summary.read_summary(tmp_path)["evaluation"]["after"]["success_of_judged"] == 1.0
 
 
+def successes_of(rates: tuple[float, float, float], seed: int, missing: int) -> list[EvaluationResult]:
+    """Results of 40 tasks with two samples, of which some have no verdict and `missing` tasks no result."""
+    rng = np.random.default_rng(seed)
+    return [
+        result(index, rng.choice(["success", "failure", "engine_error"], p=rates), sample=sample)
+        for index in range(missing, 40)
+        for sample in range(2)
+    ]
+
+
+def test_what_was_learned_to_see_is_a_difference_of_differences_over_tasks_with_verdicts_in_all_four():
+    rates = ((0.3, 0.6, 0.1), (0.7, 0.2, 0.1), (0.2, 0.7, 0.1), (0.4, 0.3, 0.3))
+    before, after, before_blank, after_blank = (
+        successes_of(each, seed, missing) for seed, (each, missing) in enumerate(zip(rates, (0, 3, 0, 9), strict=True))
+    )
+    matrix = np.full((4, 40, 2), np.nan)  # [evaluation, task, sample]
+    for number, results in enumerate((before, after, before_blank, after_blank)):
+        for each in results:
+            if each.outcome != "engine_error":
+                matrix[number, each.index, each.sample] = each.outcome == "success"
+    judged = ~np.isnan(matrix).all(axis=2).any(axis=0)
+    assert 20 < judged.sum() < 31
+    means = np.nanmean(matrix[:, judged], axis=2)
+    each_task = (means[1] - means[0]) - (means[3] - means[2])
+    found = seeing_gain(before, after, before_blank, after_blank)
+    assert found is not None
+    assert (found["tasks"], found["mean"]) == (judged.sum(), pytest.approx(each_task.mean()))
+    weights = np.random.default_rng(7).multinomial(len(each_task), [1 / len(each_task)] * len(each_task), 40_000)
+    resampled = weights @ each_task / len(each_task)
+    assert found["interval"] == pytest.approx(list(np.percentile(resampled, [2.5, 97.5])), abs=0.01)
+    assert seeing_gain(before, after, before_blank, []) is None
+    # Without any difference by seeing, the two gains cancel in every task.
+    assert seeing_gain(before, after, before, after)["interval"] == [0.0, 0.0]  # type: ignore[index]
+    assert contrast([(1, before)])["mean"] == pytest.approx(np.nanmean(np.nanmean(matrix[0], axis=1)))  # type: ignore[index]
+
+
+def old_line(kind: str, version: int, *outcomes: str, folder: Path) -> dict[str, Any]:
+    """Write an evaluation as it was written when `blank_images` was a kind."""
+    results = [result(index, outcome) for index, outcome in enumerate(outcomes)]
+    line = aggregate_results(replace(REQUEST, kind=kind, version=version, tasks=len(outcomes)), results, 1.0)
+    result_files.append_evaluation(folder, line, results)
+    del line["variant"], line["first_task"]
+    return line
+
+
+@pytest.mark.parametrize(("kind", "first"), [("after", "before"), ("checkpoint", "checkpoint")])
+def test_the_evaluations_and_the_summary_of_an_older_run_are_read(tmp_path: Path, kind: str, first: str):
+    lines = [
+        old_line(first, 0, "failure", "failure", folder=tmp_path),
+        old_line("after", 2, "success", "success", folder=tmp_path),
+        old_line("blank_images", 2, "failure", "success", folder=tmp_path),
+    ]
+    (tmp_path / result_files.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    *_, blank = result_files.read_evaluations(tmp_path)
+    assert (blank["kind"], blank["variant"], blank["first_task"]) == (kind, "blank_images", 0)
+    assert [each.outcome for each in result_files.read_results(tmp_path, blank)] == ["failure", "success"]
+    if kind == "after":
+        found = result_files.summarise(tmp_path, 2)
+        assert (found["gain"]["mean"], found["image_gain"]["mean"], found["seeing_gain"]) == (1.0, 0.5, None)
+        stored = {"before": lines[0], "after": lines[1], "blank_images": lines[2], "gain": None, "image_gain": None}
+        (tmp_path / "summary.json").write_text(json.dumps({"evaluation": stored}))
+        read = summary.read_summary(tmp_path)["evaluation"]
+        assert read.keys() == found.keys()
+        assert read["after_blank_images"]["variant"] == "blank_images"
+        assert result_table.gain_lines(found)[1].startswith("with screenshots over blank images: +50.0 points")
+        table = result_table.evaluation_table([read[name] for name in result_files.NAMES if read[name]])
+        assert [str(column.header) for column in table.columns][1:4] == [
+            "greedy\nbefore", "greedy\nafter", "blank\nafter",
+        ]  # fmt: skip
+
+
+def six_evaluations(names: list[str], folder: Path) -> dict[str, Any]:
+    for number, name in enumerate(result_files.NAMES):
+        kind, _, variant = name.partition("_")
+        rng = np.random.default_rng(number)
+        results = [
+            result(i, str(rng.choice(["success", "failure"])), environment=names[i % len(names)]) for i in range(240)
+        ]
+        results[:30] = [replace(each, outcome="success") for each in results[:30]]
+        request = replace(
+            REQUEST,
+            kind=kind,
+            variant=variant,
+            version=int(kind == "after"),
+            tasks=240,
+            temperature=float(variant != "greedy"),
+        )
+        line = aggregate_results(request, [replace(each, evaluator="page") for each in results], 1.0)
+        result_files.append_evaluation(folder, line, results)
+    return result_files.summarise(folder, 1)
+
+
+def test_six_evaluations_of_the_longest_environment_names_fit_a_terminal_of_100_columns(tmp_path: Path):
+    known = sorted(all_environments(), key=len)
+    evaluation = six_evaluations([*known[-7:], known[0]], tmp_path)
+    lines = [evaluation[name] for name in result_files.NAMES]
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    console.print(result_table.evaluation_table(lines))
+    for line in (*result_table.rates_lines(lines), *result_table.gain_lines(evaluation)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    for name in known[-7:]:
+        [row] = [line for line in text.splitlines() if f" {name} " in line]  # in one line
+        assert row.count("%") == 6
+    all_of_them = "all 1440 episodes of 6 evaluations have a verdict (evaluator: page)"
+    *_, verdicts, gain, blind, seeing = text.splitlines()
+    assert verdicts == all_of_them
+    assert [line.partition(":")[0] for line in (gain, blind, seeing)] == [
+        "gain of the run", "gain with blank images", "learned to see",
+    ]  # fmt: skip
+    lines[2]["missing"] = 3
+    assert len(result_table.rates_lines(lines)) == 6
+
+
 def test_the_table_fits_a_terminal_of_80_columns():
     results = [
         result(i, "success" if i % 3 else "failure", environment=f"click-collapsible-{i % 6}") for i in range(60)
     ]
     line = aggregate_results(replace(REQUEST, tasks=60), results, 1.0)
     out = io.StringIO()
-    lines = [line, line | {"kind": "after"}, line | {"kind": "blank_images"}]
+    lines = [line, line | {"kind": "after"}, line | {"kind": "after", "variant": "blank_images"}]
     Console(file=out, width=80).print(result_table.evaluation_table(lines))
     assert "…" not in out.getvalue()
     assert "67% (54-77)" in out.getvalue()
     line_of_text = result_table.format_difference("gain", {"mean": 0.25, "interval": [0.1, 0.4], "tasks": 60})
-    assert line_of_text == "gain: +25.0 points, 95 % interval +10.0 to +40.0 (paired bootstrap over 60 tasks)"
+    assert line_of_text == "gain: +25.0 points, 95 % interval +10.0 to +40.0 (paired bootstrap, 60 tasks)"

@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
     "trainer": {"tokens_per_microbatch": 4096},
     "tasks": {"environments": ["click-test", "focus-text"], "max_steps": 2},
     "browser": {"width": 160, "height": 224, "screenshot": "png"},
-    "evaluation": {"episodes": 2, "after": True, "blank_images": True},
+    "evaluation": {"episodes": 2, "skip": 1, "after": True, "temperature": 1.0, "blank_images": True, "greedy": True},
     "ring": {"capacity_mib": 64},
 }
 
@@ -82,14 +82,15 @@ def test_a_runs_checkpoint_is_evaluated_and_an_interrupt_leaves_no_process(run_f
     assert process.wait(300) == 0, output.read_text()
     found = json.loads(report.read_text())
     assert found["checkpoint"] == str(run_folder / "checkpoints" / "version-000007")
-    for name in ("evaluation", "blank_images"):
+    for name, temperature in {"evaluation": 1, "blank_images": 1, "greedy": 0}.items():
         line = found[name]
+        assert (line["temperature"], line["first_task"]) == (temperature, 2)
         assert (line["version"], line["versions"], line["missing"]) == (7, [7, 7], 0)
         assert line["episodes"] + sum(line["no_verdict"].values()) == 4
         assert set(line["environments"]) == {"click-test", "focus-text"}
     assert found["image_gain"]["tasks"] == 4
-    for name in ("episodes", "blank_images_episodes"):
-        assert sorted(each["index"] for each in found[name]) == [0, 1, 2, 3]
+    for name in ("episodes", "blank_images_episodes", "greedy_episodes"):
+        assert sorted(each["index"] for each in found[name]) == [2, 3, 4, 5]
     assert "click-test" in output.read_text()
     assert "95 % interval" in output.read_text()
     client = MlflowClient(f"sqlite:///{run_folder.parent / 'mlflow.db'}")
@@ -158,7 +159,8 @@ class WithoutWorkers(EvaluationLauncher):
 def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     checkpoint, text = EvaluatedCheckpoint.resolve(run_folder), StringIO()
-    config = evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5", "evaluation.blank_images=false"])
+    one = ["evaluation.blank_images=false", "evaluation.temperature=0"]  # greedy already
+    config = evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5", *one])
     assert WithoutWorkers(config, Console(file=text), checkpoint=checkpoint).run() == 1
     *_, results, last = text.getvalue().splitlines()
     assert results == f"results: {config.run_folder / 'evaluations.jsonl'}"
@@ -207,7 +209,10 @@ def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(ru
     ("arguments", "error"),
     [
         (["nowhere"], "nowhere is neither a Hugging Face folder (no config.json) nor a checkpoint: nowhere is no "),
-        (["RUN", "--samples", "4"], "evaluation.samples=4 with evaluation.temperature=0 repeats the same episode"),
+        (
+            ["RUN", "--samples", "4", "--temperature", "0"],
+            "evaluation.samples=4 with evaluation.temperature=0 repeats the same episode",
+        ),
         (["RUN", "--temperature", "hot"], "evaluation.temperature: Value 'hot'"),
         (["RUN", "tasks.environments=[click-tset]"], "near: click-test"),
         (["RUN", "missing.yaml"], "configuration missing.yaml is not a file"),

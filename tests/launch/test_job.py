@@ -11,6 +11,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
+from megatron_webrl.evaluation.evaluation_queue import evaluation_name
+from megatron_webrl.evaluation.result_files import NAMES
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
 from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
 from megatron_webrl.status.timeline.processes import read_timeline
@@ -29,7 +31,8 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     evaluation = [f"evaluation.{setting}" for setting in ("episodes=1", "every=1", "before=true", "after=true")]
     job.start(
         "trainer.tensor_parallel=2", "trainer.warm_start.demonstrations=12", "trainer.minibatches=2",
-        *evaluation, "evaluation.blank_images=true", "tracking.timeline=true", "trainer.profile.updates=[2]",
+        *evaluation, "evaluation.blank_images=true", "evaluation.temperature=1", "evaluation.greedy=true",
+        "evaluation.skip=3", "tracking.timeline=true", "trainer.profile.updates=[2]",
         "trainer.profile.ranks=[0,1]",
     )  # fmt: skip
     assert job.wait(500) == 0, job.output()
@@ -50,12 +53,17 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     assert accounting["finished"] == accounting["trained"] + dropped + accounting["waiting"]
     assert "matches" in job.output()
     lines = [json.loads(line) for line in (job.run_folder / "evaluations.jsonl").read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["before", "during", "after", "blank_images"]
+    ran = [evaluation_name(line["kind"], line["variant"]) for line in lines]
+    names = {name: 0 if name.startswith("before") else 2 for name in NAMES}
+    assert sorted(ran) == sorted([*names, "during"])
+    assert [name for name in ran if name != "during"] == sorted(names, key=names.__getitem__)
     assert all(line["episodes"] + sum(line["no_verdict"].values()) == 2 and not line["missing"] for line in lines)
-    for name, version in (("before", 0), ("after", 2), ("blank_images", 2)):
+    for name, version in names.items():
         assert summary["evaluation"][name]["versions"] == [version, version]
+        assert summary["evaluation"][name]["temperature"] == (0 if name.endswith("greedy") else 1)
         assert set(summary["evaluation"][name]["environments"]) == {"click-test", "focus-text"}
-    assert "gain of the run" in job.output()
+    for line in ("gain of the run", "gain with blank images", "learned to see"):
+        assert line in job.output()
     assert summary["package_versions"]["megatron-core"]
     assert Path(summary["checkpoint"], "megatron").is_dir()
     assert_nothing_left(job)
@@ -71,7 +79,7 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     index = EpisodeIndex(job.run_folder)
     index.refresh()
     stored = index.search(EpisodeQuery())
-    assert dict(stored.facets["kind"]).keys() == {"training", "before", "during", "after", "blank_images"}
+    assert dict(stored.facets["kind"]).keys() == {"training", *ran}
     assert dict(stored.facets["disposition"])["trained"] == accounting["trained"]
     check_timeline(job.run_folder, {"trainer-0", "trainer-1", "rollout-0"})
     events = trace_events(read_timeline(job.run_folder), None, job.run_folder / PROFILES)

@@ -63,7 +63,10 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> list[Config]:
     made[0].model.path = made[0].tasks.cache = HOSTILE
     (made[0].run_folder / "config.yaml").write_text(yaml.safe_dump(asdict(made[0])))
     line = {"version": 0, "kind": "before", "temperature": 0.0, "success_of_judged": 0.25}
-    (made[1].run_folder / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    blank = line | {"kind": "blank_images", "success_of_judged": 0.125}  # as an older run names it
+    variant = line | {"variant": "blank_images", "temperature": 1.0, "success_of_judged": 0.5}
+    text = "".join(json.dumps(each) + "\n" for each in (line, blank, variant))
+    (made[1].run_folder / "evaluations.jsonl").write_text(text)
     return made
 
 

@@ -112,9 +112,11 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         # An exclusive evaluation begins when the engine has its version; only the images are blank.
         sizes = {decode_image(image).size for image in engine.screenshots}
         seen = len(engine.screenshots)
-        alone = EvaluationRequest(2, "blank_images", tasks=2, samples=1, temperature=0.0, version=3, exclusive=True)
+        alone = EvaluationRequest(
+            2, "after", tasks=2, samples=1, temperature=0.0, version=3, exclusive=True, variant="blank_images"
+        )
         evaluation_queue.submit_request(control, alone)
-        idle = ", evaluation blank_images: 0 episodes running"
+        idle = ", evaluation after_blank_images: 0 episodes running"
         await until(lambda: (evaluator.poll(), evaluator.status() == idle)[1], "the end of the earlier episodes", LIMIT)
         assert evaluator.exclusive
         engine.version = 3

@@ -33,7 +33,7 @@ QUICKSTART = (
     f"trainer.updates={UPDATES}", f"trainer.groups_per_update={GROUPS}", "trainer.minibatches=1",
     "rollout.group_size=4", "rollout.groups_in_flight=2",
     f"rollout.max_staleness={STALENESS}", "evaluation.before=false", "evaluation.after=false",
-    "evaluation.blank_images=false",
+    "evaluation.blank_images=false", "evaluation.greedy=false",
 )  # fmt: skip
 """configs/quickstart.yaml in small: two trainer ranks, one and an engine on each of two nodes."""
 NODES = ("n1", "n2", "n3", "n4")

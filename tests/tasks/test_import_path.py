@@ -12,7 +12,7 @@ import pytest
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
+from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.tasks.registry import make_all_sources, make_source
 
 MODULE = """
@@ -81,7 +81,9 @@ def test_a_class_or_a_function_makes_the_source(name: str) -> None:
     source.close()
     config = Config(tasks=settings)
     config.evaluation.episodes = 9
-    assert count_evaluation_tasks(config) == 9
+    assert evaluation_task_indices(config) == range(9)
+    config.evaluation.skip = 4
+    assert evaluation_task_indices(config) == range(4, 13)
 
 
 def test_a_browser_server_knows_the_source_by_its_path() -> None:

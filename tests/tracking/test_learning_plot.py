@@ -21,21 +21,24 @@ def update(version: int, success: float | None) -> dict[str, Any]:
     }
 
 
-def evaluation(kind: str, version: int, success: float | None) -> dict[str, Any]:
+def evaluation(kind: str, version: int, success: float | None, variant: str = "") -> dict[str, Any]:
     interval = None if success is None else [success - 0.1, success + 0.1]
-    return {"kind": kind, "version": version, "success_of_judged": success, "interval": interval}
+    return {"kind": kind, "variant": variant, "version": version, "success_of_judged": success, "interval": interval}
 
 
 def test_each_kind_of_evaluation_has_a_dot_and_a_legend_entry():
-    lines = [evaluation("before", 0, 0.4), evaluation("during", 1, 0.5), evaluation("blank_images", 2, None)]
+    lines = [
+        evaluation("before", 0, 0.4), evaluation("during", 1, 0.5), evaluation("after", 2, 0.6, "greedy"),
+        evaluation("after", 2, None, "blank_images"),
+    ]  # fmt: skip
     drawn = ElementTree.fromstring(learning_plot.draw_svg([update(1, 0.4), update(2, None)], lines))
     words = {text.text for text in drawn.iter(f"{SVG}text")}
-    assert {"Success", "Steps", "Entropy", "Staleness", "before", "during"} <= words
+    assert {"Success", "Steps", "Entropy", "Staleness", "before", "during", "greedy"} <= words
     assert "blank images" not in words
     groups = [group for group in drawn.iter(f"{SVG}g") if group.get("id", "").startswith(learning_plot.EVALUATION_ID)]
     dots = [float(dot.attrib["y"]) for group in groups for dot in group.iter(f"{SVG}use")]
-    assert len(dots) == 2
-    assert dots[0] > dots[1]  # more success is higher up
+    assert len(dots) == 3
+    assert dots[0] > dots[1] > dots[2]  # more success is higher up
 
 
 def test_a_thick_line_is_a_moving_average():

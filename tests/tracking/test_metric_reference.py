@@ -10,7 +10,7 @@ import torch
 
 from megatron_webrl.config.advantage import AdvantageConfig
 from megatron_webrl.config.loss import LossConfig
-from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
+from megatron_webrl.evaluation.evaluation_queue import VARIANTS, EvaluationRequest, EvaluationResult
 from megatron_webrl.evaluation.results import aggregate_results
 from megatron_webrl.evaluation.results import mlflow_metrics as evaluation_metrics
 from megatron_webrl.tracking.metric_reference.registry import SECTIONS, definitions_of, undefined
@@ -77,8 +77,8 @@ def accounting_example() -> dict[str, float]:
 def evaluation_example() -> dict[str, float]:
     results = [EvaluationResult(0, 0, "t", "miniwob", "click-test", "easy", "success", 2, 20, 1.5, (3, 4), "w.1")]
     request = EvaluationRequest(number=1, kind="before", tasks=1, samples=1, temperature=0.0, version=3, exclusive=True)
-    lines = [aggregate_results(replace(request, kind=kind), results, 1.0) for kind in ("before", "blank_images")]
-    return evaluation_metrics(lines[0]) | evaluation_metrics(lines[1])
+    lines = [aggregate_results(replace(request, variant=variant), results, 1.0) for variant in VARIANTS]
+    return {name: value for line in lines for name, value in evaluation_metrics(line).items()}
 
 
 def mismatch_example() -> dict[str, float]:

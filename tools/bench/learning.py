@@ -2,7 +2,7 @@
 
     python -m tools.bench.learning [--arms NAME ...] [--seeds N ...] [--json FILE] [--add FILE ...] [--plots FILE]
 
-Every arm is `webrl train configs/quickstart.yaml`, evaluated greedily on the same held-out tasks before and after.
+Every arm is `webrl train configs/quickstart.yaml`, evaluated greedily before and after on the first held-out tasks.
 --add combines the figures of several calls.
 """
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CONFIG = Path("configs/quickstart.yaml")
+EVALUATION = ("evaluation.temperature=0", "evaluation.greedy=false", "evaluation.skip=0")
+"""For all arms: the evaluation by which their settings were chosen and compared."""
 IMITATION_EPISODES = 2000
 """Demonstrations of the imitation control; recording and imitating them takes about as long as the RL run."""
 
@@ -170,7 +172,7 @@ def measure(arms: Sequence[str], seeds: Sequence[int], before: float | None, con
         for seed in seeds:
             for arm in arms:
                 console.print(f"{arm}, seed {seed} ...")
-                overrides = [*ARMS[arm], f"run.seed={seed}", "tracking.episodes_gib=0"]
+                overrides = [*EVALUATION, *ARMS[arm], f"run.seed={seed}", "tracking.episodes_gib=0"]
                 started = time.monotonic()
                 run = run_job(CONFIG, f"{arm}-{seed}", overrides, Path(temporary))
                 found = read_result(arm, seed, run, before, time.monotonic() - started)

@@ -92,7 +92,7 @@ def overrides(updates: int) -> list[str]:
         f"trainer.checkpoint.keep={updates}",
         "tracking.keep_records=true",
         "tracking.episodes_gib=0",
-        *(f"evaluation.{name}=false" for name in ("before", "after", "blank_images")),
+        *(f"evaluation.{name}=false" for name in ("before", "after", "blank_images", "greedy")),
     ]
 
 

@@ -5,7 +5,7 @@ import { chartsOf } from "./curves.js";
 import { foreign, getJson, h, number, rowsTable, visible } from "./dom.js";
 
 const REFRESH_MS = 5000;
-const FIRST_CHOICE = ["Success: sampled, temperature 1", "Success: greedy", "Reward of trained episodes: mean", "Entropy, nats per token: entropy",
+const FIRST_CHOICE = ["Success: sampled, temperature 1", "Success: evaluated at temperature 1", "Success: greedy", "Reward of trained episodes: mean", "Entropy, nats per token: entropy",
   "Log-probability mismatch, nats: largest", "Trained tokens per second: tokens"];
 const whole = (value) => number(Math.round(value));
 const AXES = {

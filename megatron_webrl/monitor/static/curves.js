@@ -51,7 +51,7 @@ export function chartsOf(updates, evaluations) {
 function evaluationSeries(lines) {
   const found = new Map();
   for (const line of lines) {
-    const name = `${evaluated(line)}${line.kind === "blank_images" ? ", blank images" : ""}`;
+    const name = `${evaluated(line)}${line.variant === "blank_images" ? ", blank images" : ""}`;
     found.set(name, [...(found.get(name) ?? []), [line.version, line.success_of_judged]]);
   }
   return [...found].map(([name, points]) => ({ name, points: points.sort((a, b) => a[0] - b[0]) }));

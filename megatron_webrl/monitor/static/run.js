@@ -36,11 +36,13 @@ function tracking({ folder, mlflow }) {
   return h("dl", { class: "facts" }, Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, foreign(value)))));
 }
 
+const variant = (line) => `${line.temperature ? "sampled" : "greedy"}${line.variant === "blank_images" ? ", blank images" : ""}`;
+
 function evaluationTable(lines) {
   if (!lines.length) return [];
-  const heads = ["Version", "Kind", "Success", "95% interval", "Episodes", "Without verdict", "Steps"];
+  const heads = ["Version", "Kind", "Variant", "Success", "95% interval", "Episodes", "Without verdict", "Steps"];
   return [h("h2", {}, "Evaluations"), rowsTable("Evaluations", heads, lines.map((line) => h("tr", {}, [
-      number(line.version), line.kind.replaceAll("_", " "), percent(line.success_of_judged), line.interval ? line.interval.map(percent).join(" to ") : "-",
+      number(line.version), line.kind, variant(line), percent(line.success_of_judged), line.interval ? line.interval.map(percent).join(" to ") : "-",
       number(line.episodes), number(Object.values(line.no_verdict ?? {}).reduce((sum, each) => sum + each, 0)), number(line.steps_mean),
     ].map((each) => h("td", {}, each)))))];
 }

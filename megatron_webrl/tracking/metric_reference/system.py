@@ -111,7 +111,12 @@ SECTIONS = (
             (
                 "evaluation/blank_images",
                 "Evaluation without images",
-                "Over the tasks of the control with blank images.",
+                "Over the tasks of the evaluations before and after training with blank images.",
+            ),
+            (
+                "evaluation/greedy",
+                "Greedy evaluation",
+                "Over the tasks of the greedy evaluations before and after training (`evaluation.greedy`).",
             ),
         )
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, Tasks
 from megatron_webrl.farm.protocol import ResetRequest
 from megatron_webrl.farm.request_validation import TaskCatalog
 from megatron_webrl.sampling.knowledge import SamplerKnowledge, SamplerLog
-from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks
+from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.tasks.files.source import FileTaskSource
 from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.source import HELD_OUT_SEEDS, held_out_environment_and_seed
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
 
 TRAINING_ROWS, TEST_ROWS = 30, 5
@@ -167,15 +169,26 @@ def test_a_file_that_is_replaced_keeps_its_tasks_and_one_that_is_overwritten_is_
         source.make_task(task.environment, 1)
 
 
-def test_the_number_of_evaluation_tasks_is_known_without_a_source(tasks: TasksConfig) -> None:
+def test_the_tasks_of_an_evaluation_are_known_without_a_source(tasks: TasksConfig) -> None:
     config = Config(tasks=tasks)
-    counts = []
-    for config.evaluation.episodes in (0, 3, 50):
-        counts.append(count_evaluation_tasks(config))
-    assert counts == [5, 3, 5]
+    found = {}
+    for config.evaluation.skip, config.evaluation.episodes in itertools.product((0, 3), (0, 1, 3, 50)):
+        found[config.evaluation.skip, config.evaluation.episodes] = evaluation_task_indices(config)
+    assert found == {
+        (0, 0): range(5), (0, 1): range(1), (0, 3): range(3), (0, 50): range(5),
+        (3, 0): range(3, 5), (3, 1): range(3, 4), (3, 3): range(3, 5), (3, 50): range(3, 5),
+    }  # fmt: skip
+    config.evaluation.skip = 5
+    with pytest.raises(ConfigError, match=r"evaluation.skip=5 leaves none of the 5 held-out tasks; lower it"):
+        evaluation_task_indices(config)
     environments = Config(tasks=TasksConfig(environments=["click-test", "focus-text"]))
     environments.evaluation.episodes = 7
-    assert count_evaluation_tasks(environments) == 14
+    assert evaluation_task_indices(environments) == range(14)
+    environments.evaluation.skip = 1000  # pages of each environment
+    indices = evaluation_task_indices(environments)
+    assert indices == range(2000, 2014)
+    pages = [seed - HELD_OUT_SEEDS.start for _, seed in (held_out_environment_and_seed(i, 2) for i in indices)]
+    assert sorted(set(pages)) == list(range(1000, 1007))
 
 
 def test_a_trainer_without_browser_packages_counts_and_indexes(tasks: TasksConfig) -> None:
@@ -184,12 +197,12 @@ def test_a_trainer_without_browser_packages_counts_and_indexes(tasks: TasksConfi
         "sys.modules.update(dict.fromkeys(('playwright', 'miniwob', 'aiohttp', 'idna')))\n"
         "from megatron_webrl.config.schema import Config, EvaluationConfig\n"
         "from megatron_webrl.config.tasks import TasksConfig\n"
-        "from megatron_webrl.tasks.evaluation_count import count_evaluation_tasks\n"
+        "from megatron_webrl.tasks.evaluation_count import evaluation_task_indices\n"
         "tasks = TasksConfig(source='webgym', test_file=sys.argv[1])\n"
-        "print(count_evaluation_tasks(Config(tasks=tasks, evaluation=EvaluationConfig(episodes=0))))\n"
+        "print(*evaluation_task_indices(Config(tasks=tasks, evaluation=EvaluationConfig(episodes=0))))\n"
     )
     command = [sys.executable, "-c", code, tasks.test_file]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{TEST_ROWS}\n"
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0 1 2 3 4\n"
 
 
 def test_a_browser_server_opens_the_tasks_as_web_pages(source: FileTaskSource) -> None:

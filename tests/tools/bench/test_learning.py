@@ -14,7 +14,7 @@ from megatron_webrl.launch.validation import load_config
 from tools.bench import learning
 
 
-def a_run(folder: Path, *, evaluated_before: bool = True) -> Path:
+def a_run(folder: Path, *, evaluated_before: bool = True, is_old: bool = False) -> Path:
     folder.mkdir()
     updates = [
         {
@@ -29,13 +29,15 @@ def a_run(folder: Path, *, evaluated_before: bool = True) -> Path:
         "after": {"success_of_judged": 0.7},
         "gain": gain if evaluated_before else None,
         "image_gain": gain,
+        **({"blank_images": {"success_of_judged": 0.4}} if is_old else {"after_blank_images": None}),
     }
     (folder / "summary.json").write_text(json.dumps({"updates": updates, "evaluation": evaluation}))
     return folder
 
 
-def test_first_and_last_updates_are_compared(tmp_path: Path):
-    found = learning.read_result("rewards", 0, a_run(tmp_path / "run"), None, 90.0)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_first_and_last_updates_are_compared(tmp_path: Path, is_old: bool):
+    found = learning.read_result("rewards", 0, a_run(tmp_path / "run", is_old=is_old), None, 90.0)
     assert (found.before, found.after, found.minutes) == (0.4, 0.7, 1.5)
     assert found.entropy == pytest.approx((0.4, 0.25))
     assert found.sampled[-1] == (7, 0.7)
@@ -66,5 +68,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize("arm", learning.ARMS)
 def test_an_arm_is_a_configuration_that_holds(arm: str, tmp_path: Path):
-    config = load_config(learning.CONFIG, [*learning.ARMS[arm], f"run.directory={tmp_path}"])
+    overrides = [*learning.EVALUATION, *learning.ARMS[arm], f"run.directory={tmp_path}"]
+    config = load_config(learning.CONFIG, overrides)
     assert config.run.directory == str(tmp_path)

@@ -29,7 +29,7 @@ CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 UPDATES, QUICK_UPDATES = 6, 1
 SPANS, REPEATS = 20_000, 5
 GOAL = 0.01  # of a process's time
-NO_EVALUATION = ("evaluation.before=false", "evaluation.after=false", "evaluation.blank_images=false")
+NO_EVALUATION = tuple(f"evaluation.{name}=false" for name in ("before", "after", "blank_images", "greedy"))
 
 
 def span_seconds(recording: bool) -> float:
