@@ -87,10 +87,11 @@ def summarise(folder: Path, version: int) -> dict[str, Any]:
 
 def with_all_names(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """The field `evaluation` of a summary.json that may be of an older run, with all NAMES and GAINS."""
-    stored = dict(evaluation)
+    stored: dict[str, Any] = dict.fromkeys((*NAMES, *GAINS)) | dict(evaluation)
     if BLANK_IMAGES in stored:
         stored["after_blank_images"] = stored.pop(BLANK_IMAGES)
-    return dict.fromkeys((*NAMES, *GAINS)) | stored
+    old = {name: stored[name] for name in NAMES if stored[name] is not None and "variant" not in stored[name]}
+    return stored | {name: _with_variant(line, "after") for name, line in old.items()}
 
 
 def _episodes_path(folder: Path, line: dict[str, Any]) -> Path:

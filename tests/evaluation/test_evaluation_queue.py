@@ -173,7 +173,7 @@ class Worker(threading.Thread):
         deadline = time.monotonic() + LIMIT
         while self.last not in self.asked and time.monotonic() < deadline:
             asked = evaluation_queue.current_request(self.control)
-            if asked is not None and not self.engines.waiting and asked.name not in self.asked:
+            if asked is not None and not self.engines.waiting and asked not in self.asked.values():
                 while claimed := claim(self.control, asked, self.instance_id):
                     [episode] = claimed
                     index, sample = asked.task_and_sample(episode)
@@ -244,23 +244,21 @@ def recorded(config: Config) -> list[str]:
 def test_a_trainer_that_was_killed_between_variants_repeats_none_that_is_complete(
     address: Path, config: Config, one_rank: None, names: list[str], count: int
 ):
-    version = 0 if names is BEFORE else 4
-    killed: Any = EnginesOfAKilledTrainer(config, count)
-    Worker(address, f"rollout-killed-{version}-{count}", killed, last=names[count - 1]).start()
+    version, tracker = 0 if names is BEFORE else 4, MLflowTracker(config, None)
 
-    def run(restart_epoch: int, engines: Any) -> None:
-        evaluation = EvaluationScheduler(
-            config, connect(address, "trainer-0"), MLflowTracker(config, None), restart_epoch, version
-        )
+    def run(restart_epoch: int, engines: Any, *workers: Worker) -> None:
+        evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch, version)
+        for worker in workers:  # once the request of the killed trainer is withdrawn
+            worker.start()
         (evaluation.run_after_training if version else evaluation.run_before_training)(version, engines)
 
-    with pytest.raises(SystemExit, match="killed"):
-        run(0, killed)
-    assert recorded(config) == names[:count]
+    killed: Any = EnginesOfAKilledTrainer(config, count)
     engines: Any = EnginesOfAKilledTrainer(config, count=-1)
+    with pytest.raises(SystemExit, match="killed"):
+        run(0, killed, Worker(address, f"rollout-killed-{version}-{count}", killed, last=names[count - 1]))
+    assert recorded(config) == names[:count]
     worker = Worker(address, f"rollout-again-{version}-{count}", engines, last=names[-1])
-    worker.start()
-    run(1, engines)
+    run(1, engines, worker)
     worker.join(LIMIT)
     assert list(worker.asked) == names[count:]
     assert recorded(config) == names

@@ -195,6 +195,8 @@ def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_versi
     gains = ("gain", "blind_gain", "seeing_gain", "image_gain", "greedy_gain")
     assert summary.read_summary(tmp_path)["evaluation"] == dict.fromkeys((*names, *gains))
     append("before", 0, "failure", "failure")
+    append("before", 0, "failure", "success", variant="blank_images")
+    append("before", 1, "success", "success", variant="greedy")  # of another policy
     append("during", 1, "failure", "success")
     append("after", 1, "failure", "success")
     summary.write_summary(tmp_path, "finished", None)
@@ -208,15 +210,11 @@ def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_versi
     summary.open_updates(tmp_path).append(update, update | {"version": 2})
     summary.write_summary(tmp_path, "finished", None)
     evaluation = summary.read_summary(tmp_path)["evaluation"]
-    assert [evaluation[name] and evaluation[name]["mean"] for name in gains] == [1.0, None, None, 0.5, None]
-    append("before", 0, "failure", "success", variant="blank_images")
-    append("before", 1, "success", "success", variant="greedy")  # of another policy
-    evaluation = result_files.summarise(tmp_path, 2)
     assert [evaluation[name] and evaluation[name]["mean"] for name in gains] == [1.0, 0.0, 1.0, 0.5, None]
     assert [name for name in names if evaluation[name] is None] == ["before_greedy", "after_greedy"]
     # The run resumes from version 1: the evaluations of version 2 are deleted.
     result_files.truncate_after(tmp_path, 1)
-    assert [line["version"] for line in result_files.read_evaluations(tmp_path)] == [0, 1, 1]
+    assert [line["version"] for line in result_files.read_evaluations(tmp_path)] == [0, 0, 1, 1, 1]
 
 
 def test_a_run_without_updates_has_an_evaluation_after_training_of_version_0(tmp_path: Path):
