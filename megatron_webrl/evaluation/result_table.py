@@ -24,7 +24,7 @@ GAIN_NAMES = {"gain": "gain of the run", "blind_gain": "gain with blank images",
 
 def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
     """Success of judged episodes in several evaluations of the same tasks: a row per environment, and the total. With
-    many evaluations only the total has intervals, so that the table fits 100 columns.
+    many evaluations only the total has intervals, and steps are left out, so that the table fits a terminal.
     """
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_footer=True)
     wide = len(lines) <= MOST_INTERVALS
@@ -36,7 +36,7 @@ def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
     for title, footer in (
         ("epi-\nsodes", str(last["episodes"])),
         ("masked", str(_no_verdict(last) + last["missing"])),
-        ("steps", f"{last['steps_mean']:.2f}"),
+        *([("steps", f"{last['steps_mean']:.2f}")] if wide else []),
     ):
         table.add_column(title, footer=footer, justify="right")
     for name in sorted({name for line in lines for name in line["environments"]}):
@@ -44,7 +44,8 @@ def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
         entries = [line["environments"].get(name) for line in lines]
         cells = [format_success(each) if wide else _rate(each, 0) for each in entries]
         if entry is not None:
-            cells += [str(entry["episodes"]), str(_no_verdict(entry)), f"{entry['steps_mean']:.2f}"]
+            cells += [str(entry["episodes"]), str(_no_verdict(entry))]
+            cells += [f"{entry['steps_mean']:.2f}"] if wide else []
         table.add_row(name, *cells)
     return table
 
@@ -87,10 +88,10 @@ def format_success(entry: Mapping[str, Any] | None) -> str:
 
 def format_difference(name: str, gain: Mapping[str, Any], width: int = 0) -> str:
     """A contrast of success rates in one line; `width` of the name, so that lines below each other are aligned."""
-    low, high = (100 * bound for bound in gain["interval"])
+    points = "+5.1f" if width else "+.1f"
+    mean, low, high = (format(100 * value, points) for value in (gain["mean"], *gain["interval"]))
     return (
-        f"{name + ':':<{width}} {100 * gain['mean']:+.1f} points, 95 % interval {low:+.1f} to {high:+.1f} "
-        f"(paired bootstrap, {gain['tasks']} tasks)"
+        f"{name + ':':<{width}} {mean} points, 95 % interval {low} to {high} (paired bootstrap, {gain['tasks']} tasks)"
     )
 
 
