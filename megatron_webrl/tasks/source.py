@@ -55,7 +55,7 @@ class TaskSource(TaskSite, Protocol):
         ...
 
     def evaluation_tasks(self, episodes: int) -> int:
-        """Number of tasks of an evaluation; `episodes` is evaluation.episodes."""
+        """Number of tasks of an evaluation; `episodes` is evaluation.episodes, or what evaluation.skip leaves out."""
         ...
 
 
