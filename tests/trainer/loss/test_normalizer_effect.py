@@ -136,11 +136,11 @@ def test_nothing_differs_where_all_failures_have_the_same_length(seed: int):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_lengths_hardly_differ_where_every_page_can_be_done(seed: int):
-    """Then ending is what succeeds, and every normaliser teaches it."""
+def test_per_trajectory_lengthens_nothing_where_every_page_can_be_done(seed: int):
+    """Then ending is what succeeds, and every normaliser teaches it; 1/|tau| also favours short successes."""
     constant, per_trajectory = train("constant", seed, True, 0.0), train("per_trajectory", seed, True, 0.0)
     assert min(constant.success, per_trajectory.success) > 0.9
-    assert constant.steps == pytest.approx(per_trajectory.steps, rel=0.15)
+    assert per_trajectory.steps < 1.05 * constant.steps
 
 
 def test_the_loss_pushes_failures_of_equal_advantage_by_their_length_per_trajectory_only():
