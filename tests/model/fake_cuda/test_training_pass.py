@@ -26,6 +26,7 @@ HOST_SYNCS = {
     "dense train": METRICS,
     "moe score": ROUTING,
     "moe train": {**{place: 2 * count for place, count in ROUTING.items()}, **METRICS},  # recompute=full: twice
+    **{f"dense {name}": METRICS for name in ("gspo", "cispo", "sapo", "dppo", "raft_plus_plus")},
 }
 
 

@@ -20,11 +20,20 @@ import torch
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor
 
+from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.model.qwen3_vl.packed_input import HOST_FIELDS
 from tests.model import tiny
 from tests.model.fake_cuda.host_values import HostValues, fake_cuda
 
 NUMBERS = torch.arange(4)
+LOSSES = [
+    LossConfig(
+        name="gspo", importance_weight_level="product", importance_weight_floor=0.5, kl_rejection_bound=0.1,
+        max_token_lag=1, entropy_coefficient=0.1,
+    ),
+    LossConfig(name="cispo", importance_weight_mode="truncate"), LossConfig(name="sapo"),
+    LossConfig(name="dppo", dppo_divergence="kl", decoupled=False), LossConfig(name="raft_plus_plus"),
+]  # fmt: skip
 SHAPES = {"dense": tiny.Shape(layers=2), "moe": tiny.Shape(layers=2, experts=4)}
 
 
@@ -45,6 +54,11 @@ def main(folder: str) -> None:
                 host.syncs.clear()
                 run(learner, microbatches)
                 found[f"{name} {kind}"] = dict(host.syncs)
+            if name == "dense":
+                for loss in LOSSES:
+                    host.syncs.clear()
+                    _train(learner, microbatches, loss)
+                    found[f"dense {loss.name}"] = dict(host.syncs)
     sys.stdout.write(json.dumps(found))
 
 
@@ -128,11 +142,10 @@ def _score(learner: Any, microbatches: list[Any]) -> None:
     assert [logprobs.device.type for logprobs in found] == ["cuda"]
 
 
-def _train(learner: Any, microbatches: list[Any]) -> None:
-    from megatron_webrl.config.loss import LossConfig
+def _train(learner: Any, microbatches: list[Any], loss: LossConfig | None = None) -> None:
     from megatron_webrl.trainer.loss.objective import make_objective
 
-    learner.forward_backward(microbatches, None, make_objective(LossConfig(), None))
+    learner.forward_backward(microbatches, None, make_objective(loss or LossConfig(), None, 1))
     for parameter in learner.models[0].parameters():
         assert parameter.main_grad.device.type == "cuda"
 

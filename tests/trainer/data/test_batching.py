@@ -82,8 +82,9 @@ def test_the_loss_selects_the_samples_and_advantages_of_an_update():
     config = Config()
     plain = [(s.trajectory_id, s.advantage) for s in batching.make_samples(groups())]
     assert [(s.trajectory_id, s.advantage) for s in batching.training_samples(groups(), config, 3)] == plain
-    config.trainer.loss.name = "raft"
-    assert {s.advantage for s in batching.training_samples(groups(), config, 3)} == {1.0}
+    for name in ("raft", "raft_plus_plus"):
+        config.trainer.loss.name = name
+        assert {s.advantage for s in batching.training_samples(groups(), config, 3)} == {1.0}
 
 
 def test_shuffled_advantages_are_a_permutation_among_trajectories():

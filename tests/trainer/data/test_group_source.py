@@ -205,8 +205,9 @@ def test_waiting_ends_when_the_caller_stops_it(ring: Ring, source: GroupSource):
     assert source.wait_for_groups(0, 1, 60.0, lambda ready: False) is None
 
 
-def test_raft_keeps_groups_with_a_success_and_drops_those_without(ring: Ring, source: GroupSource):
-    source.config.trainer.loss.name = "raft"
+@pytest.mark.parametrize("name", ["raft", "raft_plus_plus"])
+def test_raft_keeps_groups_with_a_success_and_drops_those_without(ring: Ring, source: GroupSource, name: str):
+    source.config.trainer.loss.name = name
     put(ring, 0, [1.0, 1.0])
     put(ring, 1, [0.0, 0.0])
     source.poll(0)
