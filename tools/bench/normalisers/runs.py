@@ -143,8 +143,9 @@ def make_initial_policy(model: Path, quick: bool, report: Callable[[str], None])
     overrides += ["trainer.warm_start.demonstrations=24"] if quick else []
     if not (tiny / "config.json").is_file():
         _run_module("tools.make_tiny_model", str(tiny))
-    report("recording demonstrations ...")
-    _run_module("megatron_webrl", "demonstrate", str(CONFIG), "--out", str(records), *overrides)
+    if not records.is_file():  # it is named once it is complete
+        report("recording demonstrations ...")
+        _run_module("megatron_webrl", "demonstrate", str(CONFIG), "--out", str(records), *overrides)
     report("imitating them ...")
     steps = 20 if quick else PRETRAINING_STEPS
     _run_module("tools.pretrain_tiny_model", str(tiny), str(records), str(model), f"--steps={steps}")
