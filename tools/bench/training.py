@@ -173,7 +173,7 @@ def describe(samples: Sequence[TrainingSample]) -> str:
 def main() -> None:
     options = _parser().parse_args()
     if options.quick:
-        options.episodes, options.rounds = min(options.episodes, 4), 1
+        options.episodes, options.rounds = min(options.episodes, max(1, 4 // options.group_size)), 1
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as folder:
         model = make_model(Path(folder) / "model", options)
         processor = Processor.load(model)
@@ -231,7 +231,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_bench_parser(__doc__, "four episodes, one round")
+    parser = make_bench_parser(__doc__, "four episodes or one group, one round")
     for option, default, text in (
         ("--hidden", 256, "width of the text model, a multiple of 32"),
         ("--layers", 6, "layers of the text model"),

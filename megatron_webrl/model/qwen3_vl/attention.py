@@ -95,11 +95,15 @@ def per_segment(
     parts = []
     for segment, (start, end) in enumerate(pairwise(params.segment_boundaries)):
         ranges = ((start, end),) if params.keys is None else params.keys.ranges[segment]
-        keys, values = select_keys(k, ranges), select_keys(v, ranges)
-        mask = causal_mask(end - start, keys.shape[2], query.device)
+        queries, keys, values = q[:, :, start:end], select_keys(k, ranges), select_keys(v, ranges)
+        mask = None
+        if queries.shape[2] < keys.shape[2]:
+            mask = params.masks.get(segment)
+            if mask is None:  # made once for all layers, which save it for the backward pass
+                mask = params.masks[segment] = causal_mask(queries, keys.shape[2])
         parts.append(
             scaled_dot_product_attention(
-                q[:, :, start:end], keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+                queries, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
             )
         )
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3)

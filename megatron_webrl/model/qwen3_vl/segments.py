@@ -61,8 +61,10 @@ def select_keys(tokens: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """bool [queries, keys], True where a query sees a key: the last query sees all. None: plain causal attention."""
-    if queries == keys:
-        return None
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
+def causal_mask(query: Tensor, keys: int) -> Tensor:
+    """[queries, keys] in the dtype of `query` [1, heads, queries, dim]: 0 for visible keys, else -inf.
+
+    The last query sees all keys.
+    """
+    queries = query.shape[2]
+    return query.new_full((queries, keys), -torch.inf).triu(diagonal=keys - queries + 1)

@@ -39,6 +39,7 @@ class MultimodalPackedSeqParams(PackedSeqParams):
     segment_boundaries: tuple[int, ...] = ()  # [segments + 1], first token of each segment, then T
     keys: SegmentKeys | None = None  # of segments, if any has a parent
     key_positions: Tensor | None = None  # int64 [keys] of `keys`, on the device
+    masks: dict[int, Tensor] = field(default_factory=dict)  # by segment: [tokens, keys], where the kernel needs one
     image_token_positions: Tensor | None = None  # int64 [V], positions of image tokens among this rank's tokens
     deepstack_features: dict[int, Tensor] = field(default_factory=dict)  # by layer: [V, hidden], added to its output
 
