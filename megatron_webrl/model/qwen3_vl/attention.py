@@ -142,8 +142,13 @@ def _most_keys(params: MultimodalPackedSeqParams) -> int:
 
 def flash(query: Tensor, key: Tensor, value: Tensor, params: MultimodalPackedSeqParams, scale: float | None) -> Tensor:
     """[T, heads, dim], by one call of flash-attn's variable-length kernel for all segments, masked as in `varlen`."""
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import __version__, flash_attn_varlen_func
 
+    if params.keys is not None and tuple(map(int, __version__.split(".")[:2])) < (2, 1):
+        raise RuntimeError(
+            f"flash-attn {__version__} cannot compute common prefixes, which need 2.1; "
+            "install it, or set trainer.merge_prefixes=trajectory"
+        )
     key, value = _keys_by_segment(key, params), _keys_by_segment(value, params)
     return flash_attn_varlen_func(
         query.squeeze(1),

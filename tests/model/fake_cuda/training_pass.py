@@ -104,14 +104,20 @@ def _every_kind(host: HostValues) -> dict[str, int]:
 
 
 def _microbatch() -> Any:
-    """A micro-batch of real tensors, before Megatron is imported."""
+    """A micro-batch of real tensors, before Megatron is imported; the last segment attends to the first."""
     from megatron_webrl.trainer.data.sequence_packer import Microbatch
 
     packed, targets = tiny.pack(list(tiny.samples().values()))
     images, count, lengths = torch.arange(len(packed.grids)), len(targets), torch.tensor([9, 7, 11])
     placeholders = (packed.tokens == tiny.IMAGE).nonzero().squeeze(1)
     return Microbatch(
-        inputs=replace(packed, image_indices=images, local_images=images, image_token_positions=placeholders),
+        inputs=replace(
+            packed,
+            parents=torch.tensor([-1, -1, 0]),
+            image_indices=images,
+            local_images=images,
+            image_token_positions=placeholders,
+        ),
         targets=targets,
         behaviour_logprobs=torch.zeros(count),
         versions=torch.zeros(count, dtype=torch.int32),
