@@ -90,8 +90,11 @@ def with_all_names(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     stored: dict[str, Any] = dict.fromkeys((*NAMES, *GAINS)) | dict(evaluation)
     if BLANK_IMAGES in stored:
         stored["after_blank_images"] = stored.pop(BLANK_IMAGES)
-    old = {name: stored[name] for name in NAMES if stored[name] is not None and "variant" not in stored[name]}
-    return stored | {name: _with_variant(line, "after") for name, line in old.items()}
+    for name in NAMES:
+        if stored[name] is not None:
+            kind, _, variant = name.partition("_")
+            stored[name] = {"first_task": 0} | stored[name] | {"kind": kind, "variant": variant}
+    return stored
 
 
 def _episodes_path(folder: Path, line: dict[str, Any]) -> Path:
