@@ -1,4 +1,4 @@
-"""Options of how a model is computed. None of them changes its results."""
+"""Options of how a model is computed. None of them changes its logits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 Recompute = Literal["none", "selective", "full"]
 LayerImplementation = Literal["local", "transformer_engine"]
 AttentionKernel = Literal["auto", "sdpa", "varlen", "flash"]
+ValueHeadKind = Literal["none", "detached", "shared"]
 
 
 class MissingLibraryError(RuntimeError):
@@ -24,6 +25,7 @@ class ComputeOptions:
     layers: LayerImplementation = "local"  # linear layers and norms: megatron-core or Transformer Engine
     attention: AttentionKernel = "auto"  # PyTorch's per sample, PyTorch's or flash-attn's for variable lengths
     train_vision: bool = True
+    value_head: ValueHeadKind = "none"  # of a step critic; detached: its gradient stops before the trunk
 
     def __post_init__(self) -> None:
         for setting, value, wanted, library in (

@@ -14,7 +14,7 @@ from megatron_webrl.model.process_groups import is_last_stage
 from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
 
 MicrobatchResults = dict[str, Tensor]
-LossFunction = Callable[[int, Tensor], tuple[Tensor, MicrobatchResults]]
+LossFunction = Callable[[int, Any], tuple[Tensor, MicrobatchResults]]
 
 
 def forward_backward(
@@ -23,8 +23,8 @@ def forward_backward(
     """Forward and, unless `forward_only`, backward over all inputs. Collective over the model's ranks.
 
     `chunks`: this rank's Qwen3VL models, possibly in DistributedDataParallel. The last pipeline stage calls
-    `loss_fn(index, logits)` for each input, logits [R, padded vocabulary / tensor-parallel size]; it returns the loss
-    (Megatron averages it over the inputs) and the results. Every stage passes all inputs; only the first reads pixels.
+    `loss_fn(index, output)` for each input, with the output of `Qwen3VL.forward`; it returns the loss (Megatron
+    averages it over the inputs) and the results. Every stage passes all inputs; only the first reads pixels.
     Returns the results per input on the last stage, an empty list on the others.
     """
 

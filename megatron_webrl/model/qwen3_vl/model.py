@@ -32,6 +32,7 @@ from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, pad_to_multi
 from megatron_webrl.model.qwen3_vl.rope import InterleavedRotaryEmbedding
 from megatron_webrl.model.qwen3_vl.segments import segment_keys
 from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig, make_text_config
+from megatron_webrl.model.value_head import ValueHead
 
 
 class Qwen3VL(GPTModel):
@@ -71,12 +72,15 @@ class Qwen3VL(GPTModel):
         self.rotary_pos_emb = InterleavedRotaryEmbedding(text.head_dim, text.rope_parameters["rope_theta"])
         self.mrope_section = text.rope_parameters["mrope_section"]
         self._received: Tensor | None = None
+        self.value_head: ValueHead | None = None
         if self.pre_process:
             self.visual = vision.build_vision_tower(hf_config.vision_config, config.params_dtype, platform.device)
         if self.post_process:
             # The scored positions are selected before the output layer, so the tokens must be gathered before it.
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = sizes.tensor > 1
+            if options.value_head != "none":
+                self.value_head = ValueHead(config.hidden_size, options.value_head == "shared")
 
     def canonical_parameters(self) -> dict[str, torch.nn.Parameter]:
         """This chunk's parameters by canonical name, as in the parameter map."""
@@ -93,9 +97,10 @@ class Qwen3VL(GPTModel):
         """Set the input received from the previous stage; called by Megatron's schedules."""
         self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
-    def forward(self, packed: PackedInput) -> Tensor:
+    def forward(self, packed: PackedInput) -> Tensor | tuple[Tensor, Tensor]:
         """Logits [R, padded vocabulary / tensor-parallel size] at `packed.scored_positions`.
 
+        With a value head also values, float32 [values], at `packed.value_rows` of these.
         An earlier chunk returns the input of the next: activations [T, 1, hidden], then the DeepStack features
         [V, 1, hidden] of each remaining DeepStack layer; T and V count this rank's tokens. Collective over tensor- and
         context-parallel ranks. Raises ValueError if segments, placeholders and images do not match.
@@ -130,8 +135,12 @@ class Qwen3VL(GPTModel):
             group = self.pg_collection.tp
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden.index_select(0, packed.scored_positions - mine.start), weight=weight)
-        return logits.squeeze(1)
+        scored = hidden.index_select(0, packed.scored_positions - mine.start)
+        logits = self.output_layer(scored, weight=weight)[0].squeeze(1)
+        if self.value_head is None:
+            return logits
+        assert packed.value_rows is not None, "a value head needs PackedInput.value_rows"
+        return logits, self.value_head(scored.index_select(0, packed.value_rows))
 
     def _embed(self, packed: PackedInput, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """Input activations of the first layer, and DeepStack features by layer. `positions`: of all placeholders."""

@@ -35,6 +35,7 @@ class PackedInput:
     local_images: Tensor | None = None  # int64, indices into grids of the images in `pixels`
     image_token_positions: Tensor | None = None  # int64 [V], placeholders; text may hold the token, too; None: all
     parents: Tensor | None = None  # int64 [segments], an earlier segment, or -1: none; None: no segment has a parent
+    value_rows: Tensor | None = None  # int64 [values], indices in scored_positions at which a value head is applied
 
     def __post_init__(self) -> None:
         length = self.tokens.numel()
