@@ -1,4 +1,4 @@
-"""Settings of credit assignment, trainer.advantage.*: docs/algorithm.md says what they do."""
+"""Settings of credit assignment, trainer.advantage.* and trainer.critic.*: docs/algorithm.md says what they do."""
 
 from __future__ import annotations
 
@@ -49,3 +49,21 @@ class AdvantageConfig:
         "the loss (DAPO); they count in the group statistics either way.",
         choices=("keep", "mask"),
     )
+
+
+@dataclass
+class CriticConfig:
+    coefficient: float = setting(
+        0.0,
+        "Weight of the value loss of a step critic, a value head on the policy's trunk whose values replace the "
+        "group's statistics in the advantage; 0: no critic.",
+        low=0,
+    )
+    gae_lambda: float = setting(
+        0.95,
+        "Weight of what follows a step against its value: 0 trusts the next step's value, 1 the return of the episode.",
+        low=0,
+        high=1,
+    )
+    train_trunk: bool = setting(True, "The value loss trains the policy's trunk too; false: the value head alone.")
+    warmup_updates: int = setting(0, "First updates of the run that change the value head alone.", low=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_webrl.config.advantage import AdvantageConfig
+from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
 from megatron_webrl.config.loss import LossConfig, RewardConfig
 from megatron_webrl.config.setting import setting
 
@@ -147,7 +147,7 @@ class TrainerConfig:
     zero_variance_groups: str = setting(
         "drop",
         "Groups of one outcome: drop and replace them, or keep them (they carry no gradient; with "
-        "trainer.advantage.components=apart that of their penalties).",
+        "trainer.advantage.components=apart that of their penalties, with trainer.critic that of all of their steps).",
         choices=("drop", "keep"),
     )
     min_group: int = setting(
@@ -165,6 +165,7 @@ class TrainerConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

@@ -1,17 +1,17 @@
-"""Checks of the settings trainer.advantage.*: each that has no effect is refused by name."""
+"""Checks of trainer.advantage.* and trainer.critic.*: each setting that has no effect is refused by name."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
-from megatron_webrl.config.advantage import AdvantageConfig
+from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
 
 
 def check_credit(config: Config) -> None:
-    """Raise ConfigError for a setting of trainer.advantage that others leave without effect or meaning.
+    """Raise ConfigError for a setting of trainer.advantage or trainer.critic that others leave without effect.
 
     A configuration that only evaluates trains nothing, and is not checked.
     """
@@ -21,7 +21,10 @@ def check_credit(config: Config) -> None:
     if trainer.loss.imitates_successes:
         for each in fields(AdvantageConfig):
             _check_default(settings, each.name, f"trainer.loss.name={trainer.loss.name}, which has no advantages")
+        for each in fields(CriticConfig):
+            _check_critic_default(trainer.critic, each.name, f"trainer.loss.name={trainer.loss.name}")
         return
+    _check_critic(config)
     reward = trainer.reward
     if not (reward.format_penalty or reward.repetition_penalty or reward.length_penalty):
         for name in ("components", "penalties"):
@@ -44,6 +47,29 @@ def check_credit(config: Config) -> None:
         )
 
 
+def _check_critic(config: Config) -> None:
+    """A critic's values replace the statistics of groups."""
+    critic, settings = config.trainer.critic, config.trainer.advantage
+    if not critic.coefficient:
+        for name in ("gae_lambda", "train_trunk", "warmup_updates"):
+            _check_critic_default(critic, name, "trainer.critic.coefficient=0")
+        return
+    for name in ("baseline", "components", "anchor_weight"):
+        _check_default(settings, name, "a critic (trainer.critic.coefficient)")
+    if settings.scale == "group_std":
+        raise ConfigError(
+            "trainer.advantage.scale=group_std divides by a statistic of groups, which the advantages of a critic "
+            "(trainer.critic.coefficient) do not use; set it to none or batch_std"
+        )
+    if config.trainer.loss.shuffle_advantages:
+        raise ConfigError(
+            "trainer.loss.shuffle_advantages has no effect with a critic (trainer.critic.coefficient), which computes "
+            "the advantages after the samples are made; leave it at false"
+        )
+    if _longest_episode(config.tasks) == 1:
+        _check_critic_default(critic, "gae_lambda", "tasks of one step (tasks.max_steps)")
+
+
 def _check_apart(settings: AdvantageConfig) -> None:
     """GDPO has statistics of its own: of each component in its group, then of the sum in the batch."""
     for name in ("baseline", "scale", "penalties"):
@@ -59,6 +85,13 @@ def _longest_episode(tasks: TasksConfig) -> int | None:
 
 
 def _check_default(settings: AdvantageConfig, name: str, cause: str) -> None:
-    value, default = getattr(settings, name), getattr(AdvantageConfig(), name)
+    _check_unchanged(f"trainer.advantage.{name}", getattr(settings, name), getattr(AdvantageConfig(), name), cause)
+
+
+def _check_critic_default(settings: CriticConfig, name: str, cause: str) -> None:
+    _check_unchanged(f"trainer.critic.{name}", getattr(settings, name), getattr(CriticConfig(), name), cause)
+
+
+def _check_unchanged(name: str, value: object, default: object, cause: str) -> None:
     if value != default:
-        raise ConfigError(f"trainer.advantage.{name}={value} has no effect with {cause}; leave it at {default}")
+        raise ConfigError(f"{name}={value} has no effect with {cause}; leave it at {default}")

@@ -15,8 +15,15 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank
 
 from megatron_webrl.cluster.parallel_layout import image_buffer_mib
+from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.model.compute_options import AttentionKernel, ComputeOptions, LayerImplementation, Recompute
+from megatron_webrl.model.compute_options import (
+    AttentionKernel,
+    ComputeOptions,
+    LayerImplementation,
+    Recompute,
+    ValueHeadKind,
+)
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
@@ -79,7 +86,14 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
         layers=choose_layers(platform) if trainer.layers == "auto" else cast(LayerImplementation, trainer.layers),
         attention=cast(AttentionKernel, trainer.attention),
         train_vision=trainer.train_vision,
+        value_head=_value_head(trainer.critic),
     )
+
+
+def _value_head(critic: CriticConfig) -> ValueHeadKind:
+    if not critic.coefficient:
+        return "none"
+    return "shared" if critic.train_trunk else "detached"
 
 
 def choose_layers(platform: Platform) -> LayerImplementation:

@@ -13,9 +13,10 @@ from torch import Tensor
 from megatron_webrl.model import schedule
 from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 from megatron_webrl.model.process_groups import is_last_stage
+from megatron_webrl.model.value_head import VALUE_HEAD
 from megatron_webrl.tracking.timeline import OFF, Timeline
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
-from megatron_webrl.trainer.loss.token_data import Objective, TokenData
+from megatron_webrl.trainer.loss.token_data import Objective, StepValues, TokenData
 from megatron_webrl.trainer.metrics.moments import is_extreme, is_minimum
 from megatron_webrl.trainer.metrics.token_statistics import token_statistics
 from megatron_webrl.trainer.optimizer import ScheduledOptimizer
@@ -23,6 +24,7 @@ from megatron_webrl.trainer.parallel import broadcast_from_last_stage
 from megatron_webrl.trainer.reference import ReferencePolicy
 
 Metrics = dict[str, float]
+ModelOutput = Tensor | tuple[Tensor, Tensor]  # logits, or logits and values
 
 
 @dataclass
@@ -46,19 +48,23 @@ class Learner:
 
     def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Log-probabilities of the response tokens under the current weights, float32 [tokens] per micro-batch."""
+        return [scores["logprobs"] for scores in self.score(microbatches)]
 
-        def collect_logprobs(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def score(self, microbatches: Sequence[Microbatch]) -> list[dict[str, Tensor]]:
+        """`compute_logprobs` as "logprobs", and with a critic "values" of the steps, float32 [values]."""
+
+        def collect_scores(index: int, output: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
             self.report_progress()
+            logits, values = _logits_and_values(output)
             logprobs, _ = self._logprobs(logits, microbatches[index])
-            return logprobs.sum(), {"logprobs": logprobs}
+            return logprobs.sum(), {"logprobs": logprobs} | ({} if values is None else {"values": values})
 
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad(), self.timeline.span("log-probabilities", microbatches=len(microbatches)):
-            results = schedule.forward_backward(
-                self.chunks, [batch.inputs for batch in microbatches], collect_logprobs, forward_only=True
+            return schedule.forward_backward(
+                self.chunks, [batch.inputs for batch in microbatches], collect_scores, forward_only=True
             )
-        return [result["logprobs"] for result in results]
 
     def compute_reference_logprobs(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[list[Tensor] | None]:
         """`compute_logprobs` of several minibatches under the reference policy; None for each if there is none."""
@@ -73,17 +79,21 @@ class Learner:
         proximal: Sequence[Tensor] | None,
         loss: Objective,
         reference: Sequence[Tensor] | None = None,
+        value_head_only: bool = False,
     ) -> tuple[Metrics, list[Tensor]]:
         """`forward_backward` and an optimiser step; adds "gradient_norm", before clipping, and "learning_rate".
 
-        Adds "gradient_clipped" too: 1 if the norm exceeded trainer.optimizer.clip_norm, else 0. Raises
+        Adds "gradient_clipped" too: 1 if the norm exceeded trainer.optimizer.clip_norm, else 0. `value_head_only`: the
+        step changes the critic's value head alone, and the norm is that of its gradient. Raises
         NonFiniteGradient.
         """
         with self.timeline.span("forward and backward", microbatches=len(microbatches)):
             metrics, logprobs = self.forward_backward(microbatches, proximal, loss, reference)
+        if value_head_only:
+            self._clear_gradients_of_policy()
         rate = self.optimizer.learning_rate
         with self.timeline.span("optimizer"):
-            gradient_norm = self.optimizer.step()
+            gradient_norm = self.optimizer.step(value_head_only)
         clipped = float(gradient_norm > self.optimizer.clip_norm)
         step = {"gradient_norm": gradient_norm, "gradient_clipped": clipped, "learning_rate": rate}
         return metrics | step, logprobs
@@ -106,9 +116,10 @@ class Learner:
         # sum. Over context-parallel ranks, each of which has some of a sequence's tokens, Megatron adds up.
         scale = len(microbatches) * parallel_state.get_data_parallel_world_size()
 
-        def compute_loss(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute_loss(index: int, output: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
             self.report_progress()
             batch = microbatches[index]
+            logits, values = _logits_and_values(output)
             current, entropy = self._logprobs(logits, batch)
             data = TokenData(
                 behaviour_logprobs=batch.behaviour_logprobs,
@@ -120,6 +131,7 @@ class Learner:
                 reference_logprobs=None if reference is None else reference[index],
                 versions=batch.versions,
                 entropy=entropy,
+                values=_step_values(values, batch),
             )
             value, sums = loss(current, data)
             sums |= token_statistics(current, entropy, data, batch.succeeded)
@@ -136,10 +148,25 @@ class Learner:
         logprobs = [result.pop("logprobs") for result in results]
         return _reduce(results), logprobs
 
+    def _clear_gradients_of_policy(self) -> None:
+        for name, parameter in (each for model in self.models for each in model.named_parameters()):
+            if parameter.requires_grad and not name.startswith(f"{VALUE_HEAD}."):
+                parameter.main_grad.zero_()
+
     def _logprobs(self, logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
         return vocab_parallel_logprobs(
             logits, batch.targets, batch.temperature, self.vocab_size, parallel_state.get_tensor_model_parallel_group()
         )
+
+
+def _logits_and_values(output: ModelOutput) -> tuple[Tensor, Tensor | None]:
+    return (output, None) if isinstance(output, Tensor) else output
+
+
+def _step_values(values: Tensor | None, batch: Microbatch) -> StepValues | None:
+    if values is None or batch.value_targets is None:
+        return None
+    return StepValues(values, batch.value_targets, batch.value_weight)
 
 
 def _reduce(results: list[dict[str, Tensor]]) -> Metrics:

@@ -27,6 +27,7 @@ from megatron_webrl.trainer.metrics.memory_usage import memory_metrics
 from megatron_webrl.trainer.metrics.moments import combine
 from megatron_webrl.trainer.parallel import all_reduce_max
 from megatron_webrl.trainer.profile import profiled
+from megatron_webrl.trainer.step_values import assign_credit
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.types import Group
 
@@ -97,31 +98,37 @@ def train_batch(
 ) -> tuple[Metrics, LogprobMismatch]:
     """Train policy `version` on one batch; returns totals over passes, but means of PER_STEP_METRICS. Collective.
 
-    The proximal policy is that at the start of the update: with a single step, the one that the step computes anyway.
+    The proximal policy is that at the start of the update: with a single step, the one that the step computes anyway,
+    unless a critic needs the values at the start.
     """
     settings = config.trainer
     samples = batching.training_samples(groups, config, version)
     whole_groups = not settings.loss.imitates_successes  # without a baseline, a group need not stay whole
     parts = batching.minibatches(samples, settings.minibatches, config.run.seed + version, whole_groups)
-    needs_proximal = settings.epochs * len(parts) > 1 and settings.loss.name != "raft"
+    has_critic = settings.critic.coefficient > 0
+    needs_proximal = has_critic or (settings.epochs * len(parts) > 1 and settings.loss.name != "raft")
     passes = settings.epochs + needs_proximal + (learner.reference is not None)
     normalizer = settings.loss.normalizer, settings.loss.normalizer_constant
     with learner.timeline.span("pack"):
         minibatches = sequence_packer.build_all(parts, *normalizer, passes)
-    loss = make_objective(settings.loss, parallel_state.get_context_parallel_group(), version)
+    loss = make_objective(settings.loss, parallel_state.get_context_parallel_group(), version, settings.critic)
     reference = learner.compute_reference_logprobs(minibatches)
-    proximal: list[list[Tensor] | None] = [
-        learner.compute_logprobs(microbatches) if needs_proximal else None for microbatches in minibatches
-    ]
+    scores = [learner.score(microbatches) if needs_proximal else None for microbatches in minibatches]
+    proximal = [None if part is None else [each["logprobs"] for each in part] for part in scores]
+    credit_metrics: Metrics = {}
+    if has_critic:
+        values = [[each["values"] for each in part or ()] for part in scores]
+        minibatches, credit_metrics = assign_credit(minibatches, values, groups, config)
+    value_head_only = has_critic and version < settings.critic.warmup_updates
     steps: list[Metrics] = []
     logprobs: list[Tensor] = []
     for _ in range(settings.epochs):
         for microbatches, before, reference_logprobs in zip(minibatches, proximal, reference, strict=True):
-            metrics, current = learner.train_step(microbatches, before, loss, reference_logprobs)
+            metrics, current = learner.train_step(microbatches, before, loss, reference_logprobs, value_head_only)
             steps.append(metrics)
             logprobs = logprobs or current  # of the first step, before it
     totals = combine(steps)
-    totals |= {name: totals[name] / len(steps) for name in PER_STEP_METRICS}
+    totals |= {name: totals[name] / len(steps) for name in PER_STEP_METRICS if name in totals} | credit_metrics
     compared = minibatches[:1]
     if needs_proximal:
         compared, logprobs = minibatches, [each for before in proximal for each in before or ()]

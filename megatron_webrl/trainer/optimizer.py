@@ -15,10 +15,12 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_webrl.config.trainer import OptimizerConfig
+from megatron_webrl.model.value_head import VALUE_HEAD
 
 # How checkpoints hold the state, by trainer.checkpoint.optimizer_shards. Whole tensors are gathered in host memory on
 # one rank of each data-parallel group: on all, a node would hold them once per GPU.
@@ -51,18 +53,22 @@ class ScheduledOptimizer:
     scheduler: OptimizerParamScheduler
     clip_norm: float  # gradients of a larger norm are scaled down to it
 
-    def step(self) -> float:
+    def step(self, value_head_only: bool = False) -> float:
         """Step the optimiser and the schedule; returns the global gradient norm before clipping.
 
-        Raises NonFiniteGradient before any weight changes. Collective.
+        `value_head_only`: all other weights keep their values. Raises NonFiniteGradient before any weight changes.
+        Collective.
         """
         # Megatron checks for infinities under fp16 only; without this check a NaN would reach every weight.
         overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if overflow or not math.isfinite(norm):
             raise NonFiniteGradient(f"the gradient norm is {norm}; the optimiser did not step")
+        if value_head_only:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= group.get(VALUE_HEAD, 0.0)
         self.optimizer.step()
-        self.scheduler.step(1)
+        self.scheduler.step(1)  # sets the learning rate of all groups
         return norm
 
     @property
@@ -223,8 +229,9 @@ def make_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
+    own_group: dict[ParamKey, Any] = {ParamKey(name=f"*{VALUE_HEAD}.weight"): {VALUE_HEAD: 1.0}}  # see step()
     with _adam(config.implementation):
-        optimizer = get_megatron_optimizer(settings, chunks)
+        optimizer = get_megatron_optimizer(settings, chunks, get_standard_config_overrides(settings) | own_group)
     if dtype is torch.bfloat16:
         for chunk in chunks:
             chunk.config.grad_scale_func = partial(optimizer.scale_loss)

@@ -1,4 +1,4 @@
-"""Settings of trainer.advantage without effect are refused by name, those with an effect are not."""
+"""Settings of trainer.advantage and trainer.critic without effect are refused by name, those with an effect are not."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron_webrl.launch.validation import load_config
 PENALTY = "trainer.reward.format_penalty=0.1"
 APART = "trainer.advantage.components=apart"
 RAFT = "trainer.loss.name=raft"
+CRITIC = "trainer={critic: {coefficient: 0.5}, advantage: {scale: batch_std}}"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,22 @@ RAFT = "trainer.loss.name=raft"
         (["trainer.advantage={anchor_weight: 1, scale: batch_std}"], "scale=batch_std does not divide; set scale to "),
         (["trainer={advantage: {overlong: mask}, zero_variance_groups: keep}"],
          "trainer.advantage.overlong=mask could leave nothing to train"),
+        *(
+            ([f"trainer.critic.{name}={value}"], f"trainer.critic.{name}={shown} has no effect with trainer.critic.coe")
+            for name, value, shown in (
+                ("gae_lambda", 0.9, "0.9"), ("train_trunk", "false", "False"), ("warmup_updates", 3, "3")
+            )
+        ),
+        ([RAFT, "trainer.critic.coefficient=1"], f"trainer.critic.coefficient=1.0 has no effect with {RAFT}"),
+        *(
+            ([CRITIC, PENALTY, f"trainer.advantage.{name}={value}"],
+             f"trainer.advantage.{name}={value} has no effect with a critic (trainer.critic.coefficient)")
+            for name, value in (("baseline", "leave_one_out"), ("components", "apart"), ("anchor_weight", 1.0))
+        ),
+        (["trainer.critic.coefficient=1"], "trainer.advantage.scale=group_std divides by a statistic of groups"),
+        ([CRITIC, "trainer.loss.shuffle_advantages=true"], "shuffle_advantages has no effect with a critic"),
+        ([CRITIC, "trainer.critic.gae_lambda=0.9", "tasks.max_steps=1"],
+         "trainer.critic.gae_lambda=0.9 has no effect with tasks of one step (tasks.max_steps); leave it at 0.95"),
     ],
 )  # fmt: skip
 def test_a_setting_without_effect_is_named(settings: list[str], words: str) -> None:
@@ -62,6 +79,10 @@ def test_a_setting_without_effect_is_named(settings: list[str], words: str) -> N
         ["trainer.advantage.discount=0.9", "tasks.max_steps=1", "tasks.max_steps_by_difficulty={easy: 5}"],
         ["trainer.advantage.discount=0.9", "tasks={max_steps: 1, growing_steps: {interval: 5, initial: 2}}"],
         ["trainer.advantage={anchor_weight: 1, anchor_discount: 0.9, scale: none, overlong: mask}"],
+        [CRITIC],
+        [CRITIC, "trainer.critic={gae_lambda: 0.9, train_trunk: false, warmup_updates: 3}"],
+        [CRITIC, PENALTY, "trainer.advantage={penalties: step, scale: none, discount: 0.9}"],
+        [CRITIC, "trainer.zero_variance_groups=keep"],
     ],
 )
 def test_settings_with_an_effect_are_accepted(settings: list[str]) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_webrl.config.advantage import AdvantageConfig
+from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
 from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.schema import Config
 from megatron_webrl.evaluation.evaluation_queue import VARIANTS, EvaluationRequest, EvaluationResult
 from megatron_webrl.evaluation.results import aggregate_results
 from megatron_webrl.evaluation.results import mlflow_metrics as evaluation_metrics
@@ -18,8 +19,9 @@ from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episod
 from megatron_webrl.tracking.step_metrics import step_metrics
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.credit.rewards import outcome_reward
+from megatron_webrl.trainer.credit.step_critic import critic_credit
 from megatron_webrl.trainer.loss.objective import make_objective
-from megatron_webrl.trainer.loss.token_data import TokenData
+from megatron_webrl.trainer.loss.token_data import StepValues, TokenData
 from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
 from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
@@ -55,9 +57,11 @@ def loss_example() -> dict[str, float]:
         step_index=torch.tensor([0, 1]), step_lengths=ones, reference_logprobs=current, versions=torch.tensor([1, 3]),
     )  # fmt: skip
     every = LossConfig(kl_coefficient=0.1, importance_weight_floor=0.5, kl_rejection_bound=0.1, max_token_lag=4)
-    _, sums = make_objective(every, None, 3)(current, data)
+    data = replace(data, values=StepValues(current, ones, ones))
+    _, sums = make_objective(every, None, 3, CriticConfig(coefficient=1.0))(current, data)
     sums |= token_statistics(current, ones, data, torch.tensor([True, False]))
     totals = {name: value.item() for name, value in sums.items()}
+    totals |= critic_credit([MIXED], {(0, 0, 0): 0.5, (0, 1, 0): 0.1}, Config()).metrics
     return loss_metrics(totals | dict.fromkeys(PER_STEP_METRICS, 1.0))
 
 

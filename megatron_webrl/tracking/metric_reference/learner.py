@@ -49,6 +49,19 @@ SECTIONS = (
             "nats",
             "r - 1 - log r, r = theta / behave, mean: the same with less variance, never negative.",
         ),
+        (
+            "value_loss",
+            "",
+            "Squared error of the step critic's values against the lambda-returns, mean over steps and optimiser "
+            "steps; like the next two with `trainer.critic.coefficient` only.",
+        ),
+        ("value_mean", "reward", "Value of a step at the start of the update, mean."),
+        (
+            "explained_variance",
+            "share",
+            "1 - Var(G - V) / Var(G) over steps, V the value at the start of the update, G the discounted return of "
+            "the episode: 1 for a perfect critic, 0 for a constant one; missing where all returns are the same.",
+        ),
         *(
             (f"{name}_{statistic}", unit, f"{meaning}, {which}.")
             for name, (unit, meaning) in _DISTRIBUTIONS.items()

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron_webrl.model.load import is_first_replica
+from megatron_webrl.model.value_head import VALUE_HEAD
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.forked_task import one_line_error
 from megatron_webrl.trainer.learner import Learner
@@ -89,14 +90,15 @@ def load_learner(checkpoint: Path, learner: Learner) -> list[str]:
 def load_weights(path: Path, chunks: list[Any]) -> None:
     """Load the model's weights from the subfolder megatron/ of a checkpoint or a converted model. Collective.
 
-    The first replica of a weight is read from storage and broadcast to the others.
+    The first replica of a weight is read from storage and broadcast to the others. A value head keeps its weights, and
+    one that is stored is left out: it belongs to the run that trained it.
     `chunks`: DistributedDataParallel around this rank's model chunks. Make the optimiser afterwards: one that exists
     already keeps its old main weights. Raises CheckpointError on every rank, before a weight changes.
     """
     folder = path / "megatron"
     with _checkpoint_errors(folder):
-        wanted = sharded_weights(chunks)
-        _check_tensors(wanted, _stored_shapes(folder), folder)
+        wanted = {chunk: _without_value_head(state) for chunk, state in sharded_weights(chunks).items()}
+        _check_tensors(wanted, _without_value_head(_stored_shapes(folder)), folder)
         loaded = dist_checkpointing.load(_of_first_replicas(wanted, chunks), str(folder))
     _set_weights(loaded, chunks)
 
@@ -176,6 +178,10 @@ def _of_first_replicas(models: dict[str, Any], chunks: list[Any]) -> dict[str, A
     return wanted
 
 
+def _without_value_head(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in named.items() if not name.startswith(f"{VALUE_HEAD}.")}
+
+
 def _set_weights(loaded: dict[str, Any], chunks: list[Any]) -> None:
     """Copy the weights that this rank has read into the model, and broadcast them to the other replicas. Collective."""
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
@@ -229,11 +235,22 @@ def _check_tensors(wanted: dict[str, Any], stored: dict[str, tuple[int, ...]], f
     shapes = {name: shape for part in all_gather_object(local) for name, shape in part.items()}
     for name, shape in sorted(shapes.items()):
         if name not in stored:
-            raise CheckpointError(f"tensor {name} {list(shape)} is missing from {folder}")
+            raise CheckpointError(f"tensor {name} {list(shape)} is missing from {folder}{_critic_hint(name)}")
         if stored[name] != shape:
             raise CheckpointError(f"tensor {name} of {folder} has shape {list(stored[name])}, expected {list(shape)}")
     for name in sorted(stored.keys() - shapes.keys()):
-        raise CheckpointError(f"tensor {name} of {folder} is unexpected: the model has no such tensor")
+        raise CheckpointError(
+            f"tensor {name} of {folder} is unexpected: the model has no such tensor{_critic_hint(name)}"
+        )
+
+
+def _critic_hint(name: str) -> str:
+    if not name.startswith(f"{VALUE_HEAD}."):
+        return ""
+    return (
+        "; a run has a critic (trainer.critic.coefficient) from its start or not at all: leave it as it was, or start "
+        "another run from the weights (model.checkpoint)"
+    )
 
 
 def sharded_tensors(state: Any) -> list[ShardedTensor]:

@@ -30,11 +30,14 @@ def step_advantages(groups: Sequence[Group], config: Config) -> list[dict[int, n
 
     Masked trajectories enter no statistic and have no entry; overlong ones, if they are masked from the loss, have no
     entry, but enter the statistics. Every rank computes the same values, because it has the groups of all ranks.
+    With a step critic all are 0: advantages need its values, see `critic_credit`.
     """
     settings = config.trainer.advantage
     members = [[t for t in group.trajectories if t.trainable] for group in groups]
     informative = [bool(each) and common_outcome(group) is None for each, group in zip(members, groups, strict=True)]
-    if settings.components == "apart":
+    if config.trainer.critic.coefficient:
+        values: list[Values] = [[np.zeros(1) for _ in each] for each in members]
+    elif settings.components == "apart":
         values = apart_advantages(members, informative, config)
     else:
         values = summed_advantages(members, informative, config)

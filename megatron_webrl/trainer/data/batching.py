@@ -11,8 +11,9 @@ import numpy as np
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.advantages import group_advantages
 from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.credit.step_critic import StepId
 from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
-from megatron_webrl.types import Group, Step, Trajectory
+from megatron_webrl.types import Group, Trajectory
 
 NO_VERSION = -1  # of tokens whose behaviour log-probabilities no current version can reproduce: not compared
 
@@ -32,11 +33,17 @@ class TrainingSample:
     trajectory_steps: int  # steps of the trajectory
     trajectory_id: tuple[int, int]  # ticket, index
     succeeded: bool = False  # whether the episode is a success
+    step: int = 0  # number of the step in its trajectory
 
     @property
     def length(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
+
+    @property
+    def step_id(self) -> StepId:
+        """Ticket, index of the trajectory, number of the step."""
+        return (*self.trajectory_id, self.step)
 
 
 def training_samples(groups: Sequence[Group], config: Config, version: int) -> list[TrainingSample]:
@@ -60,12 +67,12 @@ def make_samples(
 def _samples(groups: Sequence[Group], advantages: Sequence[Mapping[int, float | np.ndarray]]) -> list[TrainingSample]:
     """Samples in the order of groups and steps; `advantages`: of each group, by index, one or float64 [steps]."""
     return [
-        _sample(trajectory, step, advantage)
+        _sample(trajectory, number, advantage)
         for group, values in zip(groups, advantages, strict=True)
         for trajectory in group.trajectories
         if trajectory.index in values
-        for step, advantage in zip(trajectory.steps, _per_step(values[trajectory.index], trajectory), strict=True)
-        if len(step.response_token_ids)
+        for number, advantage in enumerate(_per_step(values[trajectory.index], trajectory))
+        if len(trajectory.steps[number].response_token_ids)
     ]
 
 
@@ -83,7 +90,8 @@ def demonstration_advantages(group: Group) -> dict[int, float]:
     return {t.index: 1.0 for t in group.trajectories if t.trainable}
 
 
-def _sample(trajectory: Trajectory, step: Step, advantage: float) -> TrainingSample:
+def _sample(trajectory: Trajectory, number: int, advantage: float) -> TrainingSample:
+    step = trajectory.steps[number]
     return TrainingSample(
         prompt=step.prompt_token_ids,
         response=step.response_token_ids,
@@ -96,6 +104,7 @@ def _sample(trajectory: Trajectory, step: Step, advantage: float) -> TrainingSam
         trajectory_steps=len(trajectory.steps),
         trajectory_id=(trajectory.ticket, trajectory.index),
         succeeded=trajectory.outcome == "success",
+        step=number,
     )
 
 

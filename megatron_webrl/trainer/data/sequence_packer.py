@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, partition_images, token_range
 from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
+from megatron_webrl.trainer.credit.step_critic import StepId
 from megatron_webrl.trainer.data.batching import TrainingSample, token_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator, sequence_images, unique_images
 from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes, unmerged_sequence
@@ -53,8 +54,11 @@ class Microbatch:
     succeeded: torch.Tensor  # bool [tokens], whether the token's episode is a success
     step_index: torch.Tensor  # int64 [tokens], index of the token's step in the micro-batch
     step_lengths: torch.Tensor  # float32 [steps], response tokens of each step, other ranks' tokens included
+    step_ids: tuple[StepId, ...]  # of each step
+    value_weight: torch.Tensor  # float32 [values], of the steps whose first response token this rank scores
     temperature: float
     token_count: int  # prompts included; 0 for a padding micro-batch, or if another rank counts the tokens
+    value_targets: torch.Tensor | None = None  # float32 [values]; None without a critic
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class _PlannedMicrobatch:
     sequences: Sequence[MergedSequence]
     step_weights: Sequence[float]  # the token weight of each step
     tree: PrefixTree  # the segments that are computed
+    value_weight: float  # of each step in the value loss: one over the minibatch's steps; 0 for padding
 
 
 _Plan = Sequence[Sequence[_PlannedMicrobatch]]  # the micro-batches of each replica
@@ -126,12 +131,13 @@ class SequencePacker:
         flat = iter(token_weights([step for each in sequences for step in each.samples], normalizer, constant_steps))
         weights = [[next(flat) for _ in sequence.samples] for sequence in sequences]
         shortest = [unmerged_sequence(min(samples, key=lambda sample: sample.length))]
-        padding = _PlannedMicrobatch(shortest, [0.0], separate_sequences(shortest))
+        padding = _PlannedMicrobatch(shortest, [0.0], separate_sequences(shortest), 0.0)
         nodes = None if self.image_cache is None else self.image_cache.replica_nodes
 
         def planned(packed: PackedSequence) -> _PlannedMicrobatch:
             step_weights = [weight for i in packed for weight in weights[i]]
-            return _PlannedMicrobatch([sequences[i] for i in packed], step_weights, restrict_to(tree, packed))
+            restricted = restrict_to(tree, packed)
+            return _PlannedMicrobatch([sequences[i] for i in packed], step_weights, restricted, 1 / len(samples))
 
         replicas, multiple = self.data_parallel_size, self.microbatch_multiple
         packed_by_replica = pack_sequences(
@@ -194,6 +200,8 @@ class SequencePacker:
         counts = [len(step.response) for step in steps]
         share = token_range(tree.tokens, self.context_parallel_rank, self.context_parallel_size, self.token_multiple)
         local = (scoring >= share.start) & (scoring < share.stop)
+        # What scores a step's first response token is the last token of its prompt, where a critic values the step.
+        value_rows = np.flatnonzero(np.concatenate([np.arange(count) == 0 for count in counts])[local])
 
         def per_token(numbers: Sequence[float]) -> torch.Tensor:
             return self._tensor(np.repeat(numbers, counts)[local].astype(np.float32))
@@ -203,7 +211,9 @@ class SequencePacker:
 
         counts_tokens = self.context_parallel_rank == 0 and any(step_weights)
         return Microbatch(
-            inputs=self._packed_input(sequences, tree, scoring[local], passes),
+            inputs=replace(
+                self._packed_input(sequences, tree, scoring[local], passes), value_rows=self._tensor(value_rows)
+            ),
             targets=self._tensor(targets[local].astype(np.int64)),
             behaviour_logprobs=concatenated([step.behaviour_logprobs for step in steps], np.float32),
             versions=concatenated([step.versions for step in steps], np.int32),
@@ -212,6 +222,8 @@ class SequencePacker:
             succeeded=per_token([step.succeeded for step in steps]).bool(),
             step_index=self._tensor(np.repeat(np.arange(len(steps)), counts)[local]),
             step_lengths=self._tensor(np.array(counts, np.float32)),
+            step_ids=tuple(step.step_id for step in steps),
+            value_weight=self._tensor(np.full(len(value_rows), planned.value_weight, np.float32)),
             temperature=sequences[0].temperature,
             token_count=tree.tokens if counts_tokens else 0,
         )

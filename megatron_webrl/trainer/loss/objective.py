@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.trainer.loss.off_policy import off_policy_correction
 from megatron_webrl.trainer.loss.surrogates import SURROGATES, PolicyRatio
@@ -16,14 +17,17 @@ from megatron_webrl.trainer.loss.token_data import Objective, TokenData, clamp_l
 from megatron_webrl.trainer.metrics.moments import moments
 
 
-def make_objective(config: LossConfig, group: ProcessGroup | None, version: int | None = None) -> Objective:
+def make_objective(
+    config: LossConfig, group: ProcessGroup | None, version: int | None = None, critic: CriticConfig | None = None
+) -> Objective:
     """The configured loss, plus kl_coefficient * reference_kl, less entropy_coefficient * entropy_bonus.
 
-    Ratios and weights per response are collective over the context-parallel `group`. `version`: that of the policy at
-    the start of the update; only max_token_lag needs it.
+    With a `critic` plus its coefficient * value_loss. Ratios and weights per response are collective over the
+    context-parallel `group`. `version`: that of the policy at the start of the update; only max_token_lag needs it.
     """
     base = OBJECTIVES[config.name](config, group, version)
-    if not config.kl_coefficient and not config.entropy_coefficient:
+    value_coefficient = critic.coefficient if critic is not None else 0.0
+    if not config.kl_coefficient and not config.entropy_coefficient and not value_coefficient:
         return base
 
     def extended(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
@@ -33,6 +37,9 @@ def make_objective(config: LossConfig, group: ProcessGroup | None, version: int 
             value, sums = value + config.kl_coefficient * divergence, sums | more
         if config.entropy_coefficient:
             value = value - config.entropy_coefficient * entropy_bonus(data)
+        if value_coefficient:
+            error = value_loss(data)
+            value, sums = value + value_coefficient * error, sums | {"value_loss": error.detach()}
         return value, sums
 
     return extended
@@ -113,6 +120,16 @@ def entropy_bonus(data: TokenData) -> Tensor:
     if data.entropy is None:
         raise ValueError("trainer.loss.entropy_coefficient needs the tokens' entropies; TokenData.entropy is None")
     return (data.weight * data.entropy).sum()
+
+
+def value_loss(data: TokenData) -> Tensor:
+    """sum weight * (V - target)^2 over steps, V the current value of the step (PPO, arXiv 1707.06347, eq. 9).
+
+    The weights are one over the minibatch's steps. Raises ValueError without values.
+    """
+    if data.values is None:
+        raise ValueError("trainer.critic.coefficient needs the values of the steps; TokenData.values is None")
+    return (data.values.weight * (data.values.predicted - data.values.targets) ** 2).sum()
 
 
 OBJECTIVES: dict[str, Callable[[LossConfig, ProcessGroup | None, int | None], Objective]] = {

@@ -17,6 +17,15 @@ LOG_RATIO_LIMIT = 20.0  # log-ratios are clamped before exp, whose overflow woul
 
 
 @dataclass(frozen=True)
+class StepValues:
+    """Values of the steps of one micro-batch whose first response token this rank scores."""
+
+    predicted: Tensor  # float32 [values] of the current critic, with its gradient
+    targets: Tensor  # float32 [values]
+    weight: Tensor  # float32 [values]; 0 for padding
+
+
+@dataclass(frozen=True)
 class TokenData:
     """The response tokens of one micro-batch: constants, except for the entropy."""
 
@@ -29,6 +38,7 @@ class TokenData:
     reference_logprobs: Tensor | None = None  # float32 [tokens]; None without a KL penalty
     versions: Tensor | None = None  # int32 [tokens], policy version that produced the token; for max_token_lag
     entropy: Tensor | None = None  # float32 [tokens] of the current policy, with its gradient; for the entropy bonus
+    values: StepValues | None = None  # None without a step critic
 
 
 Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from megatron_webrl.trainer.metrics.moments import summarise
 
-PER_STEP_METRICS = ("loss", "gradient_norm", "gradient_clipped", "learning_rate")
-"""Reported as means over the optimiser steps."""
+PER_STEP_METRICS = ("loss", "gradient_norm", "gradient_clipped", "learning_rate", "value_loss")
+"""Reported as means over the optimiser steps; the last with a step critic."""
 
 PER_TOKEN_METRICS = (
     "dual_clipped",
@@ -25,13 +25,16 @@ PER_TOKEN_METRICS = (
 )
 """Sums that are reported as means over the response tokens of all passes."""
 
+CRITIC_METRICS = ("value_mean", "explained_variance")
+"""Of the step critic, over the steps of episodes; the last is missing where all returns are the same."""
+
 TOKEN_DISTRIBUTIONS = ("behaviour_logprob", "current_logprob", "clipped_logprob", "advantage")
 
 
 def loss_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     """Metrics by MLflow name from the totals of `train_batch`; those without tokens are left out."""
     tokens = totals["response_tokens"]
-    metrics = {name: totals[name] for name in PER_STEP_METRICS}
+    metrics = {name: totals[name] for name in (*PER_STEP_METRICS, *CRITIC_METRICS) if name in totals}
     metrics |= {name: totals[name] / max(1.0, tokens) for name in PER_TOKEN_METRICS if name in totals}
     success = totals["success_tokens"]
     if success:

@@ -126,6 +126,8 @@ def _microbatch() -> Any:
         succeeded=torch.ones(count, dtype=torch.bool),
         step_index=torch.arange(3).repeat_interleave(lengths),
         step_lengths=lengths.float(),
+        step_ids=((0, 0, 0), (0, 0, 1), (0, 0, 2)),
+        value_weight=torch.full((3,), 1 / 3),
         temperature=tiny.TEMPERATURE,
         token_count=packed.tokens.numel(),
     )

@@ -63,6 +63,46 @@ def test_each_response_token_has_the_advantage_of_its_step(tiny_model: Path, mer
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_step_is_valued_at_the_last_token_of_its_prompt(tiny_model: Path, merge: bool) -> None:
+    group = Group(0, tuple(growing_episode(each) for each in plain_group([True, False, True], [4, 2, 3]).trajectories))
+    samples = batching.training_samples([group], Config(), 0)
+    by_id = {sample.step_id: sample for sample in samples}
+    assert len(by_id) == len(samples) == 7  # two steps have no response
+    found, weights = [], []
+    for rank in (0, 1):
+        packer = SequencePacker(
+            Processor.load(tiny_model), max_tokens=60, data_parallel_rank=rank, data_parallel_size=2,
+            merge_prefixes=merge, device=torch.device("cpu"),
+            flops_estimator=FlopsEstimator.from_hf_config(load_hf_config(tiny_model)),
+        )  # fmt: skip
+        for batch in packer.build(samples, "token_mean", 10):
+            rows = batch.inputs.value_rows
+            assert rows is not None
+            places = batch.inputs.scored_positions[rows].tolist()
+            for row, place in zip(rows.tolist(), places, strict=True):
+                sample = by_id[batch.step_ids[int(batch.step_index[row])]]
+                assert batch.behaviour_logprobs[row] == sample.behaviour_logprobs[0]
+                prompt = batch.inputs.tokens[place + 1 - len(sample.prompt) : place + 1]
+                assert prompt.tolist() == sample.prompt.tolist()
+                found.append(sample.step_id)
+            weights += batch.value_weight.tolist()
+    assert sorted(found) == sorted(by_id)
+    assert weights == pytest.approx([1 / 7] * 7)
+
+
+def test_the_value_of_a_padding_microbatch_weighs_nothing(tiny_model: Path) -> None:
+    sample = batching.training_samples([plain_group([True], [1])], Config(), 0)
+    weights = []
+    for rank in (0, 1):
+        packer = SequencePacker(
+            Processor.load(tiny_model), max_tokens=60, data_parallel_rank=rank, data_parallel_size=2,
+            device=torch.device("cpu"), flops_estimator=FlopsEstimator.from_hf_config(load_hf_config(tiny_model)),
+        )  # fmt: skip
+        weights += [batch.value_weight.tolist() for batch in packer.build(sample, "token_mean", 10)]
+    assert sorted(weights) == [[0.0], [1.0]]
+
+
 def test_shuffled_advantages_keep_the_order_of_whole_trajectories() -> None:
     groups = [plain_group([True, False], [6, 2], ticket=t) for t in range(2)]
     groups.append(plain_group([True, False], [3, 4], ticket=2))

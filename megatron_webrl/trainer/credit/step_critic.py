@@ -1,0 +1,83 @@
+"""Credit from a step critic: advantages and value targets from the predicted return of each step. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.trainer.credit.advantages import EPSILON, deviation
+from megatron_webrl.trainer.credit.rewards import configured_penalties, step_penalties, trajectory_penalty
+from megatron_webrl.types import Group
+
+StepId = tuple[int, int, int]  # ticket, index of the trajectory, number of the step
+
+
+@dataclass(frozen=True)
+class StepCredit:
+    """What the critic's values make of the steps of a batch."""
+
+    advantages: dict[StepId, float]
+    targets: dict[StepId, float]  # what the value of each step is trained to predict
+    metrics: dict[str, float]  # value_mean, explained_variance
+
+
+def generalized_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, gae_lambda: float) -> np.ndarray:
+    """Generalised advantage estimates of the steps of an episode, float64 [steps] (arXiv 1506.02438, eq. 16).
+
+    A_t = delta_t + discount * gae_lambda * A_{t+1}
+    delta_t = r_t + discount * V_{t+1} - V_t              A and V are 0 after the last step
+
+    `rewards`, `values`: [steps]. A step is an action of the agent, not a token (ArCHer, arXiv 2402.19446).
+    """
+    advantages = np.zeros(len(values))
+    next_advantage = next_value = 0.0
+    for t in reversed(range(len(values))):
+        delta = rewards[t] + discount * next_value - values[t]
+        advantages[t] = next_advantage = delta + discount * gae_lambda * next_advantage
+        next_value = values[t]
+    return advantages
+
+
+def critic_credit(groups: Sequence[Group], values: Mapping[StepId, float], config: Config) -> StepCredit:
+    """Advantages and value targets of the steps that have a value; the other steps are passed over.
+
+    A_t = GAE_t / d               r = outcome - P after the last step, else 0; P: mean penalty of the steps
+    A_t = (GAE_t - p_t) / d       with penalties=step: r without P, p_t: penalty of step t alone
+    target_t = GAE_t + V_t        the lambda-return
+
+    d: 1, or with scale=batch_std the root mean square of the numerator over the batch + epsilon, where each episode
+    counts once and its steps alike. No statistic of a group is used, so groups of one outcome have a gradient too.
+    """
+    settings, penalties = config.trainer.advantage, configured_penalties(config)
+    numerators: dict[tuple[StepId, ...], np.ndarray] = {}
+    targets: dict[StepId, float] = {}
+    returns: list[np.ndarray] = []
+    for trajectory in (t for group in groups for t in group.trajectories):
+        ids = tuple((trajectory.ticket, trajectory.index, number) for number in range(len(trajectory.steps)))
+        ids = tuple(each for each in ids if each in values)
+        if not ids:
+            continue
+        by_step = settings.penalties == "step"
+        predicted, rewards = np.array([values[each] for each in ids]), np.zeros(len(ids))
+        rewards[-1] = trajectory.reward - (0.0 if by_step else trajectory_penalty(trajectory, penalties))
+        advantages = generalized_advantages(rewards, predicted, settings.discount, config.trainer.critic.gae_lambda)
+        targets |= zip(ids, (advantages + predicted).tolist(), strict=True)
+        returns.append(generalized_advantages(rewards, np.zeros(len(ids)), settings.discount, 1.0))
+        own = step_penalties(trajectory, penalties)[[number for _, _, number in ids]] if by_step else 0.0
+        numerators[ids] = advantages - own
+    scales = settings.scale == "batch_std" and numerators
+    divisor = deviation([*numerators.values()], centre=0.0) + EPSILON if scales else 1.0
+    found = {i: a for ids, each in numerators.items() for i, a in zip(ids, (each / divisor).tolist(), strict=True)}
+    predicted = np.array([values[each] for each in found])
+    return StepCredit(found, targets, _metrics(predicted, np.concatenate([*returns, np.zeros(0)])))
+
+
+def _metrics(predicted: np.ndarray, returns: np.ndarray) -> dict[str, float]:
+    """Over the steps, each with the same weight: mean value, and 1 - Var(G - V) / Var(G) where returns G differ."""
+    metrics = {"value_mean": float(predicted.mean())} if len(predicted) else {}
+    if len(returns) and (variance := float(returns.var())) > EPSILON**2:
+        metrics["explained_variance"] = 1.0 - float((returns - predicted).var()) / variance
+    return metrics

@@ -1,0 +1,185 @@
+"""Advantages of a step critic against an independent computation, and the properties of their extremes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
+from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.schema import Config
+from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.credit.step_critic import critic_credit, generalized_advantages
+from megatron_webrl.trainer.loss.objective import make_objective, value_loss
+from megatron_webrl.trainer.loss.token_data import StepValues, TokenData
+from megatron_webrl.types import Group
+from tests.trainer.credit.made_groups import LIMIT, WINDOW, plain_group, varied_groups
+from tests.trainer.credit.test_assignment import WEIGHTS, step_shares
+from tests.trainer.loss.by_hand import example, tensors
+
+numbers = st.floats(-2, 2)
+episodes = st.integers(1, 7).flatmap(
+    lambda n: st.tuples(st.lists(numbers, min_size=n, max_size=n), st.lists(numbers, min_size=n, max_size=n))
+)
+fractions = st.floats(0.0, 1.0)
+
+
+def by_definition(rewards: list[float], values: list[float], discount: float, gae_lambda: float) -> list[float]:
+    """(1 - lambda) * sum over n of lambda^(n-1) * (n-step advantage), arXiv 1506.02438, eq. 11 to 16."""
+    steps, found = len(values), []
+    for t in range(steps):
+        total = 0.0
+        for n in range(1, steps - t + 1):
+            n_step = sum(discount**k * rewards[t + k] for k in range(n)) - values[t]
+            if t + n < steps:
+                n_step += discount**n * values[t + n]
+                total += (1 - gae_lambda) * gae_lambda ** (n - 1) * n_step
+            else:  # all longer ones are the same
+                total += gae_lambda ** (n - 1) * n_step
+        found.append(total)
+    return found
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(episodes, fractions, fractions)
+def test_advantages_are_the_weighted_mean_of_those_of_n_steps(
+    episode: tuple[list[float], list[float]], discount: float, gae_lambda: float
+) -> None:
+    rewards, values = map(np.array, episode)
+    found = generalized_advantages(rewards, values, discount, gae_lambda)
+    np.testing.assert_allclose(found, by_definition(*episode, discount, gae_lambda), atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(episodes, fractions)
+def test_lambda_one_is_the_return_and_lambda_zero_the_error_of_one_step(
+    episode: tuple[list[float], list[float]], discount: float
+) -> None:
+    rewards, values = map(np.array, episode)
+    steps = len(values)
+    returns = [sum(discount**k * rewards[t + k] for k in range(steps - t)) for t in range(steps)]
+    np.testing.assert_allclose(generalized_advantages(rewards, values, discount, 1.0), returns - values, atol=1e-12)
+    errors = rewards + discount * np.append(values[1:], 0.0) - values
+    np.testing.assert_allclose(generalized_advantages(rewards, values, discount, 0.0), errors, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(episodes, st.floats(0.1, 1.0), fractions)
+def test_values_that_are_the_returns_leave_no_advantage(
+    episode: tuple[list[float], list[float]], discount: float, gae_lambda: float
+) -> None:
+    rewards = np.array(episode[0])
+    values = generalized_advantages(rewards, np.zeros(len(rewards)), discount, 1.0)
+    np.testing.assert_allclose(generalized_advantages(rewards, values, discount, gae_lambda), 0, atol=1e-12)
+
+
+def with_critic(penalised: bool = False, gae_lambda: float = 0.9, **changed: object) -> Config:
+    config = Config()
+    config.rollout.max_new_tokens, config.trainer.reward.length_window = LIMIT, WINDOW
+    config.trainer.advantage = AdvantageConfig(**({"scale": "none"} | changed))  # type: ignore[arg-type]
+    config.trainer.critic = CriticConfig(coefficient=1.0, gae_lambda=gae_lambda)
+    for name, weight in WEIGHTS.items() if penalised else ():
+        setattr(config.trainer.reward, name, weight)
+    return config
+
+
+def drawn_values(groups: list[Group], seed: int = 0) -> dict[tuple[int, int, int], float]:
+    rng = np.random.default_rng(seed)
+    members = [t for group in groups for t in group.trajectories if t.trainable]
+    return {(t.ticket, t.index, k): float(rng.normal(0.5, 0.3)) for t in members for k in range(len(t.steps))}
+
+
+@pytest.mark.parametrize("penalties", ["", "trajectory", "step"])
+@pytest.mark.parametrize("scale", ["none", "batch_std"])
+def test_the_credit_of_a_batch_equals_that_of_the_definition(penalties: str, scale: str) -> None:
+    config = with_critic(bool(penalties), scale=scale, discount=0.8, penalties=penalties or "trajectory")
+    groups = varied_groups(3)  # the last group has failures alone
+    values = drawn_values(groups)
+    credit = critic_credit(groups, values, config)
+    assert credit.advantages.keys() == credit.targets.keys() == values.keys()
+    numerators: dict[tuple[int, int], list[float]] = {}
+    for t in (t for group in groups for t in group.trajectories if t.trainable):
+        own = [sum(w * s for w, s in zip(WEIGHTS.values(), each, strict=True)) for each in step_shares(t)]
+        common = sum(own) / len(own) if penalties == "trajectory" else 0.0
+        own = own if penalties == "step" else [0.0] * len(own)
+        predicted = [values[t.ticket, t.index, k] for k in range(len(own))]
+        gae = by_definition([0.0] * (len(own) - 1) + [t.reward - common], predicted, 0.8, 0.9)
+        targets = [credit.targets[t.ticket, t.index, k] for k in range(len(own))]
+        np.testing.assert_allclose(targets, np.add(gae, predicted), atol=1e-12)
+        numerators[t.ticket, t.index] = [a - p for a, p in zip(gae, own, strict=True)]
+    squares = [sum(a * a for a in each) / len(each) for each in numerators.values()]
+    divisor = (sum(squares) / len(squares)) ** 0.5 + 1e-6 if scale == "batch_std" else 1.0
+    for (ticket, index), each in numerators.items():
+        found = [credit.advantages[ticket, index, k] for k in range(len(each))]
+        np.testing.assert_allclose(found, np.array(each) / divisor, atol=1e-12)
+    assert any(abs(credit.advantages[step]) > 0.01 for step in values if step[0] == groups[-1].ticket)
+
+
+def test_steps_without_a_value_are_passed_over() -> None:
+    group = plain_group([True, False], [3, 2])
+    values = {(0, 0, 0): 0.2, (0, 0, 2): 0.6}  # the step between has no response, the other episode is masked
+    credit = critic_credit([group], values, with_critic(discount=0.5))
+    shorter = generalized_advantages(np.array([0.0, 1.0]), np.array([0.2, 0.6]), 0.5, 0.9)
+    assert [*credit.advantages] == [*values]
+    np.testing.assert_allclose([*credit.advantages.values()], shorter)
+    assert critic_credit([group], {}, with_critic(scale="batch_std")).advantages == {}
+
+
+def test_the_explained_variance_compares_values_with_returns() -> None:
+    group = plain_group([True, False], [2, 2])  # discounted returns: 0.5, 1, 0, 0
+    returns = {(0, 0, 0): 0.5, (0, 0, 1): 1.0, (0, 1, 0): 0.0, (0, 1, 1): 0.0}
+    config = with_critic(discount=0.5)
+    perfect = critic_credit([group], returns, config).metrics
+    assert perfect == {"value_mean": pytest.approx(0.375), "explained_variance": pytest.approx(1.0)}
+    constant = critic_credit([group], dict.fromkeys(returns, 0.3), config).metrics
+    assert constant["explained_variance"] == pytest.approx(0.0)
+    alike = critic_credit([plain_group([False] * 2, [2, 2])], returns, config).metrics
+    assert alike == {"value_mean": pytest.approx(0.375)}
+
+
+def test_with_a_critic_each_trainable_episode_waits_for_its_values() -> None:
+    groups = varied_groups(1)
+    for changed, left_out in (({}, 0), ({"overlong": "mask"}, 1)):
+        found = step_advantages(groups, with_critic(**changed))
+        kept = sum(len(each) for each in found)
+        everyone = sum(t.trainable for group in groups for t in group.trajectories)
+        assert (kept < everyone) == bool(left_out)
+        assert all(not value.any() for each in found for value in each.values())
+
+
+def data_of(predicted: torch.Tensor, seed: int = 4) -> TokenData:
+    rng = np.random.default_rng(seed)
+    targets, weight = (torch.from_numpy(rng.random(len(predicted))) for _ in range(2))
+    return replace(tensors(example(seed)), values=StepValues(predicted, targets, weight))
+
+
+def test_the_value_loss_and_its_gradient_are_those_of_the_definition() -> None:
+    start = torch.from_numpy(np.random.default_rng(0).normal(size=6)).requires_grad_()
+    data = data_of(start)
+    assert data.values is not None
+    loss = value_loss(data)
+    loss.backward()
+    points = zip(start.tolist(), data.values.targets.tolist(), data.values.weight.tolist(), strict=True)
+    assert loss.item() == pytest.approx(sum(w * (v - g) ** 2 for v, g, w in points), rel=1e-12)
+    for place in range(len(start)):
+        step = torch.zeros(len(start), dtype=torch.float64)
+        step[place] = 1e-6
+        slope = (value_loss(data_of(start.detach() + step)) - value_loss(data_of(start.detach() - step))) / 2e-6
+        assert start.grad is not None
+        assert start.grad[place].item() == pytest.approx(slope.item(), rel=1e-6, abs=1e-9)
+
+
+def test_the_objective_adds_the_value_loss_with_its_coefficient() -> None:
+    data = data_of(torch.linspace(-1, 1, 6, dtype=torch.float64))
+    current = torch.from_numpy(example(4)["current"])
+    plain, sums = make_objective(LossConfig(), None)(current, data)
+    both, more = make_objective(LossConfig(), None, critic=CriticConfig(coefficient=0.7))(current, data)
+    assert both.item() == pytest.approx(plain.item() + 0.7 * value_loss(data).item())
+    assert more.keys() - sums.keys() == {"value_loss"}
+    with pytest.raises(ValueError, match=r"TokenData\.values is None"):
+        make_objective(LossConfig(), None, critic=CriticConfig(coefficient=0.7))(current, replace(data, values=None))
