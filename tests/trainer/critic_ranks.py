@@ -21,6 +21,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp2": {"data_parallel": 2},
     "cp2": {"context_parallel": 2},
     "pp2": {"pipeline_parallel": 2},
+    "pp2 vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
 }
 SAVED_IN = "tp2"
 LEARNING_UPDATES = 12
@@ -151,6 +152,20 @@ def _warm_up(config: Config, platform: Any, train_trunk: bool) -> dict[str, Any]
     return {"warm-up": changes[0], "later": changes[1]}
 
 
+def _converted(checkpoint: Path, target: Path) -> list[str]:
+    """Names of the tensors of a checkpoint in Hugging Face's format."""
+    from safetensors import safe_open
+
+    from megatron_webrl.model.convert.conversion import ConversionOptions, megatron_to_hf
+
+    megatron_to_hf(checkpoint, target, 2**30, ConversionOptions())
+    names: list[str] = []
+    for file in target.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names += tensors.keys()
+    return sorted(names)
+
+
 def _half_precision(config: Config, platform: Any, folder: Path) -> dict[str, Any]:
     """An update in bfloat16, whose head is in float32, then one more with and without a resume."""
     from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
@@ -191,4 +206,6 @@ def _other_checkpoints(config: Config, platform: Any, folder: Path) -> dict[str,
         of_run.model.checkpoint = ""
         found[f"{name}, head"] = started.pop("value_head")
         found[f"{name}, weights"] = all(torch.equal(each, trained[key]) for key, each in started.items())
+        if name == "critic":
+            found["converted"], found["expected"] = _converted(checkpoint, folder / "hf"), sorted(started)
     return found

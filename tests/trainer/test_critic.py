@@ -111,3 +111,7 @@ def test_the_metrics_of_a_critic_are_defined(found: dict[str, Any]) -> None:
     metrics = loss_metrics(found["learning"][-1])
     assert undefined(metrics) == []
     assert metrics.keys() >= set(CRITIC_METRICS)
+
+
+def test_a_converted_checkpoint_has_the_weights_of_the_policy_alone(found: dict[str, Any]) -> None:
+    assert found["others"]["converted"] == found["others"]["expected"]
