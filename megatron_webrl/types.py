@@ -68,6 +68,7 @@ FAULT_OUTCOMES = frozenset(
 
 BLOCKED = "blocked"  # masks an episode in which the website refused the agent, such as by a CAPTCHA
 JUDGE_ERROR = "judge_error"  # masks an episode without a usable verdict
+TEACHER_ERROR = "teacher_error"  # masks an episode that the teacher of a distillation could not score
 ABORTED = "aborted"  # masks an episode ended because its group can no longer be trained; the whole group is dropped
 
 
@@ -199,6 +200,8 @@ class Step:
     not_recorded_requests: int = 0  # of the episode, after the action: see Observation
     cached_prompt_tokens: int = 0  # prompt tokens found in the engine's prefix cache at the start of the request
     leniencies: tuple[str, ...] = ()  # names of the deviations that a lenient parser accepted, each once
+    # float32 [response], log-probabilities of the teacher, NaN for tokens that it cannot score; [0] without a teacher
+    teacher_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def _check_options(options: dict[str, Any]) -> str:
     return ""
 
 
-def _check_url(url: str) -> str:
+def check_url(url: str) -> str:
     """Addresses are logged and saved with the configuration: one with a secret is refused, and not repeated."""
     if "@" in url or "?" in url or "#" in url:
         return (
@@ -44,7 +44,7 @@ def _check_url(url: str) -> str:
     return ""
 
 
-def _check_key_variable(name: str) -> str:
+def check_key_variable(name: str) -> str:
     """The value is not repeated: it may be the key itself."""
     if name and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
         return (
@@ -60,12 +60,12 @@ class JudgeModelConfig:
     url: str = setting(
         "",
         "OpenAI-compatible endpoint, such as http://node7:8000/v1; empty: that of judge.verdict.",
-        check=_check_url,
+        check=check_url,
     )
     key_variable: str = setting(
         "",
         "Environment variable with the key of the endpoint; empty: that of judge.verdict if url is empty, too.",
-        check=_check_key_variable,
+        check=check_key_variable,
     )
     input_price: float = setting(
         0.0, "US dollars for a million prompt tokens; without a name of its own, the prices of judge.verdict.", low=0

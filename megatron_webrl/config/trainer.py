@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
+from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig, RewardConfig
 from megatron_webrl.config.setting import setting
 
@@ -127,7 +128,8 @@ class TrainerConfig:
     epochs: int = setting(1, "Passes over an update's batch.", low=1)
     minibatches: int = setting(
         1,
-        "Optimizer steps in one pass, each over whole groups; of raft and raft_plus_plus over whole trajectories.",
+        "Optimizer steps in one pass, each over whole groups; without a baseline (raft, raft_plus_plus, "
+        "trainer.distillation.rewards=false) over whole trajectories.",
         low=1,
     )
     tokens_per_microbatch: int = setting(16384, "Tokens of one packed sequence.", low=1)
@@ -146,7 +148,7 @@ class TrainerConfig:
     )
     zero_variance_groups: str = setting(
         "drop",
-        "Groups of one outcome: drop and replace them, or keep them (they carry no gradient; with "
+        "Groups of one outcome: drop and replace them, or keep them (they carry no gradient of the rewards; with "
         "trainer.advantage.components=apart that of their penalties, with trainer.critic that of all of their steps).",
         choices=("drop", "keep"),
     )
@@ -166,9 +168,17 @@ class TrainerConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def without_baseline(self) -> str:
+        """The setting that leaves rewards without a baseline and steps without an advantage of them; empty if none."""
+        if self.loss.imitates_successes:
+            return f"trainer.loss.name={self.loss.name}"
+        return "trainer.distillation.rewards=false" if self.distillation.alone else ""
 
     @property
     def optimizer_steps(self) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.config.schema import Config, EvaluationConfig
 from megatron_webrl.config.setting import ConfigError
@@ -60,6 +61,7 @@ def short_job(config: Config, folder: Path) -> Config:
     job.trainer.zero_variance_groups = "keep"  # a model without training may never succeed,
     if job.trainer.loss.imitates_successes:  # and so would give nothing to imitate
         job.trainer.loss = LossConfig()
+    job.trainer.distillation = DistillationConfig()  # the teacher may not run yet
     job.trainer.advantage.overlong = "keep"  # without a success there might be nothing to train
     job.trainer.min_group, job.trainer.profile = 2, ProfileConfig()
     job.trainer.warm_start.demonstrations = 0

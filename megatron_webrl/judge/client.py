@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import math
-import os
 import random
 import re
 from collections.abc import Mapping
@@ -22,9 +21,10 @@ from megatron_webrl.config.judge import TOKEN_LIMITS, JudgeConfig, JudgeModelCon
 from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, UsageMeter
+from megatron_webrl.judge.openai_client import is_transient, open_client
 from megatron_webrl.judge.replies import UnusableReply
 from megatron_webrl.system import name_lookup
-from megatron_webrl.system.redaction import declare_secret, redact
+from megatron_webrl.system.redaction import redact
 from megatron_webrl.system.text import shorten
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,6 @@ MAX_RETRY_AFTER_SECONDS = 300.0  # an endpoint that asks for more is tried again
 IMAGE_TOKENS = 1_500  # estimate, for reservations; an endpoint reports what it counted
 CHARS_PER_TOKEN = 3  # estimate, for reservations
 MAX_TOKEN_COUNT = 10**9  # a reported count above it is taken for none
-TRANSIENT_STATUS = frozenset({408, 409, 425, 429})  # and all of 500 and above
-_QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DEBUG they name URLs, headers and bodies
 _QUOTATION = re.compile(r"""(?<!\w)(["'`])(?![\w.]+\1)(?:\\.|(?!\1).)*\1""", re.DOTALL)  # of more than a name
 _BACKOFF = wait_exponential(FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS)
 
@@ -133,9 +131,6 @@ class JudgeClient:
     def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
         """Raises ConfigError for a missing model, endpoint or key, and for settings beyond their limits."""
         check_limits(settings, "judge.")
-        for name in _QUIET_LOGGERS:
-            logger = logging.getLogger(name)
-            logger.setLevel(max(logger.level, logging.WARNING))
         self._settings, self._meter = settings, meter
         self.models = {slot: JudgeModel.resolve(settings, slot) for slot in SLOTS}
         self._slots = asyncio.Semaphore(settings.concurrency)
@@ -256,7 +251,7 @@ class JudgeClient:
 
     def _refusal(self, endpoint: _Endpoint, error: openai.APIStatusError, may_leave_schemas: bool) -> Exception:
         status, loop = error.status_code, asyncio.get_running_loop()
-        if status in TRANSIENT_STATUS or status >= 500:
+        if is_transient(status):
             retry_after = _retry_after(error.response.headers)
             if status == 429 and retry_after:
                 endpoint.not_before = max(endpoint.not_before, loop.time() + retry_after)
@@ -276,23 +271,7 @@ class JudgeClient:
 
 
 def _open_endpoint(model: JudgeModel, settings: JudgeConfig) -> _Endpoint:
-    key = os.environ.get(model.key_variable, "").strip() if model.key_variable else ""
-    if model.key_variable and not key:
-        # A name that is not in capitals may be a key that was put there by mistake.
-        name = model.key_variable if model.key_variable.isupper() else "an environment variable that"
-        raise ConfigError(f"{name} is not set (judge.*.key_variable); it must hold the key of {model.url}")
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(
-            f"the key of {model.url} has characters that no header can hold (judge.*.key_variable names its "
-            "environment variable); copy it again"
-        )
-    try:
-        client = openai.AsyncOpenAI(
-            api_key=key or "none", base_url=model.url, max_retries=0, timeout=settings.timeout_seconds
-        )
-    except Exception as error:
-        raise ConfigError(f"judge.*.url={model.url} is not an endpoint: {type(error).__name__}") from None
-    declare_secret(key)
+    client = open_client(model.url, model.key_variable, "judge.*", settings.timeout_seconds)
     return _Endpoint(client, "line" if settings.structured == "line" else "schema")
 
 

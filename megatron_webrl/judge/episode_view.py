@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_webrl.system.image_type import image_type
+from megatron_webrl.system.image_type import data_url
 from megatron_webrl.types import Action, Trajectory
 
 
@@ -26,7 +25,7 @@ class Screenshot:
 
     @cached_property
     def data_url(self) -> str:
-        return f"data:{image_type(self.image) or 'image/jpeg'};base64,{base64.b64encode(self.image).decode()}"
+        return data_url(self.image)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ def check_credit(config: Config) -> None:
     if config.evaluation.only:
         return
     settings, trainer = config.trainer.advantage, config.trainer
-    if trainer.loss.imitates_successes:
+    if trainer.without_baseline:
         for each in fields(AdvantageConfig):
-            _check_default(settings, each.name, f"trainer.loss.name={trainer.loss.name}, which has no advantages")
+            _check_default(settings, each.name, f"{trainer.without_baseline}, which has no advantages")
         for each in fields(CriticConfig):
-            _check_critic_default(trainer.critic, each.name, f"trainer.loss.name={trainer.loss.name}")
+            _check_critic_default(trainer.critic, each.name, trainer.without_baseline)
         return
     _check_critic(config)
     reward = trainer.reward

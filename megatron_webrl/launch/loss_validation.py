@@ -28,7 +28,7 @@ SURROGATE_SETTINGS = {
 BASELINE_SETTINGS = (
     "reward.format_penalty", "reward.repetition_penalty", "reward.length_penalty", "zero_variance_groups", "min_group",
 )  # fmt: skip
-"""Settings of advantages, which losses that imitate successes do not use."""
+"""Settings of advantages of rewards, which neither losses that imitate successes nor a teacher alone use."""
 
 
 def check_loss(config: Config) -> None:
@@ -60,11 +60,13 @@ def ignored_settings(trainer: TrainerConfig) -> dict[str, str]:
     loss = trainer.loss
     used = SURROGATE_SETTINGS[loss.name]
     by_name = [name for names in SURROGATE_SETTINGS.values() for name in names if name not in used]
-    if loss.imitates_successes:
-        by_name += BASELINE_SETTINGS
     if loss.name == "raft":
         by_name += ["loss.decoupled", *WEIGHT_SETTINGS, "loss.max_token_lag"]
     causes = dict.fromkeys(by_name, f"trainer.loss.name={loss.name}")
+    if trainer.without_baseline:
+        causes |= dict.fromkeys(BASELINE_SETTINGS, trainer.without_baseline)
+    if trainer.distillation.alone:
+        causes["loss.shuffle_advantages"] = trainer.without_baseline
     others = (
         (not loss.decoupled, WEIGHT_SETTINGS, "decoupled=false"),
         (not loss.kl_rejection_bound, ("loss.kl_rejection_estimator",), "kl_rejection_bound=0"),

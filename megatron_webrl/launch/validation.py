@@ -19,6 +19,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import TrainerConfig, WarmStartConfig
 from megatron_webrl.launch.credit_checks import check_credit
+from megatron_webrl.launch.distillation_checks import check_distillation
 from megatron_webrl.launch.loss_validation import check_loss
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.rollout.responses import COMPACT_FORMS
@@ -191,7 +192,7 @@ def _check_rollout(config: Config) -> None:
             f"rollout.max_num_batched_tokens={tokens} is less than rollout.max_num_seqs={sequences}, of which each "
             "needs a token in every step; raise it"
         )
-    needs_baseline = not trainer.loss.imitates_successes
+    needs_baseline = not trainer.without_baseline
     if rollout.group_size < 2 and needs_baseline:
         raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
     if rollout.group_size < trainer.min_group and needs_baseline:
@@ -200,6 +201,7 @@ def _check_rollout(config: Config) -> None:
         )
     check_loss(config)
     check_credit(config)
+    check_distillation(config)
     if trainer.profile.updates and not config.evaluation.only:
         _check_profile(trainer, config.trainer_world_size)
     check_tasks(config.tasks)

@@ -76,6 +76,11 @@ class Processor:
         return self._encode(text)
 
     @cached_property
+    def placeholder_token_ids(self) -> tuple[int, int]:
+        """Tokens that stand for an image or a video."""
+        return self.image_token_id, int(self.tokenizer.convert_tokens_to_ids("<|video_pad|>"))
+
+    @cached_property
     def thought_prefix(self) -> str:
         """The end of every prompt if it opens a thought, as with Thinking models: "<think>" and a line end; else ""."""
         message = {"role": "user", "content": "."}
@@ -124,6 +129,12 @@ class Processor:
         repeats = np.ones(len(ids), np.int64)
         repeats[places] = lengths
         return np.repeat(ids, repeats)
+
+    def collapse_image_tokens(self, token_ids: np.ndarray) -> np.ndarray:
+        """One placeholder for each run of image placeholders, as before `expand_image_tokens`: int32 [n]."""
+        ids = np.asarray(token_ids, np.int32)
+        places = ids == self.image_token_id
+        return ids[~(places & np.concatenate([[False], places[:-1]]))]
 
     def image_token_counts(self, token_ids: np.ndarray) -> np.ndarray:
         """Lengths of the runs of image placeholders in expanded tokens, in order: int64 [runs]."""

@@ -22,12 +22,12 @@ from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.types import Action, JudgeStage, RubricFact, Step, Task, Trajectory, Verdict
 
 MAGIC = b"WEBRLREC"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 ALIGNMENT = 8
 _HEADER = struct.Struct("<8sIIQQ")
 
-# name, dtype, which of the step's lengths (prompt, response, images) is the first dimension, trailing shape
-_PROMPT, _RESPONSE, _IMAGES = 0, 1, 2
+# name, dtype, which of the step's lengths (prompt, response, images, scored) is the first dimension, trailing shape
+_PROMPT, _RESPONSE, _IMAGES, _SCORED = 0, 1, 2, 3
 STEP_ARRAYS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
     ("prompt_token_ids", "<i4", _PROMPT, ()),
     ("response_token_ids", "<i4", _RESPONSE, ()),
@@ -35,6 +35,7 @@ STEP_ARRAYS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
     ("versions", "<i4", _RESPONSE, ()),
     ("images", "<i4", _IMAGES, ()),
     ("image_grids", "<i4", _IMAGES, (3,)),
+    ("teacher_logprobs", "<f4", _SCORED, ()),
 )
 _NO_SCALARS = {name for name, *_ in STEP_ARRAYS} | {"action", "task", "steps", "images", "page_reward", "verdict"}
 _STEP_SCALARS = tuple(field.name for field in fields(Step) if field.name not in _NO_SCALARS)
@@ -139,8 +140,9 @@ def _description(view: memoryview) -> tuple[dict[str, Any], int]:
 
 
 def _lengths(step: Step, index: int, images: int) -> list[int]:
-    """Lengths of a step's prompt, response and images, after checking its arrays."""
-    lengths = [len(step.prompt_token_ids), len(step.response_token_ids), len(step.images)]
+    """Lengths of a step's prompt, response, images and scored tokens (none or all), after checking its arrays."""
+    scored = len(step.response_token_ids) if step.teacher_logprobs.size else 0
+    lengths = [len(step.prompt_token_ids), len(step.response_token_ids), len(step.images), scored]
     for name, dtype, which, shape in STEP_ARRAYS:
         data = getattr(step, name)
         expected = (lengths[which], *shape)
@@ -154,7 +156,7 @@ def _lengths(step: Step, index: int, images: int) -> list[int]:
 
 
 def _array_bytes(lengths: list[int]) -> list[int]:
-    if len(lengths) != 3 or min(lengths) < 0:
+    if len(lengths) != 4 or min(lengths) < 0 or lengths[_SCORED] not in (0, lengths[_RESPONSE]):
         raise RecordError(f"record is damaged: lengths {lengths} of a step")
     return [int(np.prod((lengths[which], *shape))) * np.dtype(dtype).itemsize for _, dtype, which, shape in STEP_ARRAYS]
 

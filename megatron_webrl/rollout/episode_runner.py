@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.config.rollout import RolloutConfig
@@ -31,6 +32,9 @@ from megatron_webrl.tracking.episode_store import TRAINING
 from megatron_webrl.tracking.rollout_table import LiveRollout, RolloutTable
 from megatron_webrl.tracking.timeline import NO_TRACK, OFF, Timeline, Track
 from megatron_webrl.types import FAULT_OUTCOMES, Task, Trajectory
+
+if TYPE_CHECKING:
+    from megatron_webrl.rollout.teacher.scoring import Teacher
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +77,7 @@ class EpisodeRunner:
     sampler_states: SamplerStateReader | None = None  # None: no training tickets are run
     live: RolloutTable = field(default_factory=RolloutTable)
     timeline: Timeline = OFF
+    teacher: Teacher | None = None  # scores training episodes for distillation
 
     @classmethod
     @asynccontextmanager
@@ -82,18 +87,21 @@ class EpisodeRunner:
     ) -> AsyncIterator[EpisodeRunner]:  # fmt: skip
         """Open the task source, the browsers and the evaluators of the worker `name`, and close all at the end.
 
-        `meter` counts the use of judge models.
+        With `states`, for training, also the teacher, if there is one. `meter` counts the use of judge models.
         """
         source = make_source(config.tasks)
         try:
             async with (
                 open_browsers(config, sessions_per_worker(config), name) as browsers,
                 open_evaluator(config.judge, meter) as evaluator,
+                _open_teacher(config, processor, states is not None) as teacher,
             ):
                 rollout = config.rollout
                 lockstep = rollout.stepping == "lockstep"
                 stepping: SteppingMode = Lockstep(rollout.operation_timeout_seconds) if lockstep else FreeStepping()
-                yield cls(config, source, browsers, processor, stepping, evaluator, states, timeline=timeline)
+                yield cls(
+                    config, source, browsers, processor, stepping, evaluator, states, timeline=timeline, teacher=teacher
+                )  # fmt: skip
         finally:
             source.close()
 
@@ -118,7 +126,7 @@ class EpisodeRunner:
             )
             on_acted()
             with track.span("judge"):
-                trajectory = await self.evaluate(trajectory, deadline, live)
+                trajectory = await self.evaluate(trajectory, deadline, live, self.teacher)
             span.facts["outcome"] = trajectory.outcome
         return trajectory
 
@@ -153,19 +161,33 @@ class EpisodeRunner:
             seconds=time.monotonic() - started, finished_at=steady_time(),
         )  # fmt: skip
 
-    async def evaluate(self, trajectory: Trajectory, deadline: Deadline, live: LiveRollout) -> Trajectory:
-        """The trajectory with its verdict; `deadline` ends it early, as masked. Raises BudgetSpent."""
+    async def evaluate(
+        self, trajectory: Trajectory, deadline: Deadline, live: LiveRollout, teacher: Teacher | None = None
+    ) -> Trajectory:
+        """The trajectory with its verdict and the scores of `teacher`; `deadline` ends it early, as masked.
+
+        Raises BudgetSpent.
+        """
         live.set(rollout_table.JUDGING)
-        evaluated = await self._evaluate(trajectory, deadline)
+        evaluated = await self._evaluate(trajectory, deadline, teacher)
         live.finish(evaluated.outcome)
         return evaluated
 
-    async def _evaluate(self, trajectory: Trajectory, deadline: Deadline) -> Trajectory:
+    async def _evaluate(self, trajectory: Trajectory, deadline: Deadline, teacher: Teacher | None) -> Trajectory:
         scope = None
         try:
-            async with deadline.scope(None) as scope:  # evaluators have their own limit
-                return with_verdict(trajectory, await self.evaluator.evaluate(trajectory))
+            async with deadline.scope(None) as scope:  # evaluators and the teacher have their own limits
+                evaluated = with_verdict(trajectory, await self.evaluator.evaluate(trajectory))
+                return evaluated if teacher is None else await teacher.scored(evaluated)
         except TimeoutError:
             if scope is None or not scope.expired():
                 raise
             return replace(trajectory, outcome=deadline.outcome, end_reason=deadline.outcome)
+
+
+def _open_teacher(config: Config, processor: Processor, trains: bool) -> AbstractAsyncContextManager[Teacher | None]:
+    if not trains or not config.trainer.distillation.coefficient:
+        return nullcontext()
+    from megatron_webrl.rollout.teacher.scoring import Teacher  # imports openai, which takes a second
+
+    return Teacher.open(config, processor)

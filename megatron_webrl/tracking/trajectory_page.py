@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from collections.abc import Callable
 
 import numpy as np
 
-from megatron_webrl.system.image_type import image_type
+from megatron_webrl.system.image_type import data_url
 from megatron_webrl.types import COORDINATE_RANGE, Step, Trajectory, Verdict
 
 # The page shows texts and images of web pages; it runs no script and loads nothing.
@@ -78,8 +77,7 @@ def _final_screenshot(trajectory: Trajectory) -> str:
 
 
 def _image(data: bytes) -> str:
-    kind = image_type(data) or "image/jpeg"
-    return f'<img src="data:{kind};base64,{base64.b64encode(data).decode()}">'
+    return f'<img src="{data_url(data)}">'
 
 
 def _step(number: int, step: Step, trajectory: Trajectory, decode: Callable[[np.ndarray], str]) -> str:

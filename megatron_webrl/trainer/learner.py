@@ -132,6 +132,7 @@ class Learner:
                 versions=batch.versions,
                 entropy=entropy,
                 values=_step_values(values, batch),
+                teacher_logprobs=batch.teacher_logprobs,
             )
             value, sums = loss(current, data)
             sums |= token_statistics(current, entropy, data, batch.succeeded)

@@ -103,7 +103,7 @@ def train_batch(
     """
     settings = config.trainer
     samples = batching.training_samples(groups, config, version)
-    whole_groups = not settings.loss.imitates_successes  # without a baseline, a group need not stay whole
+    whole_groups = not settings.without_baseline  # without a baseline, a group need not stay whole
     parts = batching.minibatches(samples, settings.minibatches, config.run.seed + version, whole_groups)
     has_critic = settings.critic.coefficient > 0
     needs_proximal = has_critic or (settings.epochs * len(parts) > 1 and settings.loss.name != "raft")
@@ -111,7 +111,8 @@ def train_batch(
     normalizer = settings.loss.normalizer, settings.loss.normalizer_constant
     with learner.timeline.span("pack"):
         minibatches = sequence_packer.build_all(parts, *normalizer, passes)
-    loss = make_objective(settings.loss, parallel_state.get_context_parallel_group(), version, settings.critic)
+    context_parallel = parallel_state.get_context_parallel_group()
+    loss = make_objective(settings.loss, context_parallel, version, settings.distillation, settings.critic)
     reference = learner.compute_reference_logprobs(minibatches)
     scores = [learner.score(microbatches) if needs_proximal else None for microbatches in minibatches]
     proximal = [None if part is None else [each["logprobs"] for each in part] for part in scores]

@@ -71,6 +71,7 @@ def steps(draw: st.DrawFn, images: int) -> Step:
         seconds_browser=draw(seconds),
         cached_prompt_tokens=draw(st.integers(0, prompt)),
         leniencies=draw(st.lists(texts, max_size=2).map(tuple)),
+        teacher_logprobs=draw(st.sampled_from([0, response]).flatmap(int32s)).view(np.float32),
     )
 
 
@@ -128,6 +129,7 @@ def example(size: int = 1000) -> Trajectory:
             image_grids=np.array([[1, 4, 6]], np.int32),
             finish_reason="stop",
             action=Action("left_click", coordinate=(500, 20)),
+            teacher_logprobs=random.random(5, dtype=np.float32),
         )
         for index in range(3)
     ]
@@ -296,7 +298,8 @@ def test_foreign_bytes_and_other_formats_are_refused() -> None:
     [
         ("images", [10**30], "its description gives"),
         ("images", "abc", "does not fit"),
-        ("steps", [{"lengths": [-1, 0, 0]}], "lengths"),
+        ("steps", [{"lengths": [-1, 0, 0, 0]}], "lengths"),
+        ("steps", [{"lengths": [5, 3, 0, 2]}], r"lengths \[5, 3, 0, 2\] of a step"),
         ("task", {"surprise": 1}, "surprise"),
         ("ticket", None, "does not fit"),
         ("steps", 5, "does not fit"),
@@ -316,6 +319,10 @@ def test_a_description_that_does_not_fit_is_refused(key: str, value: object, mes
         ({"versions": np.zeros(4, np.int32)}, r"steps\[0\].versions is int32 \[4\], must be int32 \[5\]"),
         ({"image_grids": np.zeros((1, 2), np.int32)}, r"image_grids is int32 \[1, 2\], must be int32 \[1, 3\]"),
         ({"images": np.array([3], np.int32)}, r"images=\[3\] names images outside 0..2"),
+        (
+            {"teacher_logprobs": np.zeros(2, np.float32)},
+            r"steps\[0\].teacher_logprobs is float32 \[2\], must be float32 \[5\]",
+        ),
         ({"finish_reason": object()}, "cannot be written into a record"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
+from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.evaluation.evaluation_queue import VARIANTS, EvaluationRequest, EvaluationResult
@@ -55,10 +56,12 @@ def loss_example() -> dict[str, float]:
     data = TokenData(
         behaviour_logprobs=current - 1, proximal_logprobs=current - 1, advantage=torch.tensor([1.0, -1.0]), weight=ones,
         step_index=torch.tensor([0, 1]), step_lengths=ones, reference_logprobs=current, versions=torch.tensor([1, 3]),
+        teacher_logprobs=current - 1,
     )  # fmt: skip
     every = LossConfig(kl_coefficient=0.1, importance_weight_floor=0.5, kl_rejection_bound=0.1, max_token_lag=4)
     data = replace(data, values=StepValues(current, ones, ones))
-    _, sums = make_objective(every, None, 3, CriticConfig(coefficient=1.0))(current, data)
+    critic, distillation = CriticConfig(coefficient=1.0), DistillationConfig(coefficient=1.0)
+    _, sums = make_objective(every, None, 3, distillation, critic)(current, data)
     sums |= token_statistics(current, ones, data, torch.tensor([True, False]))
     totals = {name: value.item() for name, value in sums.items()}
     totals |= critic_credit([MIXED], {(0, 0, 0): 0.5, (0, 1, 0): 0.1}, Config()).metrics

@@ -85,3 +85,14 @@ def test_imitation_raises_the_likelihood_of_successes(found: dict[str, Any]) -> 
     losses = [metrics["loss"] for metrics in found["variants"]["raft"]]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
+
+
+def test_a_teacher_alone_pulls_the_student_towards_it(found: dict[str, Any]) -> None:
+    before, after = found["distillation"]["distances"]
+    assert before > 0.1
+    assert after < 0.5 * before
+    for totals in found["distillation"]["updates"]:
+        assert totals["advantage/max"] == totals["advantage/min"] == 0  # of the rewards
+        assert totals["teacher_missing"] == 0 < totals["gradient_norm"]
+        assert totals["teacher_kl/count"] == totals["response_tokens"]
+        assert undefined(loss_metrics(totals)) == []

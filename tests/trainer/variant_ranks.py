@@ -1,15 +1,18 @@
-"""Process of the loss variant tests: a learner with a reference policy, GSPO and RAFT."""
+"""Process of the loss variant tests: a learner with a reference policy, GSPO, RAFT and a teacher."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.system import torchvision_shim
+from megatron_webrl.types import Trajectory
 from tests import gloo
 from tests.trainer.learner_ranks import VERSION, make_config, make_groups, make_learner
 
@@ -23,6 +26,7 @@ def run(rank: int, folder: str, model: str) -> None:
 
     process_groups.init_process_groups(ParallelSizes(), seed=1)
     found = {"reference": _reference(Path(folder), model, platform), "variants": _variants(model, platform)}
+    found["distillation"] = _distillation(model, platform)
     torch.save(found, Path(folder) / "found.pt")
     process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
@@ -94,6 +98,53 @@ def _variants(model: str, platform: Any) -> dict[str, Any]:
     learner = make_learner(config, platform)
     found["raft"] = [_update(learner, config, platform) for _ in range(3)]
     return found
+
+
+def _distillation(model: str, platform: Any) -> dict[str, Any]:
+    """Eight updates by a teacher alone, which has imitated successes; the mean distance to it, in nats per token."""
+    from megatron_webrl.trainer.data import batching
+    from megatron_webrl.trainer.factory import make_sequence_packer
+    from megatron_webrl.trainer.loop import train_batch
+
+    config = make_config(model)
+    config.trainer.loss.name = "raft"
+    teacher = make_learner(config, platform)
+    for _ in range(4):
+        _update(teacher, config, platform)
+    config = make_config(model)
+    config.trainer.epochs = config.trainer.minibatches = 1
+    config.trainer.updates, config.trainer.optimizer.schedule = 8, "constant"
+    config.trainer.optimizer.warmup_fraction = 0.0
+    config.trainer.distillation.coefficient, config.trainer.distillation.rewards = 1.0, False
+    student, packer = make_learner(config, platform), make_sequence_packer(config, platform)
+    groups = make_groups(config)
+
+    def scores(learner: Any) -> list[np.ndarray]:
+        """Log-probabilities of each step's response."""
+        samples = batching.training_samples(groups, config, VERSION)
+        return [learner.compute_logprobs(packer.build([each], "token_mean", 10))[0].numpy() for each in samples]
+
+    def distance() -> float:
+        return float(np.abs(np.concatenate(scores(student)) - np.concatenate(wanted)).mean())
+
+    wanted = scores(teacher)
+    pairs = iter(zip(scores(student), wanted, strict=True))
+    groups = [
+        replace(group, trajectories=tuple(_with_logprobs(each, pairs) for each in group.trajectories))
+        for group in groups
+    ]
+    distances = [distance()]
+    updates = [train_batch(student, packer, config, groups, VERSION)[0] for _ in range(8)]
+    return {"distances": [*distances, distance()], "updates": updates}
+
+
+def _with_logprobs(trajectory: Trajectory, pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> Trajectory:
+    """The trajectory with the next log-probabilities of student and teacher in its steps."""
+    steps = []
+    for step in trajectory.steps:
+        student, teacher = next(pairs)
+        steps.append(replace(step, logprobs=student, teacher_logprobs=teacher))
+    return replace(trajectory, steps=tuple(steps))
 
 
 def _update(learner: Any, config: Config, platform: Any) -> dict[str, float]:

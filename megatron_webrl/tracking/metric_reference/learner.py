@@ -8,7 +8,12 @@ _DISTRIBUTIONS = {
     "behaviour_logprob": ("nats", "Log-probability of a response token under the policy that produced it"),
     "current_logprob": ("nats", "Log-probability of a response token under the current policy"),
     "clipped_logprob": ("nats", "`current_logprob` of the clipped tokens, see `clip_fraction`"),
-    "advantage": ("", "Advantage of a response token, that of its step"),
+    "advantage": ("", "Advantage of a response token, that of its step; without that of a teacher"),
+    "teacher_kl": (
+        "nats",
+        "log behave - log teacher of a response token, with a teacher only; the mean is the "
+        "unbiased (k1) estimate of the reverse KL(behave, teacher)",
+    ),
 }
 _STATISTICS = {"mean": "mean", "std": "population standard deviation", "min": "smallest", "max": "largest"}
 
@@ -62,6 +67,8 @@ SECTIONS = (
             "1 - Var(G - V) / Var(G) over steps, V the value at the start of the update, G the discounted return of "
             "the episode: 1 for a perfect critic, 0 for a constant one; missing where all returns are the same.",
         ),
+        ("teacher_missing", "share", "Tokens that the teacher has not scored; with a teacher only."),
+        ("teacher_clipped", "share", "Tokens whose teacher's advantage is beyond `distillation.clip`."),
         *(
             (f"{name}_{statistic}", unit, f"{meaning}, {which}.")
             for name, (unit, meaning) in _DISTRIBUTIONS.items()

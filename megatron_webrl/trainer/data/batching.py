@@ -34,6 +34,7 @@ class TrainingSample:
     trajectory_id: tuple[int, int]  # ticket, index
     succeeded: bool = False  # whether the episode is a success
     step: int = 0  # number of the step in its trajectory
+    teacher_logprobs: np.ndarray | None = None  # float32 [response], NaN for tokens without one; None: no teacher
 
     @property
     def length(self) -> int:
@@ -47,10 +48,15 @@ class TrainingSample:
 
 
 def training_samples(groups: Sequence[Group], config: Config, version: int) -> list[TrainingSample]:
-    """Samples of the update from policy `version`, with the advantages of the configured loss and credit assignment."""
+    """Samples of the update from policy `version`, with the advantages of the configured loss and credit assignment.
+
+    Those of a teacher depend on the policy at the start of the update: the loss adds them.
+    """
     loss = config.trainer.loss
     if loss.imitates_successes:  # shuffle_advantages is handled by shuffled_rewards()
         return make_samples(groups, success_advantages)
+    if config.trainer.distillation.alone:
+        return make_samples(groups, no_advantages)
     samples = _samples(groups, step_advantages(groups, config))
     if loss.shuffle_advantages:
         return shuffled_advantages(samples, f"advantages/{config.run.seed}/{version}")
@@ -85,6 +91,11 @@ def success_advantages(group: Group) -> dict[int, float]:
     return {t.index: 1.0 for t in group.trajectories if t.trainable and t.reward > 0}
 
 
+def no_advantages(group: Group) -> dict[int, float]:
+    """Advantage 0 for each trainable trajectory, whatever its outcome: the loss adds that of the teacher."""
+    return {t.index: 0.0 for t in group.trajectories if t.trainable}
+
+
 def demonstration_advantages(group: Group) -> dict[int, float]:
     """Advantage 1 for each trainable trajectory, whatever its outcome (warm start)."""
     return {t.index: 1.0 for t in group.trajectories if t.trainable}
@@ -105,6 +116,7 @@ def _sample(trajectory: Trajectory, number: int, advantage: float) -> TrainingSa
         trajectory_id=(trajectory.ticket, trajectory.index),
         succeeded=trajectory.outcome == "success",
         step=number,
+        teacher_logprobs=step.teacher_logprobs if step.teacher_logprobs.size else None,
     )
 
 

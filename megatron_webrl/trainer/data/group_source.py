@@ -190,6 +190,8 @@ class GroupSource:
         common = common_outcome(group)
         if self.config.trainer.loss.imitates_successes:
             return "all_failed" if common == "all_failed" else None
+        if self.config.trainer.distillation.alone:
+            return None
         if trainable < self.config.trainer.min_group:
             return "few_trainable"  # too few for a baseline
         return common if self.config.trainer.zero_variance_groups == "drop" else None

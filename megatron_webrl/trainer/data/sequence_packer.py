@@ -59,6 +59,7 @@ class Microbatch:
     temperature: float
     token_count: int  # prompts included; 0 for a padding micro-batch, or if another rank counts the tokens
     value_targets: torch.Tensor | None = None  # float32 [values]; None without a critic
+    teacher_logprobs: torch.Tensor | None = None  # float32 [tokens], NaN for tokens without one; None: no teacher
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class SequencePacker:
         sequences = (
             [unmerged_sequence(sample) for sample in samples]
             if self.merge_prefixes == "none"
-            else merge_prefixes(samples, self._placeholders)
+            else merge_prefixes(samples, self.processor.placeholder_token_ids)
         )
         tree = self._prefix_tree(sequences)
         flat = iter(token_weights([step for each in sequences for step in each.samples], normalizer, constant_steps))
@@ -149,7 +150,9 @@ class SequencePacker:
         if self.merge_prefixes != "all":
             return separate_sequences(sequences)
         image_token, square = self.processor.image_token_id, self.processor.merge_size
-        return build_prefix_tree(sequences, self._placeholders, image_token, square, self.min_shared_tokens)
+        return build_prefix_tree(
+            sequences, self.processor.placeholder_token_ids, image_token, square, self.min_shared_tokens
+        )
 
     def _wanted_images(self, image_cache: ImageCache, plans: Sequence[_Plan]) -> dict[int, list[bytes]]:
         """Rank -> keys of the screenshots that it encodes."""
@@ -179,12 +182,6 @@ class SequencePacker:
         """Stop the prefetcher's workers."""
         if self.prefetcher is not None:
             self.prefetcher.close()
-
-    @property
-    def _placeholders(self) -> tuple[int, int]:
-        """Tokens that stand for an image or a video."""
-        video = self.processor.tokenizer.convert_tokens_to_ids("<|video_pad|>")
-        return self.processor.image_token_id, int(video)
 
     def _microbatch(self, planned: _PlannedMicrobatch, passes: int) -> Microbatch:
         sequences, step_weights, tree = planned.sequences, planned.step_weights, planned.tree
@@ -226,6 +223,7 @@ class SequencePacker:
             value_weight=self._tensor(np.full(len(value_rows), planned.value_weight, np.float32)),
             temperature=sequences[0].temperature,
             token_count=tree.tokens if counts_tokens else 0,
+            teacher_logprobs=concatenated(scores, np.float32) if (scores := _teacher_logprobs(steps)) else None,
         )
 
     def _packed_input(
@@ -309,3 +307,14 @@ class SequencePacker:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return copy_to_device(torch.from_numpy(array), self.device)
+
+
+def _teacher_logprobs(steps: Sequence[TrainingSample]) -> list[np.ndarray]:
+    """Of each step, with NaN where the teacher has not scored it; empty if it has scored none."""
+    if all(step.teacher_logprobs is None for step in steps):
+        return []
+    nothing = [np.full(len(step.response), np.nan, np.float32) for step in steps]
+    return [
+        none if step.teacher_logprobs is None else step.teacher_logprobs
+        for step, none in zip(steps, nothing, strict=True)
+    ]

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_webrl.config.advantage import CriticConfig
+from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.trainer.loss.distillation import with_teacher
 from megatron_webrl.trainer.loss.off_policy import off_policy_correction
 from megatron_webrl.trainer.loss.surrogates import SURROGATES, PolicyRatio
 from megatron_webrl.trainer.loss.token_data import Objective, TokenData, clamp_log_ratio, k3, mean_per_step
@@ -18,14 +20,21 @@ from megatron_webrl.trainer.metrics.moments import moments
 
 
 def make_objective(
-    config: LossConfig, group: ProcessGroup | None, version: int | None = None, critic: CriticConfig | None = None
+    config: LossConfig,
+    group: ProcessGroup | None,
+    version: int | None = None,
+    distillation: DistillationConfig | None = None,
+    critic: CriticConfig | None = None,
 ) -> Objective:
     """The configured loss, plus kl_coefficient * reference_kl, less entropy_coefficient * entropy_bonus.
 
-    With a `critic` plus its coefficient * value_loss. Ratios and weights per response are collective over the
+    With a `distillation` whose coefficient is above 0, the loss has the teacher's advantages, too (`with_teacher`);
+    with a `critic`, its coefficient * value_loss is added. Ratios and weights per response are collective over the
     context-parallel `group`. `version`: that of the policy at the start of the update; only max_token_lag needs it.
     """
     base = OBJECTIVES[config.name](config, group, version)
+    if distillation is not None and distillation.coefficient:
+        base = with_teacher(base, distillation, config.decoupled)
     value_coefficient = critic.coefficient if critic is not None else 0.0
     if not config.kl_coefficient and not config.entropy_coefficient and not value_coefficient:
         return base
@@ -59,7 +68,7 @@ def policy_loss(
 
     name=gspo (arXiv 2507.18071, eq. 13 to 15): r is the geometric mean over the tokens of a response. In
     r_t = sg[r] * pi_theta,t / sg[pi_theta,t] the mean needs no gradient, and sum_t r_t has the gradient of |y| r. Where
-    tokens of a response differ in w, it is the paper's GSPO-token.
+    tokens of a response differ in w or A, it is the paper's GSPO-token.
 
     Metrics, summed over tokens of weight above 0: clipped, and dual_clipped if the surrogate has one (without masked
     tokens); the bounds that tokens are beyond, see OffPolicyCorrection; policy_ratio (r),

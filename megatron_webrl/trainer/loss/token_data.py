@@ -39,6 +39,7 @@ class TokenData:
     versions: Tensor | None = None  # int32 [tokens], policy version that produced the token; for max_token_lag
     entropy: Tensor | None = None  # float32 [tokens] of the current policy, with its gradient; for the entropy bonus
     values: StepValues | None = None  # None without a step critic
+    teacher_logprobs: Tensor | None = None  # float32 [tokens], NaN for tokens without one; for distillation
 
 
 Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]

@@ -22,13 +22,15 @@ PER_TOKEN_METRICS = (
     "behaviour_kl_k1",
     "behaviour_kl_k3",
     "entropy",
+    "teacher_missing",
+    "teacher_clipped",
 )
 """Sums that are reported as means over the response tokens of all passes."""
 
 CRITIC_METRICS = ("value_mean", "explained_variance")
 """Of the step critic, over the steps of episodes; the last is missing where all returns are the same."""
 
-TOKEN_DISTRIBUTIONS = ("behaviour_logprob", "current_logprob", "clipped_logprob", "advantage")
+TOKEN_DISTRIBUTIONS = ("behaviour_logprob", "current_logprob", "clipped_logprob", "advantage", "teacher_kl")
 
 
 def loss_metrics(totals: Mapping[str, float]) -> dict[str, float]:

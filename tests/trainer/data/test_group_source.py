@@ -329,3 +329,19 @@ def test_on_complete_is_called_for_every_complete_group_and_before_its_drop(ring
     source.poll(0)
     assert seen == [(0, 0), (1, 1)]
     assert source.accounting.dropped == {"blocked": 2}
+
+
+def test_a_teacher_alone_trains_groups_of_one_outcome_and_of_one_trainable_episode(ring: Ring) -> None:
+    config = Config()
+    config.trainer.distillation.coefficient, config.trainer.distillation.rewards = 1.0, False
+    source = GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
+    put(ring, 0, [0.0, 0.0])
+    put(ring, 1, [1.0, 1.0])
+    ring.write(encode_trajectory(trajectory(2, 0)), 1.0)
+    ring.write(encode_trajectory(trajectory(2, 1, outcome="teacher_error")), 1.0)
+    put(ring, 3, [0.0, 0.0], outcome="teacher_error")
+    taken = source.wait_for_groups(0, 3, 5.0, go)
+    assert taken is not None
+    assert [group.ticket for group, _ in taken] == [0, 1, 2]
+    source.poll(0)
+    assert source.accounting.dropped == {"teacher_error": 2}

@@ -55,6 +55,19 @@ def test_a_merged_sequence_scores_each_span_with_its_own_numbers(processor: Proc
     assert len(batch.inputs.grids) == 4
 
 
+def test_scores_of_a_teacher_follow_their_tokens(processor: Processor, cost: FlopsEstimator) -> None:
+    samples = [*episode(processor, 0, (6, 2, 9)), *episode(processor, 1, (3,))]
+    scores = [np.where(s.behaviour_logprobs % 2, s.behaviour_logprobs + 0.5, np.nan) for s in samples[:-1]]
+    scored = [replace(s, teacher_logprobs=each) for s, each in zip(samples, scores, strict=False)]
+    (batch,) = build(processor, cost, [*scored, samples[-1]])
+    assert batch.teacher_logprobs is not None
+    wanted = [*np.concatenate(scores), *[np.nan] * 3]
+    order = np.argsort(np.concatenate([s.behaviour_logprobs for s in samples]), kind="stable")
+    found = batch.teacher_logprobs.numpy()[np.argsort(batch.behaviour_logprobs.numpy(), kind="stable")]
+    np.testing.assert_array_equal(found, np.array(wanted, np.float32)[order])
+    assert build(processor, cost, samples)[0].teacher_logprobs is None
+
+
 def test_weights_do_not_depend_on_merging(processor: Processor, cost: FlopsEstimator) -> None:
     samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), advantage=-1.0)]
     for normalizer in ("constant", "per_trajectory", "token_mean"):

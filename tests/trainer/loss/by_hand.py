@@ -118,10 +118,11 @@ def responses(data: Arrays) -> list[list[int]]:
 def by_hand(current: np.ndarray, data: Arrays, config: LossConfig, frozen: np.ndarray | None = None) -> float:
     """The loss; `frozen`: `current` behind a stopped gradient.
 
-    gspo's is that of responses, with one ratio (eq. 7); where its tokens have different weights, that of tokens with
-    a ratio each (GSPO-token, eq. 14).
+    gspo's is that of responses, with one ratio (eq. 7); where its tokens have different weights or advantages, that of
+    tokens with a ratio each (GSPO-token, eq. 14).
     """
     differs = config.importance_weight_level == "token" or config.max_token_lag > 0
+    differs |= any(len(set(data["advantage"][response])) > 1 for response in responses(data))
     old = data["proximal_logprobs"] if config.decoupled else data["behaviour_logprobs"]
     frozen = current if frozen is None else frozen
     total = 0.0

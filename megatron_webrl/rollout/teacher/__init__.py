@@ -1,0 +1,1 @@
+"""The teacher of an on-policy distillation, which scores finished episodes."""

@@ -1,0 +1,155 @@
+"""The vLLM server of a teacher: log-probabilities of given tokens, and whether its model fits the policy's.
+
+It must run with --enable-scale-out: /inference/v1/generate takes tokens together with images, unlike the endpoints of
+OpenAI, which would render the text and the images of a conversation in a way of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import openai
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
+
+from megatron_webrl.config.distillation import DistillationConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge.openai_client import is_transient, open_client
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.system import name_lookup
+from megatron_webrl.system.image_type import data_url
+from megatron_webrl.system.redaction import redact
+from megatron_webrl.system.text import shorten
+
+log = logging.getLogger(__name__)
+
+LONGEST_BACKOFF_SECONDS = 15.0
+_PARAMETERS = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+
+
+class TeacherError(RuntimeError):
+    """The server gave no usable log-probabilities, or its model does not fit the policy's."""
+
+
+class TeacherServer:
+    """Scores tokens, many requests at once. An async context manager."""
+
+    def __init__(self, settings: DistillationConfig, processor: Processor) -> None:
+        """Raises ConfigError for a missing key."""
+        root = settings.url.rstrip("/").removesuffix("/v1")  # the address that OpenAI's clients take is accepted
+        self._client = open_client(root, settings.key_variable, "trainer.distillation", settings.timeout_seconds)
+        self._seconds, self._processor = settings.timeout_seconds, processor
+        self._reported: set[str] = set()  # faults that have been logged
+        self.url = root
+
+    async def __aenter__(self) -> TeacherServer:
+        name_lookup.use_own_threads()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._client.close()
+
+    async def check(self, max_model_len: int, probe: bytes) -> None:
+        """Raise ConfigError unless the model has the policy's vocabulary, image sizes and room for `max_model_len` tokens.
+
+        Waits for a server that does not answer yet, at most trainer.distillation.timeout_seconds. `probe`: an image.
+        """
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._check(max_model_len, probe)
+        except TimeoutError:
+            raise ConfigError(
+                f"the teacher {self.url} did not answer within {self._seconds:g} s "
+                f"(trainer.distillation.url, timeout_seconds): {', '.join(sorted(self._reported)) or 'no answer'}"
+            ) from None
+        except TeacherError as error:
+            raise ConfigError(f"the teacher {self.url} cannot score this policy: {error}") from None
+
+    async def score(self, prompt: np.ndarray, response: np.ndarray, images: Sequence[bytes]) -> np.ndarray:
+        """Log-probabilities of a response's tokens at temperature 1, float32 [response].
+
+        `prompt`: int32 with expanded image placeholders. Retries faults that may pass, without a limit. Raises
+        TeacherError, also if the server expanded the images to other tokens.
+        """
+        body = await asyncio.to_thread(self._body, prompt, response, images)
+        content = await self._request("/inference/v1/generate", body)
+        return await asyncio.to_thread(self._logprobs, content, prompt, response)
+
+    async def _check(self, max_model_len: int, probe: bytes) -> None:
+        (model, *_) = json.loads(await self._request("/v1/models"))["data"]
+        if model["max_model_len"] <= max_model_len:  # a request generates a token
+            raise TeacherError(
+                f"its max_model_len={model['max_model_len']} must exceed rollout.max_model_len={max_model_len}; start "
+                f"it with --max-model-len {max_model_len + 1}"
+            )
+        tokens = list(range(len(self._processor.tokenizer)))
+        content = await self._request("/detokenize", {"tokens": tokens})
+        if json.loads(content)["prompt"] != self._processor.tokenizer.decode(tokens):
+            raise TeacherError(
+                "its vocabulary differs from that of model.path; serve a model of the same family and generation"
+            )
+        content_parts = [{"type": "image"}, {"type": "text", "text": "?"}]
+        grids = self._processor.grids([probe])
+        question = self._processor.encode_chat([{"role": "user", "content": content_parts}])
+        response = self._processor.encode_response(".")
+        await self.score(self._processor.expand_image_tokens(question, grids), response, [probe])
+
+    def _body(self, prompt: np.ndarray, response: np.ndarray, images: Sequence[bytes]) -> dict[str, Any]:
+        tokens = np.concatenate([self._processor.collapse_image_tokens(prompt), response])
+        parts = [{"type": "image_url", "url": data_url(image)} for image in images]
+        body = {"token_ids": tokens.tolist(), "sampling_params": _PARAMETERS, "return_token_ids": True}
+        return body | ({"content_parts": parts} if parts else {})
+
+    def _logprobs(self, content: bytes, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
+        try:
+            reply = json.loads(content)
+            read = np.asarray(reply["prompt_token_ids"], np.int32)
+            if not np.array_equal(read, np.concatenate([prompt, response])):
+                counts = self._processor.image_token_counts
+                raise TeacherError(
+                    f"it read {len(read)} tokens with images of {counts(read).tolist()} tokens, the policy "
+                    f"{len(prompt) + len(response)} with {counts(prompt).tolist()}; the image processors differ"
+                )
+            rows = reply["prompt_logprobs"][len(prompt) :]
+            pairs = zip(rows, response.tolist(), strict=True)
+            values = np.array([row[str(token)]["logprob"] for row, token in pairs], np.float32)
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise TeacherError(f"its reply has no log-probabilities of the response: {error!r}") from error
+        if not np.isfinite(values).all():
+            raise TeacherError("a log-probability is not finite; the weights of the teacher are damaged")
+        return values
+
+    async def _request(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """The reply to a POST of `body`, else to a GET. Raises TeacherError for a refusal; retries faults that may pass, until cancelled."""
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(_may_pass), wait=wait_random_exponential(0.25, LONGEST_BACKOFF_SECONDS),
+            after=self._report,
+        )  # fmt: skip
+        try:
+            if body is None:
+                return await retrying(self._client.get, path, cast_to=bytes)
+            return await retrying(self._client.post, path, cast_to=bytes, body=body)
+        except openai.APIStatusError as error:
+            hint = "; start it with --enable-scale-out" if error.status_code == 404 else ""
+            text = shorten(redact(" ".join(error.response.text.split())), 300)
+            raise TeacherError(f"it refused {path} with status {error.status_code}: {text}{hint}") from None
+        except openai.OpenAIError as error:
+            raise TeacherError(f"its reply to {path} is invalid: {type(error).__name__}") from None
+
+    def _report(self, state: RetryCallState) -> None:
+        """Log each kind of fault once."""
+        error = state.outcome.exception() if state.outcome else None
+        fault = f"status {error.status_code}" if isinstance(error, openai.APIStatusError) else type(error).__name__
+        if error is not None and fault not in self._reported:
+            self._reported.add(fault)
+            log.warning("the teacher %s: %s; its requests are repeated (logged once)", self.url, fault)
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, openai.APIStatusError):
+        return is_transient(error.status_code)
+    return isinstance(error, openai.APIConnectionError)  # timeouts, too
