@@ -15,9 +15,10 @@ _QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DE
 
 
 def open_client(url: str, key_variable: str, settings: str, timeout_seconds: float) -> openai.AsyncOpenAI:
-    """A client without retries, whose key is declared a secret. Raises ConfigError for a missing or unusable key or URL.
+    """A client without retries, whose key is declared a secret.
 
-    `settings`: the section of `url` and `key_variable`, for errors, such as judge.*.
+    `settings`: the section of `url` and `key_variable`, for errors, such as judge.*. Raises ConfigError for a missing
+    key, and for a key or an address that cannot be used.
     """
     for name in _QUIET_LOGGERS:
         logger = logging.getLogger(name)

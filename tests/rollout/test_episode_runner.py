@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from aiohttp import web
 
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
@@ -16,9 +20,11 @@ from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
+from megatron_webrl.rollout.teacher.scoring import Teacher
 from megatron_webrl.system.child_process import ProcessError
 from megatron_webrl.types import Trajectory
 from tests.farm.servers import config_for, server_processes
+from tests.rollout.teacher.servers import reply, serving, teacher
 
 
 @pytest.fixture
@@ -59,6 +65,44 @@ async def test_a_farm_gives_the_same_episodes_as_local_servers(config: Config, m
     for one, other in zip(own, farm, strict=True):
         assert (one.task, one.instruction, one.images) == (other.task, other.instruction, other.images)
         assert [step.action for step in one.steps] == [step.action for step in other.steps]
+
+
+async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(config: Config) -> None:
+    processor = Processor.load(config.model.path)
+    generator = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
+
+    async def handle(request: web.Request) -> web.Response:
+        (image,) = (body := await request.json())["content_parts"]
+        assert image["url"].startswith("data:image/")
+        tokens = np.array(body["token_ids"], np.int32)
+        shown = processor.grids([base64.b64decode(image["url"].partition(",")[2])])
+        return reply(body | {"token_ids": processor.expand_image_tokens(tokens, shown).tolist()})
+
+    config.trainer.distillation.coefficient = 1.0
+    async with (
+        serving(handle) as url,
+        teacher(url, processor) as scorer,
+        EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes,
+    ):
+        assert episodes.teacher is None  # without sampler states it runs no training episodes
+        found = await replace(episodes, teacher=scorer).run_episode(generator, 0, 0, 0)
+        failed = await replace(episodes, teacher=scorer).run_episode(generator, 0, 0, 0, on_acted=scorer_fails(scorer))
+    assert found.outcome == "success"
+    for step in found.steps:
+        first = len(step.prompt_token_ids)
+        assert step.teacher_logprobs.tolist() == [-float(first + n) for n in range(len(step.response_token_ids))]
+    assert (failed.outcome, failed.reward) == ("teacher_error", 0.0)
+    assert failed.verdict is not None
+    assert failed.verdict.outcome == "success"
+
+
+def scorer_fails(scorer: Teacher) -> Callable[[], None]:
+    """Leaves the teacher no time."""
+
+    def fail() -> None:
+        scorer._seconds = 0.0
+
+    return fail
 
 
 async def test_a_server_that_cannot_start_is_one_error(config: Config) -> None:

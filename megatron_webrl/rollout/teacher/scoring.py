@@ -60,7 +60,7 @@ class Teacher:
         return replace(trajectory, steps=tuple(steps))
 
     async def _score(self, trajectory: Trajectory, step: Step) -> np.ndarray:
-        """float32 [response]. NaN for a response with a placeholder, in which it is text: a prompt would take an image."""
+        """float32 [response]; NaN for a response with a placeholder, text that the server would take for an image."""
         response = step.response_token_ids
         if np.isin(response, self._processor.placeholder_token_ids).any():
             return np.full(len(response), np.nan, np.float32)

@@ -54,7 +54,7 @@ class TeacherServer:
         await self._client.close()
 
     async def check(self, max_model_len: int, probe: bytes) -> None:
-        """Raise ConfigError unless the model has the policy's vocabulary, image sizes and room for `max_model_len` tokens.
+        """Raise ConfigError unless the model has the policy's vocabulary and image sizes, and room for `max_model_len`.
 
         Waits for a server that does not answer yet, at most trainer.distillation.timeout_seconds. `probe`: an image.
         """
@@ -124,7 +124,7 @@ class TeacherServer:
         return values
 
     async def _request(self, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """The reply to a POST of `body`, else to a GET. Raises TeacherError for a refusal; retries faults that may pass, until cancelled."""
+        """The reply to a POST of `body`, else to a GET; retries faults that may pass. Raises TeacherError."""
         retrying = AsyncRetrying(
             retry=retry_if_exception(_may_pass), wait=wait_random_exponential(0.25, LONGEST_BACKOFF_SECONDS),
             after=self._report,

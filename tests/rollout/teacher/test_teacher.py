@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,46 +16,16 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.teacher.scoring import Teacher
-from megatron_webrl.rollout.teacher.server import TeacherServer
 from megatron_webrl.types import Trajectory
+from tests.rollout.teacher.servers import Handler, reply, serving, teacher
 from tests.trajectories import trajectory
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEY = "WEBRL_TEST_TEACHER_KEY"
 
 
 @pytest.fixture(scope="module")
 def processor(tiny_model: Path) -> Processor:
     return Processor.load(tiny_model)
-
-
-@asynccontextmanager
-async def serving(handle: Handler) -> AsyncIterator[str]:
-    """The address of a server that answers every request by a function."""
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-def reply(body: dict[str, Any], **changes: Any) -> web.Response:
-    """vLLM's reply to a request, with the log-probability -number of each token."""
-    tokens = body["token_ids"]
-    rows = [None, *({str(t): {"logprob": -float(n)}} for n, t in enumerate(tokens[1:], 1))]
-    return web.json_response({"prompt_token_ids": tokens, "prompt_logprobs": rows} | changes)
-
-
-@asynccontextmanager
-async def teacher(url: str, processor: Processor, seconds: float = 20.0) -> AsyncIterator[Teacher]:
-    """A teacher whose server has not been checked."""
-    settings = DistillationConfig(coefficient=1.0, url=url, timeout_seconds=seconds)
-    async with TeacherServer(settings, processor) as server:
-        yield Teacher(server, processor, seconds)
 
 
 async def scored(handle: Handler, processor: Processor, episode: Trajectory, seconds: float = 20.0) -> Trajectory:

@@ -1,0 +1,152 @@
+"""A real vLLM server as the teacher: its scores are those of its model for exactly the policy's tokens and images."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import AddedToken
+
+from megatron_webrl.config.distillation import DistillationConfig
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.rollout.engine import vllm_environment
+from megatron_webrl.rollout.teacher.scoring import Teacher
+from megatron_webrl.types import Step, Trajectory
+from tests.rollout.engine.engines import TOLERANCE, configuration, perturb, picture
+from tests.trajectories import trajectory
+from tests.waiting import until
+
+MAX_MODEL_LEN = 1024
+pytestmark = pytest.mark.slow  # only a server renders tokens and images as it does in a run
+
+
+@dataclass(frozen=True)
+class Served:
+    model: Path
+    url: str
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model), "--port", str(port),
+        "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 * 2**20),
+        "--max-model-len", str(MAX_MODEL_LEN + 1), "--enable-scale-out",
+    ]  # fmt: skip
+    log = tmp_path_factory.mktemp("teacher") / "server.log"
+    environment = os.environ | vllm_environment.engine_environment(configuration(tiny_model))
+    with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as server:
+        try:
+            until(lambda: "startup complete" in log.read_text() or server.poll() is not None, "the server", 400)
+            assert server.poll() is None, log.read_text()[-2000:]
+            yield Served(tiny_model, f"http://127.0.0.1:{port}/v1")
+        finally:
+            server.terminate()
+
+
+def config_for(served: Served) -> Config:
+    config = configuration(served.model)
+    config.rollout.max_model_len = MAX_MODEL_LEN
+    config.browser.width, config.browser.height = 320, 200
+    config.trainer.distillation = DistillationConfig(coefficient=1.0, url=served.url, timeout_seconds=120.0)
+    return config
+
+
+@torch.no_grad()
+def logprobs(model: torch.nn.Module, processor: Processor, step: Step, images: list[bytes]) -> torch.Tensor:
+    """Log-probabilities at each token of the response and after it, by transformers: [response + 1, vocabulary]."""
+    pixels, grids = processor.pixels(images)
+    tokens = torch.from_numpy(np.concatenate([step.prompt_token_ids, step.response_token_ids])).long()[None]
+    kinds = (tokens == processor.image_token_id).int()
+    vision = {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(grids).long()} if images else {}
+    logits = model(input_ids=tokens, mm_token_type_ids=kinds, **vision).logits[0].float()
+    return logits[len(step.prompt_token_ids) - 1 :].log_softmax(-1)
+
+
+def sampled(model: torch.nn.Module, processor: Processor, images: list[bytes], tokens: int, seed: int) -> Step:
+    """A step with a prompt of all `images` and a response that the model samples."""
+    content = [{"type": "text", "text": "Click."}, *({"type": "image"} for _ in images)]
+    prompt = processor.encode_chat([{"role": "user", "content": content}])
+    grids = processor.grids(images)
+    step = Step(
+        prompt_token_ids=processor.expand_image_tokens(prompt, grids), response_token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32), versions=np.zeros(tokens, np.int32),
+        images=np.arange(len(images), dtype=np.int32), image_grids=grids, finish_reason="length", action=None,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(tokens):
+        scores = logprobs(model, processor, step, images)[-1]
+        scores[list(processor.placeholder_token_ids)] = -torch.inf
+        token = int(torch.multinomial(scores.exp(), 1, generator=generator))
+        step = replace(
+            step,
+            response_token_ids=np.append(step.response_token_ids, np.int32(token)),
+            logprobs=np.append(step.logprobs, np.float32(scores[token])),
+        )
+    return step
+
+
+def episode_of(model: torch.nn.Module, processor: Processor) -> Trajectory:
+    images = [picture(0), picture(1, 300, 180)]
+    steps = tuple(sampled(model, processor, images[:shown], 24, shown) for shown in (0, 1, 2))
+    return replace(trajectory(reward=1.0), steps=steps, images=tuple(images))
+
+
+async def test_a_teacher_equal_to_the_student_has_no_divergence_and_another_one_has(served: Served) -> None:
+    config, processor = config_for(served), Processor.load(served.model)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(served.model).eval()
+    same = episode_of(model, processor)
+    student = transformers.AutoModelForImageTextToText.from_pretrained(served.model).eval()
+    for seed in range(6):
+        perturb(student, seed)
+    other = episode_of(student, processor)
+    async with Teacher.open(config, processor) as teacher:
+        scored = [await teacher.scored(each) for each in (same, other)]
+    divergences: list[float] = []  # of the other student, at each token, exact
+    for each in scored:
+        assert each.outcome == "success"
+        for step in each.steps:
+            images = [each.images[i] for i in step.images]
+            wanted, own = (logprobs(policy, processor, step, images)[:-1] for policy in (model, student))
+            exact = wanted.gather(1, torch.from_numpy(step.response_token_ids).long()[:, None])[:, 0].numpy()
+            np.testing.assert_allclose(step.teacher_logprobs, exact, atol=TOLERANCE)
+            divergences += (own.exp() * (own - wanted)).sum(dim=1).tolist() if each is scored[1] else []
+    equal, different = (np.concatenate([s.logprobs - s.teacher_logprobs for s in each.steps]) for each in scored)
+    assert np.abs(equal).max() < TOLERANCE
+    assert np.mean(divergences) > 0.15
+    assert different.mean() == pytest.approx(np.mean(divergences), abs=3 * different.std() / len(different) ** 0.5)
+
+
+async def refusal(config: Config, processor: Processor) -> str:
+    with pytest.raises(ConfigError) as caught:
+        async with Teacher.open(config, processor):
+            pass
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+async def test_a_teacher_that_does_not_fit_the_policy_is_refused(served: Served) -> None:
+    config = config_for(served)
+    config.rollout.max_model_len += 1
+    assert f"--max-model-len {MAX_MODEL_LEN + 2}" in await refusal(config, Processor.load(served.model))
+    config.rollout.max_model_len -= 1
+    words = Processor.load(served.model)
+    words.tokenizer.add_tokens([AddedToken("<|another|>", special=True)])
+    assert "its vocabulary differs from that of model.path" in await refusal(config, words)
+    pictures = Processor.load(served.model)
+    pictures._image_processor.size.longest_edge = 128 * 128
+    assert "the image processors differ" in await refusal(config, pictures)
