@@ -155,7 +155,7 @@ class Coordinator:
             self._raise_ticket_limit(version, 1)
 
     def collect(
-        self, version: int, has_new_engines: Callable[[], bool], has_engines: Callable[[], bool]
+        self, version: int, has_new_engines: Callable[[], bool], has_engines: Callable[[], bool] = lambda: True
     ) -> list[Group] | CollectInterrupt:
         """Groups of the next update, or the reason of an interrupt, on every rank. Raises TimeoutError or JobFailed."""
         chosen: SelectedGroups | CollectInterrupt | None = None
