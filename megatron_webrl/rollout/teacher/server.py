@@ -68,6 +68,8 @@ class TeacherServer:
             ) from None
         except TeacherError as error:
             raise ConfigError(f"the teacher {self.url} cannot score this policy: {error}") from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"the teacher {self.url} does not answer as a vLLM server does: {error!r}") from None
 
     async def score(self, prompt: np.ndarray, response: np.ndarray, images: Sequence[bytes]) -> np.ndarray:
         """Log-probabilities of a response's tokens at temperature 1, float32 [response].

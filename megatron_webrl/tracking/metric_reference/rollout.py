@@ -36,8 +36,7 @@ SECTIONS = (
             "masked_rate/<reason>",
             "share",
             "Finished episodes masked for this reason, such as `blocked` (the website refused the agent) and "
-            "`judge_error` (no usable verdict), which are there even at 0, or `teacher_error` (no scores of the "
-            "teacher).",
+            "`judge_error` (no usable verdict), which are there even at 0; `teacher_error`: no scores of the teacher.",
         ),
         ("difficulty/<difficulty>/episodes", "episodes", "Finished episodes of tasks of this difficulty."),
         (

@@ -130,6 +130,14 @@ async def test_a_server_that_never_answers_is_one_error(tiny_model: Path) -> Non
     assert "did not answer within 0.5 s (trainer.distillation.url, timeout_seconds): status 502" in message
 
 
+@pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": []}', '{"data": [{"id": "m"}]}'])
+async def test_another_server_than_vllm_is_one_error(tiny_model: Path, answer: str) -> None:
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(text=answer)
+
+    assert "does not answer as a vLLM server does" in await opened(handle, tiny_model)
+
+
 async def test_the_key_of_the_server_is_sent(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def handle(request: web.Request) -> web.Response:
         right = request.headers["Authorization"] == "Bearer right"
