@@ -17,12 +17,12 @@ FILE = "learning.svg"
 WINDOW = 5  # a point of a thick line is the mean of this update and of up to WINDOW - 1 before it
 EVALUATION_ID = "evaluation-"  # start of the SVG id of the points of a kind of evaluation
 
-_EVALUATION_STYLES = {  # by variant, else by kind
+_EVALUATION_STYLES = {  # by variant, else by kind; a greedy point is drawn below an equal one
+    GREEDY: (GREY, "^"),
     "before": (ORANGE, "o"),
     "during": (GREEN, "o"),
     "after": (GREEN, "s"),
     BLANK_IMAGES: (BLACK, "o"),
-    GREEDY: (GREY, "^"),
 }
 
 Points = Sequence[tuple[float, float]]

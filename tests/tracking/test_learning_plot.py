@@ -38,7 +38,7 @@ def test_each_kind_of_evaluation_has_a_dot_and_a_legend_entry():
     groups = [group for group in drawn.iter(f"{SVG}g") if group.get("id", "").startswith(learning_plot.EVALUATION_ID)]
     dots = [float(dot.attrib["y"]) for group in groups for dot in group.iter(f"{SVG}use")]
     assert len(dots) == 3
-    assert dots[0] > dots[1] > dots[2]  # more success is higher up
+    assert dots[1] > dots[2] > dots[0]  # more success is higher up
 
 
 def test_a_thick_line_is_a_moving_average():
