@@ -56,6 +56,7 @@ def test_expansion_and_patches_equal_the_processor_of_transformers(processor: Pr
         text=[text], images=[Image.open(io.BytesIO(i)).convert("RGB") for i in images], return_tensors="pt"
     )
     np.testing.assert_array_equal(expanded, whole["input_ids"][0].numpy())
+    np.testing.assert_array_equal(processor.collapse_image_tokens(expanded), processor.encode_chat(messages(2)))
     np.testing.assert_array_equal(grids, whole["image_grid_thw"].numpy())
     assert torch.equal(pixels, whole["pixel_values"])
     np.testing.assert_array_equal(processor.image_token_counts(expanded), grids.prod(axis=1) // 4)
