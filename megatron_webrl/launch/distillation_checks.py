@@ -19,11 +19,11 @@ def check_distillation(config: Config) -> None:
     settings, loss = config.trainer.distillation, config.trainer.loss
     if not settings.coefficient:
         for each in fields(DistillationConfig):
-            value, default = getattr(settings, each.name), getattr(DistillationConfig(), each.name)
-            if value != default:
+            # The value is not repeated: that of key_variable may be the key itself.
+            if getattr(settings, each.name) != getattr(DistillationConfig(), each.name):
                 raise ConfigError(
-                    f"trainer.distillation.{each.name}={value} has no effect with trainer.distillation.coefficient=0; "
-                    "leave it at its default, or set a coefficient such as 1"
+                    f"trainer.distillation.{each.name} has no effect with trainer.distillation.coefficient=0; leave it "
+                    "at its default, or set a coefficient such as 1"
                 )
         return
     if not settings.url:
