@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0  # before the first repetition; doubles up to MAX_RETRY_SECONDS
 MAX_RETRY_SECONDS = 60.0
 END_SECONDS = 20.0  # limit of waiting for MLflow at the end of a job
-FAILED_END_SECONDS = 2.0
+FAILED_END_SECONDS = 2.0  # of a trainer that failed: its launcher waits no longer
 
 
 class MLflowTracker:
@@ -64,17 +64,17 @@ class MLflowTracker:
     def set_tag(self, name: str, value: str) -> None:
         self._append({"tags": {name: value}})
 
-    def close(self, status: str) -> None:
+    def close(self, status: str, seconds: float = END_SECONDS) -> None:
         """Log the summary and end the run with an MLflow status: FINISHED, KILLED or FAILED.
 
-        Waits for MLflow for at most END_SECONDS, then logs what it has not received and how to send it.
+        Waits for MLflow for at most `seconds`, then logs what it has not received and how to send it.
         """
         if os.path.isfile(self.config.run_folder / "summary.json"):  # False on a disk that fails
             self._append({"artifact": "summary.json", "folder": ""})
         self._append(_status(status))
         self._closing.set()
         self._wake.set()
-        self.thread.join(FAILED_END_SECONDS if status == "FAILED" else END_SECONDS)
+        self.thread.join(seconds)
         if message := self.pending_message():
             log.warning("%s", message)
 
