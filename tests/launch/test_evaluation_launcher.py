@@ -162,7 +162,8 @@ def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monke
     one = ["evaluation.blank_images=false", "evaluation.temperature=0"]  # greedy already
     config = evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5", *one])
     assert WithoutWorkers(config, Console(file=text), checkpoint=checkpoint).run() == 1
-    *_, results, last = text.getvalue().splitlines()
+    # A busy machine makes the new database of MLflow late, and the job says so.
+    *_, results, last = (line for line in text.getvalue().splitlines() if not line.startswith("MLflow at "))
     assert results == f"results: {config.run_folder / 'evaluations.jsonl'}"
     assert last.startswith("failed: 4 of 4 episodes are missing after 0.5 s (evaluation.timeout_seconds); raise it")
     assert json.loads((config.run_folder / "summary.json").read_text())["outcome"] == last
