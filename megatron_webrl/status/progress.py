@@ -53,7 +53,7 @@ def recent_progress(updates: Sequence[Mapping[str, Any]], group_size: int, since
         updates=len(chosen),
         seconds_per_update=total / len(chosen),
         updates_per_hour=3600 * len(chosen) / total,
-        episodes_per_hour=3600 * sum(_trained(u, group_size) for u in chosen) / total,
+        episodes_per_hour=3600 * sum(trained_episodes(u, group_size) for u in chosen) / total,
         tokens_per_second=sum(u["tokens_per_second"] * _busy(u) for u in chosen) / total,
         success=sum(share * count for share, count in sampled) / weight if weight else None,
         staleness_mean=sum(u["staleness_mean"] for u in chosen) / len(chosen),
@@ -81,10 +81,10 @@ def count_episodes(
         return None
     extra = updates[-1]["extra"]
     dropped = {name.partition("/")[2]: int(count) for name, count in extra.items() if name.startswith("dropped/")}
-    return EpisodeCounts(sum(_trained(update, group_size) for update in updates), dict(sorted(dropped.items())))
+    return EpisodeCounts(sum(trained_episodes(update, group_size) for update in updates), dict(sorted(dropped.items())))
 
 
-def _trained(update: Mapping[str, Any], group_size: int) -> int:
+def trained_episodes(update: Mapping[str, Any], group_size: int) -> int:
     """Unmasked episodes of an update's groups."""
     return int(update["groups"] * group_size - update["extra"].get("masked_episodes", 0))
 

@@ -1,0 +1,1 @@
+"""Time to a success of sampled episodes in asynchronous and synchronous modes."""
