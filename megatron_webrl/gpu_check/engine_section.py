@@ -19,7 +19,7 @@ from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.config.schema import Config, EvaluationConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.trainer import ProfileConfig
+from megatron_webrl.config.trainer import ProfileConfig, WarmStartConfig
 from megatron_webrl.gpu_check.request import GpuCheckRequest
 from megatron_webrl.gpu_check.results import CheckResult, at_least, at_most, failed, measured, skipped
 from megatron_webrl.launch.local_launcher import LocalLauncher
@@ -64,7 +64,8 @@ def short_job(config: Config, folder: Path) -> Config:
     job.trainer.distillation = DistillationConfig()  # the teacher may not run yet
     job.trainer.advantage.overlong = "keep"  # without a success there might be nothing to train
     job.trainer.min_group, job.trainer.profile = 2, ProfileConfig()
-    job.trainer.warm_start.demonstrations = 0
+    job.trainer.warm_start = WarmStartConfig()
+    job.trainer.critic.warmup_updates = 0  # during a warm-up the engine's weights would not change
     # One group after the other, so that episodes are under way whenever an update arrives.
     job.rollout.group_size, job.rollout.groups_in_flight = 2, 1
     job.rollout.max_new_tokens = min(job.rollout.max_new_tokens, 64)

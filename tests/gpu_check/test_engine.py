@@ -9,9 +9,30 @@ import pytest
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.gpu_check.engine_section import judge_job, short_job
-from megatron_webrl.launch.validation import check_config
+from megatron_webrl.launch.validation import check_config, check_settings
+from megatron_webrl.model.hf_config import read_model_config
+from megatron_webrl.model.model_sizes import config_sections, size_from_path
 
 ROOT = Path(__file__).parents[2]
+PENALTY = "trainer.reward={format_penalty: 0.1, length_penalty: 0.1, length_window: 40}"
+TEACHER = 'trainer.distillation={coefficient: 1, url: "http://node7:8000", key_variable: KEY, clip: 2}'
+OPTIONS = {
+    "gspo": ["trainer.loss={name: gspo, clip_low: 3e-4, importance_weight_level: product, kl_rejection_bound: 0.1,"
+             " importance_weight_floor: 0.5, max_token_lag: 1, entropy_coefficient: 0.1, kl_coefficient: 0.1}"],
+    "dppo": ["trainer.loss={name: dppo, dppo_divergence: kl, dppo_bound: 0.1, shuffle_advantages: true}",
+             "trainer.min_group=3", "trainer.merge_prefixes=trajectory"],
+    "raft": ["trainer.loss={name: raft, raft_versions: 2, shuffle_advantages: true, entropy_coefficient: 0.1}"],
+    "raft_plus_plus": ["trainer.loss={name: raft_plus_plus, raft_versions: 3, clip_high: 0.1, max_token_lag: 4}"],
+    "penalties apart": [PENALTY, "trainer.advantage={components: apart, discount: 0.9, overlong: mask}"],
+    "penalties of steps": [PENALTY, "trainer.advantage={penalties: step, scale: batch_std, baseline: leave_one_out}"],
+    "anchors": ["trainer.advantage={anchor_weight: 1, anchor_discount: 0.9, scale: none, overlong: mask}"],
+    "critic": ["trainer.critic={coefficient: 0.5, gae_lambda: 0.9, train_trunk: false, warmup_updates: 30}",
+               "trainer.advantage={scale: batch_std, discount: 0.9, overlong: mask}", PENALTY],
+    "teacher": [TEACHER, "trainer.loss={name: cispo, importance_weight_mode: truncate, entropy_coefficient: 0.1}"],
+    "teacher and critic": [TEACHER, "trainer.critic.coefficient=0.5", "trainer.advantage.scale=none"],
+    "teacher alone": [TEACHER, "trainer.distillation={rewards: false, timeout_seconds: 9}", "trainer.loss.name=sapo"],
+    "warm start": ["trainer.warm_start={demonstrations: 9, demonstrations_file: made.records}"],
+}  # fmt: skip
 
 EXTRA = {
     "updates_within_step_max": 0, "updates_across_steps_max": 1, "weights/failed_transfers": 0, "weights/engines": 2,
@@ -60,6 +81,25 @@ def test_the_short_job_of_a_configuration_with_penalties_and_an_overlong_filter_
     check_config(job)
     assert job.trainer.advantage.components == "apart"
     assert config.trainer.advantage.overlong == "mask"
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", ["tiny_1gpu", "normalisers", "webgym_offline", "8b_1node", "30b_a3b_32node"])
+def test_the_short_job_of_every_algorithm_is_valid(tmp_path: Path, name: str, options: list[str]) -> None:
+    path = ROOT / "configs" / f"{name}.yaml"
+    size = size_from_path(parse_config(path).model.path)
+    description = config_sections(size) if size else read_model_config(ROOT / "models" / "quickstart")
+    config = parse_config(path, ["trainer.loss={name: grpo, raft_versions: 0}", *options])
+    check_settings(config, description)
+    check_settings(short_job(config, tmp_path), description)
+
+
+def test_the_short_job_keeps_the_algorithm_but_for_what_it_cannot_have(tmp_path: Path) -> None:
+    job = short_job(parse_config(None, OPTIONS["critic"]), tmp_path).trainer
+    assert (job.critic.coefficient, job.critic.train_trunk, job.critic.warmup_updates) == (0.5, False, 0)
+    assert (job.advantage.scale, job.advantage.overlong) == ("batch_std", "keep")
+    job = short_job(parse_config(None, OPTIONS["teacher"]), tmp_path).trainer
+    assert (job.loss.name, job.loss.entropy_coefficient, job.distillation.coefficient) == ("cispo", 0.1, 0.0)
 
 
 def test_the_short_job_leaves_no_checkpoint(tmp_path: Path) -> None:
