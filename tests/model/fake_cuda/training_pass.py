@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ import torch
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor
 
+from megatron_webrl.config.advantage import CriticConfig
+from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.model.compute_options import ComputeOptions, ValueHeadKind
 from megatron_webrl.model.qwen3_vl.packed_input import HOST_FIELDS
 from tests.model import tiny
 from tests.model.fake_cuda.host_values import HostValues, fake_cuda
@@ -34,6 +39,8 @@ LOSSES = [
     LossConfig(name="cispo", importance_weight_mode="truncate"), LossConfig(name="sapo"),
     LossConfig(name="dppo", dppo_divergence="kl", decoupled=False), LossConfig(name="raft_plus_plus"),
 ]  # fmt: skip
+ENTROPY = LossConfig(entropy_coefficient=0.1)
+TEACHER, CRITIC = DistillationConfig(coefficient=1.0), CriticConfig(coefficient=0.5)
 SHAPES = {"dense": tiny.Shape(layers=2), "moe": tiny.Shape(layers=2, experts=4)}
 
 
@@ -50,16 +57,28 @@ def main(folder: str) -> None:
         join_groups()
         for name in SHAPES:
             learner, microbatches = _learner(Path(folder) / name, platform), [_on_cuda(real, host)]
-            for kind, run in {"score": _score, "train": _train}.items():
-                host.syncs.clear()
-                run(learner, microbatches)
-                found[f"{name} {kind}"] = dict(host.syncs)
+            found |= _syncs(host, {"score": _score, "train": _train}, learner, microbatches, name)
             if name == "dense":
-                for loss in LOSSES:
-                    host.syncs.clear()
-                    _train(learner, microbatches, loss)
-                    found[f"dense {loss.name}"] = dict(host.syncs)
+                runs = {loss.name: partial(_train, loss=loss) for loss in LOSSES}
+                runs["teacher"] = partial(_train, loss=ENTROPY, distillation=TEACHER)
+                found |= _syncs(host, runs, learner, microbatches)
+                learner = _learner(Path(folder) / name, platform, "shared")
+                runs = {"critic score": _score_steps, "critic credit": _read_values}
+                runs["critic"] = partial(_train, loss=ENTROPY, distillation=TEACHER, critic=CRITIC)
+                found |= _syncs(host, runs, learner, microbatches)
     sys.stdout.write(json.dumps(found))
+
+
+def _syncs(
+    host: HostValues, runs: dict[str, Callable[..., None]], learner: Any, microbatches: list[Any], model: str = "dense"
+) -> dict[str, dict[str, int]]:
+    """Host syncs of each run, by model and run."""
+    found = {}
+    for name, run in runs.items():
+        host.syncs.clear()
+        run(learner, microbatches)
+        found[f"{model} {name}"] = dict(host.syncs)
+    return found
 
 
 def join_groups() -> None:
@@ -73,15 +92,15 @@ def join_groups() -> None:
     process_groups.init_process_groups(ParallelSizes())
 
 
-def _learner(folder: Path, platform: Any) -> Any:
+def _learner(folder: Path, platform: Any, value_head: ValueHeadKind = "none") -> Any:
     from megatron_webrl.config.trainer import OptimizerConfig
-    from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.qwen3_vl.model import build_model
     from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.learner import Learner
     from megatron_webrl.trainer.optimizer import make_optimizer
 
-    chunks = build_model(folder, dtype="bfloat16", platform=platform, options=ComputeOptions(recompute="full"))
+    options = ComputeOptions(recompute="full", value_head=value_head)
+    chunks = build_model(folder, dtype="bfloat16", platform=platform, options=options)
     wrapped = wrap_ddp(chunks)
     optimizer = make_optimizer(wrapped, OptimizerConfig(implementation="torch"), 10, torch.bfloat16)
     return Learner(wrapped, chunks[0].unpadded_vocab_size, optimizer)
@@ -117,6 +136,7 @@ def _microbatch() -> Any:
             image_indices=images,
             local_images=images,
             image_token_positions=placeholders,
+            value_rows=torch.tensor([0, 9, 16]),
         ),
         targets=targets,
         behaviour_logprobs=torch.zeros(count),
@@ -130,6 +150,8 @@ def _microbatch() -> Any:
         value_weight=torch.full((3,), 1 / 3),
         temperature=tiny.TEMPERATURE,
         token_count=packed.tokens.numel(),
+        value_targets=torch.ones(3),
+        teacher_logprobs=torch.zeros(count).index_fill(0, torch.tensor([3]), torch.nan),
     )
 
 
@@ -150,10 +172,31 @@ def _score(learner: Any, microbatches: list[Any]) -> None:
     assert [logprobs.device.type for logprobs in found] == ["cuda"]
 
 
-def _train(learner: Any, microbatches: list[Any], loss: LossConfig | None = None) -> None:
+def _score_steps(learner: Any, microbatches: list[Any]) -> None:
+    [found] = learner.score(microbatches)
+    assert {name: x.device.type for name, x in found.items()} == {"logprobs": "cuda", "values": "cuda"}
+
+
+def _read_values(learner: Any, microbatches: list[Any]) -> None:
+    """What an update needs on the host once, before its first step."""
+    from megatron_webrl.trainer.step_values import gather_values
+
+    values = [torch.ones_like(each.value_weight) for each in microbatches]
+    assert set(gather_values(microbatches, values)) == set(microbatches[0].step_ids)
+
+
+def _train(
+    learner: Any,
+    microbatches: list[Any],
+    loss: LossConfig | None = None,
+    distillation: DistillationConfig | None = None,
+    critic: CriticConfig | None = None,
+) -> None:
     from megatron_webrl.trainer.loss.objective import make_objective
 
-    learner.forward_backward(microbatches, None, make_objective(loss or LossConfig(), None, 1))
+    objective = make_objective(loss or LossConfig(), None, 1, distillation, critic)
+    metrics, _ = learner.forward_backward(microbatches, None, objective)
+    assert ("teacher_kl/count" in metrics, "value_loss" in metrics) == (distillation is not None, critic is not None)
     for parameter in learner.models[0].parameters():
         assert parameter.main_grad.device.type == "cuda"
 
