@@ -2,7 +2,8 @@
 
 Small random models, dense and mixture of experts, in float32 and bfloat16, with every layer library and attention
 kernel that is installed. In float32 a difference has an absolute limit; in bfloat16 the error, against transformers in
-float32, is compared with the error of transformers in bfloat16.
+float32, is compared with the error of transformers in bfloat16. transformers computes each sample alone; ours are
+packed, those with common prefixes as a prefix tree too.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import torch
 from torch import Tensor
 
 from megatron_webrl.config.trainer import CheckpointConfig, OptimizerConfig
-from megatron_webrl.gpu_check import small_models
+from megatron_webrl.gpu_check import branches, small_models
 from megatron_webrl.gpu_check.request import GpuCheckRequest
 from megatron_webrl.gpu_check.results import CheckResult, at_most, failed, skipped
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.compute_options import ComputeOptions
+from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
 from megatron_webrl.system import torchvision_shim
 
 SECTION = "one GPU"
@@ -34,11 +36,22 @@ BFLOAT16_ERROR = 2.0  # times the error of transformers in bfloat16
 STEP_ERROR = {"float32": 1e-4, "bfloat16": 2**-7}  # relative: rounding of the arithmetic, and of bfloat16
 LEARNING_RATE, EPSILON = 0.05, 1.0  # an epsilon of one lets the step depend on the gradient's size
 GROUP_SECONDS = 120.0
+MIN_SHARED_TOKENS = 4  # of a common prefix of the small samples
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Results of transformers on the device."""
+class Batch:
+    """Samples, and their packed sequence."""
+
+    samples: list[small_models.Sample]
+    packed: PackedInput
+    targets: Tensor  # int64 [R]
+    label: str = ""  # at the end of the names of results
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Results of a model for a batch."""
 
     logits: Tensor  # float32 [R, VOCABULARY]
     gradients: dict[str, Tensor]  # float32, by Hugging Face name
@@ -47,19 +60,34 @@ class Expected:
 def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
     """Compare every variant of the model with transformers; then an optimizer step and a checkpoint of each dtype."""
     platform = start_process_groups(request.platform)
+    batches = make_batches()
     with tempfile.TemporaryDirectory(prefix="webrl-gpu-check-") as folder:
         for kind, shape in MODELS.items():
             source = Path(folder) / kind
             model_class = type(small_models.write_model(source, shape, 0))
-            exact = _expected(model_class, source, torch.float32, platform.device)
+            exact = [_expected(model_class, source, torch.float32, platform.device, each.samples) for each in batches]
             for dtype in (torch.float32, torch.bfloat16):
-                rounded = exact if dtype is torch.float32 else _expected(model_class, source, dtype, platform.device)
+                rounded = exact
+                if dtype is torch.bfloat16:
+                    rounded = [_expected(model_class, source, dtype, platform.device, each.samples) for each in batches]
+                cases = list(zip(batches, exact, rounded, strict=True))
                 for options in _variants(platform, dtype):
                     if isinstance(options, CheckResult):
                         yield options
                     else:
-                        yield from _check_variant(source, kind, dtype, options, platform, exact, rounded)
+                        yield from _check_variant(source, kind, dtype, options, platform, cases)
                 yield from _check_step(source, kind, dtype, platform)
+
+
+def make_batches() -> list[Batch]:
+    """Samples without anything in common, and samples with common prefixes as a prefix tree."""
+    tree = branches.branches()
+    return [_packed_samples(), Batch(tree, *branches.pack_tree(tree, MIN_SHARED_TOKENS), ", prefix tree")]
+
+
+def _packed_samples() -> Batch:
+    parts = list(small_models.samples().values())
+    return Batch(parts, *small_models.pack(parts))
 
 
 def start_process_groups(name: str) -> platforms.Platform:
@@ -97,37 +125,52 @@ def _variants(platform: platforms.Platform, dtype: torch.dtype) -> Iterator[Comp
             yield ComputeOptions(layers=layers, attention=attention)  # type: ignore[arg-type]
 
 
-def _expected(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Expected:
+def _expected(
+    model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device, samples: Sequence[small_models.Sample]
+) -> Outputs:
     model = model_class.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
-    parts = [sample.to(device) for sample in small_models.samples().values()]
+    parts = [sample.to(device) for sample in samples]
     with torch.no_grad():
         logits = torch.cat([small_models.reference_logits(model, part) for part in parts]).float()
     small_models.reference_loss(model, parts).backward()
     gradients = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
-    return Expected(logits, gradients)
+    return Outputs(logits, gradients)
 
 
 def _check_variant(
     folder: Path, kind: str, dtype: torch.dtype, options: ComputeOptions, platform: platforms.Platform,
-    exact: Expected, rounded: Expected,
+    cases: Sequence[tuple[Batch, Outputs, Outputs]],
 ) -> Iterator[CheckResult]:  # fmt: skip
-    name = f"{kind}, {_text(dtype)}, {options.layers}, {options.attention}"
+    """Compare each batch with what is expected of it in float32, and with the error of what is expected in `dtype`."""
+    variant = f"{kind}, {_text(dtype)}, {options.layers}, {options.attention}"
     try:
-        wrapped, optimizer = _load(folder, dtype, options, platform)
-        logits = _forward_backward(wrapped, platform.device)
+        wrapped, _ = _load(folder, dtype, options, platform)
     except Exception as error:  # any failure of a kernel is a result
-        yield failed(SECTION, name, f"{type(error).__name__}: {str(error).splitlines()[0][:300]}")
+        yield _failure(variant, error)
         return
-    gradients = _gradients(folder, wrapped[0].module)
-    del optimizer
+    for batch, exact, rounded in cases:
+        name = variant + batch.label
+        try:
+            logits = _forward_backward(wrapped, batch, platform.device)
+        except Exception as error:
+            yield _failure(name, error)
+            continue
+        yield from _compare(name, dtype, Outputs(logits, _gradients(folder, wrapped[0].module)), exact, rounded)
+
+
+def _failure(name: str, error: Exception) -> CheckResult:
+    return failed(SECTION, name, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
+
+
+def _compare(name: str, dtype: torch.dtype, found: Outputs, exact: Outputs, rounded: Outputs) -> Iterator[CheckResult]:
     if dtype is torch.float32:
-        yield at_most(SECTION, f"logits: {name}", _largest(logits - exact.logits), FLOAT32_LOGITS)
-        worst = _worst([_relative(gradients[key], value) for key, value in exact.gradients.items()])
+        yield at_most(SECTION, f"logits: {name}", _largest(found.logits - exact.logits), FLOAT32_LOGITS)
+        worst = _worst([_relative(found.gradients[key], value) for key, value in exact.gradients.items()])
         yield at_most(SECTION, f"gradients: {name}", worst, FLOAT32_GRADIENT, "of the norm")
         return
-    ours, theirs = (_rms(each - exact.logits) for each in (logits, rounded.logits))
+    ours, theirs = (_rms(each.logits - exact.logits) for each in (found, rounded))
     yield at_most(SECTION, f"logits: {name}", ours, BFLOAT16_ERROR * theirs, "rms error")
-    ours, theirs = (_total_error(each, exact.gradients) for each in (gradients, rounded.gradients))
+    ours, theirs = (_total_error(each.gradients, exact.gradients) for each in (found, rounded))
     yield at_most(SECTION, f"gradients: {name}", ours, BFLOAT16_ERROR * theirs, "of the norm")
 
 
@@ -147,13 +190,12 @@ def _load(
     return wrapped, make_optimizer(wrapped, settings, 2, dtype, EPSILON)
 
 
-def _forward_backward(wrapped: Sequence[Any], device: torch.device) -> Tensor:
-    """Logits of the packed samples, float32 [R, VOCABULARY]; the gradient is in the buffers."""
+def _forward_backward(wrapped: Sequence[Any], batch: Batch, device: torch.device) -> Tensor:
+    """Logits of the packed sequence, float32 [R, VOCABULARY]; the gradient is in the buffers."""
     from megatron_webrl.model import schedule
     from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 
-    packed, targets = small_models.pack(list(small_models.samples().values()))
-    targets = targets.to(device)
+    targets = batch.targets.to(device)
     weights = small_models.token_weights(len(targets)).to(device)
 
     def loss(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -164,7 +206,7 @@ def _forward_backward(wrapped: Sequence[Any], device: torch.device) -> Tensor:
     for chunk in wrapped:
         chunk.train()
         chunk.zero_grad_buffer()
-    [result] = schedule.forward_backward(wrapped, [packed.to(device)], loss, forward_only=False)
+    [result] = schedule.forward_backward(wrapped, [batch.packed.to(device)], loss, forward_only=False)
     return result["logits"].float()[:, : small_models.VOCABULARY]
 
 
@@ -187,7 +229,7 @@ def _check_step(folder: Path, kind: str, dtype: torch.dtype, platform: platforms
     """An optimizer step against Adam's formula, and a checkpoint before and after it."""
     name = f"{kind}, {_text(dtype)}"
     wrapped, optimizer = _load(folder, dtype, ComputeOptions(), platform)
-    _forward_backward(wrapped, platform.device)
+    _forward_backward(wrapped, _packed_samples(), platform.device)
     parameters = wrapped[0].module.canonical_parameters()
     before = {key: p.detach().float().clone() for key, p in parameters.items()}
     gradients = {key: p.main_grad.clone() for key, p in parameters.items()}

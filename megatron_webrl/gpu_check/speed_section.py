@@ -2,7 +2,8 @@
 
 On CUDA: four layers of Qwen3-VL-8B and its vision tower, 16,384 tokens of which half belong to images, in bfloat16. On
 the CPU: small layers in float32. The peak memory is compared with the estimate of `webrl placement --memory`; on the
-CPU the peak is what the pass keeps for the backward pass.
+CPU the peak is what the pass keeps for the backward pass. A group with common prefixes is timed as a prefix tree and as
+separate sequences.
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ from torch import Tensor
 from megatron_webrl.cluster.memory_estimate import GIB, LOGIT_CHUNK_BYTES, MemoryUse, estimate_memory
 from megatron_webrl.config.schema import Config
 from megatron_webrl.gpu_check import small_models
+from megatron_webrl.gpu_check.branches import continue_prompt, pack_tree
 from megatron_webrl.gpu_check.model_section import start_process_groups
 from megatron_webrl.gpu_check.request import GpuCheckRequest
 from megatron_webrl.gpu_check.results import CheckResult, at_most, measured
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.compute_options import ComputeOptions, Recompute
+from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
+from megatron_webrl.trainer.data.prefix_tree import MIN_SHARED_TOKENS
 
 SECTION = "speed"
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 MEMORY_TOLERANCE = 1.1  # times the estimate
 REPEATS = 3  # timed passes on CUDA, after one that is not; one on the CPU
 RESPONSE = 32  # scored tokens of a sample
+AROUND_IMAGE = 5  # other tokens that `make_sample` adds to an image
+GROUP = 8  # samples with a common prefix, three quarters of their tokens
 # Dense bfloat16 of the data sheets, TFLOP/s.
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0, "GH200": 989.0}
 
@@ -84,8 +90,9 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
     with tempfile.TemporaryDirectory(prefix="webrl-gpu-check-") as folder:
         description = _write_config(Path(folder), shape)
         flops = _flops(description, shape)
+        packed, _ = small_models.pack(_samples(shape))
         for recompute in RECOMPUTE:
-            seconds, used = _measure(Path(folder), shape, recompute, dtype, platform)
+            seconds, used = _measure(Path(folder), packed, recompute, dtype, platform)
             label = f"{shape.samples * shape.tokens} tokens, recompute {recompute}"
             yield measured(SECTION, f"pass of {label}", 1000 * seconds, "ms")
             yield measured(SECTION, f"arithmetic of {label}", flops / seconds / 1e12, "TFLOP/s", product)
@@ -93,6 +100,21 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
                 yield measured(SECTION, f"MFU of {label}", 100 * flops / seconds / 1e12 / peak, "%", 100.0)
             estimate = _estimate(shape, recompute, dtype, description.to_dict())
             yield check_peak(label, used / GIB, estimated_bytes(estimate, cuda) / GIB)
+        group = _group(shape)
+        separate, tree = (
+            _measure(Path(folder), pack_tree(group, shared)[0], "none", dtype, platform)[0]
+            for shared in (shape.tokens + 1, MIN_SHARED_TOKENS)
+        )
+        yield check_tree(GROUP * shape.tokens, tree, separate, cuda)
+
+
+def check_tree(tokens: int, tree: float, separate: float, cuda: bool) -> CheckResult:
+    """Compare the seconds of a pass over a prefix tree with those over its separate sequences of `tokens` in all."""
+    name = f"pass of a group of {GROUP}, {tokens} tokens, as a prefix tree"
+    if not cuda:  # cores that other processes use too, and one pass of each: no failure
+        return measured(SECTION, name, 1000 * tree, "ms", 1000 * separate)
+    note = "" if tree <= separate else "slower than separate sequences: set trainer.merge_prefixes=trajectory"
+    return at_most(SECTION, name, 1000 * tree, 1000 * separate, "ms", note)
 
 
 def check_peak(label: str, used: float, estimate: float) -> CheckResult:
@@ -153,12 +175,22 @@ def _grid(shape: SpeedShape) -> list[int]:
 
 def _samples(shape: SpeedShape) -> list[small_models.Sample]:
     grid = _grid(shape)
-    words = shape.tokens - shape.tokens // 2 - RESPONSE - 5  # around an image there are five more tokens
+    words = shape.tokens - shape.tokens // 2 - RESPONSE - AROUND_IMAGE
     values = 3 * 2 * shape.vision["patch_size"] ** 2
     return [
         small_models.make_sample([grid], text=words, response=RESPONSE, seed=number, patch_values=values)
         for number in range(shape.samples)
     ]
+
+
+def _group(shape: SpeedShape) -> list[small_models.Sample]:
+    """Samples of an image, `tokens` each, whose first three quarters are the same."""
+    common = shape.tokens * 3 // 4
+    values = 3 * 2 * shape.vision["patch_size"] ** 2
+    words = common - shape.tokens // 2 - AROUND_IMAGE
+    prefix = small_models.make_sample([_grid(shape)], text=words, response=0, seed=0, patch_values=values)
+    own = shape.tokens - common - RESPONSE
+    return [continue_prompt(prefix, [], text=own, response=RESPONSE, seed=1 + number) for number in range(GROUP)]
 
 
 def _flops(hf_config: Any, shape: SpeedShape) -> float:
@@ -182,7 +214,7 @@ def _estimate(shape: SpeedShape, recompute: str, dtype: torch.dtype, description
 
 
 def _measure(
-    folder: Path, shape: SpeedShape, recompute: Recompute, dtype: torch.dtype, platform: platforms.Platform
+    folder: Path, packed: PackedInput, recompute: Recompute, dtype: torch.dtype, platform: platforms.Platform
 ) -> tuple[float, int]:
     """Median seconds of forward and backward pass, and peak bytes: on the CPU those kept for the backward pass."""
     from megatron_webrl.model import schedule
@@ -201,7 +233,6 @@ def _measure(
         for parameter in chunks[0].parameters():
             parameter.normal_(std=0.02)
     wrapped = wrap_ddp(chunks)
-    packed, _ = small_models.pack(_samples(shape))
     packed = packed.to(platform.device)
 
     def loss(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

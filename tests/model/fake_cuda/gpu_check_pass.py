@@ -51,7 +51,8 @@ def main(folder: str) -> None:
             mock.patch.object(model_section, "_round_trip", lambda *arguments: measured("", arguments[5], "not tried")),
         ):
             transformers_class = _OnCuda(configurations["dense"])
-            expected = model_section._expected(transformers_class, Path(folder), torch.float32, platform.device)
+            arguments = (Path(folder), torch.float32, platform.device, list(samples.values()))
+            expected = model_section._expected(transformers_class, *arguments)
             assert {x.device.type for x in (expected.logits, *expected.gradients.values())} == {"cuda"}
             for kind in configurations:
                 results = model_section._check_step(Path(folder) / kind, kind, torch.float32, platform)
