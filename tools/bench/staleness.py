@@ -35,7 +35,7 @@ from megatron_webrl.trainer.data import group_files
 from tools.arguments import make_bench_parser, write_json
 from tools.bench import recorded_groups
 from tools.bench.jobs import run_job
-from tools.bench.learning import ARMS, CONFIG
+from tools.bench.learning.arms import CONFIG, GRPO
 from tools.bench.ranks import staleness_rank
 from tools.bench.ranks.staleness_rank import ObjectiveComparison, UpdateStats, checkpoint_path
 
@@ -84,7 +84,10 @@ class MeanAndRange:
 def overrides(updates: int) -> list[str]:
     """Settings of the job that differ from the quickstart."""
     return [
-        *ARMS["constant"],
+        *GRPO,
+        "trainer.loss.normalizer=constant",
+        "trainer.loss.normalizer_constant=2",  # about the mean number of steps
+        "tasks.max_steps=6",
         "trainer.optimizer.schedule=constant",
         "rollout.mode=sync",
         f"trainer.updates={updates}",

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from megatron_webrl.config.load import parse_config
 from tools.arguments import make_bench_parser
+from tools.bench.bootstrap import Interval
 from tools.bench.normalisers.gates import Gate, share_with_longer_failures
 from tools.bench.normalisers.plot import draw
 from tools.bench.normalisers.runs import (
@@ -35,7 +36,7 @@ from tools.bench.normalisers.runs import (
     run_pilot,
 )
 from tools.bench.normalisers.simulation import simulate_groups
-from tools.bench.normalisers.verdict import Interval, bootstrap, decide, paired_tables
+from tools.bench.normalisers.verdict import bootstrap, decide, paired_tables
 
 SIMULATED_GROUPS = 2000
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from tools.bench.bootstrap import RESAMPLES, Interval, mean_over_seeds, percentile_interval, resample_means
 from tools.bench.normalisers.gates import Gate
 
 TREATMENT, BASELINE = "constant", "per_trajectory"
@@ -20,7 +21,6 @@ SEEDS = 3  # least number for a verdict
 LEAST_REDUCTION = 0.15  # of tokens per episode, to confirm
 EXCLUDED_REDUCTION = 0.10  # of tokens per episode, to refute
 SUCCESS_MARGIN = 0.05  # that success may be lower by
-RESAMPLES, CHUNK = 10_000, 500
 
 Kind = Literal["confirmed", "refuted", "undecided", "void"]
 
@@ -43,15 +43,6 @@ class RunFigures:
     seed: int
     episodes: Sequence[EvaluatedEpisode]
     gates: Sequence[Gate]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with its 95 % bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -82,23 +73,9 @@ def paired_tables(runs: Sequence[RunFigures]) -> dict[int, np.ndarray]:
 def bootstrap(tables: Sequence[np.ndarray], seed: int = 0, resamples: int = RESAMPLES) -> tuple[Interval, Interval]:
     """Relative difference of tokens and difference of success, treatment less baseline.
 
-    tables: one per seed, [tasks, arms, 2], not empty. Resamples seeds, and within each drawn seed tasks, with
-    replacement; seeds count equally. Both arms share the draws. 2.5th to 97.5th percentile.
+    tables: one per seed, [tasks, arms, 2], not empty. Resamples seeds, then tasks; both arms share the draws.
     """
-    rng = np.random.default_rng(seed)
-    means = []
-    for first in range(0, resamples, CHUNK):
-        count = min(CHUNK, resamples - first)
-        drawn = rng.integers(0, len(tables), (count, len(tables)))
-        sums = np.zeros((count, 2, 2))
-        for slot in drawn.T:
-            for number, table in enumerate(tables):
-                chosen = np.flatnonzero(slot == number)
-                tasks = rng.integers(0, len(table), (len(chosen), len(table)))
-                sums[chosen] += table[tasks].mean(axis=1)
-        means.append(sums / len(tables))
-    observed = np.mean([table.mean(axis=0) for table in tables], axis=0)
-    return _differences(observed, np.concatenate(means))
+    return _differences(mean_over_seeds(tables), resample_means(tables, seed, resamples))
 
 
 def _differences(observed: np.ndarray, resampled: np.ndarray) -> tuple[Interval, Interval]:
@@ -107,8 +84,7 @@ def _differences(observed: np.ndarray, resampled: np.ndarray) -> tuple[Interval,
     success = resampled[:, 0, 1] - resampled[:, 1, 1]
     values = observed[0, 0] / observed[1, 0] - 1, observed[0, 1] - observed[1, 1]
     tokens_interval, success_interval = (
-        Interval(float(value), *map(float, np.percentile(samples, [2.5, 97.5])))
-        for value, samples in zip(values, (tokens, success), strict=True)
+        percentile_interval(value, samples) for value, samples in zip(values, (tokens, success), strict=True)
     )
     return tokens_interval, success_interval
 

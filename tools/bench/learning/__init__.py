@@ -1,0 +1,1 @@
+"""The quickstart's job in arms: controls over several seeds, and ablations of single options (docs/learning.md)."""
