@@ -50,5 +50,5 @@ def resample_means(tables: Sequence[np.ndarray], seed: int = 0, resamples: int =
 
 def percentile_interval(value: float, resampled: np.ndarray) -> Interval:
     """`value` with the 2.5th and 97.5th percentile of its resamples, [resamples]."""
-    low, high = map(float, np.percentile(resampled, [2.5, 97.5]))
+    low, high = (float(np.percentile(resampled, percent)) for percent in (2.5, 97.5))
     return Interval(float(value), low, high)

@@ -280,7 +280,7 @@ def test_runs_of_earlier_calls_are_shown_written_and_drawn(tmp_path: Path, capsy
     out = capsys.readouterr().out
     after = figures.arm_figures(all_runs())[0].success["after"]
     assert after is not None
-    assert f"{100 * after.value:.0f} ({100 * after.low:.0f} to {100 * after.high:.0f})" in out
+    assert f"{100 * after.value:.1f} ({100 * after.low:.1f} to {100 * after.high:.1f})" in out
     assert "entropy 0.25" in out
     written = json.loads((tmp_path / "all.figures").read_text())
     assert written["arms"][0]["success"]["after"] == asdict(after)

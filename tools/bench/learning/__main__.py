@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -33,8 +34,8 @@ from tools.bench.learning.plot import draw
 from tools.bench.learning.runs import RunFiles, changed_settings, run_arm
 
 COLUMNS = (
-    "arm", "seeds", "before", "after, 95 %", "gain", "blind gain", "learned to see", "greedy after",
-    f"lost > {100 * LOSS:.0f} points", "metric", "minutes",
+    "arm", "seeds", "before", "after, 95 %", "gain", "blind\ngain", "learned to see", "greedy\nafter",
+    f"lost over\n{100 * LOSS:.0f} points", "metric", "min-\nutes",
 )  # fmt: skip
 
 
@@ -85,9 +86,10 @@ def _show_progress(files: RunFiles, arm: str, seconds_left: float, console: Cons
 
 def show(figures: Sequence[ArmFigures], console: Console) -> None:
     """Print the table."""
-    table = Table(title="Success on held-out tasks, sampled at temperature 1", title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("arm", COLUMNS[8], "metric") else "right")
+    title = "Success on held-out tasks, sampled at temperature 1"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if number in (0, 8, 9) else "right", overflow="fold")
     for each in figures:
         table.add_row(*cells(each))
     console.print(table)
@@ -105,7 +107,7 @@ def cells(figures: ArmFigures) -> list[str]:
     lost = ", ".join(f"{name} {100 * change:.0f}" for name, change in figures.lost.items())
     return [
         figures.arm, " ".join(map(str, figures.seeds)), _percent(success["before"]),
-        _with_interval(success["after"], ".0f"), _with_interval(success["gain"], "+.1f"),
+        _with_interval(success["after"], ".1f"), _with_interval(success["gain"], "+.1f"),
         _points(success["blind_gain"]), _with_interval(success["seeing_gain"], "+.1f"),
         _percent(success["greedy_after"]), lost or ("-" if success["gain"] is None else "none"),
         "" if figures.metric is None else f"{metric} {figures.metric:.3g}", f"{figures.minutes:.1f}",
@@ -206,10 +208,11 @@ def _points(interval: Interval | None) -> str:
 
 
 def _with_interval(interval: Interval | None, form: str) -> str:
+    """In percent or points; `form` of a number, with + for points."""
     if interval is None:
         return "-"
-    value, low, high = (format(100 * each, form) for each in (interval.value, interval.low, interval.high))
-    return f"{value} ({low} to {high})"
+    ends = form.removeprefix("+")
+    return f"{100 * interval.value:{form}} ({100 * interval.low:{ends}} to {100 * interval.high:{ends}})"
 
 
 if __name__ == "__main__":
