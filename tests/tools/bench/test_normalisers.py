@@ -223,7 +223,7 @@ def a_run(folder: Path) -> Path:
         EvaluationResult(n, 0, f"t{n}", "miniwob", "use-spinner", "easy", outcome, 3 + n, 40, (2, 2), "w", 1.0)  # type: ignore[arg-type]
         for n, outcome in enumerate(("success", "failure", "browser_crashed"))
     ]
-    append_evaluation(folder, {"kind": "after", "version": 2}, results)
+    append_evaluation(folder, {"kind": "after", "variant": "", "version": 2}, results)
     return folder
 
 
