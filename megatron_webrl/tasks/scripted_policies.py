@@ -24,6 +24,9 @@ _FURTHER_ACTIONS: dict[str, tuple[ActionKind, ...]] = {
     "click-menu": ("hover",),
 }
 
+# What ends the episode where it is no Submit button.
+_ENDINGS = {"click-button-sequence": "{element: $('#subbtn2')}"}
+
 # Helpers of the expressions: parts of the instruction, and common steps on forms.
 _WITH_HELPERS = r"""(() => {
   const say = (e) => e.textContent.trim();
@@ -60,14 +63,14 @@ def required_actions(environment: str) -> tuple[ActionKind, ...]:
 
 
 async def next_scripted_action(page: Page, environment: str, premature_submit: bool = False) -> Action:
-    """The next action that solves the environment; `premature_submit`: submit at once if the page has a submit button.
+    """The next action that solves the environment; `premature_submit`: what ends the episode, if the page has that.
 
     Raises ScriptedPolicyError, and KeyError without a scripted policy.
     """
-    target = _TARGETS[environment]
+    target, ending = _TARGETS[environment], _ENDINGS.get(environment, "submit()")
     try:
         return await resolve_target_with_helpers(
-            page, f"submit().element?.offsetHeight ? submit() : {target}" if premature_submit else target
+            page, f"({ending}).element?.offsetHeight ? {ending} : {target}" if premature_submit else target
         )
     except ScriptedPolicyError as error:
         raise ScriptedPolicyError(f"{environment}: {error}") from error

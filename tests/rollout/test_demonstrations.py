@@ -120,13 +120,15 @@ async def test_dithering_demonstrations_fail_at_the_step_limit_with_a_growing_me
 
 
 async def test_with_premature_submits_failed_episodes_are_recorded_too(tiny_model: Path, tmp_path: Path) -> None:
-    config = config_for(tiny_model, tmp_path, ["circle-center", "click-test"])
+    config = config_for(tiny_model, tmp_path, ["circle-center", "click-test", "click-button-sequence"])
     config.trainer.warm_start.premature_submit_probability = 0.5
     await write_demonstrations(config, 24, tmp_path / "some.rec")
     recorded = [decode_trajectory(record) for record in read_record_file(tmp_path / "some.rec")]
     premature = [t for t in recorded if t.outcome == "failure"]
-    assert {t.task.environment for t in premature} == {"circle-center"}
-    assert {len(t.steps) for t in premature} == {1}
+    assert {(t.task.environment, len(t.steps)) for t in premature} == {
+        ("circle-center", 1),
+        ("click-button-sequence", 2),  # the page ends at the second click, wherever the first one was
+    }
     assert {len(t.steps) for t in recorded if t.outcome == "success"} == {1, 2}
     await write_demonstrations(config, 24, tmp_path / "again.rec")
     outcomes = {t.ticket: t.outcome for t in recorded}
