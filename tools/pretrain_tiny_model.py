@@ -1,11 +1,11 @@
 """Teach a tiny Qwen3-VL to answer as demonstrations do, so that a laptop has something to begin RL with.
 
-    python -m tools.pretrain_tiny_model MODEL DEMONSTRATIONS OUT [--steps N] [--threads N]
+    python -m tools.pretrain_tiny_model MODEL DEMONSTRATIONS... OUT [--steps N] [--threads N]
 
-MODEL is a folder of make_tiny_model, DEMONSTRATIONS a file of `webrl demonstrate`. transformers trains on one machine,
-in float32. Beside the likelihood of the answers, two small heads, thrown away at the end, are asked where in the last
-image the answer clicks: which of its cells, and where in it. Without them a model of this size takes far longer to
-look at the image at all.
+MODEL is a folder of make_tiny_model, DEMONSTRATIONS are files of `webrl demonstrate`; a file that is named twice counts
+twice. transformers trains on one machine, in float32. Beside the likelihood of the answers, two small heads, thrown
+away at the end, are asked where in the last image the answer clicks: which of its cells, and where in it. Without them
+a model of this size takes far longer to look at the image at all.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("demonstrations", type=Path)
+    parser.add_argument("demonstrations", type=Path, nargs="+")
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=3000, metavar="N", help=f"of {BATCH} samples each (default: 3000)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the processor (default: 2)")
@@ -194,14 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     try:
         processor = Processor.load(str(options.model))
-        samples = read_samples(options.demonstrations, processor)
+        samples = [sample for path in options.demonstrations for sample in read_samples(path, processor)]
         model = load_model(options.model)
     except (OSError, ValueError, RecordError) as error:
         sys.exit(f"pretrain_tiny_model: {error}")
     if len(samples) < BATCH:
-        sys.exit(
-            f"pretrain_tiny_model: {options.demonstrations} has {len(samples)} steps, fewer than a batch of {BATCH}"
-        )
+        files = ", ".join(map(str, options.demonstrations))
+        sys.exit(f"pretrain_tiny_model: {files}: {len(samples)} steps, fewer than a batch of {BATCH}")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

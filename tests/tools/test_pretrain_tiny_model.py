@@ -75,6 +75,6 @@ def test_what_cannot_be_used_is_named(tiny_model: Path, tmp_path: Path):
     with pytest.raises(SystemExit, match=r"pretrain_tiny_model: .*absent"):
         pretraining.main([str(tiny_model), str(tmp_path / "absent"), str(tmp_path / "out")])
     few = demonstrations(tmp_path / "few", Processor.load(str(tiny_model)))
-    with pytest.raises(SystemExit, match=r"few has 2 steps, fewer than a batch of 16"):
-        pretraining.main([str(tiny_model), str(few), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"few, .*few: 4 steps, fewer than a batch of 16"):
+        pretraining.main([str(tiny_model), str(few), str(few), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
