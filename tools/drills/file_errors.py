@@ -88,7 +88,7 @@ def _block(folder: Path, number: int) -> None:
 
 
 def _evaluate(folder: Path, number: int) -> None:
-    result_files.append_evaluation(folder, {"version": number, "kind": "during"}, [])
+    result_files.append_evaluation(folder, {"version": number, "kind": "during", "variant": ""}, [])
 
 
 def _checkpoint(folder: Path, number: int) -> None:
