@@ -64,17 +64,18 @@ class MLflowTracker:
     def set_tag(self, name: str, value: str) -> None:
         self._append({"tags": {name: value}})
 
-    def close(self, status: str, seconds: float = END_SECONDS) -> None:
+    def close(self, status: str, seconds: float | None = None) -> None:
         """Log the summary and end the run with an MLflow status: FINISHED, KILLED or FAILED.
 
-        Waits for MLflow for at most `seconds`, then logs what it has not received and how to send it.
+        Waits for MLflow for at most `seconds`, by default END_SECONDS, then logs what it has not received and how to
+        send it.
         """
         if os.path.isfile(self.config.run_folder / "summary.json"):  # False on a disk that fails
             self._append({"artifact": "summary.json", "folder": ""})
         self._append(_status(status))
         self._closing.set()
         self._wake.set()
-        self.thread.join(seconds)
+        self.thread.join(END_SECONDS if seconds is None else seconds)
         if message := self.pending_message():
             log.warning("%s", message)
 
