@@ -125,9 +125,9 @@ def test_a_mixture_of_experts_trains_over_two_stages_from_a_converted_checkpoint
 def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
     terminal, token = Terminal(), "a-token-of-the-tests"
     environment = {"TERM": "xterm-256color", "CI": "", TOKEN_VARIABLE: token}
-    job.start("trainer.updates=50", environment=environment, terminal=terminal)
+    job.start("trainer.updates=1000", environment=environment, terminal=terminal)
     job.until(job.updates, "a first update")
-    job.until(lambda: "update 1 of 50" in terminal.output, "its line in the table")
+    job.until(lambda: "update 1 of 1000" in terminal.output, "its line in the table")
     address = json.loads((job.run_folder / "monitor.json").read_text())["url"]
     assert f"monitor: {address}/?token={token}" in terminal.output
     check_rollouts_page(address, token)
@@ -164,7 +164,7 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
     assert again["restart_epoch"] == state["restart_epoch"] + 1
     assert again["mlflow_run_id"] == state["mlflow_run_id"]
     (changed,) = [event for event in process_events.read_events(job.run_folder) if event.event == "schedule changed"]
-    assert f"steps until the final learning rate 51, now {done + 2}" in changed.reason
+    assert f"steps until the final learning rate 1001, now {done + 2}" in changed.reason
     # One update closed its two tickets and those dropped in it.
     assert again["closed_tickets"] - state["closed_tickets"] == 2 + again["dropped_tickets"] - state["dropped_tickets"]
     assert stopped["accounting"]["trained"] < summary["accounting"]["trained"] <= stopped["accounting"]["trained"] + 4

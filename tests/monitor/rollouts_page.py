@@ -7,7 +7,7 @@ from playwright.sync_api import sync_playwright
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 
 MILLISECONDS = 60_000
-TRIES = 20
+TRIES = 60
 STATES_SEEN = """
 (count) => {
   window.seen ??= new Set();
