@@ -61,6 +61,10 @@ def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
         trainer.expert_parallel * trainer.expert_tensor_parallel,
         trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel,
     )
+    if not sparse and trainer.experts != "auto":
+        raise ConfigError(
+            f"trainer.experts={trainer.experts} needs a mixture of experts, but {path} is dense; set auto"
+        )
     if not sparse and experts > 1:
         raise ConfigError(
             f"trainer.expert_parallel={trainer.expert_parallel} and trainer.expert_tensor_parallel="

@@ -121,6 +121,12 @@ class TrainerConfig:
         "flash-attn's; auto: varlen where it exists, else sdpa.",
         choices=("auto", "sdpa", "varlen", "flash"),
     )
+    experts: str = setting(
+        "auto",
+        "Experts of a layer: computed one after the other (sequential), or together in grouped products; auto: "
+        "together in half precision on CUDA and on the CPU, where the widths are multiples of 16 bytes.",
+        choices=("auto", "sequential"),
+    )
     updates: int = setting(
         5, "Updates of the whole run, those before a resume included; 0: the warm start alone.", low=0
     )

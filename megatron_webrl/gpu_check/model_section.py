@@ -71,7 +71,7 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
                 if dtype is torch.bfloat16:
                     rounded = [_expected(model_class, source, dtype, platform.device, each.samples) for each in batches]
                 cases = list(zip(batches, exact, rounded, strict=True))
-                for options in _variants(platform, dtype):
+                for options in _variants(platform, dtype, shape.experts > 0):
                     if isinstance(options, CheckResult):
                         yield options
                     else:
@@ -106,7 +106,9 @@ def start_process_groups(name: str) -> platforms.Platform:
     return platform
 
 
-def _variants(platform: platforms.Platform, dtype: torch.dtype) -> Iterator[ComputeOptions | CheckResult]:
+def _variants(
+    platform: platforms.Platform, dtype: torch.dtype, experts: bool
+) -> Iterator[ComputeOptions | CheckResult]:
     """Options that can run here, and a result for each that cannot."""
     half = dtype is torch.bfloat16
     for layers, attention, library in (
@@ -123,6 +125,8 @@ def _variants(platform: platforms.Platform, dtype: torch.dtype) -> Iterator[Comp
             yield skipped(SECTION, name, f"the package {library} is not installed")
         else:
             yield ComputeOptions(layers=layers, attention=attention)  # type: ignore[arg-type]
+    if experts:  # the others compute them together where that is possible
+        yield ComputeOptions(attention="sdpa", experts="sequential")
 
 
 def _expected(
@@ -143,6 +147,7 @@ def _check_variant(
 ) -> Iterator[CheckResult]:  # fmt: skip
     """Compare each batch with what is expected of it in float32, and with the error of what is expected in `dtype`."""
     variant = f"{kind}, {_text(dtype)}, {options.layers}, {options.attention}"
+    variant += ", one expert after the other" if options.experts == "sequential" else ""
     try:
         wrapped, _ = _load(folder, dtype, options, platform)
     except Exception as error:  # any failure of a kernel is a result

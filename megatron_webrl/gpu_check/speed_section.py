@@ -3,7 +3,7 @@
 On CUDA: four layers of Qwen3-VL-8B and its vision tower, 16,384 tokens of which half belong to images, in bfloat16. On
 the CPU: small layers in float32. The peak memory is compared with the estimate of `webrl placement --memory`; on the
 CPU the peak is what the pass keeps for the backward pass. A group with common prefixes is timed as a prefix tree and as
-separate sequences.
+separate sequences. The experts of a layer are timed together and one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,11 @@ from megatron_webrl.cluster.memory_estimate import GIB, LOGIT_CHUNK_BYTES, Memor
 from megatron_webrl.config.schema import Config
 from megatron_webrl.gpu_check import small_models
 from megatron_webrl.gpu_check.branches import continue_prompt, pack_tree
+from megatron_webrl.gpu_check.expert_speed import check_experts
 from megatron_webrl.gpu_check.model_section import start_process_groups
 from megatron_webrl.gpu_check.request import GpuCheckRequest
 from megatron_webrl.gpu_check.results import CheckResult, at_most, measured
+from megatron_webrl.gpu_check.timing import seconds_of
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.compute_options import ComputeOptions, Recompute
 from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
@@ -106,6 +107,7 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
             for shared in (shape.tokens + 1, MIN_SHARED_TOKENS)
         )
         yield check_tree(GROUP * shape.tokens, tree, separate, cuda)
+    yield from check_experts(SECTION, platform.device, product)
 
 
 def check_tree(tokens: int, tree: float, separate: float, cuda: bool) -> CheckResult:
@@ -128,7 +130,7 @@ def check_peak(label: str, used: float, estimate: float) -> CheckResult:
 def matrix_product_tflops(rows: int, dtype: torch.dtype, device: torch.device) -> float:
     """The fastest of a few products of square matrices, TFLOP/s."""
     a, b = (torch.randn(rows, rows, dtype=dtype, device=device) for _ in range(2))
-    return 2 * rows**3 / min(_seconds(lambda: a @ b, device) for _ in range(2 * REPEATS)) / 1e12
+    return 2 * rows**3 / min(seconds_of(lambda: a @ b, device) for _ in range(2 * REPEATS)) / 1e12
 
 
 def estimated_bytes(estimate: MemoryUse, cuda: bool) -> int:
@@ -136,16 +138,6 @@ def estimated_bytes(estimate: MemoryUse, cuda: bool) -> int:
     if not cuda:
         return estimate.activations + estimate.images + estimate.logits - LOGIT_CHUNK_BYTES
     return estimate.total - estimate.optimizer - estimate.buffers  # no optimizer is made
-
-
-def _seconds(work: Any, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def _write_config(folder: Path, shape: SpeedShape) -> Any:
@@ -244,8 +236,8 @@ def _measure(
 
     kept = 0 if cuda else _kept_bytes(run, wrapped[0])
     if cuda:
-        _seconds(run, platform.device)
-    seconds = statistics.median(_seconds(run, platform.device) for _ in range(REPEATS if cuda else 1))
+        seconds_of(run, platform.device)
+    seconds = statistics.median(seconds_of(run, platform.device) for _ in range(REPEATS if cuda else 1))
     return seconds, torch.cuda.max_memory_allocated() - before if cuda else kept
 
 

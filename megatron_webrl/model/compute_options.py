@@ -9,6 +9,7 @@ from typing import Literal
 Recompute = Literal["none", "selective", "full"]
 LayerImplementation = Literal["local", "transformer_engine"]
 AttentionKernel = Literal["auto", "sdpa", "varlen", "flash"]
+ExpertKernel = Literal["auto", "sequential"]
 ValueHeadKind = Literal["none", "detached", "shared"]
 
 
@@ -24,6 +25,7 @@ class ComputeOptions:
     recompute: Recompute = "none"  # activations recomputed: none; selective (attention and MLP); full (layers)
     layers: LayerImplementation = "local"  # linear layers and norms: megatron-core or Transformer Engine
     attention: AttentionKernel = "auto"  # PyTorch's per sample, PyTorch's or flash-attn's for variable lengths
+    experts: ExpertKernel = "auto"  # of a layer: computed together where PyTorch has a kernel, or one after the other
     train_vision: bool = True
     value_head: ValueHeadKind = "none"  # of a step critic; detached: its gradient stops before the trunk
 

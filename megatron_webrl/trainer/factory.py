@@ -20,6 +20,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.model.compute_options import (
     AttentionKernel,
     ComputeOptions,
+    ExpertKernel,
     LayerImplementation,
     Recompute,
     ValueHeadKind,
@@ -85,6 +86,7 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
         recompute=cast(Recompute, trainer.recompute),
         layers=choose_layers(platform) if trainer.layers == "auto" else cast(LayerImplementation, trainer.layers),
         attention=cast(AttentionKernel, trainer.attention),
+        experts=cast(ExpertKernel, trainer.experts),
         train_vision=trainer.train_vision,
         value_head=_value_head(trainer.critic),
     )

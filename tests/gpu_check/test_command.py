@@ -50,6 +50,7 @@ def test_all_sections_pass_on_the_cpu_and_the_report_is_complete(tmp_path: Path)
         "logits: dense, float32, local, sdpa",
         "gradients: experts, bfloat16, local, sdpa",
         "gradients: experts, bfloat16, local, sdpa, prefix tree",
+        "gradients: experts, bfloat16, local, sdpa, one expert after the other",
         "optimizer step: dense, float32",
         "checkpoint before the first step: experts, bfloat16",
     ):
@@ -57,6 +58,7 @@ def test_all_sections_pass_on_the_cpu_and_the_report_is_complete(tmp_path: Path)
     for recompute in ("none", "selective", "full"):
         assert 0.2 < found["speed", f"peak memory of 1024 tokens, recompute {recompute}"]["ratio"] <= 1.0
     assert found["speed", "pass of a group of 8, 4096 tokens, as a prefix tree"]["ratio"] > 0
+    assert found["speed", "pass of 8 experts, 256 tokens, computed together"]["ratio"] > 0
     for fault in ("a receiver killed", "a receiver stopped", "a receiver killed during creation"):
         assert "the trainer lives on: link" in found["links", f"{fault}: seconds to the error"]["note"]
     assert found["links", "a sender killed: seconds to the error"]["status"] == "passed"

@@ -10,7 +10,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_webrl.model.compute_options import LayerImplementation
 from megatron_webrl.model.qwen3_vl.attention import PackedAttention
+from megatron_webrl.model.qwen3_vl.experts import Experts
 from megatron_webrl.model.qwen3_vl.norm import RMSNorm
 from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams
 
@@ -90,5 +90,5 @@ def _layer_spec(parts: _LayerModules, sparse: bool) -> ModuleSpec:
 
 
 def _experts_spec(mlp: MLPSubmodules) -> ModuleSpec:
-    experts = ModuleSpec(module=SequentialMLP, submodules=mlp)
+    experts = ModuleSpec(module=Experts, submodules=mlp)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))

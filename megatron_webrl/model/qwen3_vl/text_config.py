@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_webrl.model.compute_options import AttentionKernel, ComputeOptions
+from megatron_webrl.model.compute_options import AttentionKernel, ComputeOptions, ExpertKernel
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
 from megatron_webrl.model.parameter_map import is_sparse
@@ -27,6 +27,7 @@ class TextConfig(TransformerConfig):
 
     recompute_layers: bool = False
     attention_kernel: AttentionKernel = "auto"
+    expert_kernel: ExpertKernel = "auto"
 
 
 @dataclass
@@ -77,6 +78,7 @@ def make_text_config(
         use_cpu_initialization=platform.name == "cpu",
         attention_backend=AttnBackend.local,
         attention_kernel=options.attention,
+        expert_kernel=options.experts,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

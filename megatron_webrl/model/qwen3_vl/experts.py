@@ -1,0 +1,105 @@
+"""The experts of a layer, as one grouped product for each of their linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, silu
+
+from megatron_webrl.model.compute_options import ExpertKernel
+from megatron_webrl.model.host_copy import copy_to_device
+
+ALIGNMENT = 16  # bytes; PyTorch's kernel loads rows of a multiple of that
+
+
+class Experts(SequentialMLP):
+    """Megatron's experts with its parameters, one MLP each; the products of all experts are computed together.
+
+    Megatron computes one expert after the other: many small products, between which a GPU idles.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.local_experts = _LastFirst(self.local_experts)
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """[T, hidden] from tokens [T, hidden] in the order of experts, int [experts] and routing weights [T]."""
+        first = [expert.linear_fc1.weight for expert in self.local_experts]
+        if not computes_together(self.config.expert_kernel, first[0]):
+            output, _ = super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+            return output, None
+        ends = copy_to_device(tokens_per_expert, first[0].device).cumsum(0, dtype=torch.int32)
+        gate, up = grouped_linear(permuted_local_hidden_states, ends, first).chunk(2, dim=-1)
+        activated = (silu(gate) * up * permuted_probs.unsqueeze(-1)).to(gate.dtype)
+        return grouped_linear(activated, ends, [expert.linear_fc2.weight for expert in self.local_experts]), None
+
+
+class _LastFirst(nn.ModuleList):
+    """Modules that are registered from the last to the first, and iterated as given.
+
+    Megatron lays the parameters of its buffers in memory in reverse order. So the weights of experts 0, 1, ... lie one
+    after the other, and `_stacked` need not copy them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for index in reversed(range(len(modules))):
+            self.add_module(str(index), modules[index])
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (self[index] for index in range(len(self)))
+
+
+def computes_together(kernel: ExpertKernel, weight: Tensor) -> bool:
+    """Whether experts with such weights [out, in] are computed together; auto: where PyTorch has a kernel for them."""
+    if kernel == "sequential":
+        return False
+    aligned = all(size * weight.element_size() % ALIGNMENT == 0 for size in weight.shape)
+    return aligned and weight.dtype in ((torch.bfloat16,) if weight.is_cuda else (torch.float32, torch.bfloat16))
+
+
+def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """[T, out]: tokens [T, in] of group g times weights[g] [out, in]; int32 [groups] `ends`: first token after g."""
+    output: Tensor = _GroupedLinear.apply(tokens, ends, *weights)
+    return output
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Keeps the weights themselves for the backward pass, not the tensor that holds all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, ends, *weights)
+        if not len(tokens):
+            return tokens.new_empty(0, weights[0].shape[0])
+        return grouped_mm(tokens, _stacked(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, ends, *weights = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        of_tokens = of_weights = None
+        if not len(tokens):
+            return torch.empty_like(tokens), None, *(torch.zeros_like(weight) for weight in weights)
+        if ctx.needs_input_grad[0]:
+            of_tokens = grouped_mm(gradient, _stacked(weights), offs=ends)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = grouped_mm(gradient.t(), tokens, offs=ends)
+        return of_tokens, None, *((None,) * len(weights) if of_weights is None else of_weights.unbind())
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    """[groups, out, in]: a view where the weights lie at equal distances in one storage, else a copy."""
+    first = weights[0]
+    starts = [weight.storage_offset() for weight in weights]
+    step = starts[1] - starts[0] if len(starts) > 1 else first.numel()
+    shared = all(weight.untyped_storage()._cdata == first.untyped_storage()._cdata for weight in weights)
+    if shared and step > 0 and starts == list(range(starts[0], starts[0] + step * len(starts), step)):
+        return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
+    return torch.stack(list(weights))
