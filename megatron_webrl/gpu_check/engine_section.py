@@ -99,6 +99,7 @@ def judge_job(config: Config) -> Iterator[CheckResult]:
     graphs, engines = extra[-1]["weights/engines_with_cuda_graphs"], extra[-1]["weights/engines"]
     yield at_least(SECTION, "engines with CUDA graphs", graphs, engines if config.model.platform == "cuda" else 0)
     for name, key, unit in (
+        ("engines with asynchronous scheduling", "weights/engines_with_async_scheduling", ""),
         ("parameters written in place", "weights/in_place_parameters", ""),
         ("parameters reloaded", "weights/reloaded_parameters", ""),
         ("weight transfer, verified", "weights/gib_per_second", "GiB/s"),

@@ -316,6 +316,7 @@ class WeightSyncer:
             "weights/reloaded_parameters": float(sum(value["parameters"]["reload"] for value in applied)),
             "weights/engines": float(len(updated)),
             "weights/engines_with_cuda_graphs": float(sum(value["cuda_graphs"] for value in applied)),
+            "weights/engines_with_async_scheduling": float(sum(value["async_scheduling"] for value in applied)),
             "weights/failed_transfers": float(self.failed_transfers),
         }
         log.info(

@@ -37,7 +37,7 @@ OPTIONS = {
 EXTRA = {
     "updates_within_step_max": 0, "updates_across_steps_max": 1, "weights/failed_transfers": 0, "weights/engines": 2,
     "weights/engines_with_cuda_graphs": 2, "weights/in_place_parameters": 9, "weights/reloaded_parameters": 3,
-    "weights/gib_per_second": 1.0, "weights/pause_seconds": 0.1,
+    "weights/gib_per_second": 1.0, "weights/pause_seconds": 0.1, "weights/engines_with_async_scheduling": 2,
 }  # fmt: skip
 
 

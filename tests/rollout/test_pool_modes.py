@@ -77,7 +77,7 @@ class DelayedEngine:
 
     async def join_weight_link(self, *arguments: object) -> None: ...
 
-    uses_cuda_graphs = False
+    uses_cuda_graphs = schedules_asynchronously = False
 
     async def weight_load_paths(self) -> list[dict[str, dict[str, int]]]:
         return [{path: {"parameters": 0, "bytes": 0} for path in ("in_place", "reload")}]

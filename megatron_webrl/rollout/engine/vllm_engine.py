@@ -199,6 +199,11 @@ class VLLMEngine:
         """Whether vLLM replays captured graphs; an eager engine launches every kernel from the host."""
         return bool(self._llm.vllm_config.compilation_config.cudagraph_mode.name != "NONE")
 
+    @property
+    def schedules_asynchronously(self) -> bool:
+        """Whether vLLM schedules the next step while the device computes the current one."""
+        return bool(self._llm.vllm_config.scheduler_config.async_scheduling)
+
     async def weight_load_paths(self) -> list[dict[str, Any]]:
         """For each rank: number and bytes of parameters by load path. Valid after joining a link."""
         self.check_alive()

@@ -133,6 +133,7 @@ class WeightClient:
             "pause_seconds": pause_seconds,
             "parameters": self._parameters,
             "cuda_graphs": self.engine.uses_cuda_graphs,
+            "async_scheduling": self.engine.schedules_asynchronously,
         }
         self.control.put_json(f"weights/applied/rollout-{self._worker}", applied)
 

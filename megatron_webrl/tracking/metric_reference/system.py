@@ -51,6 +51,11 @@ SECTIONS = (
         ("weights/reloaded_parameters", "parameters", "Parameters that the engine's own loader converts."),
         ("weights/engines", "engines", "Engines that were updated."),
         ("weights/engines_with_cuda_graphs", "engines", "Those of them that replay CUDA graphs."),
+        (
+            "weights/engines_with_async_scheduling",
+            "engines",
+            "Those of them that schedule a step while the device computes the one before.",
+        ),
         ("weights/failed_transfers", "transfers", "Failed transfers since the trainer started."),
     ),
     section(
