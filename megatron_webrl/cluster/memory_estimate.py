@@ -280,7 +280,7 @@ def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> t
     # For a mixture of experts vLLM keeps both ends of the model on every stage.
     ends = 1 if counts.tied or (stages > 1 and not shape.num_experts) else 2
     embedding = -(-counts.vocab_size // tensor) * counts.hidden_size
-    tower = counts.vision_sharded // tensor + counts.vision_replicated
+    tower = counts.vision_sharded // (1 if config.vision_data_parallel else tensor) + counts.vision_replicated
     weights = size * (layers * layer + ends * embedding + counts.hidden_size + tower)
     head = shape.key_width // shape.num_key_value_heads
     token = 2 * size * layers * max(shape.num_key_value_heads // tensor, 1) * head

@@ -83,7 +83,9 @@ def _check_engine_layout(config: Config, text: dict[str, Any], vision: dict[str,
     """Raise ConfigError for engine sizes into which vLLM cannot split the model."""
     rollout, path = config.rollout, config.model.path
     size, kv_heads = rollout.tensor_parallel, text["num_key_value_heads"]
-    divided = [("num_attention_heads", text), ("num_heads", vision), ("intermediate_size", vision)]
+    divided = [("num_attention_heads", text)]
+    if not config.vision_data_parallel:
+        divided += [("num_heads", vision), ("intermediate_size", vision)]
     if not sparse:
         divided.append(("intermediate_size", text))
     elif rollout.expert_parallel:

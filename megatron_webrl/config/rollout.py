@@ -88,6 +88,13 @@ class RolloutConfig:
         "other requests; 0: vLLM's default for a server.",
         low=0,
     )
+    mm_encoder_tp_mode: str = setting(
+        "data",
+        "Vision tower of an engine with rollout.tensor_parallel above 1. data: every rank has the whole tower and "
+        "encodes its share of the images; weights: every rank has its part of each layer and all images, which takes "
+        "less memory and more communication.",
+        choices=("data", "weights"),
+    )
     gpu_memory_utilization: float = setting(0.9, "Fraction of a GPU that vLLM may use.", above=0, high=1)
     lenient_actions: bool = setting(
         False,

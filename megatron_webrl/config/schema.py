@@ -218,6 +218,11 @@ class Config:
         return self.rollout.tensor_parallel * self.rollout.pipeline_parallel
 
     @property
+    def vision_data_parallel(self) -> bool:
+        """Whether every tensor-parallel rank of an engine has the whole vision tower."""
+        return self.rollout.tensor_parallel > 1 and self.rollout.mm_encoder_tp_mode == "data"
+
+    @property
     def engine_gpus_per_node(self) -> int:
         """GPUs of each node for engines; all of them if no trainer runs, or if it shares them."""
         every = self.evaluation.only or self.cluster.shared_gpus

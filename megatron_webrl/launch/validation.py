@@ -192,6 +192,11 @@ def _check_rollout(config: Config) -> None:
             f"rollout.max_num_batched_tokens={tokens} is less than rollout.max_num_seqs={sequences}, of which each "
             "needs a token in every step; raise it"
         )
+    if rollout.mm_encoder_tp_mode != "data" and rollout.tensor_parallel == 1 and not config.evaluation.only:
+        raise ConfigError(
+            f"rollout.mm_encoder_tp_mode={rollout.mm_encoder_tp_mode} has no effect with rollout.tensor_parallel=1; "
+            "leave it out"
+        )
     needs_baseline = not trainer.without_baseline
     if rollout.group_size < 2 and needs_baseline:
         raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")

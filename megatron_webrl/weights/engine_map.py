@@ -6,7 +6,7 @@ parameter for its kernels. An engine rank is stage * tensor + tensor rank.
 One of `tensor` vLLM ranks holds:
 - qkv_proj: its query heads, then its key heads, then its value heads; ranks share a key head if there are too few.
 - gate_up_proj and an expert's w13: its rows of the gate, then its rows of the up projection.
-- the vision tower's qkv: the rows of its heads in each third.
+- the vision tower's qkv: the rows of its heads in each third; with `vision_data_parallel`: the whole tower.
 - the vocabulary: an equal part after padding to a multiple of 64; padding is not transferred.
 - with `expert_parallel`: whole experts; the first ranks hold one more if the division is uneven.
 """
@@ -35,6 +35,7 @@ class EngineSizes:
     tensor: int = 1
     pipeline: int = 1
     expert_parallel: bool = False  # vLLM's expert parallelism: whole experts over the tensor ranks
+    vision_data_parallel: bool = False  # vLLM's mm_encoder_tp_mode=data: the whole vision tower on every tensor rank
 
     @property
     def ranks(self) -> int:
@@ -50,10 +51,11 @@ def check_engine_sizes(hf_config: Any, sizes: EngineSizes) -> None:
             raise ValueError(f"engine {name}={value} is less than 1")
     divided = [
         ("num_attention_heads", text.num_attention_heads),
-        ("vision_config.num_heads", vision.num_heads),
-        ("vision_config.intermediate_size", vision.intermediate_size),
         ("padded_vocab_size", padded_vocab_size(text.vocab_size, VOCAB_PADDING_MULTIPLE)),
     ]
+    if not sizes.vision_data_parallel:
+        divided.append(("vision_config.num_heads", vision.num_heads))
+        divided.append(("vision_config.intermediate_size", vision.intermediate_size))
     if not all(sparse):
         divided.append(("intermediate_size", text.intermediate_size))
     if any(sparse) and not sizes.expert_parallel:
@@ -143,6 +145,8 @@ class EngineMap:
 
     def _vision(self, mapping: ParameterMapping, rank: int) -> tuple[Shard, ...]:
         target, size = engine_parameter_name(mapping), self.sizes.tensor
+        if self.sizes.vision_data_parallel:
+            size, rank = 1, 0
         if ".attn.qkv." in target:
             third = mapping.shape[0] // 3
             share = third // size

@@ -94,17 +94,19 @@ def test_a_ranks_parameters_are_those_that_the_parameter_map_gives_it(size: str,
         assert use.gradients == 2 * use.parameters
 
 
+@pytest.mark.parametrize("mode", ["data", "weights"])
 @pytest.mark.parametrize(("size", "tensor"), [("8B", 1), ("32B", 4), ("2B", 2), ("30B-A3B", 2), ("235B-A22B", 4)])
-def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank(size: str, tensor: int) -> None:
-    _, found = made(size, f"rollout.tensor_parallel={tensor}")
-    shapes = engine_parameter_shapes(model_sizes.make_hf_config(size), EngineSizes(tensor=tensor), 0)
+def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank(size: str, tensor: int, mode: str) -> None:
+    _, found = made(size, f"rollout.tensor_parallel={tensor}", f"rollout.mm_encoder_tp_mode={mode}")
+    sizes = EngineSizes(tensor=tensor, vision_data_parallel=mode == "data")
+    shapes = engine_parameter_shapes(model_sizes.make_hf_config(size), sizes, 0)
     assert found.engine.parameters == 2 * sum(math.prod(shape) for shape in shapes.values())
 
 
 def test_the_largest_rank_of_a_pipelined_engine_is_not_underestimated() -> None:
     for size in ("32B", "235B-A22B"):
         _, found = made(size, "cluster.nodes=2", "rollout.tensor_parallel=4", "rollout.pipeline_parallel=2")
-        description, sizes = model_sizes.make_hf_config(size), EngineSizes(tensor=4, pipeline=2)
+        description, sizes = model_sizes.make_hf_config(size), EngineSizes(4, 2, vision_data_parallel=True)
         ranks = [
             sum(math.prod(s) for s in engine_parameter_shapes(description, sizes, rank).values()) for rank in (0, 4)
         ]

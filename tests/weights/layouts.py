@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn, *, shared_nodes: bool) -> Case:
     vocabulary = draw(st.integers(129, 192) if tensor == 3 else st.integers(65, 192))
     hf_config = _hf_config(layers, heads, key_value, experts, dense_layers, deepstack, vocabulary, draw(st.booleans()))
     trainer = draw(_trainers(layers, experts, *split))
-    engine = EngineSizes(tensor, stages, bool(experts) and draw(st.booleans()))
+    engine = EngineSizes(tensor, stages, bool(experts) and draw(st.booleans()), tensor > 1 and draw(st.booleans()))
     node = st.sampled_from(["a", "b", "c", "d"]) if shared_nodes else st.sampled_from(["x", "y"])
     sizes = draw(st.lists(st.sampled_from([engine, engine, EngineSizes()]), min_size=1, max_size=4))
     nodes = tuple(draw(st.tuples(*[node] * each.ranks)) for each in sizes)
@@ -160,7 +160,8 @@ def engine_parameters(hf_config: Any, sizes: EngineSizes, state: dict[str, Tenso
     text, count = hf_config.text_config, sizes.tensor
     stage, part = divmod(rank, count)
     sparse_model = isinstance(hf_config, Qwen3VLMoeConfig)
-    found = {name.removeprefix("model."): t for name, t in _vision(state, count, part).items()}
+    vision = _vision(state, 1, 0) if sizes.vision_data_parallel else _vision(state, count, part)
+    found = {name.removeprefix("model."): t for name, t in vision.items()}
     for layer in _layers_of_stage(text.num_hidden_layers, sizes.pipeline, stage):
         source, target = f"{LANGUAGE}layers.{layer}.", f"language_model.model.layers.{layer}."
         found |= {target + name: t for name, t in _attention(state, source, text, count, part).items()}

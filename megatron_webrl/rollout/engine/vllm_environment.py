@@ -84,6 +84,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         raise ConfigError("rollout.expert_parallel=true: vLLM's CPU build dies at the first token; set it to false")
     cache = rollout.kv_cache_mib or (0 if cuda else CPU_KV_CACHE_MIB)
     limits: Any = {"image": rollout.context.rounds, "video": 0}
+    vision: Any = "data" if config.vision_data_parallel else "weights"
     extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
     limits_of_a_batch = {"max_num_seqs": rollout.max_num_seqs, "max_num_batched_tokens": rollout.max_num_batched_tokens}
     extra |= {name: value for name, value in limits_of_a_batch.items() if value}
@@ -106,6 +107,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len,
         limit_mm_per_prompt=limits,
+        mm_encoder_tp_mode=vision,
         enforce_eager=not cuda,
         enable_prefix_caching=True,
         # Log-probabilities of the sampled distribution: after temperature, as the trainer computes them.
