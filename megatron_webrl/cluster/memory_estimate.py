@@ -283,7 +283,8 @@ def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> t
     tower = counts.vision_sharded // (1 if config.vision_data_parallel else tensor) + counts.vision_replicated
     weights = size * (layers * layer + ends * embedding + counts.hidden_size + tower)
     head = shape.key_width // shape.num_key_value_heads
-    token = 2 * size * layers * max(shape.num_key_value_heads // tensor, 1) * head
+    cached = size if rollout.kv_cache_dtype == "auto" else 1  # bytes of a value of the KV cache
+    token = 2 * cached * layers * max(shape.num_key_value_heads // tensor, 1) * head
     reserve = ENGINE_RESERVE_BYTES if cluster.gpus_per_node else 0
     cache = rollout.kv_cache_mib * 2**20
     if not cache and cluster.gpus_per_node:

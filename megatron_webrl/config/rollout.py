@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_webrl.config.setting import setting
 
@@ -79,13 +80,21 @@ class RolloutConfig:
     max_new_tokens: int = setting(4096, "Response tokens of one step.", low=1)
     max_model_len: int = setting(16384, "Tokens of prompt and response together.", low=16)
     kv_cache_mib: int = setting(0, "Memory of the engine's KV cache; 0: vLLM decides.", low=0)
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Type of the engine's KV cache; auto: that of its weights. fp8 holds twice the tokens of bfloat16, but makes "
+        "log-probabilities less exact (docs/rollout.md).",
+        choices=("auto", "fp8"),
+    )
     max_num_seqs: int = setting(
-        0, "Requests that an engine computes at a time, at most; 0: vLLM's default for a server.", low=0
+        0,
+        "Requests that an engine computes at a time, at most; 0: as many as its worker's episodes in flight can make.",
+        low=0,
     )
     max_num_batched_tokens: int = setting(
         0,
         "Tokens that an engine computes in one step, at most: a longer prompt takes several steps, between those of "
-        "other requests; 0: vLLM's default for a server.",
+        "other requests; 0: vLLM's default for a server on this card (docs/rollout.md).",
         low=0,
     )
     mm_encoder_tp_mode: str = setting(
@@ -96,6 +105,11 @@ class RolloutConfig:
         choices=("data", "weights"),
     )
     gpu_memory_utilization: float = setting(0.9, "Fraction of a GPU that vLLM may use.", above=0, high=1)
+    engine_options: dict[str, Any] = setting(
+        {},
+        "Further arguments of vLLM's AsyncEngineArgs by name, such as {block_size: 32}. Arguments that vLLM does not "
+        "know, or that other settings govern, are refused (docs/rollout.md).",
+    )
     lenient_actions: bool = setting(
         False,
         "Also accept tool calls with digit strings or integral floats for integers, extra arguments, URLs without "

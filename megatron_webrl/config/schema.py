@@ -218,6 +218,12 @@ class Config:
         return self.rollout.tensor_parallel * self.rollout.pipeline_parallel
 
     @property
+    def sessions_per_worker(self) -> int:
+        """The most browser sessions, and requests of its engine, of a worker at a time: its groups and evaluations."""
+        rollout, evaluation = self.rollout, self.evaluation
+        return rollout.groups_in_flight * rollout.group_size + (evaluation.concurrency if evaluation.every else 0)
+
+    @property
     def vision_data_parallel(self) -> bool:
         """Whether every tensor-parallel rank of an engine has the whole vision tower."""
         return self.rollout.tensor_parallel > 1 and self.rollout.mm_encoder_tp_mode == "data"

@@ -10,8 +10,9 @@ import copy
 import io
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,24 +28,55 @@ from megatron_webrl.launch.validation import check_config
 
 SECTION = "engine"
 UPDATES = 3
+GAP, FP8_GAP = "log-probability gap to the trainer", "log-probability gap with an fp8 KV cache"
+NO_GAP = "no token was scored by both under equal weights"
 LOGPROB_GAP = {"float32": 1e-3, "bfloat16": 0.25}  # as in `webrl parity`: bfloat16 near 16 are 0.06 to 0.125 apart
 
 
 def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
-    """Run the job in a temporary folder and read what it wrote."""
+    """Run the job in a temporary folder and read what it wrote; the same with an fp8 KV cache."""
     with tempfile.TemporaryDirectory(prefix="webrl-gpu-check-") as folder:
         config = short_job(request.config, Path(folder))
-        output = io.StringIO()
         try:
-            check_config(config)
-            launcher = LocalLauncher(config, Console(file=output, width=200))
+            failure = _run(config)
         except ConfigError as error:
             yield skipped(SECTION, "a whole job", f"{error}; give a CONFIG that can run here")
             return
-        if launcher.run():
-            yield failed(SECTION, "a whole job", _last_line(config, output.getvalue()))
+        if failure:
+            yield failed(SECTION, "a whole job", failure)
             return
         yield from judge_job(config)
+        if config.rollout.kv_cache_dtype == "auto":
+            yield _gap_with_fp8_cache(config)
+
+
+def _run(config: Config) -> str:
+    """Run a job; returns why it failed, empty if it did not. Raises ConfigError if it cannot start."""
+    check_config(config)
+    output = io.StringIO()
+    code = LocalLauncher(config, Console(file=output, width=200)).run()
+    return _last_line(config, output.getvalue()) if code else ""
+
+
+def _gap_with_fp8_cache(config: Config) -> CheckResult:
+    """The gap of the same job with rollout.kv_cache_dtype=fp8, which has no limit."""
+    if config.model.platform != "cuda" or config.engine_dtype != "bfloat16":
+        return skipped(SECTION, FP8_GAP, "needs a GPU and a CONFIG in bfloat16")
+    job = copy.deepcopy(config)
+    job.run.name, job.rollout.kv_cache_dtype = f"{config.run.name}-fp8", "fp8"
+    if failure := _run(job):
+        return failed(SECTION, FP8_GAP, failure)
+    gaps = _logprob_gaps(_updates(job))
+    return measured(SECTION, FP8_GAP, max(gaps), "nats") if gaps else failed(SECTION, FP8_GAP, NO_GAP)
+
+
+def _updates(config: Config) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.run_folder / "updates.jsonl").read_text().splitlines()]
+
+
+def _logprob_gaps(updates: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The largest difference, in nats, between log-probabilities of engine and trainer, of each update that has one."""
+    return [each["logprob_mismatch_max"] for each in updates if each["logprob_mismatch_max"] is not None]
 
 
 def short_job(config: Config, folder: Path) -> Config:
@@ -78,15 +110,16 @@ def short_job(config: Config, folder: Path) -> Config:
 def judge_job(config: Config) -> Iterator[CheckResult]:
     """A result for each thing that the run folder of the job shows."""
     summary = json.loads((config.run_folder / "summary.json").read_text())
-    updates = [json.loads(line) for line in (config.run_folder / "updates.jsonl").read_text().splitlines()]
+    updates = _updates(config)
     yield at_least(SECTION, "updates of a whole job", len(updates), UPDATES)
     if not summary["accounting"]["matches"]:
         yield failed(SECTION, "accounting", f"episodes were lost: {summary['accounting']}")
-    gaps = [each["logprob_mismatch_max"] for each in updates if each["logprob_mismatch_max"] is not None]
-    if gaps:
-        yield at_most(SECTION, "log-probability gap to the trainer", max(gaps), LOGPROB_GAP[config.model.dtype])
+    if not (gaps := _logprob_gaps(updates)):
+        yield failed(SECTION, GAP, NO_GAP)
+    elif config.rollout.kv_cache_dtype == "fp8":
+        yield measured(SECTION, FP8_GAP, max(gaps), "nats")
     else:
-        yield failed(SECTION, "log-probability gap to the trainer", "no token was scored by both under equal weights")
+        yield at_most(SECTION, GAP, max(gaps), LOGPROB_GAP[config.model.dtype])
     extra = [each["extra"] for each in updates]
     lost = sum(each["weights/failed_transfers"] for each in extra)
     yield at_most(SECTION, "transfers that failed or whose checksums differed", lost, 0)

@@ -12,6 +12,7 @@ from megatron_webrl.cluster.memory_estimate import check_memory, estimate_memory
 from megatron_webrl.cluster.parallel_layout import check_parallel_layout
 from megatron_webrl.cluster.placement import check_cluster
 from megatron_webrl.config.browser_checks import check_browser_settings, check_browser_user
+from megatron_webrl.config.engine_options import check_engine_option_names, check_engine_options
 from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.rollout import RolloutConfig
@@ -186,17 +187,7 @@ def _check_rollout(config: Config) -> None:
             f"trainer.tokens_per_microbatch={trainer.tokens_per_microbatch} cannot hold a sample of "
             f"rollout.max_model_len={rollout.max_model_len} tokens; raise it or lower max_model_len"
         )
-    tokens, sequences = rollout.max_num_batched_tokens, rollout.max_num_seqs
-    if 0 < tokens < sequences:
-        raise ConfigError(
-            f"rollout.max_num_batched_tokens={tokens} is less than rollout.max_num_seqs={sequences}, of which each "
-            "needs a token in every step; raise it"
-        )
-    if rollout.mm_encoder_tp_mode != "data" and rollout.tensor_parallel == 1 and not config.evaluation.only:
-        raise ConfigError(
-            f"rollout.mm_encoder_tp_mode={rollout.mm_encoder_tp_mode} has no effect with rollout.tensor_parallel=1; "
-            "leave it out"
-        )
+    _check_engine(config)
     needs_baseline = not trainer.without_baseline
     if rollout.group_size < 2 and needs_baseline:
         raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
@@ -227,6 +218,23 @@ def _check_rollout(config: Config) -> None:
             f"groups lag {config.staleness_limit} behind; leave it out, or set rollout.mode=async"
         )
     check_browser_settings(config)
+
+
+def _check_engine(config: Config) -> None:
+    rollout, tokens = config.rollout, config.rollout.max_num_batched_tokens
+    requests = rollout.max_num_seqs or config.sessions_per_worker
+    if 0 < tokens < requests:
+        name = "rollout.max_num_seqs" if rollout.max_num_seqs else "the episodes in flight of a worker"
+        raise ConfigError(
+            f"rollout.max_num_batched_tokens={tokens} is less than {name}={requests}, each of which needs a token in "
+            "every step; raise it"
+        )
+    if rollout.mm_encoder_tp_mode != "data" and rollout.tensor_parallel == 1 and not config.evaluation.only:
+        raise ConfigError(
+            f"rollout.mm_encoder_tp_mode={rollout.mm_encoder_tp_mode} has no effect with rollout.tensor_parallel=1; "
+            "leave it out"
+        )
+    check_engine_options(config)
 
 
 def _check_warm_start(config: Config) -> None:
@@ -317,5 +325,6 @@ def _check_ring(config: Config) -> None:
 
 
 MACHINE_CHECKS: tuple[Callable[[Config], None], ...] = (
-    *(_check_packages, _check_start, _check_demonstrations, _check_ring, _check_resume, check_browser_user),
+    *(_check_packages, check_engine_option_names, _check_start, _check_demonstrations, _check_ring, _check_resume),
+    check_browser_user,
 )  # of what this machine has: packages, files, shared memory, the user

@@ -11,12 +11,6 @@ from megatron_webrl.farm.local_servers import local_servers
 from megatron_webrl.farm.protocol import SessionSpec
 
 
-def sessions_per_worker(config: Config) -> int:
-    """The most sessions that a worker uses at a time, for its groups and for evaluations."""
-    rollout, evaluation = config.rollout, config.evaluation
-    return rollout.groups_in_flight * rollout.group_size + (evaluation.concurrency if evaluation.every else 0)
-
-
 @asynccontextmanager
 async def open_browsers(config: Config, sessions: int, name: str) -> AsyncIterator[BrowserClient]:
     """Browsers for `sessions` concurrent episodes; `name` identifies the worker to a farm, and in log file names.

@@ -18,7 +18,7 @@ from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
 from megatron_webrl.judge.outcome import with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.agent import run_episode
-from megatron_webrl.rollout.browsers import open_browsers, sessions_per_worker
+from megatron_webrl.rollout.browsers import open_browsers
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.rollout.stepping import FreeStepping, Lockstep, SteppingMode
@@ -92,7 +92,7 @@ class EpisodeRunner:
         source = make_source(config.tasks)
         try:
             async with (
-                open_browsers(config, sessions_per_worker(config), name) as browsers,
+                open_browsers(config, config.sessions_per_worker, name) as browsers,
                 open_evaluator(config.judge, meter) as evaluator,
                 _open_teacher(config, processor, states is not None) as teacher,
             ):

@@ -11,7 +11,6 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm.access import TokenFiles
 from megatron_webrl.farm.server.server_main import BrowserServerOptions, run_server
-from megatron_webrl.rollout.browsers import sessions_per_worker
 from megatron_webrl.service.http_service import ListenAddress
 from megatron_webrl.system.network import own_address
 
@@ -35,7 +34,7 @@ def serve_browsers(path: str, overrides: list[str], router: str, port: int, node
 
 def sessions_per_server(config: Config, nodes: int) -> int:
     """Sessions per browser server if `nodes` of them serve all episodes that the workers run at a time."""
-    return math.ceil(sessions_per_worker(config) * config.rollout.engines / nodes)
+    return math.ceil(config.sessions_per_worker * config.rollout.engines / nodes)
 
 
 def local_address_towards(url: str) -> str:

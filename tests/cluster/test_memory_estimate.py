@@ -103,6 +103,11 @@ def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank(size: str
     assert found.engine.parameters == 2 * sum(math.prod(shape) for shape in shapes.values())
 
 
+def test_an_fp8_cache_holds_twice_the_tokens_of_bfloat16() -> None:
+    tokens = {dtype: made("8B", f"rollout.kv_cache_dtype={dtype}")[1].kv_cache_tokens for dtype in ("auto", "fp8")}
+    assert tokens["fp8"] == pytest.approx(2 * tokens["auto"], abs=2)
+
+
 def test_the_largest_rank_of_a_pipelined_engine_is_not_underestimated() -> None:
     for size in ("32B", "235B-A22B"):
         _, found = made(size, "cluster.nodes=2", "rollout.tensor_parallel=4", "rollout.pipeline_parallel=2")

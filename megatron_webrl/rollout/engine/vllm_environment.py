@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import os
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from megatron_webrl.config.engine_options import refuse_unknown
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.system import torchvision_shim
@@ -79,15 +81,17 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    rollout, cuda = config.rollout, on_cuda(config)
+    rollout, cuda, options = config.rollout, on_cuda(config), dict(config.rollout.engine_options)
+    refuse_unknown(options, (field.name for field in fields(AsyncEngineArgs)))
     if rollout.expert_parallel and not cuda:
         raise ConfigError("rollout.expert_parallel=true: vLLM's CPU build dies at the first token; set it to false")
     cache = rollout.kv_cache_mib or (0 if cuda else CPU_KV_CACHE_MIB)
     limits: Any = {"image": rollout.context.rounds, "video": 0}
     vision: Any = "data" if config.vision_data_parallel else "weights"
+    cache_dtype: Any = rollout.kv_cache_dtype
     extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
-    limits_of_a_batch = {"max_num_seqs": rollout.max_num_seqs, "max_num_batched_tokens": rollout.max_num_batched_tokens}
-    extra |= {name: value for name, value in limits_of_a_batch.items() if value}
+    if rollout.max_num_batched_tokens:
+        extra["max_num_batched_tokens"] = rollout.max_num_batched_tokens
     if cuda:
         extra["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if span is not None:
@@ -100,16 +104,20 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     return AsyncEngineArgs(
         model=config.model.path,
         dtype=config.engine_dtype,
-        load_format=NO_WEIGHTS if config.trainer_feeds_engines else "auto",  # the first update brings all of them
+        # The first update brings all of them.
+        load_format=NO_WEIGHTS if config.trainer_feeds_engines else options.pop("load_format", "auto"),
         seed=(config.run.seed + worker + _SEED_STRIDE * (number - 1)) % 2**32,
         tensor_parallel_size=rollout.tensor_parallel,
         pipeline_parallel_size=rollout.pipeline_parallel,
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len,
+        # vLLM warms up its sampler and captures CUDA graphs for this many requests; by default 1024 on large cards.
+        max_num_seqs=rollout.max_num_seqs or config.sessions_per_worker,
         limit_mm_per_prompt=limits,
         mm_encoder_tp_mode=vision,
-        enforce_eager=not cuda,
-        enable_prefix_caching=True,
+        kv_cache_dtype=cache_dtype,
+        enforce_eager=options.pop("enforce_eager", not cuda),
+        enable_prefix_caching=options.pop("enable_prefix_caching", True),
         # Log-probabilities of the sampled distribution: after temperature, as the trainer computes them.
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="webrl"),
@@ -117,16 +125,28 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         disable_log_stats=True,
         enable_log_requests=False,
         **extra,
+        **options,
     )
 
 
 def engine_config(config: Config, worker: int, number: int = 1, span: NodeSpan | None = None) -> VllmConfig:
-    """vLLM's configuration from `engine_arguments`, with the limits of a batch that it gives a server."""
+    """vLLM's configuration from `engine_arguments`; the tokens of a batch are those that vLLM gives a server by card.
+
+    Raises ConfigError for rollout.engine_options that vLLM refuses.
+    """
     from vllm.usage.usage_lib import UsageContext
 
     headless = span is not None and span.node_rank > 0
-    arguments = engine_arguments(config, worker, number, span)
-    return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
+    try:
+        arguments = engine_arguments(config, worker, number, span)
+        return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError) or not config.rollout.engine_options:
+            raise
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        raise ConfigError(
+            f"vLLM refuses an engine with rollout.engine_options={config.rollout.engine_options}: {reason}"
+        ) from error
 
 
 def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | None = None) -> AsyncLLM:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 
+from megatron_webrl.config.engine_options import FIXED, FIXED_IN_TRAINING, SETTINGS, installed_arguments
 from megatron_webrl.config.schema import Config
-from megatron_webrl.rollout.engine.vllm_environment import NO_WEIGHTS, engine_config, engine_environment
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.rollout.engine.engine_leader import NodeSpan
+from megatron_webrl.rollout.engine.vllm_environment import (
+    NO_WEIGHTS,
+    engine_arguments,
+    engine_config,
+    engine_environment,
+)
 from megatron_webrl.weights.vllm_loader import LOAD_FORMAT
 from tests.rollout.engine.engines import configuration
 
@@ -21,15 +31,22 @@ def config(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return config
 
 
-def test_an_engine_has_the_batch_limits_of_a_server(config: Config) -> None:
-    """vLLM's CPU build multiplies them by the ranks; without a server as its user it would not."""
-    scheduler = engine_config(replace(config, rollout=replace(config.rollout, tensor_parallel=2)), 0).scheduler_config
-    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (2 * 2048, 2 * 128)
+def with_rollout(config: Config, **changes: Any) -> Config:
+    return replace(config, rollout=replace(config.rollout, **changes))
+
+
+def test_an_engine_computes_the_tokens_of_a_server_and_the_requests_of_its_episodes(config: Config) -> None:
+    """vLLM's CPU build multiplies its default by the ranks; without a server as its user it would not."""
+    config = with_rollout(config, tensor_parallel=2, group_size=6, groups_in_flight=3)
+    scheduler = engine_config(config, 0).scheduler_config
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (2 * 2048, 18)
+    config = replace(config, evaluation=replace(config.evaluation, every=5, concurrency=7))
+    assert engine_config(config, 0).scheduler_config.max_num_seqs == 25
 
 
 def test_batch_limits_can_be_set(config: Config) -> None:
-    rollout = replace(config.rollout, max_num_batched_tokens=1024, max_num_seqs=48)
-    scheduler = engine_config(replace(config, rollout=rollout), 0).scheduler_config
+    config = with_rollout(config, max_num_batched_tokens=1024, max_num_seqs=48)
+    scheduler = engine_config(config, 0).scheduler_config
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (1024, 48)
 
 
@@ -51,3 +68,74 @@ def test_only_an_engine_without_a_trainer_reads_weights(config: Config) -> None:
     assert engine_config(config, 0).load_config.load_format == NO_WEIGHTS
     assert engine_config(alone, 0).load_config.load_format == "auto"
     assert NO_WEIGHTS == LOAD_FORMAT
+
+
+def test_the_arguments_that_are_read_in_the_source_of_vllm_are_those_that_it_has() -> None:
+    assert installed_arguments() == {field.name for field in fields(AsyncEngineArgs) if not field.name.startswith("_")}
+
+
+def test_governed_arguments_exist_and_no_other_is_set(config: Config) -> None:
+    """An argument that the project sets is either refused in rollout.engine_options, or a default that they replace."""
+    governed = SETTINGS | FIXED | FIXED_IN_TRAINING
+    assert governed.keys() <= {field.name for field in fields(AsyncEngineArgs)}
+    config = with_rollout(config, tensor_parallel=2, expert_parallel=True, max_num_batched_tokens=512)
+    config.rollout.kv_cache_dtype, config.model.platform = "fp8", "cuda"
+    span = NodeSpan(nnodes=2, node_rank=1, host_ip="127.0.0.1", master_addr="127.0.0.1", master_port=29500)
+    ours, default = engine_arguments(config, 1, 2, span), AsyncEngineArgs(model=config.model.path)
+    changed = {f.name for f in fields(ours) if getattr(ours, f.name) != getattr(default, f.name)}
+    assert len(changed) > 15
+    assert changed - governed.keys() == {"enable_prefix_caching"}
+
+
+def test_engine_options_reach_vllm_and_replace_defaults(config: Config) -> None:
+    options = {
+        "block_size": 64, "long_prefill_token_threshold": 256, "enable_prefix_caching": False, "enforce_eager": False,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 8]},
+    }  # fmt: skip
+    found = engine_config(with_rollout(config, engine_options=options), 0)
+    assert (found.cache_config.block_size, found.cache_config.enable_prefix_caching) == (64, False)
+    assert found.scheduler_config.long_prefill_token_threshold == 256
+    assert not found.model_config.enforce_eager
+    assert engine_config(config, 0).cache_config.enable_prefix_caching
+    assert engine_config(config, 0).model_config.enforce_eager
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"block_sise": 64},
+            "rollout.engine_options.block_sise is no argument of vLLM's AsyncEngineArgs; did you mean",
+        ),
+        ({"block_size": "large"}, "vLLM refuses an engine with rollout.engine_options={'block_size': 'large'}: "),
+        ({"compilation_config": {"mod": 3}}, "vLLM refuses an engine with rollout.engine_options="),
+    ],
+)
+def test_an_engine_that_vllm_refuses_does_not_start(config: Config, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        engine_config(with_rollout(config, engine_options=options), 0)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "mode", "wanted"), [(1, "data", "weights"), (2, "data", "data"), (2, "weights", "weights")]
+)
+def test_the_vision_tower_is_whole_on_every_rank_of_a_larger_engine(
+    config: Config, tensor: int, mode: str, wanted: str
+) -> None:
+    found = engine_config(with_rollout(config, tensor_parallel=tensor, mm_encoder_tp_mode=mode), 0).model_config
+    assert found.multimodal_config is not None
+    assert found.multimodal_config.mm_encoder_tp_mode == wanted
+
+
+def test_the_type_of_the_kv_cache_can_be_set(config: Config) -> None:
+    found = engine_config(with_rollout(config, kv_cache_dtype="fp8"), 0).cache_config
+    assert found.cache_dtype == "fp8"
+    assert engine_config(config, 0).cache_config.cache_dtype == "auto"
+
+
+def test_an_engine_without_a_trainer_can_have_another_load_format(config: Config) -> None:
+    alone = replace(config, evaluation=replace(config.evaluation, only=True))
+    loading = engine_config(with_rollout(alone, engine_options={"load_format": "safetensors"}), 0).load_config
+    assert loading.load_format == "safetensors"
