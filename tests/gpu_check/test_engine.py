@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.gpu_check.engine_section import judge_job, short_job
+from megatron_webrl.gpu_check.engine_section import FP8_GAP, GAP, judge_job, short_job
+from megatron_webrl.gpu_check.results import CheckResult
 from megatron_webrl.launch.validation import check_config, check_settings
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.model.model_sizes import config_sections, size_from_path
@@ -54,13 +55,25 @@ EXTRA = {
 def test_an_update_must_meet_an_episode_and_engines_on_gpus_need_graphs(
     tmp_path: Path, platform: str, changed: dict[str, int], statuses: tuple[str, str]
 ) -> None:
-    config = short_job(parse_config(None, [f"model.platform={platform}"]), tmp_path)
+    found = judged(tmp_path, [f"model.platform={platform}"], 1e-5, changed)
+    names = ("updates during an episode, at most", "engines with CUDA graphs")
+    assert tuple(found[name].status for name in names) == statuses
+
+
+def judged(folder: Path, overrides: list[str], gap: float, changed: dict[str, int]) -> dict[str, CheckResult]:
+    config = short_job(parse_config(None, overrides), folder)
     config.run_folder.mkdir()
     (config.run_folder / "summary.json").write_text(json.dumps({"accounting": {"matches": True}}))
-    update = {"logprob_mismatch_max": 1e-5, "tokens_per_second": 1.0, "extra": {**EXTRA, **changed}}
+    update = {"logprob_mismatch_max": gap, "tokens_per_second": 1.0, "extra": {**EXTRA, **changed}}
     (config.run_folder / "updates.jsonl").write_text(f"{json.dumps(update)}\n" * 3)
-    found = {each.name: each.status for each in judge_job(config)}
-    assert (found["updates during an episode, at most"], found["engines with CUDA graphs"]) == statuses
+    return {each.name: each for each in judge_job(config)}
+
+
+def test_the_gap_of_an_fp8_cache_is_measured_without_a_limit(tmp_path: Path) -> None:
+    fp8 = judged(tmp_path, ["model.platform=cuda", "rollout.kv_cache_dtype=fp8"], 0.5, {})[FP8_GAP]
+    assert (fp8.status, fp8.value, fp8.limit) == ("passed", 0.5, None)
+    (tmp_path / "auto").mkdir()
+    assert judged(tmp_path / "auto", ["model.platform=cuda"], 0.5, {})[GAP].status == "failed"
 
 
 @pytest.mark.parametrize("name", ["quickstart", "tiny_1gpu"])
