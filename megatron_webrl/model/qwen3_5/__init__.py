@@ -1,0 +1,1 @@
+"""Parts of Qwen3.5: the gated delta rule."""

@@ -1,0 +1,105 @@
+"""The gated delta rule (Gated Delta Networks, arXiv 2412.06464) and the short convolution, over packed samples.
+
+Each head has a state S [key dim, value dim], zero at the start of a sample, and computes for token t
+
+    S_t = a_t (I - b_t k_t k_t^T) S_(t-1) + b_t k_t v_t^T        o_t = S_t^T q_t
+
+with decay a_t in (0, 1) and writing strength b_t in (0, 1). `gated_delta_rule` evaluates it in chunks.
+With g_t the logarithm of the decays' product from the start of the chunk to t, and S the state before it, the values
+that a chunk writes are
+
+    U = (I + L)^-1 diag(b) (V - diag(exp g) K S),   L_ij = b_i exp(g_i - g_j) k_i.k_j for j < i, otherwise 0
+
+and its outputs and the state after it are
+
+    O = diag(exp g) Q S + M U,   M_ij = exp(g_i - g_j) q_i.k_j for j <= i, otherwise 0
+    S' = exp(g_C) S + sum_j exp(g_C - g_j) k_j u_j^T
+
+Chunks begin at the first token of a sample, so neither state nor convolution depends on another sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d
+
+CHUNK = 64  # tokens
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, boundaries: Sequence[int]
+) -> Tensor:
+    """Outputs [T, heads, value dim] in the dtype of `value`, computed in float32.
+
+    `query`, `key`: [T, heads, key dim], normalised here; queries are scaled by key dim ** -0.5. `value`: [T, heads,
+    value dim]. `log_decay` (at most 0) and `strength`: [T, heads]. `boundaries`: [samples + 1], first token of each
+    sample, then T.
+    """
+    places, starts = chunk_places(boundaries)
+    tokens, slots = torch.tensor(places, device=value.device), len(starts) * CHUNK
+
+    def by_chunk(x: Tensor) -> Tensor:
+        """[chunks, heads, CHUNK, ...] from [T, heads, ...], zero after the end of a sample."""
+        padded = x.new_zeros(slots, *x.shape[1:], dtype=torch.float32).index_copy(0, tokens, x.float())
+        return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+    q = by_chunk(_unit(query)) * query.shape[-1] ** -0.5
+    k, v, b = by_chunk(_unit(key)), by_chunk(value), by_chunk(strength)[..., None]
+    g = by_chunk(log_decay).cumsum(dim=-1)[..., None]  # [chunks, heads, CHUNK, 1]
+    # The mask before the exponential: above the diagonal the difference is positive and could overflow.
+    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(diagonal=1)
+    decays = (g - g.mT).masked_fill(above, -torch.inf).exp()
+    lower = (b * (k @ k.mT) * decays).tril(diagonal=-1)
+    # Both terms of U: one from the values, one to be multiplied by the state.
+    written, read = torch.linalg.solve_triangular(
+        lower, torch.cat([b * v, b * g.exp() * k], dim=-1), upper=False, unitriangular=True
+    ).split([v.shape[-1], k.shape[-1]], dim=-1)
+    within, entering = (q @ k.mT) * decays, q * g.exp()
+    last = g[..., -1:, :]
+    leaving = (k * (last - g).exp()).mT
+    outputs, state = [], v.new_zeros(())
+    for chunk, starts_sample in enumerate(starts):
+        if starts_sample:
+            state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
+        update = written[chunk] - read[chunk] @ state
+        outputs.append(entering[chunk] @ state + within[chunk] @ update)
+        state = last[chunk].exp() * state + leaving[chunk] @ update
+    flat = torch.stack(outputs).transpose(1, 2).flatten(0, 1)  # [chunks * CHUNK, heads, value dim]
+    return flat.index_select(0, tokens).to(value.dtype)
+
+
+def chunk_places(boundaries: Sequence[int]) -> tuple[list[int], list[bool]]:
+    """Place of each token among the tokens of all chunks, and whether each chunk starts a sample."""
+    places: list[int] = []
+    starts: list[bool] = []
+    for start, end in pairwise(boundaries):
+        first = len(starts) * CHUNK
+        places += range(first, first + end - start)
+        starts += [True] + [False] * (-(-(end - start) // CHUNK) - 1)
+    return places, starts
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """float32, divided by the square root of the sum of squares plus 1e-6, as in the released models' code."""
+    wide = vectors.float()
+    return wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
+def short_convolution(channels: Tensor, weight: Tensor, boundaries: Sequence[int]) -> Tensor:
+    """Causal convolution of each channel within each sample: [T, C] from [T, C].
+
+    `weight`: [C, 1, kernel], the last entry is for the token itself. `boundaries` as in `gated_delta_rule`.
+    """
+    before = weight.shape[-1] - 1  # zeros before each sample
+    places = [
+        token + before * (sample + 1) for sample, ends in enumerate(pairwise(boundaries)) for token in range(*ends)
+    ]
+    tokens = torch.tensor(places, device=channels.device)
+    length = channels.shape[0] + before * (len(boundaries) - 1)
+    padded = channels.new_zeros(length, channels.shape[1]).index_copy(0, tokens, channels)
+    output = conv1d(padded.t()[None], weight, groups=channels.shape[1])[0].t()
+    return output.index_select(0, tokens - before)

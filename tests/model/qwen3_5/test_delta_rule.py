@@ -1,0 +1,126 @@
+"""The chunked delta rule equals the recurrence that defines it, and that of transformers; samples are separate."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_webrl.model.qwen3_5.delta_rule import CHUNK, gated_delta_rule, short_convolution
+from megatron_webrl.system import torchvision_shim
+
+HEADS, KEY, VALUE = 3, 12, 20
+LENGTHS = {
+    "one token": [1],
+    "a chunk": [CHUNK],
+    "chunk and one": [CHUNK + 1],
+    "packed": [5, 2 * CHUNK + 3, 1, CHUNK, 40],
+}
+
+
+def _boundaries(lengths: list[int]) -> list[int]:
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+def _inputs(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Query, key, value, decay (slow, so that the state of a chunk reaches the next) and strength."""
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(tokens, HEADS, KEY, generator=generator) for _ in range(2))
+    v = torch.randn(tokens, HEADS, VALUE, generator=generator)
+    decay = -0.02 * torch.rand(tokens, HEADS, generator=generator)
+    strength = torch.rand(tokens, HEADS, generator=generator)
+    return tuple(x.to(dtype).requires_grad_() for x in (q, k, v, decay, strength))
+
+
+def _recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, boundaries: list[int]) -> Tensor:
+    """The rule token by token in float64, with the matrices of the definition."""
+    q, k, v, decay, strength = (x.double() for x in (q, k, v, decay, strength))
+    q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    rows = []
+    for start, end in pairwise(boundaries):
+        state = q.new_zeros(HEADS, KEY, VALUE)
+        for t in range(start, end):
+            b, keys = strength[t][:, None, None], k[t][:, :, None]
+            forget = torch.eye(KEY, dtype=q.dtype) - b * keys @ keys.mT
+            state = decay[t].exp()[:, None, None] * forget @ state + b * keys @ v[t][:, None, :]
+            rows.append((q[t][:, None, :] @ state)[:, 0] / KEY**0.5)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("lengths", list(LENGTHS.values()), ids=list(LENGTHS))
+def test_outputs_and_gradients_equal_those_of_the_recurrence(lengths: list[int]) -> None:
+    boundaries = _boundaries(lengths)
+    inputs = _inputs(boundaries[-1])
+    output, expected = gated_delta_rule(*inputs, boundaries), _recurrence(*inputs, boundaries)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=0)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4))
+    found = torch.autograd.grad((output * weights).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weights).sum(), inputs)
+    for gradient, reference in zip(found, wanted, strict=True):
+        if lengths == [1] and not reference.any():
+            assert not gradient.any()  # the decay of a first token acts on an empty state
+            continue
+        assert (gradient - reference).norm() < 1e-5 * reference.norm()
+
+
+def test_outputs_equal_those_of_transformers() -> None:
+    torchvision_shim.install()
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    boundaries = _boundaries(LENGTHS["packed"])
+    inputs = [x.detach() for x in _inputs(boundaries[-1])]
+    output = gated_delta_rule(*inputs, boundaries)
+    for start, end in pairwise(boundaries):
+        q, k, v, decay, strength = (x[None, start:end] for x in inputs)
+        alone, _ = torch_chunk_gated_delta_rule(q, k, v, decay, strength, use_qk_l2norm_in_kernel=True)
+        torch.testing.assert_close(output[start:end], alone[0], atol=1e-5, rtol=0)
+
+
+def test_fast_decay_gives_finite_outputs_and_gradients() -> None:
+    q, k, v, decay, strength = _inputs(3 * CHUNK)
+    output = gated_delta_rule(q, k, v, decay * 5000, strength, [0, 3 * CHUNK])
+    gradients = torch.autograd.grad(output.sum(), (q, k, v, decay, strength))
+    assert all(x.isfinite().all() for x in (output, *gradients))
+
+
+def test_half_precision_is_computed_in_single_precision() -> None:
+    boundaries = _boundaries(LENGTHS["packed"])
+    inputs = [x.detach() for x in _inputs(boundaries[-1], torch.bfloat16)]
+    output = gated_delta_rule(*inputs, boundaries)
+    assert output.dtype is torch.bfloat16
+    assert torch.equal(output, gated_delta_rule(*(x.float() for x in inputs), boundaries).bfloat16())
+
+
+def test_another_sample_of_the_row_changes_nothing() -> None:
+    """Values and gradients of a sample are the same to the bit whatever its neighbours hold."""
+    boundaries = _boundaries(LENGTHS["packed"])
+    start, end = boundaries[1:3]
+    mine = torch.zeros(boundaries[-1], dtype=torch.bool)
+    mine[start:end] = True
+    weight = torch.randn(HEADS * VALUE, 1, 4, generator=torch.Generator().manual_seed(5))
+    results = []
+    for scale in (1.0, -30.0):
+        q, k, v, decay, strength = (
+            torch.where(mine.view(-1, *[1] * (x.dim() - 1)), x, other).detach().requires_grad_()
+            for x, other in ((x, x if i > 2 else scale * x) for i, x in enumerate(_inputs(boundaries[-1])))
+        )
+        values = short_convolution(v.flatten(1), weight, boundaries).view_as(v)
+        output = gated_delta_rule(q, k, values, decay, strength, boundaries)[start:end]
+        gradients = torch.autograd.grad(output.pow(2).sum(), (q, k, v, decay, strength))
+        assert all(not gradient[~mine].any() for gradient in gradients)
+        results.append([output, *(gradient[mine] for gradient in gradients)])
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
+def test_the_convolution_sees_the_tokens_before_it_in_its_sample() -> None:
+    boundaries, channels, kernel = _boundaries([2, 1, 7]), 5, 4
+    generator = torch.Generator().manual_seed(6)
+    x, weight = torch.randn(10, channels, generator=generator), torch.randn(channels, 1, kernel, generator=generator)
+    expected = torch.zeros_like(x)
+    for start, end in pairwise(boundaries):
+        for t in range(start, end):
+            for back in range(min(kernel, t - start + 1)):
+                expected[t] += weight[:, 0, kernel - 1 - back] * x[t - back]
+    torch.testing.assert_close(short_convolution(x, weight, boundaries), expected, atol=1e-6, rtol=0)
