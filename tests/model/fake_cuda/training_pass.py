@@ -94,11 +94,14 @@ def join_groups() -> None:
 
 def _learner(folder: Path, platform: Any, value_head: ValueHeadKind = "none") -> Any:
     from megatron_webrl.config.trainer import OptimizerConfig
+    from megatron_webrl.model.qwen3_vl import experts
     from megatron_webrl.model.qwen3_vl.model import build_model
     from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.learner import Learner
     from megatron_webrl.trainer.optimizer import make_optimizer
 
+    # A parameter of a buffer keeps a fake storage of its own, which holds no other expert.
+    experts._stacked = lambda weights: torch.stack(list(weights))
     options = ComputeOptions(recompute="full", value_head=value_head)
     chunks = build_model(folder, dtype="bfloat16", platform=platform, options=options)
     wrapped = wrap_ddp(chunks)
