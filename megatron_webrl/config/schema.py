@@ -224,6 +224,11 @@ class Config:
         return rollout.groups_in_flight * rollout.group_size + (evaluation.concurrency if evaluation.every else 0)
 
     @property
+    def requests_per_engine(self) -> int:
+        """Requests that an engine computes at a time, at most."""
+        return self.rollout.max_num_seqs or self.sessions_per_worker
+
+    @property
     def vision_data_parallel(self) -> bool:
         """Whether every tensor-parallel rank of an engine has the whole vision tower."""
         return self.rollout.tensor_parallel > 1 and self.rollout.mm_encoder_tp_mode == "data"

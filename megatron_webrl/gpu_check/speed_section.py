@@ -27,7 +27,7 @@ from megatron_webrl.gpu_check.expert_speed import check_experts
 from megatron_webrl.gpu_check.model_section import start_process_groups
 from megatron_webrl.gpu_check.request import GpuCheckRequest
 from megatron_webrl.gpu_check.results import CheckResult, at_most, measured
-from megatron_webrl.gpu_check.timing import seconds_of
+from megatron_webrl.gpu_check.timing import REPEATS, not_slower, seconds_of
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.compute_options import ComputeOptions, Recompute
 from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
@@ -36,7 +36,6 @@ from megatron_webrl.trainer.data.prefix_tree import MIN_SHARED_TOKENS
 SECTION = "speed"
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 MEMORY_TOLERANCE = 1.1  # times the estimate
-REPEATS = 3  # timed passes on CUDA, after one that is not; one on the CPU
 RESPONSE = 32  # scored tokens of a sample
 AROUND_IMAGE = 5  # other tokens that `make_sample` adds to an image
 GROUP = 8  # samples with a common prefix, three quarters of their tokens
@@ -113,10 +112,8 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
 def check_tree(tokens: int, tree: float, separate: float, cuda: bool) -> CheckResult:
     """Compare the seconds of a pass over a prefix tree with those over its separate sequences of `tokens` in all."""
     name = f"pass of a group of {GROUP}, {tokens} tokens, as a prefix tree"
-    if not cuda:  # cores that other processes use too, and one pass of each: no failure
-        return measured(SECTION, name, 1000 * tree, "ms", 1000 * separate)
-    note = "" if tree <= separate else "slower than separate sequences: set trainer.merge_prefixes=trajectory"
-    return at_most(SECTION, name, 1000 * tree, 1000 * separate, "ms", note)
+    note = "slower than separate sequences: set trainer.merge_prefixes=trajectory"
+    return not_slower(SECTION, name, tree, separate, note, cuda)
 
 
 def check_peak(label: str, used: float, estimate: float) -> CheckResult:

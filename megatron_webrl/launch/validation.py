@@ -222,7 +222,7 @@ def _check_rollout(config: Config) -> None:
 
 def _check_engine(config: Config) -> None:
     rollout, tokens = config.rollout, config.rollout.max_num_batched_tokens
-    requests = rollout.max_num_seqs or config.sessions_per_worker
+    requests = config.requests_per_engine
     if 0 < tokens < requests:
         name = "rollout.max_num_seqs" if rollout.max_num_seqs else "the episodes in flight of a worker"
         raise ConfigError(

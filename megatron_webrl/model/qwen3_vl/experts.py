@@ -97,11 +97,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
     """[groups, out, in]: a view where the weights lie at equal distances in one storage, else a copy."""
-    first, storages = weights[0], [weight.untyped_storage() for weight in weights]  # alive, so that no two are one
+    first, storages = weights[0], {weight.untyped_storage().data_ptr() for weight in weights}
     starts = [weight.storage_offset() for weight in weights]
     step = starts[1] - starts[0] if len(starts) > 1 else first.numel()
     regular = step > 0 and starts == list(range(starts[0], starts[0] + step * len(starts), step))
-    within = (starts[-1] + first.numel()) * first.element_size() <= storages[0].nbytes()
-    if regular and within and len({storage._cdata for storage in storages}) == 1:
+    if regular and len(storages) == 1:
         return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
     return torch.stack(list(weights))

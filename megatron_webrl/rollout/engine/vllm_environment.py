@@ -112,7 +112,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len,
         # vLLM warms up its sampler and captures CUDA graphs for this many requests; by default 1024 on large cards.
-        max_num_seqs=rollout.max_num_seqs or config.sessions_per_worker,
+        max_num_seqs=config.requests_per_engine,
         limit_mm_per_prompt=limits,
         mm_encoder_tp_mode=vision,
         kv_cache_dtype=cache_dtype,
