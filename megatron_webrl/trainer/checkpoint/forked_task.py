@@ -8,8 +8,10 @@ import os
 import pickle
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,9 @@ import torch
 
 from megatron_webrl.system.child_process import die_with_parent
 
-_POLL_SECONDS = 0.01
 _TRACE_SIGNAL = signal.SIGUSR1  # makes the child write its stack
 _TRACE_SECONDS = 0.3
+_KILL_SECONDS = 1.0
 
 
 class ForkedTaskError(RuntimeError):
@@ -30,7 +32,8 @@ class ForkedTaskError(RuntimeError):
 class ForkedTask:
     """A function running in a forked child. It dies with this process; `result` never waits past the timeout.
 
-    The child lacks the other threads: the function must need no lock that one may hold, no CUDA and no logging.
+    The child lacks the other threads: the function must need no lock that one may hold, no CUDA and no logging. A
+    thread waits for its end: it is no zombie however late `done` or `result` is called.
     """
 
     def __init__(self, function: Callable[[], Any], timeout_seconds: float) -> None:
@@ -38,11 +41,13 @@ class ForkedTask:
         self._deadline, self._timeout_seconds = time.monotonic() + timeout_seconds, timeout_seconds
         self._outcome = os.memfd_create("forked_task")  # a pipe would block the child once it is full
         self._trace = os.memfd_create("forked_task_trace")
-        self._status: int | None = None
+        self._status = 0  # as os.waitpid returns it; valid once it has ended
+        self._ended = threading.Event()
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             self._run_child(function, parent)
+        threading.Thread(target=self._reap, name="forked task", daemon=True).start()
 
     def _run_child(self, function: Callable[[], Any], parent: int) -> None:
         """Run the function in the child and exit; does not return."""
@@ -65,17 +70,16 @@ class ForkedTask:
     @property
     def done(self) -> bool:
         """Whether `result` would return without waiting."""
-        return self._reaped() or time.monotonic() > self._deadline
+        return self._ended.is_set() or time.monotonic() > self._deadline
 
     def result(self) -> Any:
         """Wait for the function and return its result. Raises ForkedTaskError. Call it once."""
-        while not self.done:
-            time.sleep(_POLL_SECONDS)
-        timed_out = not self._reaped()
+        timed_out = not self._ended.wait(max(0.0, self._deadline - time.monotonic()))
         if timed_out:
             where = self._current_calls()
-            os.kill(self.pid, signal.SIGKILL)
-            _, self._status = os.waitpid(self.pid, 0)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._ended.wait(_KILL_SECONDS)  # a file system that stalls keeps it longer
         try:
             if timed_out:
                 raise ForkedTaskError(f"not finished within {self._timeout_seconds:.0f} s, {where}")
@@ -107,11 +111,9 @@ class ForkedTask:
             return state
         return f"{state} in " + " of ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in calls)
 
-    def _reaped(self) -> bool:
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._status = status if pid else None
-        return self._status is not None
+    def _reap(self) -> None:
+        _, self._status = os.waitpid(self.pid, 0)
+        self._ended.set()
 
 
 def one_line_error(error: BaseException) -> str:

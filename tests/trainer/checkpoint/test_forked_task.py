@@ -1,0 +1,43 @@
+"""A function in a forked child: its result, its errors, and that it leaves no zombie."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from megatron_webrl.trainer.checkpoint.forked_task import ForkedTask, ForkedTaskError
+from tests.waiting import until
+
+
+def test_a_finished_task_is_no_zombie_before_anybody_asks_for_it() -> None:
+    task = ForkedTask(lambda: [1] * 2**18, timeout_seconds=60)
+    until(lambda: not psutil.pid_exists(task.pid), "the child to be reaped", 30)
+    assert task.done and task.result() == [1] * 2**18
+
+
+def test_an_error_of_the_task_is_one_line() -> None:
+    def fail() -> None:
+        raise OSError("no room\nsecond line")
+
+    with pytest.raises(ForkedTaskError, match="^OSError: no room$"):
+        ForkedTask(fail, timeout_seconds=60).result()
+
+
+def test_a_killed_task_says_so() -> None:
+    task = ForkedTask(lambda: time.sleep(60), timeout_seconds=60)
+    os.kill(task.pid, signal.SIGKILL)
+    with pytest.raises(ForkedTaskError, match="was killed by SIGKILL"):
+        task.result()
+    assert not psutil.pid_exists(task.pid)
+
+
+def test_a_late_task_is_killed() -> None:
+    task = ForkedTask(lambda: time.sleep(60), timeout_seconds=0.5)
+    assert not task.done
+    with pytest.raises(ForkedTaskError, match="not finished within"):
+        task.result()
+    assert not psutil.pid_exists(task.pid)
