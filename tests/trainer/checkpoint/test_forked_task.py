@@ -16,14 +16,15 @@ from tests.waiting import until
 def test_a_finished_task_is_no_zombie_before_anybody_asks_for_it() -> None:
     task = ForkedTask(lambda: [1] * 2**18, timeout_seconds=60)
     until(lambda: not psutil.pid_exists(task.pid), "the child to be reaped", 30)
-    assert task.done and task.result() == [1] * 2**18
+    assert task.done
+    assert task.result() == [1] * 2**18
 
 
 def test_an_error_of_the_task_is_one_line() -> None:
     def fail() -> None:
         raise OSError("no room\nsecond line")
 
-    with pytest.raises(ForkedTaskError, match="^OSError: no room$"):
+    with pytest.raises(ForkedTaskError, match=r"^OSError: no room$"):
         ForkedTask(fail, timeout_seconds=60).result()
 
 
