@@ -297,7 +297,7 @@ class Jobs:
         self.broken, self.interrupted = broken, interrupted
         self.started: list[tuple[str, int]] = []
 
-    def __call__(self, arm: str, seed: int, quick: bool, folder: Path) -> Run:
+    def __call__(self, arm: str, seed: int, quick: bool, folder: Path, updates: int | None = None) -> Run:
         self.started.append((arm, seed))
         if arm in self.interrupted:
             raise KeyboardInterrupt
@@ -313,6 +313,15 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
     assert jobs.started == [(INITIAL, 0), ("gspo", 0), (INITIAL, 1), ("gspo", 1)]
     assert command.main(["--arms", "cispo", "gspo", "--folder", str(tmp_path)]) == 0
     assert jobs.started[4:] == [("cispo", 0)]
+
+
+def test_updates_shorten_the_arms_with_rewards_alone(capsys: pytest.CaptureFixture[str]):
+    for arm in ARMS:
+        given, shorter = config_of(arm), parse_config(CONFIG, overrides(arm, 3, False, updates=7))
+        assert shorter.trainer.updates == min(7, given.trainer.updates)
+    with pytest.raises(SystemExit):
+        command.main(["--quick", "--updates", "7"])
+    assert "--quick sets --updates" in capsys.readouterr().err
 
 
 def test_an_interrupt_loses_the_running_arm_alone(

@@ -40,7 +40,13 @@ COLUMNS = (
 
 
 def measure(
-    files: RunFiles, arms: Sequence[str], seeds: Sequence[int], quick: bool, json: Path | None, console: Console
+    files: RunFiles,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    quick: bool,
+    json: Path | None,
+    console: Console,
+    updates: int | None = None,
 ) -> bool:
     """Run what `files` lacks, one after another; returns whether all succeeded. An arm that fails is reported.
 
@@ -50,7 +56,7 @@ def measure(
     due = [
         (arm, seed)
         for arm, seed in wanted
-        if files.find(arm, seed, changed_settings(overrides(arm, seed, quick))) is None
+        if files.find(arm, seed, changed_settings(overrides(arm, seed, quick, updates))) is None
     ]
     if len(due) < len(wanted):
         console.print(f"{len(wanted) - len(due)} of {len(wanted)} runs are finished", highlight=False)
@@ -59,7 +65,7 @@ def measure(
         log = files.folder / f"{arm}-{seed}.log"
         console.print(f"{number + 1} of {len(due)}: {arm}, seed {seed}; log: {log}", highlight=False, soft_wrap=True)
         try:
-            run = run_arm(arm, seed, quick, files.folder)
+            run = run_arm(arm, seed, quick, files.folder, updates)
         except RuntimeError as error:
             if arm == INITIAL:
                 raise
@@ -164,10 +170,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", type=bounded_number(int, 0), nargs="+", default=[0], metavar="N", help="one run of each arm per seed"
     )
+    parser.add_argument(
+        "--updates", type=bounded_number(int, 1), metavar="N", help="of arms with rewards (default: the quickstart's)"
+    )
     parser.add_argument("--folder", type=Path, help="keep the runs there, and do not repeat finished ones")
     parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the curves as SVG")
     parser.add_argument("--list", action="store_true", help="show the arms, and the options without one, and stop")
     options = parser.parse_args(arguments)
+    if options.quick and options.updates is not None:
+        parser.error("--quick sets --updates")
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.list:
         list_arms(console)
@@ -178,7 +189,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files = RunFiles(Path(folder))
             arms = expand(options.arms)
             try:
-                code = int(not measure(files, arms, options.seeds, options.quick, options.json, console))
+                code = int(
+                    not measure(
+                        files, arms, options.seeds, options.quick, options.json, console, updates=options.updates
+                    )
+                )
             except KeyboardInterrupt:
                 console.print("interrupted; the finished runs:", highlight=False)
                 code = 130

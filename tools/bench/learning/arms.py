@@ -158,10 +158,14 @@ QUICK = (
 )  # fmt: skip
 
 
-def overrides(name: str, seed: int, quick: bool) -> list[str]:
-    """The settings of a job that differ from CONFIG; the initial weights are evaluated by INITIAL alone."""
+def overrides(name: str, seed: int, quick: bool, updates: int | None = None) -> list[str]:
+    """The settings of a job that differ from CONFIG; the initial weights are evaluated by INITIAL alone.
+
+    `updates`: of arms that train by rewards, in place of those of CONFIG.
+    """
     settings = () if name == INITIAL else ARMS[name].settings
-    found = [*(QUICK if quick else ()), *settings, f"run.seed={seed}", "tracking.episodes_gib=0"]
+    scale = QUICK if quick else () if updates is None else (f"trainer.updates={updates}",)
+    found = [*scale, *settings, f"run.seed={seed}", "tracking.episodes_gib=0"]
     if quick and any(each.startswith(_DEMONSTRATIONS) for each in settings):
         found.append(f"{_DEMONSTRATIONS}24")
     if name == INITIAL:

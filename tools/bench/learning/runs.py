@@ -94,9 +94,9 @@ def _read(path: Path) -> Run:
     return Run.from_json(json.loads(path.read_text()))
 
 
-def run_arm(arm: str, seed: int, quick: bool, folder: Path) -> Run:
+def run_arm(arm: str, seed: int, quick: bool, folder: Path, updates: int | None = None) -> Run:
     """Run the job of an arm in `folder`, from its start. Raises RuntimeError if it fails."""
-    words, name = overrides(arm, seed, quick), f"{arm}-{seed}"
+    words, name = overrides(arm, seed, quick, updates), f"{arm}-{seed}"
     shutil.rmtree(folder / "runs" / name, ignore_errors=True)  # of an interrupted call
     started = time.monotonic()
     run = run_job(CONFIG, name, words, folder)
