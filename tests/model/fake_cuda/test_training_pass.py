@@ -28,8 +28,8 @@ HOST_SYNCS = {
     "moe train": {**{place: 2 * count for place, count in ROUTING.items()}, **METRICS},  # recompute=full: twice
     **{f"dense {name}": METRICS for name in ("gspo", "cispo", "sapo", "dppo", "raft_plus_plus", "teacher", "critic")},
     "dense critic score": {},
-    # Once an update, before its first step: steps, values and weights of a micro-batch.
-    "dense critic credit": {"megatron_webrl/trainer/step_values.py:gather_values device to host": 3},
+    # Once an update, before its first step, for all micro-batches.
+    "dense critic credit": {"megatron_webrl/trainer/step_values.py:gather_values device to host": 1},
 }
 
 

@@ -181,11 +181,16 @@ def _score_steps(learner: Any, microbatches: list[Any]) -> None:
 
 
 def _read_values(learner: Any, microbatches: list[Any]) -> None:
-    """What an update needs on the host once, before its first step."""
+    """What an update needs on the host once, before its first step: of two micro-batches and one of padding."""
     from megatron_webrl.trainer.step_values import gather_values
 
-    values = [torch.ones_like(each.value_weight) for each in microbatches]
-    assert set(gather_values(microbatches, values)) == set(microbatches[0].step_ids)
+    [first] = microbatches
+    second = replace(first, step_ids=tuple((1, episode, step) for _, episode, step in first.step_ids))
+    padding = replace(second, value_weight=torch.zeros_like(second.value_weight))
+    values = [torch.full_like(first.value_weight, value) for value in (0.1, 0.2, 0.3)]
+    found = gather_values([first, second, padding], values)
+    tenths = {step: round(value * 10) for step, value in found.items()}
+    assert tenths == dict.fromkeys(first.step_ids, 1) | dict.fromkeys(second.step_ids, 2)
 
 
 def _train(
