@@ -73,6 +73,7 @@ class WeightSyncer:
         self._plan: TransferPlan | None = None
         self._workers: tuple[str, ...] = ()  # of the engines in the plan, in its order
         self._given_up: tuple[str, ...] = ()  # workers without which the job continues
+        self._any_announced = False  # whether an engine was announced when the announcements were last read
         self._linked: dict[str, EngineAnnouncement] = {}  # engines with a link, by worker
         self._closed_links: set[str] = set()  # link ids that are never served again
         self._consecutive_failures: Counter[str] = Counter()  # by worker
@@ -86,8 +87,11 @@ class WeightSyncer:
         return bool(self._engines_to_serve(new_only=True))
 
     def has_engines(self) -> bool:
-        """First rank: whether any engine lives that has, or waits for, weights."""
-        return bool(self._announced())
+        """First rank: whether the last `has_new_engines` or `sync` found an engine that has, or waits for, weights.
+
+        Reads nothing, so that a poll that calls both reads the announcement of each worker once.
+        """
+        return self._any_announced
 
     def sync(self, version: int, new_engines_only: bool = False) -> float:
         """Send the weights as `version` to all announced engines, or to new ones only; returns seconds.
@@ -156,6 +160,7 @@ class WeightSyncer:
             if not self.control.instance_has_ended(value["instance_id"]):
                 nodes, sizes = tuple(value["nodes"]), EngineSizes(**value["sizes"])
                 announced[worker] = EngineAnnouncement(value["link_id"], value["instance_id"], nodes, sizes)
+        self._any_announced = bool(announced)
         return announced
 
     def _await_engines(self) -> dict[str, EngineAnnouncement]:
