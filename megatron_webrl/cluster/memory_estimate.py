@@ -10,12 +10,13 @@ With trainer.merge_prefixes=all their sequences have twice as many tokens, as co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast, get_args
 
 from megatron_webrl.cluster.gpu_sharing import gpu_memory_share
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.compute_options import Recompute
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.parameter_counts import ParameterCounts, TextDimensions, count_parameters
 
@@ -27,6 +28,7 @@ TRAINER_RESERVE_BYTES = 4 * GIB  # CUDA context, communicators, workspaces, frag
 ENGINE_RESERVE_BYTES = 4 * GIB  # the same, plus vLLM's captured graphs and activations
 LOGIT_CHUNK_BYTES = 4 * 2**26  # float32 copies of a chunk of logits (model/logprobs.py)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+FILLED_BY_AUTO = 0.9  # of a GPU, by trainer.recompute=auto: a peak may be 10 % above its estimate (`webrl gpu-check`)
 OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}  # of a parameter: two moments, plus a main weight for bfloat16
 
 REMEDIES = {
@@ -76,8 +78,32 @@ class MemoryEstimate:
     kv_cache_tokens: int  # capacity of an engine's KV cache
 
 
+def choose_recompute(config: Config, description: Mapping[str, Any]) -> Recompute:
+    """The value of trainer.recompute; for auto the one that recomputes least and leaves a tenth of each GPU free.
+
+    `description`: the model's config.json. Without GPUs auto recomputes nothing; where nothing fits, whole layers.
+    """
+    if config.trainer.recompute != "auto":
+        return cast(Recompute, config.trainer.recompute)
+    cluster = config.cluster
+    if not cluster.gpus_per_node:
+        return "none"
+    limit = FILLED_BY_AUTO * cluster.gpu_gib * GIB
+    for recompute in get_args(Recompute):
+        estimate = estimate_memory(_with_recompute(config, recompute), description)
+        beside = estimate.engine.total if cluster.shared_gpus else 0
+        if all(use.total + beside <= limit for use in estimate.trainer):
+            return cast(Recompute, recompute)
+    return "full"
+
+
+def _with_recompute(config: Config, recompute: str) -> Config:
+    return replace(config, trainer=replace(config.trainer, recompute=recompute))
+
+
 def estimate_memory(config: Config, description: Mapping[str, Any]) -> MemoryEstimate:
     """Estimate the memory of every role. `description`: the model's config.json."""
+    config = _with_recompute(config, choose_recompute(config, description))
     counts, shape = count_parameters(description), TextDimensions.from_text_config(description["text_config"])
     trainer = _TrainerEstimate(config, counts, shape, description["vision_config"])
     stages = range(config.trainer.pipeline_parallel if config.trainer_world_size else 0)

@@ -105,9 +105,11 @@ class TrainerConfig:
     )
     data_parallel: int = setting(1, "Replicas that share each batch; 0: as many as cluster.* has GPUs for.", low=0)
     recompute: str = setting(
-        "none",
-        "Activations that the backward pass recomputes to save memory: none, attention and MLP, or whole layers.",
-        choices=("none", "selective", "full"),
+        "auto",
+        "Activations that the backward pass recomputes to save memory: none, attention and MLP (selective), or whole "
+        "layers (full); auto: the least with which the estimate of `webrl placement --memory` leaves a tenth of each "
+        "GPU free, and none without GPUs.",
+        choices=("auto", "none", "selective", "full"),
     )
     layers: str = setting(
         "local",

@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank
 
+from megatron_webrl.cluster.memory_estimate import choose_recompute
 from megatron_webrl.cluster.parallel_layout import image_buffer_mib
 from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.schema import Config
@@ -25,7 +26,7 @@ from megatron_webrl.model.compute_options import (
     Recompute,
     ValueHeadKind,
 )
-from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
@@ -83,13 +84,20 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
     """The options of the model's computation that the configuration names. Collective."""
     trainer = config.trainer
     return ComputeOptions(
-        recompute=cast(Recompute, trainer.recompute),
+        recompute=_choose_recompute(config),
         layers=choose_layers(platform) if trainer.layers == "auto" else cast(LayerImplementation, trainer.layers),
         attention=cast(AttentionKernel, trainer.attention),
         experts=cast(ExpertKernel, trainer.experts),
         train_vision=trainer.train_vision,
         value_head=_value_head(trainer.critic),
     )
+
+
+def _choose_recompute(config: Config) -> Recompute:
+    recompute = choose_recompute(config, read_model_config(config.model.path))
+    if config.trainer.recompute == "auto" and torch.distributed.get_rank() == 0:
+        log.info("trainer.recompute=auto recomputes %s by the memory estimate", recompute)
+    return recompute
 
 
 def _value_head(critic: CriticConfig) -> ValueHeadKind:

@@ -17,6 +17,7 @@ from megatron_webrl.cluster.memory_estimate import (
     MemoryEstimate,
     MemoryUse,
     check_memory,
+    choose_recompute,
     estimate_memory,
     vision_activation_widths,
 )
@@ -164,8 +165,28 @@ def test_activations_fall_with_recomputation_tensor_and_context_parallelism() ->
 
     none, selective, full = (kept(f"trainer.recompute={name}") for name in ("none", "selective", "full"))
     assert none > 1.5 * selective > 4 * full
-    assert kept("trainer.tensor_parallel=2") == pytest.approx(none / 2, rel=0.01)
-    assert kept("trainer.context_parallel=2") == pytest.approx(none / 2, rel=0.01)
+    for size in ("tensor", "context"):
+        found = kept("trainer.recompute=none", f"trainer.{size}_parallel=2")
+        assert found == pytest.approx(none / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gib", "overrides", "chosen"),
+    [
+        (140, (), "none"), (127, (), "selective"), (104, (), "selective"), (101, (), "full"), (20, (), "full"),
+        (140, ("cluster.shared_gpus=true", "rollout.kv_cache_mib=8192"), "selective"),  # beside an engine
+        (20, ("trainer.recompute=none",), "none"), (300, ("trainer.recompute=full",), "full"),
+    ],
+)  # fmt: skip
+def test_auto_recomputes_the_least_that_leaves_a_tenth_of_a_gpu(gib: int, overrides: list[str], chosen: str) -> None:
+    config = parse_config("configs/8b_4node.yaml", ["trainer.recompute=auto", f"cluster.gpu_gib={gib}", *overrides])
+    description = model_sizes.config_sections("8B")
+    assert choose_recompute(config, description) == chosen
+    explicit = parse_config("configs/8b_4node.yaml", [f"cluster.gpu_gib={gib}", *overrides])
+    explicit.trainer.recompute = chosen
+    assert estimate_memory(config, description) == estimate_memory(explicit, description)
+    config.cluster.gpus_per_node = 0
+    assert choose_recompute(config, description) == ("none" if config.trainer.recompute == "auto" else chosen)
 
 
 def test_common_prefixes_take_copies_of_keys_and_values_and_logits_of_more_tokens() -> None:
