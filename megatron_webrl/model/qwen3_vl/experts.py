@@ -29,13 +29,18 @@ class Experts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """[T, hidden] from tokens [T, hidden] in the order of experts, int [experts] and routing weights [T]."""
+        """[T, hidden] from tokens [T, hidden] in the order of experts, int [experts] and routing weights [T].
+
+        With `tokens_per_expert` on the device, only experts one after the other make the host wait for it.
+        """
         experts: list[Any] = list(self.local_experts)
         first: list[Tensor] = [expert.linear_fc1.weight for expert in experts]
         if not computes_together(self.config.expert_kernel, first[0]):
             output, _ = super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
             return output, None
-        ends = copy_to_device(tokens_per_expert, first[0].device).cumsum(0, dtype=torch.int32)
+        device = first[0].device
+        counts = tokens_per_expert if tokens_per_expert.is_cuda else copy_to_device(tokens_per_expert, device)
+        ends = counts.cumsum(0, dtype=torch.int32)
         gate, up = grouped_linear(permuted_local_hidden_states, ends, first).chunk(2, dim=-1)
         activated = (silu(gate) * up * permuted_probs.unsqueeze(-1)).to(gate.dtype)
         return grouped_linear(activated, ends, [expert.linear_fc2.weight for expert in experts]), None

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_webrl.model.compute_options import LayerImplementation
 from megatron_webrl.model.qwen3_vl.attention import PackedAttention
+from megatron_webrl.model.qwen3_vl.dispatcher import TokenDispatcher
 from megatron_webrl.model.qwen3_vl.experts import Experts
 from megatron_webrl.model.qwen3_vl.norm import RMSNorm
 from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams
@@ -26,6 +27,12 @@ from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams
 
 class DeepStackLayer(TransformerLayer):
     """A layer that adds its DeepStack features outside the recomputed part: the vision tower runs backward once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if isinstance(self.mlp, MoELayer):
+            local = (self.mlp.num_local_experts, self.mlp.local_expert_indices)
+            self.mlp.token_dispatcher = TokenDispatcher(*local, self.config, self.pg_collection)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Output [T, 1, hidden] and context, as in TransformerLayer."""

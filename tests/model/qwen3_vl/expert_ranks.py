@@ -1,4 +1,4 @@
-"""Two gloo processes that train mixtures of experts, computed together and one after the other."""
+"""Two gloo processes that train mixtures of experts: computed together, one after the other, and as Megatron does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import gloo
 from tests.model import tiny
 
 SIZES = {"replicas": {}, "expert": {"expert": 2}, "expert_tensor": {"tensor": 2, "expert_tensor": 2}}
-KERNELS = ("auto", "sequential")
+KERNELS = ("auto", "sequential", "megatron")  # the last one: sequential, with Megatron's own dispatcher
 
 
 def run(rank: int, folder: str) -> None:
@@ -32,16 +32,22 @@ def run(rank: int, folder: str) -> None:
 
 def _train(folder: Path, kernel: Any, platform: Any) -> dict[str, Any]:
     """Logits, gradients and weights after a step of this rank; how often weights were stacked, and copied for it."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
     from megatron_webrl.config.trainer import OptimizerConfig
     from megatron_webrl.model import schedule
     from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl import experts
+    from megatron_webrl.model.qwen3_vl import experts, layers
+    from megatron_webrl.model.qwen3_vl.dispatcher import TokenDispatcher
     from megatron_webrl.model.qwen3_vl.model import build_model
     from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.optimizer import make_optimizer
 
-    [model] = build_model(folder, dtype="float32", platform=platform, options=ComputeOptions(experts=kernel))
+    own = kernel != "megatron"
+    options = ComputeOptions(experts=kernel if own else "sequential")
+    with mock.patch.object(layers, "TokenDispatcher", TokenDispatcher if own else MoEAlltoAllTokenDispatcher):
+        [model] = build_model(folder, dtype="float32", platform=platform, options=options)
     load_hf([model], folder)
     wrapped = wrap_ddp([model])
     optimizer = make_optimizer(wrapped, OptimizerConfig(implementation="torch", learning_rate=0.01), 1, torch.float32)

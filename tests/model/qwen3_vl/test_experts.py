@@ -78,9 +78,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return lambda name, kernel: [torch.load(Path(folder) / f"{name}-{kernel}-{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.parametrize("other", ["sequential", "megatron"])
 @pytest.mark.parametrize("name", expert_ranks.SIZES)
-def test_a_step_equals_that_of_experts_one_after_the_other(trained: Trained, name: str) -> None:
-    for together, sequential in zip(trained(name, "auto"), trained(name, "sequential"), strict=True):
+def test_a_step_equals_that_of_experts_one_after_the_other(trained: Trained, name: str, other: str) -> None:
+    """Also with Megatron's own dispatcher, which selects tokens by masks."""
+    for together, sequential in zip(trained(name, "auto"), trained(name, other), strict=True):
         assert together["stacked"] > 0 == sequential["stacked"]
         for part in ("gradients", "weights"):
             assert list(together[part]) == list(sequential[part])
