@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_webrl.config.trainer import CheckpointConfig, OptimizerConfig
 from megatron_webrl.gpu_check import branches, small_models
 from megatron_webrl.gpu_check.request import GpuCheckRequest
 from megatron_webrl.gpu_check.results import CheckResult, at_most, failed, skipped
+from megatron_webrl.gpu_check.timing import host_syncs
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.compute_options import ComputeOptions
 from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
@@ -161,6 +162,19 @@ def _check_variant(
             yield _failure(name, error)
             continue
         yield from _compare(name, dtype, Outputs(logits, _gradients(folder, wrapped[0].module)), exact, rounded)
+        together = kind == "dense" or (dtype is torch.bfloat16 and options.experts == "auto")
+        if platform.name == "cuda" and together:
+            yield check_host_syncs(name, make_pass(wrapped, batch, platform.device))
+
+
+def check_host_syncs(name: str, work: Callable[[], object]) -> CheckResult:
+    """A forward and backward pass must not wait for the GPU: it would idle until the host has launched the next kernel.
+
+    Experts one after the other, as in float32, need the number of tokens of each.
+    """
+    syncs = host_syncs(work)
+    places = ", ".join(f"{place} ({count})" for place, count in syncs.most_common(5))
+    return at_most(SECTION, f"host syncs: {name}", syncs.total(), 0, "in a pass", places)
 
 
 def _failure(name: str, error: Exception) -> CheckResult:
@@ -197,10 +211,16 @@ def _load(
 
 def _forward_backward(wrapped: Sequence[Any], batch: Batch, device: torch.device) -> Tensor:
     """Logits of the packed sequence, float32 [R, VOCABULARY]; the gradient is in the buffers."""
+    return make_pass(wrapped, batch, device)().float()[:, : small_models.VOCABULARY]
+
+
+def make_pass(wrapped: Sequence[Any], batch: Batch, device: torch.device) -> Callable[[], Tensor]:
+    """A function that computes logits [R, vocabulary] and gradients of the packed sequence, which is on the device."""
     from megatron_webrl.model import schedule
     from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 
-    targets = batch.targets.to(device)
+    placeholders = (batch.packed.tokens == small_models.IMAGE).nonzero().squeeze(1)  # which the host would wait for
+    packed, targets = replace(batch.packed, image_token_positions=placeholders).to(device), batch.targets.to(device)
     weights = small_models.token_weights(len(targets)).to(device)
 
     def loss(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -208,11 +228,14 @@ def _forward_backward(wrapped: Sequence[Any], batch: Batch, device: torch.device
         logprobs, _ = vocab_parallel_logprobs(logits, targets, small_models.TEMPERATURE, small_models.VOCABULARY, group)
         return (logprobs * weights).sum(), {"logits": logits.detach()}
 
-    for chunk in wrapped:
-        chunk.train()
-        chunk.zero_grad_buffer()
-    [result] = schedule.forward_backward(wrapped, [batch.packed.to(device)], loss, forward_only=False)
-    return result["logits"].float()[:, : small_models.VOCABULARY]
+    def run() -> Tensor:
+        for chunk in wrapped:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        [result] = schedule.forward_backward(wrapped, [packed], loss, forward_only=False)
+        return result["logits"]
+
+    return run
 
 
 def _gradients(folder: Path, model: Any) -> dict[str, Tensor]:

@@ -1,9 +1,12 @@
-"""Time of work on a device, and results that compare times."""
+"""Time of work on a device, host syncs in it, and results that compare times."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -12,7 +15,7 @@ from megatron_webrl.gpu_check.results import CheckResult, at_most, measured
 REPEATS = 3  # timed passes, after one that is not
 
 
-def seconds_of(work: Any, device: torch.device) -> float:
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Seconds that `work()` takes, until the device has finished it."""
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -21,6 +24,23 @@ def seconds_of(work: Any, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+def host_syncs(work: Callable[[], object]) -> Counter[str]:
+    """How often the host waits for the GPU in `work()`, by "file:line".
+
+    PyTorch warns of its own copies and reads of results (`torch.cuda.set_sync_debug_mode`), not of waits for events.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    syncs = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
+    return Counter(f"{Path(each.filename).name}:{each.lineno}" for each in syncs)
 
 
 def not_slower(section: str, name: str, seconds: float, limit: float, note: str, cuda: bool) -> CheckResult:
