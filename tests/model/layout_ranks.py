@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from tests import gloo
 from tests.model import tiny
 
+Probe = Callable[[list[Any]], None]
 MODELS = {
     # More DeepStack layers than the first of four stages has.
     "dense": tiny.Shape(deepstack=(0, 1, 2)),
@@ -95,7 +97,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
     for name, case in CASES[ranks].items():
         process_groups.init_process_groups(ParallelSizes(**case.sizes), seed=1)
         for model in models(ranks, case):
-            found = _examine(Path(folder) / model, case, platform)
+            found = examine(Path(folder) / model, case, platform)
             everyone: list[Any] = [None] * ranks
             torch.distributed.gather_object(found, everyone if rank == 0 else None)
             if rank == 0:
@@ -104,8 +106,13 @@ def run(rank: int, ranks: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _examine(folder: Path, case: Case, platform: Any) -> dict[str, Any]:
-    """Logits of this replica's samples, and on the first rank the gradients of all."""
+def examine(
+    folder: Path, case: Case, platform: Any, experts: Mapping[str, Tensor] | None = None, probe: Probe = lambda _: None
+) -> dict[str, Any]:
+    """Logits of this replica's samples, and on the first rank the gradients of all.
+
+    `experts`: of each sample's tokens, see PackedInput. `probe` gets the model chunks before the pass.
+    """
     from megatron.core import parallel_state
 
     from megatron_webrl.model import schedule
@@ -119,6 +126,7 @@ def _examine(folder: Path, case: Case, platform: Any) -> dict[str, Any]:
     load_hf(chunks, folder)
     wrapped = wrap(chunks)
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    probe(chunks)
     names, rows, weights = _rows(replica, replicas, case.sizes.get("pipeline", 1))
     groups = chunks[0].pg_collection
     masks = [_scored_here(row, groups, case) for row, _ in rows]
@@ -139,7 +147,12 @@ def _examine(folder: Path, case: Case, platform: Any) -> dict[str, Any]:
         return loss, {"logits": whole, "logprobs": logprobs.detach(), "entropy": entropy, "mask": mask}
 
     mine = [
-        replace(row, scored_positions=row.scored_positions[mask]) for (row, _), mask in zip(rows, masks, strict=True)
+        replace(
+            row,
+            scored_positions=row.scored_positions[mask],
+            experts=None if experts is None else experts[name or "text"],
+        )
+        for name, (row, _), mask in zip(names, rows, masks, strict=True)
     ]
     results = schedule.forward_backward(wrapped, mine, loss_of, forward_only=False)
     found["rows"] = {name: result for name, result in zip(names, results, strict=False) if name}

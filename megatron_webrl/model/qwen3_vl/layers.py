@@ -22,11 +22,24 @@ from megatron_webrl.model.qwen3_vl.attention import PackedAttention
 from megatron_webrl.model.qwen3_vl.dispatcher import TokenDispatcher
 from megatron_webrl.model.qwen3_vl.experts import Experts
 from megatron_webrl.model.qwen3_vl.norm import RMSNorm
+from megatron_webrl.model.qwen3_vl.routing import ReplayRouter
 from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams
 
 
 class DeepStackLayer(TransformerLayer):
-    """A layer that adds its DeepStack features outside the recomputed part: the vision tower runs backward once."""
+    """A layer that adds its DeepStack features outside the recomputed part: the vision tower runs backward once.
+
+    It recomputes a mixture of experts itself: in Megatron's own recomputation the router would have the experts of a
+    later pass.
+    """
+
+    _experts: Tensor | None = None  # int16 [T, top_k], given experts of the pass that is computed
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recompute_experts = False
+        if isinstance(self.mlp, MoELayer):
+            self._recompute_experts, self.mlp.moe_layer_recompute = self.mlp.moe_layer_recompute, False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,16 +49,36 @@ class DeepStackLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Output [T, 1, hidden] and context, as in TransformerLayer."""
-        layer = super().forward
+        params: MultimodalPackedSeqParams = kwargs["packed_seq_params"]
+        forward, experts = super().forward, params.experts.get(self.layer_number - 1)
+
+        def layer(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            self._experts = experts  # in a recomputation again: other passes have run since
+            result: tuple[Tensor, Tensor | None] = forward(*args, **kwargs)
+            return result
+
         if self.config.recompute_layers and self.training:
             output, context = checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         else:
             output, context = layer(*args, **kwargs)
-        params: MultimodalPackedSeqParams = kwargs["packed_seq_params"]
         features = params.deepstack_features.get(self.layer_number - 1)
         if features is not None:
             output = output.index_add(0, params.image_token_positions, features[:, None].to(output.dtype))
         return output, context
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Output [T, 1, hidden] of the norm, the MLP or mixture of experts, and the residual connection."""
+        forward, experts = super()._forward_mlp, self._experts
+
+        def compute(hidden_states: Tensor) -> Tensor:
+            if isinstance(self.mlp, MoELayer):
+                self.mlp.router.router_replay.experts = experts
+            output: Tensor = forward(hidden_states, *args, **kwargs)
+            return output
+
+        if self._recompute_experts and self.training:
+            return checkpoint(compute, hidden_states, use_reentrant=False, preserve_rng_state=False)
+        return compute(hidden_states)
 
 
 @dataclass(frozen=True)
@@ -98,4 +131,4 @@ def _layer_spec(parts: _LayerModules, sparse: bool) -> ModuleSpec:
 
 def _experts_spec(mlp: MLPSubmodules) -> ModuleSpec:
     experts = ModuleSpec(module=Experts, submodules=mlp)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=ReplayRouter))

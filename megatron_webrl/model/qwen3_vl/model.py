@@ -103,7 +103,7 @@ class Qwen3VL(GPTModel):
         With a value head also values, float32 [values], at `packed.value_rows` of these.
         An earlier chunk returns the input of the next: activations [T, 1, hidden], then the DeepStack features
         [V, 1, hidden] of each remaining DeepStack layer; T and V count this rank's tokens. Collective over tensor- and
-        context-parallel ranks. Raises ValueError if segments, placeholders and images do not match.
+        context-parallel ranks. Raises ValueError if segments, placeholders, images or experts do not match.
         """
         packed = pad_to_multiple(packed, self._token_shards)
         boundaries, mine, device = _boundaries(packed), self._context_shard(packed), packed.tokens.device
@@ -120,6 +120,7 @@ class Qwen3VL(GPTModel):
             key_positions=None if keys is None else copy_to_device(keys.positions, device),
             image_token_positions=copy_to_device(positions, device),
             deepstack_features=deepstack,
+            experts=self._experts_by_layer(packed),
         )
         self.decoder.set_input_tensor(hidden)
         hidden = self.decoder(
@@ -185,6 +186,21 @@ class Qwen3VL(GPTModel):
         if packed.image_token_positions is not None:
             return packed.image_token_positions
         return (packed.tokens == self.hf_config.image_token_id).nonzero().squeeze(1).cpu()
+
+    def _experts_by_layer(self, packed: PackedInput) -> dict[int, Tensor]:
+        """The given experts of this rank's tokens, int16 [T, top_k] for each sparse layer; {} if there are none."""
+        if packed.experts is None:
+            return {}
+        text, tokens = self.hf_config.text_config, packed.tokens.numel()
+        sparse = [layer for layer in range(text.num_hidden_layers) if is_sparse(text, layer)]
+        expected = [tokens, len(sparse), text.num_experts_per_tok if sparse else 0]
+        if list(packed.experts.shape) != expected:
+            raise ValueError(
+                f"experts has shape {list(packed.experts.shape)}, expected {expected}: tokens, MoE layers, top_k"
+            )
+        shard = self._token_shard(tokens)
+        mine = packed.experts[shard.start : shard.stop]
+        return {layer: mine[:, index] for index, layer in enumerate(sparse)}
 
     @property
     def _token_shards(self) -> int:

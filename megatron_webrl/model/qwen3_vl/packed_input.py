@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 HOST_FIELDS = ("cu_seqlens", "parents", "grids", "image_indices", "local_images", "image_token_positions")
+NOT_RECORDED = -1  # in place of each expert of a token whose experts are not known: the router chooses
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class PackedInput:
     image_token_positions: Tensor | None = None  # int64 [V], placeholders; text may hold the token, too; None: all
     parents: Tensor | None = None  # int64 [segments], an earlier segment, or -1: none; None: no segment has a parent
     value_rows: Tensor | None = None  # int64 [values], indices in scored_positions at which a value head is applied
+    experts: Tensor | None = (
+        None  # int16 [T, MoE layers, top_k], experts of each token, or NOT_RECORDED; None: no token's
+    )
 
     def __post_init__(self) -> None:
         length = self.tokens.numel()
@@ -93,6 +98,7 @@ def pad_to_multiple(packed: PackedInput, multiple: int) -> PackedInput:
         position_ids=torch.cat([packed.position_ids, packed.position_ids.new_zeros(3, missing)], dim=1),
         cu_seqlens=torch.cat([packed.cu_seqlens, end]),
         parents=None if packed.parents is None else torch.cat([packed.parents, packed.parents.new_tensor([-1])]),
+        experts=None if packed.experts is None else pad(packed.experts, (0, 0, 0, 0, 0, missing), value=NOT_RECORDED),
     )
 
 

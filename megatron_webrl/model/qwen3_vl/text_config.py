@@ -43,6 +43,7 @@ class MultimodalPackedSeqParams(PackedSeqParams):
     masks: dict[int, Tensor] = field(default_factory=dict)  # by segment: [tokens, keys], where the kernel needs one
     image_token_positions: Tensor | None = None  # int64 [V], positions of image tokens among this rank's tokens
     deepstack_features: dict[int, Tensor] = field(default_factory=dict)  # by layer: [V, hidden], added to its output
+    experts: dict[int, Tensor] = field(default_factory=dict)  # by layer: int16 [T, top_k] of this rank's tokens
 
 
 def make_text_config(
