@@ -202,6 +202,9 @@ class Step:
     leniencies: tuple[str, ...] = ()  # names of the deviations that a lenient parser accepted, each once
     # float32 [response], log-probabilities of the teacher, NaN for tokens that it cannot score; [0] without a teacher
     teacher_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    # uint8 or uint16 [prompt + response - 1, MoE layers, top_k], experts of the tokens that the engine computed: of all
+    # but the last, in the order of prompt and response. The dtype's maximum: not recorded. [0, 0, 0]: none of a step
+    experts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     magic | format | crc of JSON | total bytes | JSON bytes      header, 32 bytes
     JSON                              all other fields, and the lengths of arrays and images
-    arrays of step 0, step 1, ...     each aligned to 8 bytes, in the order of STEP_ARRAYS
+    arrays of step 0, step 1, ...     each aligned to 8 bytes: STEP_ARRAYS in order, then the experts
     encoded screenshots               one after the other, each once
 
 Arrays are decoded as views of the buffer. The ring or the record file adds a checksum of the whole record.
@@ -11,8 +11,10 @@ Arrays are decoded as views of the buffer. The ring or the record file adds a ch
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, cast
 
@@ -22,7 +24,7 @@ from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.types import Action, JudgeStage, RubricFact, Step, Task, Trajectory, Verdict
 
 MAGIC = b"WEBRLREC"
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 ALIGNMENT = 8
 _HEADER = struct.Struct("<8sIIQQ")
 
@@ -37,7 +39,10 @@ STEP_ARRAYS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
     ("image_grids", "<i4", _IMAGES, (3,)),
     ("teacher_logprobs", "<f4", _SCORED, ()),
 )
-_NO_SCALARS = {name for name, *_ in STEP_ARRAYS} | {"action", "task", "steps", "images", "page_reward", "verdict"}
+EXPERTS = "experts"  # of a mixture of experts; dtype and shape [rows, layers, top_k] are in the description
+_EXPERT_DTYPES = ("uint8", "uint16")
+_ARRAYS = (*(name for name, *_ in STEP_ARRAYS), EXPERTS)
+_NO_SCALARS = {*_ARRAYS, "action", "task", "steps", "images", "page_reward", "verdict"}
 _STEP_SCALARS = tuple(field.name for field in fields(Step) if field.name not in _NO_SCALARS)
 _KINDS = {"int": int, "float": float, "str": str}
 _SCALARS = {field.name: _KINDS[str(field.type)] for field in fields(Trajectory) if field.name not in _NO_SCALARS}
@@ -56,6 +61,7 @@ def encode_trajectory(trajectory: Trajectory) -> list[Buffer]:
     description["steps"] = [
         {name: getattr(step, name) for name in _STEP_SCALARS}
         | {"action": None if step.action is None else asdict(step.action), "lengths": length}
+        | {EXPERTS: [step.experts.dtype.name, *step.experts.shape]}
         for step, length in zip(trajectory.steps, lengths, strict=True)
     ]
     description["images"] = [len(image) for image in trajectory.images]
@@ -65,7 +71,7 @@ def encode_trajectory(trajectory: Trajectory) -> list[Buffer]:
         raise RecordError(f"trajectory of ticket {trajectory.ticket}, index {trajectory.index}: {error}") from error
     buffers: list[Buffer] = [text, _padding(len(text))]
     for step in trajectory.steps:
-        for name, _, _, _ in STEP_ARRAYS:
+        for name in _ARRAYS:
             array = np.ascontiguousarray(getattr(step, name))
             buffers += [array.data.cast("B") if array.size else b"", _padding(array.nbytes)]
     buffers += trajectory.images
@@ -91,15 +97,17 @@ def decode_trajectory(buffer: bytes | bytearray | memoryview, copy: bool = False
 
 
 def _build(view: memoryview, description: dict[str, Any], position: int, copy: bool) -> Trajectory:
-    expected = position + sum(_padded(size) for step in description["steps"] for size in _array_bytes(step["lengths"]))
+    layouts = [_array_layouts(step) for step in description["steps"]]
+    expected = position + sum(_padded(_bytes(dtype, shape)) for each in layouts for _, dtype, shape in each)
     expected += sum(description["images"])
     if expected != len(view):
         raise RecordError(f"record has {len(view)} bytes, its description gives {expected}; it is damaged")
     steps = []
-    for described in description["steps"]:
+    for described, layout in zip(description["steps"], layouts, strict=True):
         arrays: dict[str, Any] = {}
-        for (name, dtype, which, shape), size in zip(STEP_ARRAYS, _array_bytes(described["lengths"]), strict=True):
-            flat = np.frombuffer(view[position : position + size], dtype).reshape(described["lengths"][which], *shape)
+        for name, dtype, shape in layout:
+            size = _bytes(dtype, shape)
+            flat = np.frombuffer(view[position : position + size], dtype).reshape(shape)
             arrays[name] = flat.copy() if copy else flat
             position += _padded(size)
         scalars = {name: described[name] for name in _STEP_SCALARS}
@@ -150,15 +158,36 @@ def _lengths(step: Step, index: int, images: int) -> list[int]:
             raise RecordError(
                 f"steps[{index}].{name} is {data.dtype} {list(data.shape)}, must be {np.dtype(dtype)} {list(expected)}"
             )
+    if problem := _experts_problem(step.experts.dtype.name, step.experts.shape, lengths):
+        raise RecordError(f"steps[{index}].{problem}")
     if lengths[_IMAGES] and not 0 <= step.images.min() <= step.images.max() < images:
         raise RecordError(f"steps[{index}].images={step.images.tolist()} names images outside 0..{images - 1}")
     return lengths
 
 
-def _array_bytes(lengths: list[int]) -> list[int]:
+def _array_layouts(described: dict[str, Any]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each array of a step."""
+    lengths = described["lengths"]
     if len(lengths) != 4 or min(lengths) < 0 or lengths[_SCORED] not in (0, lengths[_RESPONSE]):
         raise RecordError(f"record is damaged: lengths {lengths} of a step")
-    return [int(np.prod((lengths[which], *shape))) * np.dtype(dtype).itemsize for _, dtype, which, shape in STEP_ARRAYS]
+    dtype, *shape = described[EXPERTS]
+    if problem := _experts_problem(dtype, shape, lengths):
+        raise RecordError(f"record is damaged: {problem}")
+    fixed = [(name, dtype, (lengths[which], *trailing)) for name, dtype, which, trailing in STEP_ARRAYS]
+    return [*fixed, (EXPERTS, np.dtype(dtype).newbyteorder("<").str, tuple(shape))]
+
+
+def _experts_problem(dtype: str, shape: Sequence[int], lengths: Sequence[int]) -> str:
+    """Why a step cannot have such experts; empty: it can."""
+    rows = lengths[_PROMPT] + lengths[_RESPONSE] - 1
+    valid = len(shape) == 3 and min(shape) >= 0 and (shape[0] == rows or not any(shape))
+    if dtype in _EXPERT_DTYPES and valid:
+        return ""
+    return f"experts is {dtype} {list(shape)}, must be uint8 or uint16 [{rows}, layers, top_k], or [0, 0, 0]"
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 def _action(described: dict[str, Any] | None) -> Action | None:

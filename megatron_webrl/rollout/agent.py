@@ -171,5 +171,5 @@ def _step(
         url=before.url[:MAX_PAGE_FIELD_CHARS], title=before.title[:MAX_PAGE_FIELD_CHARS],
         response_characters=len(generation.text), memory_characters=memory_characters(generation.text),
         seconds_generation=seconds[0], seconds_browser=seconds[1],
-        cached_prompt_tokens=generation.cached_prompt_tokens,
+        cached_prompt_tokens=generation.cached_prompt_tokens, experts=generation.experts,
     )  # fmt: skip

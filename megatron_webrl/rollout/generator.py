@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ class Generation:
     text: str  # response decoded, special tokens removed; after the <think> that the prompt ends with, if it does
     finish_reason: str  # "stop" or "length"
     cached_prompt_tokens: int = 0  # prompt tokens from the prefix cache; later recomputation is not subtracted
+    experts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))  # see types.Step
 
 
 class Generator(Protocol):

@@ -109,8 +109,8 @@ class Learner:
 
         `proximal`: log-probabilities per micro-batch, float32 [tokens]; None: the current policy. `reference`: for KL.
         The objective is the sum of the losses on all data-parallel ranks; `Microbatch.weight` normalises it. Returns
-        totals over micro-batches and ranks, "loss", "tokens" (prompts included), those of `token_statistics` and the
-        loss's own; and the log-probabilities per micro-batch.
+        totals over micro-batches and ranks, "loss", "tokens" (prompts included) and "replayed_tokens" of them, those of
+        `token_statistics` and the loss's own; and the log-probabilities per micro-batch.
         """
         # Megatron averages the loss over micro-batches and the gradient over data-parallel ranks; the objective is a
         # sum. Over context-parallel ranks, each of which has some of a sequence's tokens, Megatron adds up.
@@ -137,6 +137,7 @@ class Learner:
             value, sums = loss(current, data)
             sums |= token_statistics(current, entropy, data, batch.succeeded)
             sums |= {"loss": value.detach(), "tokens": value.new_full((), batch.token_count)}
+            sums |= {"replayed_tokens": value.new_full((), batch.replayed_tokens)}
             return value * scale, {**sums, "logprobs": current.detach()}
 
         for chunk in self.chunks:

@@ -28,7 +28,7 @@ from megatron_webrl.types import (
 )
 from tests.ring.support import RUN
 
-ARRAYS = [name for name, *_ in record.STEP_ARRAYS]
+ARRAYS = [*(name for name, *_ in record.STEP_ARRAYS), record.EXPERTS]
 texts = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates too: pages contain them
 seconds = st.floats(0, 1e6)
 
@@ -48,6 +48,14 @@ actions = st.builds(
     time=st.none() | seconds,
     url=st.none() | texts,
 )
+
+
+@st.composite
+def experts(draw: st.DrawFn, rows: int) -> np.ndarray:
+    if rows < 1 or draw(st.booleans()):
+        return np.zeros((0, 0, 0), np.uint8)
+    dtype = draw(st.sampled_from([np.uint8, np.uint16]))
+    return np.random.default_rng(draw(st.integers(0, 2**32))).integers(0, 256, (rows, 3, 2)).astype(dtype)
 
 
 @st.composite
@@ -72,6 +80,7 @@ def steps(draw: st.DrawFn, images: int) -> Step:
         cached_prompt_tokens=draw(st.integers(0, prompt)),
         leniencies=draw(st.lists(texts, max_size=2).map(tuple)),
         teacher_logprobs=draw(st.sampled_from([0, response]).flatmap(int32s)).view(np.float32),
+        experts=draw(experts(prompt + response - 1)),
     )
 
 
@@ -130,6 +139,7 @@ def example(size: int = 1000) -> Trajectory:
             finish_reason="stop",
             action=Action("left_click", coordinate=(500, 20)),
             teacher_logprobs=random.random(5, dtype=np.float32),
+            experts=random.integers(0, 9, (41 + index, 2, 1), dtype=np.uint16),
         )
         for index in range(3)
     ]
@@ -272,7 +282,7 @@ def test_each_screenshot_is_stored_once_and_is_not_copied_while_encoding() -> No
     trajectory = example(100_000)
     buffers = record.encode_trajectory(trajectory)
     assert all(any(buffer is image for buffer in buffers) for image in trajectory.images)
-    assert sum(len(buffer) for buffer in buffers) < 3 * 100_000 + 3000
+    assert sum(len(buffer) for buffer in buffers) < 3 * 100_000 + 4000
 
 
 @pytest.mark.parametrize("length", [0, 7, 31, 32, 200, -1])
@@ -322,6 +332,10 @@ def test_a_description_that_does_not_fit_is_refused(key: str, value: object, mes
         (
             {"teacher_logprobs": np.zeros(2, np.float32)},
             r"steps\[0\].teacher_logprobs is float32 \[2\], must be float32 \[5\]",
+        ),
+        (
+            {"experts": np.zeros((5, 3, 2), np.uint8)},
+            r"steps\[0\].experts is uint8 \[5, 3, 2\], must be uint8 or uint16",
         ),
         ({"finish_reason": object()}, "cannot be written into a record"),
     ],

@@ -64,6 +64,7 @@ def loss_example() -> dict[str, float]:
     _, sums = make_objective(every, None, 3, distillation, critic)(current, data)
     sums |= token_statistics(current, ones, data, torch.tensor([True, False]))
     totals = {name: value.item() for name, value in sums.items()}
+    totals |= {"tokens": 4.0, "replayed_tokens": 3.0}
     totals |= critic_credit([MIXED], {(0, 0, 0): 0.5, (0, 1, 0): 0.1}, Config()).metrics
     return loss_metrics(totals | dict.fromkeys(PER_STEP_METRICS, 1.0))
 

@@ -55,6 +55,12 @@ SECTIONS = (
             "r - 1 - log r, r = theta / behave, mean: the same with less variance, never negative.",
         ),
         (
+            "routing_replayed",
+            "share",
+            "Computed tokens, prompts included, that go to the experts that the engine chose; the others to those of "
+            "the trainer's router. With `trainer.routing_replay` only; missing if no token does.",
+        ),
+        (
             "value_loss",
             "",
             "Squared error of the step critic's values against the lambda-returns, mean over steps and optimiser "

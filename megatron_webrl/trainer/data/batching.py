@@ -35,6 +35,7 @@ class TrainingSample:
     succeeded: bool = False  # whether the episode is a success
     step: int = 0  # number of the step in its trajectory
     teacher_logprobs: np.ndarray | None = None  # float32 [response], NaN for tokens without one; None: no teacher
+    experts: np.ndarray | None = None  # of a mixture of experts, as in types.Step; None: none recorded
 
     @property
     def length(self) -> int:
@@ -117,6 +118,7 @@ def _sample(trajectory: Trajectory, number: int, advantage: float) -> TrainingSa
         succeeded=trajectory.outcome == "success",
         step=number,
         teacher_logprobs=step.teacher_logprobs if step.teacher_logprobs.size else None,
+        experts=step.experts if step.experts.size else None,
     )
 
 

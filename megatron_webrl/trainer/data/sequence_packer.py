@@ -10,7 +10,7 @@ import torch
 
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, partition_images, token_range
+from megatron_webrl.model.qwen3_vl.packed_input import NOT_RECORDED, PackedInput, partition_images, token_range
 from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
 from megatron_webrl.trainer.credit.step_critic import StepId
 from megatron_webrl.trainer.data.batching import TrainingSample, token_weights
@@ -25,6 +25,7 @@ from megatron_webrl.trainer.data.prefix_tree import (
     restrict_to,
     separate_sequences,
 )
+from megatron_webrl.trainer.data.recorded_experts import packed_experts
 from megatron_webrl.trainer.images.image_cache import ImageCache
 from megatron_webrl.trainer.images.image_prefetcher import (
     ImagePrefetcher,
@@ -58,6 +59,7 @@ class Microbatch:
     value_weight: torch.Tensor  # float32 [values], of the steps whose first response token this rank scores
     temperature: float
     token_count: int  # prompts included; 0 for a padding micro-batch, or if another rank counts the tokens
+    replayed_tokens: int = 0  # of token_count, tokens that go to the engine's experts
     value_targets: torch.Tensor | None = None  # float32 [values]; None without a critic
     teacher_logprobs: torch.Tensor | None = None  # float32 [tokens], NaN for tokens without one; None: no teacher
 
@@ -91,6 +93,7 @@ class SequencePacker:
     microbatch_multiple: int = 1  # divides the number of a replica's micro-batches
     merge_prefixes: str = "all"  # trainer.merge_prefixes: what is computed once
     min_shared_tokens: int = MIN_SHARED_TOKENS  # of a prefix that several sequences have in common
+    replays_routing: bool = False  # trainer.routing_replay: whether tokens go to the experts that samples hold
     encodes_images: bool = True  # whether this rank encodes images
     image_rank: int = 0  # this rank among those that divide a micro-batch's images
     num_image_ranks: int = 1
@@ -207,9 +210,13 @@ class SequencePacker:
             return self._tensor(np.concatenate(arrays)[local].astype(dtype))
 
         counts_tokens = self.context_parallel_rank == 0 and any(step_weights)
+        experts = packed_experts(sequences, tree) if self.replays_routing else None
+        replayed = 0 if experts is None else int((experts[:, 0, 0] != NOT_RECORDED).sum())
         return Microbatch(
             inputs=replace(
-                self._packed_input(sequences, tree, scoring[local], passes), value_rows=self._tensor(value_rows)
+                self._packed_input(sequences, tree, scoring[local], passes),
+                value_rows=self._tensor(value_rows),
+                experts=None if experts is None else self._tensor(experts),
             ),
             targets=self._tensor(targets[local].astype(np.int64)),
             behaviour_logprobs=concatenated([step.behaviour_logprobs for step in steps], np.float32),
@@ -223,6 +230,7 @@ class SequencePacker:
             value_weight=self._tensor(np.full(len(value_rows), planned.value_weight, np.float32)),
             temperature=sequences[0].temperature,
             token_count=tree.tokens if counts_tokens else 0,
+            replayed_tokens=replayed if counts_tokens else 0,
             teacher_logprobs=concatenated(scores, np.float32) if (scores := _teacher_logprobs(steps)) else None,
         )
 

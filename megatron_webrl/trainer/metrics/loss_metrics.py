@@ -38,6 +38,8 @@ def loss_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     tokens = totals["response_tokens"]
     metrics = {name: totals[name] for name in (*PER_STEP_METRICS, *CRITIC_METRICS) if name in totals}
     metrics |= {name: totals[name] / max(1.0, tokens) for name in PER_TOKEN_METRICS if name in totals}
+    if totals.get("replayed_tokens"):
+        metrics["routing_replayed"] = totals["replayed_tokens"] / totals["tokens"]
     success = totals["success_tokens"]
     if success:
         metrics["entropy/success"] = totals["success_entropy"] / success

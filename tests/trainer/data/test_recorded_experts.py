@@ -1,0 +1,93 @@
+"""The engine's experts reach the tokens that they were recorded for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.model.qwen3_vl.packed_input import NOT_RECORDED
+from megatron_webrl.trainer.data.batching import TrainingSample
+from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.merging import unmerged_sequence
+from megatron_webrl.trainer.data.recorded_experts import sequence_experts
+from megatron_webrl.trainer.data.sequence_packer import SequencePacker
+from tests.trainer.growing_prompts import episode, random_tokens, step
+
+LAYERS, TOP_K, LOST = 3, 2, np.iinfo(np.uint8).max
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model: Path) -> Processor:
+    return Processor.load(tiny_model)
+
+
+def with_experts(sample: TrainingSample, first: int, dtype: type = np.uint8) -> TrainingSample:
+    """Expert numbers that name the position of the token, from `first` on."""
+    rows = np.arange(first, first + sample.length - 1)[:, None, None] + np.zeros((LAYERS, TOP_K), np.int64)
+    return replace(sample, experts=(rows % 200).astype(dtype))
+
+
+def packer(processor: Processor, folder: Path, **options: bool) -> SequencePacker:
+    flops = FlopsEstimator.from_hf_config(load_hf_config(folder))
+    return SequencePacker(processor, 400, torch.device("cpu"), 0, 1, flops, **options)
+
+
+def test_a_merged_token_has_the_experts_of_the_last_step_that_recorded_them(
+    processor: Processor, tiny_model: Path
+) -> None:
+    one, two, three = episode(processor, 0, (6, 2, 9))
+    one, three = with_experts(one, 0), with_experts(three, 100)
+    assert three.experts is not None
+    three.experts[4] = three.experts[one.length] = LOST
+    (batch,) = packer(processor, tiny_model, replays_routing=True).build([three, two, one], "per_trajectory", 10)
+    found = batch.inputs.experts
+    assert found is not None
+    assert found.dtype is torch.int16
+    assert found.shape == (three.length, LAYERS, TOP_K)
+    positions = np.arange(three.length)
+    wanted = (100 + positions) % 200
+    wanted[4] = 4
+    wanted[[one.length, -1]] = NOT_RECORDED  # lost, and the last token, which the engine never computed
+    np.testing.assert_array_equal(found[:, 1, 1].numpy(), wanted)
+    assert (batch.replayed_tokens, batch.token_count) == (three.length - 2, three.length)
+
+
+def test_sequences_keep_their_experts_in_a_packed_sequence_and_others_have_none(
+    processor: Processor, tiny_model: Path
+) -> None:
+    mine, other = with_experts(episode(processor, 0, (6,))[0], 0, np.uint16), episode(processor, 1, (3,))[0]
+    (batch,) = packer(processor, tiny_model, replays_routing=True).build([other, mine], "per_trajectory", 10)
+    found, bounds = batch.inputs.experts, batch.inputs.cu_seqlens.tolist()
+    assert found is not None
+    assert len(bounds) == 3
+    parts = {end - start: found[start:end, 2, 0] for start, end in pairwise(bounds)}
+    assert parts[mine.length].tolist() == [*(i % 200 for i in range(mine.length - 1)), NOT_RECORDED]
+    assert (parts[other.length] == NOT_RECORDED).all()
+    assert batch.replayed_tokens == mine.length - 1
+
+
+def test_a_common_prefix_has_the_experts_of_the_newest_sequence(processor: Processor, tiny_model: Path) -> None:
+    """Whichever of them comes first, as long as it has experts."""
+    prompt = np.arange(30, 130, dtype=np.int32)
+    steps = [step(prompt, random_tokens(seed, 5), trajectory=(seed, 0), first=seed) for seed in (1, 3, 2)]
+    given = [with_experts(each, 50 * number) for number, each in enumerate(steps)]
+    for samples, first in ((given, 50), (given[::-1], 50), ([given[0], steps[1], given[2]], 100)):
+        (batch,) = packer(processor, tiny_model, replays_routing=True).build(samples, "per_trajectory", 10)
+        assert batch.inputs.experts is not None
+        assert batch.inputs.experts[:100, 0, 0].tolist() == [(first + i) % 200 for i in range(100)]
+
+
+def test_without_replay_or_experts_the_router_chooses(processor: Processor, tiny_model: Path) -> None:
+    plain = episode(processor, 0, (6,))
+    for samples, replays in (([with_experts(plain[0], 0)], False), (plain, True)):
+        (batch,) = packer(processor, tiny_model, replays_routing=replays).build(samples, "per_trajectory", 10)
+        assert batch.inputs.experts is None
+        assert batch.replayed_tokens == 0
+    assert sequence_experts(unmerged_sequence(plain[0])) is None
