@@ -129,6 +129,12 @@ class TrainerConfig:
         "together in half precision on CUDA and on the CPU, where the widths are multiples of 16 bytes.",
         choices=("auto", "sequential"),
     )
+    routing_replay: str = setting(
+        "auto",
+        "Replay of the engine's routed experts in the trainer; auto: of a mixture of experts, unless "
+        "rollout.pipeline_parallel or speculative decoding prevent the recording.",
+        choices=("auto", "on", "off"),
+    )
     updates: int = setting(
         5, "Updates of the whole run, those before a resume included; 0: the warm start alone.", low=0
     )

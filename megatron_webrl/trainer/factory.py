@@ -31,6 +31,7 @@ from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.qwen3_vl import model as qwen3_vl
+from megatron_webrl.model.routing_replay import replays_routing
 from megatron_webrl.system.text import first_line
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator
@@ -141,6 +142,7 @@ def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
         # Megatron's interleaved schedule takes micro-batches in rounds of one per stage.
         microbatch_multiple=trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1,
         merge_prefixes=trainer.merge_prefixes,
+        replays_routing=replays_routing(config),
         encodes_images=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         image_rank=get_pg_rank(parallel_state.get_tensor_and_context_parallel_group()),
         num_image_ranks=trainer.tensor_parallel * trainer.context_parallel,

@@ -36,6 +36,7 @@ from megatron_webrl.weights import (
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan, first_difference
 from megatron_webrl.weights.slices import TransferMessage, box_index
+from megatron_webrl.weights.vllm_experts import ExpertRecorder, records_experts
 from megatron_webrl.weights.vllm_target import LoadPath, ModelTarget, head_shares_embedding
 
 BACKEND = "webrl"
@@ -92,6 +93,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.target: ModelTarget | None = None
+        self.recorder = ExpertRecorder(self.vllm_config, self.model) if records_experts(self.vllm_config) else None
         self._agreed: _AgreedPlan | None = None
         self._link: transport.TransferLink | None = None
         self._seconds = 0.0
@@ -253,6 +255,7 @@ class WeightReceiver:
 
     # Members of vLLM's worker used here.
     weight_transfer_engine: Any
+    model_runner: Any
     _weight_update_active: bool
     init_weight_transfer_engine: Callable[[dict[str, Any]], None]
     start_weight_update: Callable[[], None]
@@ -281,6 +284,11 @@ class WeightReceiver:
             log.warning("weights: %s failed: %s", phase, error, exc_info=not known)
             return f"{type(error).__name__}: {error}"
         return None
+
+    def webrl_record_experts(self) -> None:
+        """Begin to record routed experts, if the engine has RECORD_OPTION. Called once."""
+        if self.weight_transfer_engine.recorder is not None:
+            self.weight_transfer_engine.recorder.attach(self.model_runner)
 
     def webrl_load_paths(self) -> dict[LoadPath, dict[str, int]]:
         """Number of parameters and their bytes in loading form, by load path."""

@@ -93,6 +93,7 @@ class VLLMEngine:
                     await asyncio.wait((starting,), timeout=FOLLOWER_POLL_SECONDS)
                 llm = await asyncio.shield(starting)
                 await vllm_environment.warm_up_pipeline(config, llm)
+                await vllm_environment.begin_recording_experts(config, llm)
             engine = cls(config, worker, llm, thread, processor, followers)
             await engine._llm.engine_core.set_weight_version_async("0")  # of the weights that vLLM has loaded
         except BaseException as error:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_webrl.config.engine_options import refuse_unknown
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.routing_replay import records_experts
 from megatron_webrl.system import torchvision_shim
+from megatron_webrl.weights.expert_store import RECORD_OPTION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -121,6 +123,8 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         # Log-probabilities of the sampled distribution: after temperature, as the trainer computes them.
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="webrl"),
+        additional_config=options.pop("additional_config", {})
+        | ({RECORD_OPTION: True} if records_experts(config) else {}),
         worker_extension_cls=WORKER_EXTENSION_CLASS,
         disable_log_stats=True,
         enable_log_requests=False,
@@ -177,6 +181,12 @@ def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | 
         vllm_config.parallel_config.distributed_executor_backend = "uni"
         executor = UniProcExecutor
     return Client(vllm_config, executor_class=executor, log_stats=False, log_requests=False)
+
+
+async def begin_recording_experts(config: Config, llm: AsyncLLM) -> None:
+    """Let the ranks of an engine return the experts of their tokens, for routing replay."""
+    if records_experts(config):
+        await llm.collective_rpc("webrl_record_experts")
 
 
 async def warm_up_pipeline(config: Config, llm: AsyncLLM) -> None:

@@ -75,6 +75,7 @@ def to_generation(
         text=processor.thought_prefix + processor.decode(ids),
         finish_reason=response.finish_reason,
         cached_prompt_tokens=output.num_cached_tokens or 0,
+        experts=_experts(response, len(prompt) + len(ids) - 1),
     )
 
 
@@ -90,6 +91,16 @@ def _logprobs(response: CompletionOutput) -> np.ndarray:
             f"log-probability {values[~np.isfinite(values)][0]} is not finite; the model's weights are damaged"
         )
     return values
+
+
+def _experts(response: CompletionOutput, tokens: int) -> np.ndarray:
+    """Experts of the first `tokens` tokens, see types.Step; [0, 0, 0] if the engine records none."""
+    recorded = response.routed_experts
+    if recorded is None:
+        return np.zeros((0, 0, 0), np.uint8)
+    # Asynchronous scheduling may compute a token more; the end is missing if it never was.
+    missing = max(0, tokens - len(recorded))
+    return np.pad(recorded[:tokens], ((0, missing), (0, 0), (0, 0)), constant_values=np.iinfo(recorded.dtype).max)
 
 
 def _versions(response: CompletionOutput) -> np.ndarray:

@@ -1,0 +1,51 @@
+"""The setting trainer.routing_replay: whether engines record routed experts, and the trainer replays them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.hf_config import read_model_config
+
+
+def replays_routing(config: Config) -> bool:
+    """Whether the trainer sends tokens to the experts that the engine chose."""
+    setting = config.trainer.routing_replay
+    if setting == "auto":
+        return _is_sparse(read_model_config(config.model.path)) and not _recording_obstacle(config)
+    return setting == "on"
+
+
+def records_experts(config: Config) -> bool:
+    """Whether engines record the experts of their tokens: for a trainer that replays them."""
+    return config.trainer_feeds_engines and replays_routing(config)
+
+
+def check_routing_replay(config: Config, description: dict[str, Any]) -> None:
+    """Refuse trainer.routing_replay=on where nothing is recorded. `description`: config.json. Raises ConfigError."""
+    if config.trainer.routing_replay != "on" or config.evaluation.only:
+        return
+    if not _is_sparse(description):
+        raise ConfigError(
+            f"trainer.routing_replay=on needs a mixture of experts; {config.model.path} is dense; set it to auto"
+        )
+    if obstacle := _recording_obstacle(config):
+        raise ConfigError(f"trainer.routing_replay=on: {obstacle}; change it, or set trainer.routing_replay to auto")
+
+
+def _is_sparse(description: dict[str, Any]) -> bool:
+    return bool(description["model_type"].endswith("_moe"))
+
+
+def _recording_obstacle(config: Config) -> str:
+    """Why engines cannot record their experts; empty: they can."""
+    rollout = config.rollout
+    if rollout.pipeline_parallel > 1:
+        return f"with rollout.pipeline_parallel={rollout.pipeline_parallel} no rank of an engine has all layers"
+    if rollout.engine_options.get("speculative_config"):
+        return "rollout.engine_options.speculative_config computes tokens that are rejected"
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        return "the environment's VLLM_USE_V2_MODEL_RUNNER=1 selects a model runner whose steps are not recorded"
+    return ""

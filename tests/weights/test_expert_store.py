@@ -1,0 +1,66 @@
+"""Experts by request, with those of tokens that an earlier request computed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_webrl.weights.expert_store import ExpertStore, ScheduledTokens
+
+BLOCK, LOST = 4, 255
+
+
+def rows(*numbers: int) -> np.ndarray:
+    """Experts [tokens, 3, 2] that name their token."""
+    return np.broadcast_to(np.array(numbers, np.uint8)[:, None, None], (len(numbers), 3, 2))
+
+
+def names(experts: np.ndarray | None) -> list[int]:
+    assert experts is not None
+    assert (experts == experts[:, :1, :1]).all()
+    return experts[:, 0, 0].tolist()
+
+
+def test_steps_of_a_request_add_up() -> None:
+    store = ExpertStore(8, BLOCK)
+    store.add_step({"a": ScheduledTokens(0, 0, [5, 2], True)}, {"a": rows(1, 2, 3, 4, 5)})
+    store.add_step({"a": ScheduledTokens(5, 1, [2], False)}, {"a": rows(6)})
+    assert names(store.take("a")) == [1, 2, 3, 4, 5, 6]
+    assert store.take("a") is None
+
+
+def test_cached_tokens_have_the_experts_of_the_request_that_computed_them() -> None:
+    store = ExpertStore(8, BLOCK)
+    store.add_step({"a": ScheduledTokens(0, 0, [5, 2, 3], True)}, {"a": rows(1, 2, 3, 4, 5, 6, 7, 8, 9)})
+    assert len(names(store.take("a"))) == 9
+    store.add_step({"b": ScheduledTokens(8, 0, [5, 2, 6], True)}, {"b": rows(19)})
+    store.add_step({"b": ScheduledTokens(9, 2, [6], False)}, {"b": rows(20)})
+    assert names(store.take("b")) == [1, 2, 3, 4, 5, 6, 7, 8, 19, 20]
+
+
+def test_a_request_may_use_blocks_that_another_computes_in_the_same_step() -> None:
+    store = ExpertStore(8, BLOCK)
+    scheduled = {"b": ScheduledTokens(4, 0, [7, 1], True), "a": ScheduledTokens(0, 0, [7], True)}
+    store.add_step(scheduled, {"b": rows(15), "a": rows(1, 2, 3, 4)})
+    assert names(store.take("b")) == [1, 2, 3, 4, 15]
+
+
+def test_a_token_that_is_computed_again_has_its_last_experts() -> None:
+    """The request itself computes it, or finds it in the cache, where another has computed it again."""
+    store = ExpertStore(8, BLOCK)
+    old = {name: ScheduledTokens(0, 0, [block, block + 1], True) for name, block in (("a", 0), ("b", 2))}
+    store.add_step(old, {"a": rows(1, 2, 3, 4, 5), "b": rows(1, 2, 3, 4, 6)})
+    store.add_step({"a": ScheduledTokens(0, 0, [4, 6], True)}, {"a": rows(11, 12, 13, 14, 15, 17)})
+    store.add_step({"b": ScheduledTokens(4, 0, [4, 7], True)}, {"b": rows(16, 18)})
+    assert names(store.take("a")) == [11, 12, 13, 14, 15, 17]
+    assert names(store.take("b")) == [11, 12, 13, 14, 16, 18]
+
+
+def test_unknown_tokens_between_known_ones_are_marked_and_aborted_requests_forgotten() -> None:
+    store = ExpertStore(8, BLOCK)
+    store.add_step({"a": ScheduledTokens(0, 0, [0], True)}, {"a": rows(1, 2)})
+    store.add_step(
+        {"a": ScheduledTokens(3, 0, [0], False), "b": ScheduledTokens(0, 0, [1], True)}, {"a": rows(4), "b": rows(1)}
+    )
+    store.retain({"a"})
+    assert names(store.take("a")) == [1, 2, LOST, 4]
+    assert store.take("b") is None
