@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-RECORD_OPTION = "webrl_record_experts"  # of vLLM's additional_config: an engine records its routed experts
+RECORD_OPTION = "webrl_record_experts"
+"""Of vLLM's additional_config: an engine records its routed experts, "auto": if it can, or "on"."""
 
 
 @dataclass(frozen=True)

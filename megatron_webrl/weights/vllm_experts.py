@@ -6,6 +6,7 @@ and sends them with each step's output to the scheduler (vllm_scheduler.py), whi
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,26 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from megatron_webrl.weights.expert_store import RECORD_OPTION
 
+log = logging.getLogger(__name__)
+
 
 def records_experts(config: VllmConfig) -> bool:
     """Whether an engine is to record its routed experts."""
     additional: Any = config.additional_config
     return bool(additional.get(RECORD_OPTION))
+
+
+def make_recorder(config: VllmConfig, model: torch.nn.Module) -> ExpertRecorder | None:
+    """The recorder of a worker; None if its engine records nothing. Raises ValueError: "on", but a kernel cannot."""
+    if not records_experts(config):
+        return None
+    try:
+        return ExpertRecorder(config, model)
+    except ValueError as error:  # of vLLM, for kernels that choose the experts themselves
+        if config.additional_config[RECORD_OPTION] == "on":  # type: ignore[index]
+            raise
+        log.warning("routed experts are not recorded, so the trainer cannot replay them: %s", error)
+        return None
 
 
 class ExpertRecorder:

@@ -36,7 +36,7 @@ from megatron_webrl.weights import (
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan, first_difference
 from megatron_webrl.weights.slices import TransferMessage, box_index
-from megatron_webrl.weights.vllm_experts import ExpertRecorder, records_experts
+from megatron_webrl.weights.vllm_experts import make_recorder
 from megatron_webrl.weights.vllm_target import LoadPath, ModelTarget, head_shares_embedding
 
 BACKEND = "webrl"
@@ -93,7 +93,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.target: ModelTarget | None = None
-        self.recorder = ExpertRecorder(self.vllm_config, self.model) if records_experts(self.vllm_config) else None
+        self.recorder = make_recorder(self.vllm_config, self.model)
         self._agreed: _AgreedPlan | None = None
         self._link: transport.TransferLink | None = None
         self._seconds = 0.0

@@ -89,6 +89,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         raise ConfigError("rollout.expert_parallel=true: vLLM's CPU build dies at the first token; set it to false")
     cache = rollout.kv_cache_mib or (0 if cuda else CPU_KV_CACHE_MIB)
     limits: Any = {"image": rollout.context.rounds, "video": 0}
+    recording = {RECORD_OPTION: config.trainer.routing_replay} if records_experts(config) else {}
     vision: Any = "data" if config.vision_data_parallel else "weights"
     cache_dtype: Any = rollout.kv_cache_dtype
     extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
@@ -123,8 +124,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         # Log-probabilities of the sampled distribution: after temperature, as the trainer computes them.
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="webrl"),
-        additional_config=options.pop("additional_config", {})
-        | ({RECORD_OPTION: True} if records_experts(config) else {}),
+        additional_config=options.pop("additional_config", {}) | recording,
         worker_extension_cls=WORKER_EXTENSION_CLASS,
         disable_log_stats=True,
         enable_log_requests=False,
