@@ -46,15 +46,16 @@ def configuration(model: Path) -> Config:
 class Sender:
     """A trainer of one rank for an engine of one rank: control service, plan, and a link in threads of the test."""
 
-    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
-        """`folder`: of the control service."""
+    def __init__(self, model: torch.nn.Module, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        """`folder`: of the control service. `dtype`: of the weights that are sent."""
         self.control, _ = job_control.start(folder, 900.0)
-        self.model, self.transfers = model, 0
+        self.model, self.transfers, self.dtype = model, 0, dtype
         engines = EngineTopology.uniform(EngineSizes(), (("here",),))
-        self.plan = TransferPlan(model.config, TrainerTopology(ParallelSizes(), 1, ("here",)), engines, 4, STAGING)
+        trainer, size = TrainerTopology(ParallelSizes(), 1, ("here",)), dtype.itemsize
+        self.plan = TransferPlan(model.config, trainer, engines, size, STAGING)
         self.entries = parameter_mappings(model.config, expert_format="transposed")
         shapes = parameter_shapes(self.entries, 1)
-        self.parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self.parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
         self.link: transport.TransferLink
 
     async def try_join(
@@ -63,7 +64,7 @@ class Sender:
         """Join a link from both sides; what each side returns or raises."""
         facts = FactStore(self.control, "trainer-0", 30.0)
         joining = asyncio.to_thread(transport.join_link, facts, name, 0, 2, 30.0, "gloo")
-        description = self.plan.to_json() | {"dtype": "float32", "backend": "gloo"}
+        description = self.plan.to_json() | {"dtype": str(self.dtype).removeprefix("torch."), "backend": "gloo"}
         joined = engine.join_weight_link(self.control, name, description)
         return await asyncio.gather(joining, joined, return_exceptions=True)
 
@@ -81,7 +82,7 @@ class Sender:
         outgoing = transport.OutgoingMessages(self.link, self.plan.messages(0), {0: 1})
         sending = asyncio.to_thread(
             transport.send,
-            [outgoing], self.parameters.__getitem__, torch.float32, STAGING, self.transfers, 30.0,
+            [outgoing], self.parameters.__getitem__, self.dtype, STAGING, self.transfers, 30.0,
         )  # fmt: skip
         outcome, seconds = await asyncio.gather(sending, engine.update_weights(version, self.transfers))
         assert outcome == {self.link.name: None}

@@ -1,0 +1,53 @@
+"""A real engine's routed experts: those of every token, prefix-cache hits included, and replayed by Megatron.
+
+Slow, as an engine takes several weight updates in flight: only then are tokens computed twice.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_webrl.trainer.data.batching import TrainingSample
+from tools.bench.routing import replay
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[TrainingSample]]:
+    """Figures of the benchmark in fp32, and the samples that it scored."""
+    folder = tmp_path_factory.mktemp("replay")
+    figures = replay.measure(folder, "float32")
+    return figures, pickle.loads((folder / replay.SAMPLES).read_bytes())
+
+
+def test_every_token_that_the_engine_computed_has_the_experts_of_the_trainer(
+    measured: tuple[dict[str, Any], list[TrainingSample]],
+) -> None:
+    """Also tokens whose keys and values the prefix cache had."""
+    figures, samples = measured
+    assert figures["cached_prompt_tokens"] > 0.3
+    assert figures["equal"] == 1
+    assert figures["compared"] > 500
+    for sample in samples:
+        assert sample.experts is not None
+        assert sample.experts.shape == (sample.length - 1, 4, 4)
+        assert sample.experts.max() < 16
+        assert (np.diff(np.sort(sample.experts)) > 0).all()  # no expert twice
+
+
+def test_replay_with_equal_weights_reproduces_the_engines_log_probabilities(
+    measured: tuple[dict[str, Any], list[TrainingSample]],
+) -> None:
+    """While updates were in flight; the last token of a sequence is the only one that is not replayed."""
+    figures, _ = measured
+    for way in ("with", "without"):
+        assert figures[way]["logprob_mismatch/tokens/lag_0"] > 100
+        assert figures[way]["logprob_mismatch/tokens/lag_1"] > 20
+        assert figures[way]["logprob_mismatch/largest/lag_0"] < 1e-3
+    assert 0.98 < figures["replayed_tokens"] / figures["tokens"] < 1
+    assert figures["expert_bytes_per_token"] == 16
