@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_webrl.cluster.memory_estimate import GIB, LOGIT_CHUNK_BYTES, MemoryUse, estimate_memory
+from megatron_webrl.cluster.performance.cards import find_card
 from megatron_webrl.config.schema import Config
 from megatron_webrl.gpu_check import small_models
 from megatron_webrl.gpu_check.branches import continue_prompt, pack_tree
@@ -39,8 +40,6 @@ MEMORY_TOLERANCE = 1.1  # times the estimate
 RESPONSE = 32  # scored tokens of a sample
 AROUND_IMAGE = 5  # other tokens that `make_sample` adds to an image
 GROUP = 8  # samples with a common prefix, three quarters of their tokens
-# Dense bfloat16 of the data sheets, TFLOP/s.
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0, "GH200": 989.0}
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
     cuda = platform.name == "cuda"
     shape, dtype = (GPU, torch.bfloat16) if cuda else (CPU, torch.float32)
     product = matrix_product_tflops(shape.matrix, dtype, platform.device)
-    name = torch.cuda.get_device_name() if cuda else "CPU"
-    peak = next((value for key, value in PEAK_TFLOPS.items() if key in name), None)
+    card = find_card(torch.cuda.get_device_name()) if cuda else None
+    peak = None if card is None else card.peak_tflops
     yield measured(SECTION, f"matrix product of {shape.matrix} rows", product, "TFLOP/s", peak)
     with tempfile.TemporaryDirectory(prefix="webrl-gpu-check-") as folder:
         description = _write_config(Path(folder), shape)

@@ -15,6 +15,7 @@ from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 from megatron_webrl.model.process_groups import is_last_stage
 from megatron_webrl.model.value_head import VALUE_HEAD
 from megatron_webrl.tracking.timeline import OFF, Timeline
+from megatron_webrl.trainer.data.flops import FORWARD_ONLY_SHARE
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
 from megatron_webrl.trainer.loss.token_data import Objective, StepValues, TokenData
 from megatron_webrl.trainer.metrics.moments import is_extreme, is_minimum
@@ -109,8 +110,9 @@ class Learner:
 
         `proximal`: log-probabilities per micro-batch, float32 [tokens]; None: the current policy. `reference`: for KL.
         The objective is the sum of the losses on all data-parallel ranks; `Microbatch.weight` normalises it. Returns
-        totals over micro-batches and ranks, "loss", "tokens" (prompts included) and "replayed_tokens" of them, those of
-        `token_statistics` and the loss's own; and the log-probabilities per micro-batch.
+        totals over micro-batches and ranks, "loss", "tokens" (prompts included) and "replayed_tokens" of them,
+        "operations" (floating-point ones of both passes, without recomputation), those of `token_statistics` and the
+        loss's own; and the log-probabilities per micro-batch.
         """
         # Megatron averages the loss over micro-batches and the gradient over data-parallel ranks; the objective is a
         # sum. Over context-parallel ranks, each of which has some of a sequence's tokens, Megatron adds up.
@@ -136,8 +138,12 @@ class Learner:
             )
             value, sums = loss(current, data)
             sums |= token_statistics(current, entropy, data, batch.succeeded)
-            sums |= {"loss": value.detach(), "tokens": value.new_full((), batch.token_count)}
-            sums |= {"replayed_tokens": value.new_full((), batch.replayed_tokens)}
+            sums |= {
+                "loss": value.detach(),
+                "tokens": value.new_full((), batch.token_count),
+                "replayed_tokens": value.new_full((), batch.replayed_tokens),
+                "operations": value.new_full((), batch.operations / FORWARD_ONLY_SHARE),
+            }
             return value * scale, {**sums, "logprobs": current.detach()}
 
         for chunk in self.chunks:

@@ -15,6 +15,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.tracking.metrics import UpdateSeconds, rollout_seconds
 from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
 from megatron_webrl.trainer.data import batching
+from megatron_webrl.trainer.data.flops import FORWARD_ONLY_SHARE
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
@@ -25,6 +26,7 @@ from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch, mea
 from megatron_webrl.trainer.metrics.loss_metrics import PER_STEP_METRICS
 from megatron_webrl.trainer.metrics.memory_usage import memory_metrics
 from megatron_webrl.trainer.metrics.moments import combine
+from megatron_webrl.trainer.metrics.performance import known_peak_tflops, performance_metrics
 from megatron_webrl.trainer.parallel import all_reduce_max
 from megatron_webrl.trainer.profile import profiled
 from megatron_webrl.trainer.step_values import assign_credit
@@ -78,6 +80,7 @@ def train(context: TrainingContext) -> None:
         rollout = rollout_seconds([t for group in groups for t in group.trajectories])
         seconds = UpdateSeconds(rollout, training.seconds, sync_seconds, wait_seconds, image_wait_seconds)
         system = weight_syncer.last_transfer_metrics() | memory_metrics(context.sequence_packer.device)
+        system |= _speed(context, metrics, training.seconds)
         finished = time.monotonic()
         timeline.record("update", started, finished, **_facts(context.version, groups))
         started = finished
@@ -97,6 +100,8 @@ def train_batch(
     learner: Learner, sequence_packer: SequencePacker, config: Config, groups: Sequence[Group], version: int
 ) -> tuple[Metrics, LogprobMismatch]:
     """Train policy `version` on one batch; returns totals over passes, but means of PER_STEP_METRICS. Collective.
+
+    The total "operations" includes the passes that compute log-probabilities only.
 
     The proximal policy is that at the start of the update: with a single step, the one that the step computes anyway,
     unless a critic needs the values at the start.
@@ -130,6 +135,7 @@ def train_batch(
             logprobs = logprobs or current  # of the first step, before it
     totals = combine(steps)
     totals |= {name: totals[name] / len(steps) for name in PER_STEP_METRICS if name in totals} | credit_metrics
+    totals["operations"] *= 1 + FORWARD_ONLY_SHARE * (passes - settings.epochs) / settings.epochs
     compared = minibatches[:1]
     if needs_proximal:
         compared, logprobs = minibatches, [each for before in proximal for each in before or ()]
@@ -146,6 +152,12 @@ def _collect(context: TrainingContext) -> tuple[list[Group] | None, float]:
                 break
             syncer.sync(context.version, new_engines_only=True)
     return None if isinstance(groups, CollectInterrupt) else groups, waiting.seconds
+
+
+def _speed(context: TrainingContext, metrics: Metrics, seconds: float) -> Metrics:
+    peak = known_peak_tflops(context.sequence_packer.device, context.config.model.dtype)
+    ranks = torch.distributed.get_world_size()
+    return performance_metrics(metrics["tokens"], metrics["operations"], seconds, ranks, peak)
 
 
 def _facts(version: int, groups: Sequence[Group]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
 from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import PER_STEP_METRICS, loss_metrics
+from megatron_webrl.trainer.metrics.performance import performance_metrics
 from megatron_webrl.trainer.metrics.token_statistics import token_statistics
 from megatron_webrl.types import Group, JudgeStage, Verdict
 from tests.trajectories import trajectory
@@ -101,6 +102,7 @@ EXAMPLES = {
     "trainer/metrics/logprob_mismatch.py": mismatch_example(),
     "trainer/metrics/group_statistics.py": group_example(),
     "trainer/metrics/verdict_statistics.py": group_example(),
+    "trainer/metrics/performance.py": performance_metrics(100.0, 1e15, 2.0, 4, 989.0),
     "trainer/accounting.py": accounting_example(),
     "evaluation/results.py": evaluation_example(),
 }

@@ -56,6 +56,7 @@ def test_an_update_changes_the_weights_and_reports_the_loss(found: Found, size: 
     metrics, _ = found[size, 0]["first"]
     assert metrics["gradient_norm"] > 0
     assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
+    assert metrics["operations"] > 0
     assert found[size, 0]["first"][0]["loss"] != found[size, 0]["second"][0]["loss"]
 
 

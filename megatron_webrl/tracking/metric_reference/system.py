@@ -37,6 +37,22 @@ SECTIONS = (
         ),
     ),
     section(
+        "Speed of training",
+        "trainer/metrics/performance.py",
+        "Over `seconds/train`: packing, all passes and optimiser steps, not the wait for groups. A GPU is a trainer "
+        "rank, on the CPU a process. The operations are those of every pass over what is computed, common prefixes and "
+        "images once, three times a forward pass where there is a backward pass; recomputed activations are not "
+        "counted ([performance.md](performance.md#operations)).",
+        ("performance/tokens_per_second_per_gpu", "tokens/s", "Trained tokens, as in `tokens_per_second`, by GPU."),
+        ("performance/tflops_per_gpu", "TFLOP/s", "Floating-point operations, by GPU."),
+        (
+            "performance/mfu",
+            "share",
+            "The same by the peak of the card in bfloat16; missing on the CPU, in float32 and for cards without an "
+            "entry in `cluster/performance/cards.py`.",
+        ),
+    ),
+    section(
         "Weight sync",
         "trainer/weight_sync.py",
         "Of the last transfer; [weights.md](weights.md).",

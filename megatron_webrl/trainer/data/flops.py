@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.trainer.data.merging import MergedSequence
 
 FORWARD_ONLY_SHARE = 1 / 3  # a backward pass costs two forward passes; frozen parameters need none
+
+
+class TokenRange(Protocol):
+    """Tokens `start` to `stop` of a sequence."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -58,8 +68,15 @@ class FlopsEstimator:
 
     def packed_flops(self, *sequences: MergedSequence) -> float:
         """Operations of sequences packed together: an image that several of them share is encoded once."""
-        images = sum(self.image_flops(grid) for _, grid in unique_images(sequences))
-        return sum(map(self.text_flops, sequences)) + images
+        return sum(map(self.text_flops, sequences)) + self._images_flops(sequences)
+
+    def tree_flops(self, sequences: Sequence[MergedSequence], segments: Iterable[TokenRange]) -> float:
+        """Operations of packed sequences whose `segments` (prefix_tree.py) are computed, and images encoded, once."""
+        text = sum(self.segment_flops(each.start, each.stop) for each in segments)
+        return text + sum(map(self.scoring_flops, sequences)) + self._images_flops(sequences)
+
+    def _images_flops(self, sequences: Iterable[MergedSequence]) -> float:
+        return sum(self.image_flops(grid) for _, grid in unique_images(sequences))
 
 
 def unique_images(sequences: Iterable[MergedSequence]) -> list[tuple[bytes, tuple[int, int, int]]]:

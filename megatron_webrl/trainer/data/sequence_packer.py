@@ -62,6 +62,7 @@ class Microbatch:
     replayed_tokens: int = 0  # of token_count, tokens that go to the engine's experts
     value_targets: torch.Tensor | None = None  # float32 [values]; None without a critic
     teacher_logprobs: torch.Tensor | None = None  # float32 [tokens], NaN for tokens without one; None: no teacher
+    operations: float = 0.0  # floating-point operations of a forward pass on all ranks; 0 where token_count is 0
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,7 @@ class SequencePacker:
             token_count=tree.tokens if counts_tokens else 0,
             replayed_tokens=replayed if counts_tokens else 0,
             teacher_logprobs=concatenated(scores, np.float32) if (scores := _teacher_logprobs(steps)) else None,
+            operations=self.flops_estimator.tree_flops(sequences, tree.segments) if counts_tokens else 0.0,
         )
 
     def _packed_input(
