@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_webrl.cluster.performance.cards import CARDS
+from megatron_webrl.config.setting import ConfigError
+
 
 def add_placement(commands: Any) -> None:
     """Add `placement` to the commands of `webrl`."""
@@ -23,6 +26,10 @@ def add_placement(commands: Any) -> None:
     placement.add_argument(
         "--memory", action="store_true", help="estimate the memory of each GPU; an error if it does not fit"
     )
+    placement.add_argument(
+        "--time", action="store_true", help="predict the seconds of an update's parts; docs/performance.md"
+    )
+    placement.add_argument("--card", choices=tuple(CARDS), help="with --time: the GPU (default: H100)")
     placement.set_defaults(run=_run)
 
 
@@ -31,5 +38,8 @@ def _run(options: argparse.Namespace) -> int:
 
     from megatron_webrl.cluster.placement_table import show_placement
 
+    if options.card and not options.time:
+        raise ConfigError("--card names the GPU of --time; add --time")
+    card = CARDS[options.card or "H100"] if options.time else None
     console = Console(width=None if sys.stdout.isatty() else 140)
-    return show_placement(options.config, options.overrides, options.json, options.memory, console)
+    return show_placement(options.config, options.overrides, options.json, options.memory, console, card)

@@ -18,6 +18,9 @@ from megatron_webrl.cluster.cores import format_cores
 from megatron_webrl.cluster.gpu_sharing import gpu_memory_share
 from megatron_webrl.cluster.memory_estimate import GIB, MemoryEstimate
 from megatron_webrl.cluster.parallel_layout import check_parallel_layout
+from megatron_webrl.cluster.performance.cards import Card
+from megatron_webrl.cluster.performance.prediction import predict, print_prediction
+from megatron_webrl.cluster.performance.workload import EpisodeLengths
 from megatron_webrl.cluster.placement import Placement, ProcessPlacement, place_processes
 from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.load import parse_config
@@ -28,8 +31,12 @@ from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.system.text import count_noun
 
 
-def show_placement(path: str, overrides: list[str], file: Path | None, with_memory: bool, console: Console) -> int:
+def show_placement(
+    path: str, overrides: list[str], file: Path | None, with_memory: bool, console: Console, card: Card | None = None
+) -> int:
     """Print the placement of a configuration and write it to `file` as JSON; returns the exit code.
+
+    `with_memory`: with the estimated memory. `card`: with the predicted times on such GPUs.
 
     Raises ConfigError if the configuration cannot be placed. Reads no machine: the model, packages and browsers may be
     missing here.
@@ -41,17 +48,22 @@ def show_placement(path: str, overrides: list[str], file: Path | None, with_memo
         check_parallel_layout(config, description)
     placement, content = place_processes(config), {}
     print_placement(config, placement, console)
-    if with_memory:
-        if description is None:
-            raise ConfigError(
-                f"--memory: model.path={config.model.path} is no folder with a config.json, nor named as a released "
-                f"size is (Qwen3-VL-SIZE-Instruct or -Thinking, SIZE one of {', '.join(model_sizes.MODEL_SIZES)})"
-            )
+    if (with_memory or card) and description is None:
+        raise ConfigError(
+            f"{'--memory' if with_memory else '--time'}: model.path={config.model.path} is no folder with a "
+            "config.json, nor named as a released size is (Qwen3-VL-SIZE-Instruct or -Thinking, SIZE one of "
+            f"{', '.join(model_sizes.MODEL_SIZES)})"
+        )
+    if with_memory and description is not None:
         estimate = memory_estimate.estimate_memory(config, description)
         print_memory(config, estimate, console)
         start = start_estimate.estimate_start(config, estimate.parameters)
         console.print(start_estimate.describe_start(config, start), highlight=False, soft_wrap=True)
         content = {"memory": asdict(estimate), "start": asdict(start)}
+    if card is not None and description is not None:
+        prediction = predict(config, description, card, EpisodeLengths())
+        print_prediction(config, prediction, console)
+        content |= {"time": asdict(prediction)}
     if file is not None:
         try:
             file.write_text(json.dumps(placement.to_json() | content, indent=1) + "\n")

@@ -307,7 +307,7 @@ def test_what_is_impossible_ends_with_two_and_one_line(capsys: pytest.CaptureFix
 def test_placing_and_estimating_need_no_torch() -> None:
     code = (
         "import sys; from megatron_webrl.cli import main; "
-        "print(main(['placement', sys.argv[1], '--memory']), 'torch' in sys.modules)"
+        "print(main(['placement', sys.argv[1], '--memory', '--time']), 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(ROOT / "configs" / "235b_a22b_32node.yaml")]
     ended = subprocess.run(command, check=True, timeout=120, capture_output=True, cwd=ROOT, text=True)

@@ -171,7 +171,7 @@ def describe(samples: Sequence[TrainingSample]) -> str:
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = make_parser().parse_args()
     if options.quick:
         options.episodes, options.rounds = min(options.episodes, max(1, 4 // options.group_size)), 1
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as folder:
@@ -230,7 +230,8 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = make_bench_parser(__doc__, "four episodes or one group, one round")
     for option, default, text in (
         ("--hidden", 256, "width of the text model, a multiple of 32"),
