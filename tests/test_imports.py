@@ -119,11 +119,11 @@ def test_both_roles_prepare_model_inputs_without_megatron():
 
 
 def test_weight_transfer_takes_only_pure_data_from_the_model():
-    pure = {"megatron_webrl.model.parameter_map", "megatron_webrl.model.layout"}
+    pure = {f"megatron_webrl.model.{name}" for name in ("architectures", "parameter_map", "layout")}
     for path in (PACKAGE / "weights").glob("*.py"):
         used = {name for name in imported_names(path) if name.startswith("megatron_webrl.model.")}
         assert {".".join(name.split(".")[:3]) for name in used} <= pure, path
-    for name in ("parameter_map", "layout"):
+    for name in ("architectures", "parameter_map", "layout", "qwen3_vl/parameters"):
         assert not [each for each in imported_names(PACKAGE / "model" / f"{name}.py") if each.startswith("megatron.")]
 
 

@@ -197,8 +197,8 @@ def _load(
     folder: Path, dtype: torch.dtype, options: ComputeOptions, platform: platforms.Platform
 ) -> tuple[list[Any], Any]:
     """The model in DistributedDataParallel, with the folder's weights, and its optimizer."""
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl.model import build_model
     from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.optimizer import make_optimizer
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.qwen3_vl import config_check as qwen3_vl
 from megatron_webrl.system.text import first_line
 
-ARCHITECTURES = ("qwen3_vl", "qwen3_vl_moe")
+ARCHITECTURES: dict[str, Callable[[str | Path, Any], None]] = {
+    "qwen3_vl": qwen3_vl.check_config,
+    "qwen3_vl_moe": qwen3_vl.check_config,
+}
+"""Check of a transformers configuration by model_type. Raises ValueError for an unsupported option."""
 
 
 def load_hf_config(folder: str | Path) -> Any:
-    """Load the transformers configuration of a Qwen3-VL folder. Raises ValueError for unsupported models or options."""
+    """Load the transformers configuration of a model folder. Raises ValueError for unsupported models or options."""
     from transformers import AutoConfig
 
     try:
@@ -22,28 +28,12 @@ def load_hf_config(folder: str | Path) -> Any:
         raise ValueError(f"{folder} holds no readable config.json: {first_line(error)}") from error
     if hf.model_type not in ARCHITECTURES:
         raise ValueError(f"{folder} holds model_type={hf.model_type!r}; only {' and '.join(ARCHITECTURES)} are known")
-    text = hf.text_config
-    rope = text.rope_parameters
-    for name, value, supported in (
-        ("attention_bias", text.attention_bias, False),
-        ("attention_dropout", text.attention_dropout, 0),
-        ("hidden_act", text.hidden_act, "silu"),
-        ("rope_type", rope["rope_type"], "default"),
-    ):
-        if value != supported:
-            raise ValueError(f"{folder}: text_config.{name}={value!r} is not supported; only {supported!r} is")
-    if sum(rope.get("mrope_section", ())) != text.head_dim // 2:
-        raise ValueError(
-            f"{folder}: mrope_section={rope.get('mrope_section')} must sum to head_dim / 2 = {text.head_dim // 2}"
-        )
-    count = len(hf.vision_config.deepstack_visual_indexes)
-    if count > text.num_hidden_layers:
-        raise ValueError(f"{folder}: deepstack_visual_indexes has {count} entries for {text.num_hidden_layers} layers")
+    ARCHITECTURES[hf.model_type](folder, hf)
     return hf
 
 
 def read_model_config(path: str | Path) -> dict[str, Any]:
-    """Read config.json of a model folder without transformers. Raises ConfigError unless it is a Qwen3-VL."""
+    """Read config.json of a model folder without transformers. Raises ConfigError for an unknown architecture."""
     folder = Path(path)
     if not str(path):
         raise ConfigError("model.path is empty; give a Hugging Face folder, or make one with tools/make_tiny_model.py")

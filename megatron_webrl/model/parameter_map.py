@@ -14,6 +14,7 @@ Layouts of a part over `size` tensor-parallel ranks or, for experts, expert-tens
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,9 @@ import torch
 from torch import Tensor
 
 from megatron_webrl.model.layer_split import check_divides, is_sparse_layer
+
+LAYER_PREFIX = re.compile(r"^decoder\.layers\.(\d+)\.")
+EXPERT_INFIX = re.compile(r"\.local_experts\.(\d+)\.")
 
 LayoutKind = Literal["replicated", "row", "vocabulary", "gate_up", "query_group"]
 ExpertFormat = Literal["released", "transposed", "separate"]
@@ -95,27 +99,6 @@ class ShardRange:
 REPLICATED = TensorLayout("replicated")
 ROW = TensorLayout("row")
 VOCABULARY = TensorLayout("vocabulary")
-GATE_UP = ("gate", "up")
-
-
-def parameter_mappings(hf_config: Any, expert_format: ExpertFormat = "released") -> tuple[ParameterMapping, ...]:
-    """Mappings of all tensors in export order: parts of a tensor are adjacent, and so are tensors of one parameter."""
-    text = hf_config.text_config
-    maps = _vision_mappings(hf_config.vision_config)
-    width = (text.vocab_size, text.hidden_size)
-    lm = "model.language_model."
-    maps.append(ParameterMapping(f"{lm}embed_tokens.weight", width, "embedding.word_embeddings.weight", VOCABULARY))
-    for layer in range(text.num_hidden_layers):
-        source, target = f"{lm}layers.{layer}.", f"decoder.layers.{layer}."
-        maps += _attention_mappings(text, layer, source, target)
-        if is_sparse(text, layer):
-            maps += _expert_mappings(text, layer, f"{source}mlp.", f"{target}mlp.", expert_format)
-        else:
-            maps += _mlp_mappings(text, layer, f"{source}mlp.", f"{target}mlp.")
-    maps.append(ParameterMapping(f"{lm}norm.weight", (text.hidden_size,), "decoder.final_layernorm.weight", REPLICATED))
-    if not hf_config.tie_word_embeddings:
-        maps.append(ParameterMapping("lm_head.weight", width, "output_layer.weight", VOCABULARY))
-    return tuple(maps)
 
 
 def is_sparse(text: Any, layer: int) -> bool:
@@ -123,119 +106,6 @@ def is_sparse(text: Any, layer: int) -> bool:
     if not getattr(text, "num_experts", 0):
         return False
     return is_sparse_layer(layer, text.mlp_only_layers, text.decoder_sparse_step)
-
-
-def _attention_mappings(text: Any, layer: int, source: str, target: str) -> list[ParameterMapping]:
-    hidden, dim, groups = text.hidden_size, text.head_dim, text.num_key_value_heads
-    heads = text.num_attention_heads // groups  # query heads of one group
-    stride = (heads + 2) * dim
-    attention = f"{target}self_attention."
-
-    def of_group(name: str, rows: int, offset: int) -> ParameterMapping:
-        layout = TensorLayout("query_group", num_query_groups=groups, group_stride=stride, group_offset=offset)
-        return ParameterMapping(
-            f"{source}self_attn.{name}_proj.weight", (rows, hidden), f"{attention}linear_qkv.weight", layout, layer
-        )
-
-    def replicated(name: str, size: int, parameter: str) -> ParameterMapping:
-        return ParameterMapping(f"{source}{name}.weight", (size,), f"{target}{parameter}.weight", REPLICATED, layer)
-
-    output = (hidden, groups * heads * dim)
-    return [
-        replicated("input_layernorm", hidden, "input_layernorm"),
-        of_group("q", groups * heads * dim, 0),
-        of_group("k", groups * dim, heads * dim),
-        of_group("v", groups * dim, (heads + 1) * dim),
-        replicated("self_attn.q_norm", dim, "self_attention.q_layernorm"),
-        replicated("self_attn.k_norm", dim, "self_attention.k_layernorm"),
-        ParameterMapping(f"{source}self_attn.o_proj.weight", output, f"{attention}linear_proj.weight", ROW, layer),
-        replicated("post_attention_layernorm", hidden, "pre_mlp_layernorm"),
-    ]
-
-
-def _mlp_mappings(text: Any, layer: int, source: str, target: str) -> list[ParameterMapping]:
-    dim, ffn = text.hidden_size, text.intermediate_size
-    fc1, fc2 = f"{target}linear_fc1.weight", f"{target}linear_fc2.weight"
-    return [
-        ParameterMapping(f"{source}gate_proj.weight", (ffn, dim), fc1, TensorLayout("gate_up", gate_up_index=0), layer),
-        ParameterMapping(f"{source}up_proj.weight", (ffn, dim), fc1, TensorLayout("gate_up", gate_up_index=1), layer),
-        ParameterMapping(f"{source}down_proj.weight", (dim, ffn), fc2, ROW, layer),
-    ]
-
-
-def _expert_mappings(text: Any, layer: int, source: str, target: str, experts: ExpertFormat) -> list[ParameterMapping]:
-    hidden, inner, count = text.hidden_size, text.moe_intermediate_size, text.num_experts
-    mappings = [ParameterMapping(f"{source}gate.weight", (count, hidden), f"{target}router.weight", REPLICATED, layer)]
-    transposed = experts == "released"  # Megatron's parameters are [outputs, inputs]
-
-    def halves(expert: int) -> list[ParameterMapping]:
-        parameter = f"{target}experts.local_experts.{expert}.linear_fc1.weight"
-        return [part(f"{name}_proj", expert, (inner, hidden), parameter, index) for index, name in enumerate(GATE_UP)]
-
-    def down(expert: int) -> ParameterMapping:
-        parameter = f"{target}experts.local_experts.{expert}.linear_fc2.weight"
-        return part("down_proj", expert, (hidden, inner), parameter, None)
-
-    def part(name: str, expert: int, shape: tuple[int, int], parameter: str, index: int | None) -> ParameterMapping:
-        layout = ROW if index is None else TensorLayout("gate_up", gate_up_index=index)
-        if experts == "separate":
-            full = f"{source}experts.{expert}.{name}.weight"
-            return ParameterMapping(full, shape, parameter, layout, layer, expert)
-        rows = slice(0, hidden) if index is None else slice(index * inner, (index + 1) * inner)
-        columns = slice(0, shape[1])
-        stored = (hidden, inner) if index is None else (2 * inner, hidden)
-        return ParameterMapping(
-            f"{source}experts.{name if index is None else 'gate_up_proj'}",
-            shape,
-            parameter,
-            layout,
-            layer,
-            expert,
-            tensor_shape=(count, *(stored[::-1] if transposed else stored)),
-            part_index=(expert, columns, rows) if transposed else (expert, rows, columns),
-            transposed=transposed,
-        )
-
-    for expert in range(count):
-        mappings += halves(expert)
-        if experts == "separate":
-            mappings.append(down(expert))
-    if experts != "separate":
-        mappings += [down(expert) for expert in range(count)]
-    return mappings
-
-
-def _vision_mappings(vision: Any) -> list[ParameterMapping]:
-    hidden, inner = vision.hidden_size, vision.intermediate_size
-    merged = hidden * vision.spatial_merge_size**2
-    height, width = vision.patch_size if isinstance(vision.patch_size, list | tuple) else [vision.patch_size] * 2
-    frames = vision.temporal_patch_size
-    frames = frames[0] if isinstance(frames, list | tuple) else frames
-    shapes: dict[str, tuple[int, ...]] = {
-        "patch_embed.proj.weight": (hidden, vision.in_channels, frames, height, width),
-        "patch_embed.proj.bias": (hidden,),
-        "pos_embed.weight": (vision.num_position_embeddings, hidden),
-    }
-
-    def linear(name: str, outputs: int, inputs: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs), (outputs,)
-
-    def norm(name: str, size: int) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (size,)
-
-    for block in (f"blocks.{i}" for i in range(vision.depth)):
-        norm(f"{block}.norm1", hidden)
-        norm(f"{block}.norm2", hidden)
-        linear(f"{block}.attn.qkv", 3 * hidden, hidden)
-        linear(f"{block}.attn.proj", hidden, hidden)
-        linear(f"{block}.mlp.linear_fc1", inner, hidden)
-        linear(f"{block}.mlp.linear_fc2", hidden, inner)
-    deepstack = [f"deepstack_merger_list.{i}" for i in range(len(vision.deepstack_visual_indexes))]
-    for merger in ("merger", *deepstack):
-        norm(f"{merger}.norm", hidden if merger == "merger" else merged)
-        linear(f"{merger}.linear_fc1", merged, merged)
-        linear(f"{merger}.linear_fc2", vision.out_hidden_size, merged)
-    return [ParameterMapping(f"model.visual.{key}", size, f"visual.{key}", REPLICATED) for key, size in shapes.items()]
 
 
 def padded_vocab_size(vocab_size: int, size: int) -> int:
@@ -309,3 +179,9 @@ def _divide(mapping: ParameterMapping, total: int, size: int) -> int:
     dimension = {"query_group": "query_groups", "row": "columns"}.get(mapping.layout.kind, "rows")
     check_divides(divisor, size, dimension, total, mapping.hf_param)
     return total // size
+
+
+def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
+    """Canonical name of a chunk's parameter, as in the parameter map, from the chunk's first layer and expert."""
+    name = LAYER_PREFIX.sub(lambda found: f"decoder.layers.{int(found[1]) + first_layer}.", name)
+    return EXPERT_INFIX.sub(lambda found: f".local_experts.{int(found[1]) + first_expert}.", name)

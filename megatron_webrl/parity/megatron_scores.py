@@ -53,10 +53,10 @@ def score(job: ScoringJob, folder: Path) -> ProcessScores:
 
 
 def _load(job: ScoringJob, platform: platforms.Platform) -> list[Any]:
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl import model as qwen3_vl
 
-    chunks = qwen3_vl.build_model(job.model, dtype=job.dtype, platform=platform, options=job.compute_options)
+    chunks = build_model(job.model, dtype=job.dtype, platform=platform, options=job.compute_options)
     load_hf(chunks, job.model)
     for chunk in chunks:
         chunk.eval()

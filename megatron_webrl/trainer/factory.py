@@ -18,6 +18,7 @@ from megatron_webrl.cluster.memory_estimate import choose_recompute
 from megatron_webrl.cluster.parallel_layout import image_buffer_mib
 from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.schema import Config
+from megatron_webrl.model.build import build_model
 from megatron_webrl.model.compute_options import (
     AttentionKernel,
     ComputeOptions,
@@ -30,7 +31,7 @@ from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.qwen3_vl import model as qwen3_vl
+from megatron_webrl.model.qwen3_vl.model import Qwen3VL
 from megatron_webrl.model.routing_replay import replays_routing
 from megatron_webrl.system.text import first_line
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
@@ -56,7 +57,7 @@ def make_learner(config: Config, platform: Platform) -> Learner:
     check_adam_implementation(config.trainer.optimizer.implementation)
     started, dtype = time.monotonic(), getattr(torch, config.model.dtype)
     options = compute_options(config, platform)
-    chunks = qwen3_vl.build_model(config.model.path, dtype=dtype, platform=platform, options=options)
+    chunks = build_model(config.model.path, dtype=dtype, platform=platform, options=options)
     if not config.model.checkpoint:
         _load_first_replicas(chunks, config.model.path)
     wrapped = wrap_ddp(chunks)  # broadcasts the parameters
@@ -67,7 +68,7 @@ def make_learner(config: Config, platform: Platform) -> Learner:
     return Learner(wrapped, chunks[0].unpadded_vocab_size, optimizer)
 
 
-def _load_first_replicas(chunks: Sequence[qwen3_vl.Qwen3VL], folder: str) -> None:
+def _load_first_replicas(chunks: Sequence[Qwen3VL], folder: str) -> None:
     error: Exception | None = None
     try:
         load_hf(chunks, folder, first_replica_only=True)

@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import check_divides
-from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse, padded_vocab_size, parameter_mappings
+from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse, padded_vocab_size
 from megatron_webrl.weights.slices import Shard
 
 MAP_VERSION = 1  # of both maps; changes when the location of a tensor changes on either side

@@ -20,8 +20,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes, check_rank_count
-from megatron_webrl.model.parameter_map import ParameterMapping, parameter_mappings
+from megatron_webrl.model.parameter_map import ParameterMapping
 from megatron_webrl.weights.engine_map import MAP_VERSION, EngineSizes, check_engine_sizes
 from megatron_webrl.weights.slice_overlaps import SliceRun, row_elements, slice_rows, slice_runs
 from megatron_webrl.weights.slices import Slice, TransferMessage

@@ -25,9 +25,10 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model import model_sizes
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes, expert_rank, pipeline_stages
 from megatron_webrl.model.parameter_counts import count_parameters
-from megatron_webrl.model.parameter_map import parameter_mappings, parameter_shapes
+from megatron_webrl.model.parameter_map import parameter_shapes
 from megatron_webrl.model.qwen3_vl.vision import build_vision_tower
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from tests.model.test_model_sizes import BILLIONS

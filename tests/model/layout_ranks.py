@@ -97,7 +97,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
     for name, case in CASES[ranks].items():
         process_groups.init_process_groups(ParallelSizes(**case.sizes), seed=1)
         for model in models(ranks, case):
-            found = examine(Path(folder) / model, case, platform)
+            found = examine(Path(folder) / model, case, platform, tiny.samples())
             everyone: list[Any] = [None] * ranks
             torch.distributed.gather_object(found, everyone if rank == 0 else None)
             if rank == 0:
@@ -107,7 +107,12 @@ def run(rank: int, ranks: int, folder: str) -> None:
 
 
 def examine(
-    folder: Path, case: Case, platform: Any, experts: Mapping[str, Tensor] | None = None, probe: Probe = lambda _: None
+    folder: Path,
+    case: Case,
+    platform: Any,
+    parts: dict[str, tiny.Sample],
+    experts: Mapping[str, Tensor] | None = None,
+    probe: Probe = lambda _: None,
 ) -> dict[str, Any]:
     """Logits of this replica's samples, and on the first rank the gradients of all.
 
@@ -116,9 +121,9 @@ def examine(
     from megatron.core import parallel_state
 
     from megatron_webrl.model import schedule
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl.model import build_model
     from tests.model.hf_export import hf_tensors
 
     settings = ComputeOptions(sequence_parallel=case.sequence_parallel, recompute=case.recompute)  # type: ignore[arg-type]
@@ -127,7 +132,7 @@ def examine(
     wrapped = wrap(chunks)
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     probe(chunks)
-    names, rows, weights = _rows(replica, replicas, case.sizes.get("pipeline", 1))
+    names, rows, weights = _rows(parts, replica, replicas, case.sizes.get("pipeline", 1))
     groups = chunks[0].pg_collection
     masks = [_scored_here(row, groups, case) for row, _ in rows]
     group = groups.tp
@@ -189,10 +194,9 @@ def wrap(chunks: list[Any]) -> list[Any]:
 
 
 def _rows(
-    replica: int, replicas: int, multiple: int
+    parts: dict[str, tiny.Sample], replica: int, replicas: int, multiple: int
 ) -> tuple[list[str | None], list[tuple[Any, Tensor]], list[Tensor]]:
     """One row a sample, shared out over the replicas, and rows without weight so that all have equally many."""
-    parts = tiny.samples()
     counts = [len(sample.tokens) - sample.prompt for sample in parts.values()]
     weights = dict(zip(parts, tiny.token_weights(sum(counts)).split(counts), strict=True))
     mine: list[str | None] = [name for i, name in enumerate(parts) if i % replicas == replica]

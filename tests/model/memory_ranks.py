@@ -35,9 +35,9 @@ def run(rank: int, folder: str) -> None:
 
 
 def _build(folder: Path, platform: Any, recompute: str = "none") -> Any:
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl.model import build_model
 
     [model] = build_model(folder, dtype="float32", platform=platform, options=ComputeOptions(recompute=recompute))  # type: ignore[arg-type]
     load_hf([model], folder)

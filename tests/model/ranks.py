@@ -33,10 +33,10 @@ def run(rank: int, folder: str) -> None:
 def _examine(name: str, folder: Path, size: int, platform: platforms.Platform) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.parameter_map import parameter_shapes
-    from megatron_webrl.model.qwen3_vl.model import build_model
     from tests.model.hf_export import hf_manifest, hf_tensors
 
     [model] = build_model(
@@ -132,7 +132,7 @@ def _restored(name: str, folder: Path, wrote: int, platform: platforms.Platform)
     """Logits of a model filled from the checkpoint written at tensor-parallel size `wrote`."""
     from megatron.core import dist_checkpointing
 
-    from megatron_webrl.model.qwen3_vl.model import build_model
+    from megatron_webrl.model.build import build_model
 
     [model] = build_model(folder / name, dtype="float32", platform=platform)
     with torch.no_grad():
@@ -211,9 +211,9 @@ def _gradients(model: Any, replicas: int) -> dict[str, Tensor]:
 
 
 def _bf16(folder: Path, platform: platforms.Platform) -> dict[str, Any]:
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl.model import build_model
     from tests.model.hf_export import hf_manifest, hf_tensors
 
     settings = ComputeOptions(sequence_parallel=False, train_vision=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.layout import ParallelSizes, chunk_of_layer, expert_rank, pipeline_stages
-from megatron_webrl.model.parameter_map import parameter_mappings
 from tests.model import tiny
 
 

@@ -7,8 +7,9 @@ import torch
 from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
 from megatron_webrl.model import model_sizes
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
-from megatron_webrl.model.parameter_map import parameter_mappings, parameter_shapes
+from megatron_webrl.model.parameter_map import parameter_shapes
 
 BILLIONS = {"2B": 2.13, "4B": 4.44, "8B": 8.77, "32B": 33.4, "30B-A3B": 31.1, "235B-A22B": 235.7}
 """Weights, vision tower included."""

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.parameter_map import (
     ExpertFormat,
     ParameterMapping,
     from_megatron,
     padded_vocab_size,
-    parameter_mappings,
     parameter_shapes,
     shard_ranges,
     to_megatron,

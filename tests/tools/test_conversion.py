@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.model.parameter_map import parameter_mappings
 from tests.model import tiny
 from tests.model.convert import hf_folders
 from tools import hf_to_megatron as there

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.model.parameter_map import parameter_mappings
 from megatron_webrl.weights.engine_map import EngineSizes
 from tests.model import tiny
 from tools import simulate_reshard

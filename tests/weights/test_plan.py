@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from megatron.core.parallel_state import RankGenerator
 
 from megatron_webrl.model import model_sizes
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes, replica_ranks
-from megatron_webrl.model.parameter_map import parameter_mappings
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan, balance_load, first_difference
 from megatron_webrl.weights.slices import TransferMessage, box_index

@@ -21,8 +21,9 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.fact_store import FactStore
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.model.parameter_map import parameter_mappings, parameter_shapes, to_megatron
+from megatron_webrl.model.parameter_map import parameter_shapes, to_megatron
 from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes

@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 from vllm import LLM, SamplingParams
 
-from megatron_webrl.model.parameter_map import parameter_mappings
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.weights.engine_map import EngineMap, EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.slices import box_index

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.model.parameter_map import parameter_mappings
 from tools.arguments import make_bench_parser, write_json
 from tools.model_configs import make_reduced_config
 

@@ -237,9 +237,9 @@ def time_sequences(folder: Path, rounds: int, rows: Sequence[tuple[int, int]]) -
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group(platform.backend, store=store, rank=0, world_size=1)
     from megatron_webrl.model import process_groups
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.model.layout import ParallelSizes
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl.model import build_model
 
     path = make_tiny_model(folder / "timed", **MODEL)  # type: ignore[arg-type]
     process_groups.init_process_groups(ParallelSizes())

@@ -10,8 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_webrl.model.parameter_map import ParameterMapping, ShardRange, is_sparse, padded_vocab_size, shard_ranges
-from megatron_webrl.model.parameter_names import EXPERT_INFIX, LAYER_PREFIX
+from megatron_webrl.model.parameter_map import (
+    EXPERT_INFIX,
+    LAYER_PREFIX,
+    ParameterMapping,
+    ShardRange,
+    is_sparse,
+    padded_vocab_size,
+    shard_ranges,
+)
 
 MODEL_KEY_PREFIXES = ("decoder.", "embedding.", "output_layer.", "visual.")  # a trainer's checkpoint holds others
 UNSTACKED_LAYER_KEY = "decoder.layers.0.input_layernorm.weight"

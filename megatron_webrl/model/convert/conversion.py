@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.convert import hf_metadata as folders
 from megatron_webrl.model.convert.atomic_folder import atomic_folder, check_free_space
 from megatron_webrl.model.convert.checkpoint_layout import (
@@ -46,7 +47,7 @@ from megatron_webrl.model.convert.hf_files import (
 from megatron_webrl.model.convert.hf_reader import HFReader, ScratchBuffers, copy_transposed, fused_expert_index
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes, expert_rank, pipeline_stages
-from megatron_webrl.model.parameter_map import ParameterMapping, parameter_mappings, parameter_shapes
+from megatron_webrl.model.parameter_map import ParameterMapping, parameter_shapes
 
 MEGATRON_FOLDER, HF_FOLDER = "megatron", "hf"
 CHUNK_OVERHEAD_BYTES = 4096  # most disk space of a chunk beyond its contents

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.convert.background_writer import BackgroundWriter, create_file, sync_and_close
-from megatron_webrl.model.parameter_map import ExpertFormat, ParameterMapping, parameter_mappings
+from megatron_webrl.model.parameter_map import ExpertFormat, ParameterMapping
 from megatron_webrl.system.text import first_line
 
 SINGLE_FILE = "model.safetensors"

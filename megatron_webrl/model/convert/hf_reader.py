@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.convert.checkpoint_layout import UNSTACKED_LAYER_KEY, tensor_location
 from megatron_webrl.model.convert.dist_checkpoint_files import Box, DistCheckpointReader, StoredChunk, ensure_aligned
 from megatron_webrl.model.convert.hf_files import DTYPE_NAMES, LoadError, TensorSpec
-from megatron_webrl.model.parameter_map import ParameterMapping, ShardRange, parameter_mappings, shard_ranges
+from megatron_webrl.model.parameter_map import ParameterMapping, ShardRange, shard_ranges
 
 
 class ScratchBuffers:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_webrl.model.compute_options import LayerImplementation
+from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.model.qwen3_vl.attention import PackedAttention
 from megatron_webrl.model.qwen3_vl.dispatcher import TokenDispatcher
 from megatron_webrl.model.qwen3_vl.experts import Experts
@@ -82,7 +83,7 @@ class DeepStackLayer(TransformerLayer):
 
 
 @dataclass(frozen=True)
-class _LayerModules:
+class LayerModules:
     """Module classes of a layer."""
 
     column: Any
@@ -90,37 +91,43 @@ class _LayerModules:
     norm: Any
 
 
-def block_spec(layers: LayerImplementation, sparse: list[bool]) -> TransformerBlockSubmodules:
-    """Specs of the layers and the final norm of a model chunk. `sparse`: whether each layer is a mixture of experts."""
-    parts = _parts(layers)
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(parts, moe) for moe in sparse], layer_norm=parts.norm)
+def block_spec(text_config: Any, layers: range, implementation: LayerImplementation) -> TransformerBlockSubmodules:
+    """Specs of the layers and the final norm of a model chunk. `text_config`: of transformers."""
+    parts = layer_modules(implementation)
+    specs = [layer_spec(parts, attention_spec(parts), is_sparse(text_config, layer)) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
 
 
-def _parts(layers: LayerImplementation) -> _LayerModules:
-    if layers == "local":
-        return _LayerModules(ColumnParallelLinear, RowParallelLinear, RMSNorm)
+def layer_modules(implementation: LayerImplementation) -> LayerModules:
+    """The module classes of an implementation."""
+    if implementation == "local":
+        return LayerModules(ColumnParallelLinear, RowParallelLinear, RMSNorm)
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
     # Norms are not fused into linear layers, so parameters have the same names as with local layers.
-    return _LayerModules(TEColumnParallelLinear, TERowParallelLinear, TENorm)
+    return LayerModules(TEColumnParallelLinear, TERowParallelLinear, TENorm)
 
 
-def _layer_spec(parts: _LayerModules, sparse: bool) -> ModuleSpec:
-    attention = SelfAttentionSubmodules(
+def attention_spec(parts: LayerModules, attention: type[SelfAttention] = SelfAttention) -> ModuleSpec:
+    """Spec of causal attention over packed sequences."""
+    submodules = SelfAttentionSubmodules(
         linear_qkv=parts.column,
         core_attention=PackedAttention,
         linear_proj=parts.row,
         q_layernorm=parts.norm,
         k_layernorm=parts.norm,
     )
+    return ModuleSpec(module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def layer_spec(parts: LayerModules, attention: ModuleSpec, sparse: bool) -> ModuleSpec:
+    """Spec of a layer. `sparse`: whether it is a mixture of experts."""
     mlp = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
     return ModuleSpec(
         module=DeepStackLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=parts.norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=parts.norm,
             mlp=_experts_spec(mlp) if sparse else ModuleSpec(module=MLP, submodules=mlp),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -15,23 +13,22 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.compute_options import ComputeOptions
-from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.layer_split import split_layers
-from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse, padded_vocab_size, parameter_mappings
-from megatron_webrl.model.parameter_names import canonical_name
+from megatron_webrl.model.parameter_map import ParameterMapping, canonical_name, padded_vocab_size
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of, rank_coordinates_of
 from megatron_webrl.model.qwen3_vl import vision
-from megatron_webrl.model.qwen3_vl.layers import block_spec
 from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, pad_to_multiple, token_range
-from megatron_webrl.model.qwen3_vl.rope import InterleavedRotaryEmbedding
+from megatron_webrl.model.qwen3_vl.rope import InterleavedRotaryEmbedding, rotary_dim
 from megatron_webrl.model.qwen3_vl.segments import segment_keys
-from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig, make_text_config
+from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig
 from megatron_webrl.model.value_head import ValueHead
 
 
@@ -42,17 +39,18 @@ class Qwen3VL(GPTModel):
         self,
         hf_config: Any,
         config: TextConfig,
+        spec: TransformerBlockSubmodules,
         options: ComputeOptions,
         platform: Platform,
         groups: ProcessGroupCollection,
         chunk: int,
     ) -> None:
-        """`chunk`: index of this chunk over all pipeline stages, in forward order."""
+        """`spec`: of the chunk's layers. `chunk`: its index over all pipeline stages, in forward order."""
         text, sizes = hf_config.text_config, parallel_sizes_of(groups)
         layers = split_layers(text.num_hidden_layers, sizes.num_chunks)[chunk]
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(options.layers, [is_sparse(text, layer) for layer in layers]),
+            transformer_layer_spec=spec,
             vocab_size=padded_vocab_size(text.vocab_size, sizes.tensor),
             max_sequence_length=text.max_position_embeddings,
             pre_process=chunk == 0,
@@ -68,8 +66,8 @@ class Qwen3VL(GPTModel):
         self.mappings: tuple[ParameterMapping, ...] = parameter_mappings(hf_config)
         self.unpadded_vocab_size: int = text.vocab_size
         self.merge_size: int = hf_config.vision_config.spatial_merge_size
-        self.num_deepstack_layers = len(hf_config.vision_config.deepstack_visual_indexes)
-        self.rotary_pos_emb = InterleavedRotaryEmbedding(text.head_dim, text.rope_parameters["rope_theta"])
+        self.num_deepstack_layers = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", ()))
+        self.rotary_pos_emb = InterleavedRotaryEmbedding(rotary_dim(text), text.rope_parameters["rope_theta"])
         self.mrope_section = text.rope_parameters["mrope_section"]
         self._received: Tensor | None = None
         self.value_head: ValueHead | None = None
@@ -239,53 +237,3 @@ def _boundaries(packed: PackedInput) -> tuple[int, ...]:
         tokens = packed.tokens.numel()
         raise ValueError(f"cu_seqlens={list(boundaries)} must rise from 0 to the number of tokens, {tokens}")
     return boundaries
-
-
-def build_model(
-    folder: str | Path,
-    *,
-    dtype: str | torch.dtype,
-    platform: Platform,
-    groups: ProcessGroupCollection | None = None,
-    options: ComputeOptions | None = None,
-) -> list[Qwen3VL]:
-    """Build this rank's model chunks from the config of a Hugging Face folder, on the platform's device.
-
-    Returns several under a virtual pipeline, with arbitrary weights. `groups` defaults to Megatron's global process
-    groups. Raises ValueError for a model that is not a Qwen3-VL and for parallel sizes that do not divide it.
-    """
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    groups, options = groups or ProcessGroupCollection.use_mpu_process_groups(), options or ComputeOptions()
-    hf_config = load_hf_config(folder)
-    config = make_text_config(hf_config, dtype, platform, groups, options)
-    sizes, stage = parallel_sizes_of(groups), rank_coordinates_of(groups).stage
-    chunks = []
-    for number in range(sizes.virtual):
-        if sizes.virtual > 1:
-            parallel_state.set_virtual_pipeline_model_parallel_rank(number)
-        with torch.device(platform.device):  # Megatron names no device for the weights of routers
-            model = Qwen3VL(hf_config, config, options, platform, groups, number * sizes.pipeline + stage)
-        _mark_tensor_parallel(model)
-        if model.pre_process and not options.train_vision:
-            model.visual.requires_grad_(False)
-        chunks.append(model)
-    return chunks
-
-
-def _mark_tensor_parallel(model: Qwen3VL) -> None:
-    """Set Megatron's attributes of sharded parameters, which its weight initialisation would set.
-
-    Without them the gradient norm includes only the first rank's shard. Experts sharded unlike the other layers have
-    their own data-parallel groups; Megatron sets that only under expert parallelism.
-    """
-    parameters: dict[str, Any] = dict(model.canonical_parameters())
-    sizes = parallel_sizes_of(model.pg_collection)
-    own_replicas = sizes.expert > 1 or sizes.expert_tensor != sizes.tensor
-    for mapping in model.mappings:
-        if mapping.expert is not None and mapping.megatron_param in parameters:
-            parameters[mapping.megatron_param].allreduce = not own_replicas
-        if mapping.layout.kind != "replicated" and mapping.megatron_param in parameters:
-            parameter = parameters[mapping.megatron_param]
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim = 1 if mapping.layout.kind == "row" else 0
-            parameter.partition_stride = 1

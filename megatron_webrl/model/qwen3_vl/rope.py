@@ -50,20 +50,25 @@ def _text(length: int) -> Tensor:
     return torch.arange(length).expand(3, -1)
 
 
+def rotary_dim(text_config: Any) -> int:
+    """Number of a head's dimensions that are rotated, the first ones. `text_config`: of transformers."""
+    return int(text_config.head_dim * text_config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
 class InterleavedRotaryEmbedding(nn.Module):
     """Rotary angles, with the call signature of Megatron's MultimodalRotaryEmbedding."""
 
-    def __init__(self, head_dim: int, base: float) -> None:
+    def __init__(self, dim: int, base: float) -> None:
         super().__init__()
-        self.head_dim = head_dim
+        self.dim = dim
         self.base = base
 
     def forward(self, position_ids: Tensor, mrope_section: Sequence[int], cp_group: Any = None) -> Tensor:
-        """Angles float32 [T, B, 1, head_dim] of int64 [3, B, T]. `mrope_section`: frequencies of t, h and w."""
+        """Angles float32 [T, B, 1, dim] of int64 [3, B, T]. `mrope_section`: frequencies of t, h and w."""
         # Not a buffer: casting the model to bf16 would round the frequencies.
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position_ids.device)
-        frequencies = 1.0 / self.base ** (exponents / self.head_dim)
-        angles = position_ids[..., None].float() * frequencies  # [3, B, T, head_dim / 2]
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=position_ids.device)
+        frequencies = 1.0 / self.base ** (exponents / self.dim)
+        angles = position_ids[..., None].float() * frequencies  # [3, B, T, dim / 2]
         mixed = angles[0].clone()
         for axis in (1, 2):
             axis_slice = slice(axis, 3 * mrope_section[axis], 3)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.convert.hf_files import HFTensor, LoadError, detect_expert_format, open_hf_model
 from megatron_webrl.model.hf_config import load_hf_config
-from megatron_webrl.model.parameter_map import parameter_mappings
 from tests.model import ranks, tiny
 from tests.model.convert import hf_folders
 

@@ -106,8 +106,8 @@ def leave_groups() -> None:
 
 def _learner(folder: Path, platform: Any, value_head: ValueHeadKind = "none") -> Any:
     from megatron_webrl.config.trainer import OptimizerConfig
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.model.qwen3_vl import experts
-    from megatron_webrl.model.qwen3_vl.model import build_model
     from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.learner import Learner
     from megatron_webrl.trainer.optimizer import make_optimizer

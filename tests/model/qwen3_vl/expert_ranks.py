@@ -36,11 +36,11 @@ def _train(folder: Path, kernel: Any, platform: Any) -> dict[str, Any]:
 
     from megatron_webrl.config.trainer import OptimizerConfig
     from megatron_webrl.model import schedule
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.qwen3_vl import experts, layers
     from megatron_webrl.model.qwen3_vl.dispatcher import TokenDispatcher
-    from megatron_webrl.model.qwen3_vl.model import build_model
     from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.optimizer import make_optimizer
 

@@ -47,7 +47,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
 
     for name, case in CASES[ranks].items():
         process_groups.init_process_groups(ParallelSizes(**case.sizes), seed=1)
-        found = examine(Path(folder) / "moe", case, platform, given_experts())
+        found = examine(Path(folder) / "moe", case, platform, tiny.samples(), given_experts())
         everyone: list[Any] = [None] * ranks
         torch.distributed.gather_object(found, everyone if rank == 0 else None)
         if rank == 0:
@@ -71,11 +71,11 @@ def _own(folder: Path, case: Case, platform: Any) -> list[dict[str, Any]]:
 
             router.register_forward_hook(keep)
 
-    free = examine(folder, case, platform, probe=probe)
+    free = examine(folder, case, platform, tiny.samples(), probe=probe)
     names = list(tiny.samples())
     per_pass = len(chosen[0]) // len(names)  # 2 where the router is recomputed in each backward pass
     own = {name: torch.stack([c[i * per_pass] for c in chosen], dim=1) for i, name in enumerate(names)}
     half = {name: experts.clone() for name, experts in own.items()}
     for experts in half.values():
         experts[::2] = -1
-    return [free, examine(folder, case, platform, own), examine(folder, case, platform, half)]
+    return [free, *(examine(folder, case, platform, tiny.samples(), each) for each in (own, half))]

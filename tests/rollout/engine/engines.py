@@ -14,8 +14,9 @@ from PIL import Image
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.fact_store import FactStore
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.model.parameter_map import parameter_mappings, parameter_shapes, to_megatron
+from megatron_webrl.model.parameter_map import parameter_shapes, to_megatron
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.weights import transport

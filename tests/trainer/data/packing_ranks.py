@@ -114,9 +114,9 @@ def run(rank: int, folder: str, model: str) -> None:
     """Log-probabilities, gradients, and counts of tokens and patches, for each way of packing."""
     platform = join(rank, 1, folder)
     from megatron_webrl.model import process_groups
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.model.hf_config import load_hf_config
     from megatron_webrl.model.layout import ParallelSizes
-    from megatron_webrl.model.qwen3_vl.model import build_model
 
     process_groups.init_process_groups(ParallelSizes())
     (chunk,) = build_model(model, dtype="float32", platform=platform)

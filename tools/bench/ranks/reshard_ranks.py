@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes, replica_ranks
-from megatron_webrl.model.parameter_map import parameter_mappings, shard_ranges
+from megatron_webrl.model.parameter_map import shard_ranges
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index

@@ -125,7 +125,7 @@ def score_rank(rank: int, folder: str, dtype: str) -> None:
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl.model import build_model
+    from megatron_webrl.model.build import build_model
     from megatron_webrl.trainer.metrics.logprob_mismatch import measure_logprob_mismatch
 
     process_groups.init_process_groups(ParallelSizes(), seed=1)

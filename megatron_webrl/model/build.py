@@ -1,0 +1,89 @@
+"""Build this rank's chunks of a model, by the architecture that `model_type` of its config.json names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_webrl.model.compute_options import ComputeOptions, LayerImplementation
+from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.layer_split import split_layers
+from megatron_webrl.model.platform import Platform
+from megatron_webrl.model.process_groups import parallel_sizes_of, rank_coordinates_of
+from megatron_webrl.model.qwen3_vl import layers as qwen3_vl
+from megatron_webrl.model.qwen3_vl.model import Qwen3VL
+from megatron_webrl.model.qwen3_vl.text_config import TextConfig, make_text_config
+
+
+@dataclass(frozen=True)
+class TextLayers:
+    """How the layers of an architecture's text model are made."""
+
+    make_text_config: Callable[[Any, torch.dtype, Platform, ProcessGroupCollection, ComputeOptions], TextConfig]
+    block_spec: Callable[[Any, range, LayerImplementation], TransformerBlockSubmodules]
+    """Specs from the text config, the chunk's layers, and how linear layers and norms are implemented."""
+
+
+_QWEN3_VL = TextLayers(make_text_config, qwen3_vl.block_spec)
+LAYERS = {"qwen3_vl": _QWEN3_VL, "qwen3_vl_moe": _QWEN3_VL}
+
+
+def build_model(
+    folder: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    platform: Platform,
+    groups: ProcessGroupCollection | None = None,
+    options: ComputeOptions | None = None,
+) -> list[Qwen3VL]:
+    """Build this rank's model chunks from the config of a Hugging Face folder, on the platform's device.
+
+    Returns several under a virtual pipeline, with arbitrary weights. `groups` defaults to Megatron's global process
+    groups. Raises ValueError for an unknown architecture and for parallel sizes that do not divide it.
+    """
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    groups, options = groups or ProcessGroupCollection.use_mpu_process_groups(), options or ComputeOptions()
+    hf_config = load_hf_config(folder)
+    layers = LAYERS[hf_config.model_type]
+    config = layers.make_text_config(hf_config, dtype, platform, groups, options)
+    sizes, stage = parallel_sizes_of(groups), rank_coordinates_of(groups).stage
+    chunks = []
+    for number in range(sizes.virtual):
+        if sizes.virtual > 1:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(number)
+        chunk = number * sizes.pipeline + stage
+        own = split_layers(hf_config.text_config.num_hidden_layers, sizes.num_chunks)[chunk]
+        with torch.device(platform.device):  # Megatron names no device for the weights of routers
+            spec = layers.block_spec(hf_config.text_config, own, options.layers)
+            model = Qwen3VL(hf_config, config, spec, options, platform, groups, chunk)
+        _mark_tensor_parallel(model)
+        if model.pre_process and not options.train_vision:
+            model.visual.requires_grad_(False)
+        chunks.append(model)
+    return chunks
+
+
+def _mark_tensor_parallel(model: Qwen3VL) -> None:
+    """Set Megatron's attributes of sharded parameters, which its weight initialisation would set.
+
+    Without them the gradient norm includes only the first rank's shard. Experts sharded unlike the other layers have
+    their own data-parallel groups; Megatron sets that only under expert parallelism.
+    """
+    parameters: dict[str, Any] = dict(model.canonical_parameters())
+    sizes = parallel_sizes_of(model.pg_collection)
+    own_replicas = sizes.expert > 1 or sizes.expert_tensor != sizes.tensor
+    for mapping in model.mappings:
+        if mapping.expert is not None and mapping.megatron_param in parameters:
+            parameters[mapping.megatron_param].allreduce = not own_replicas
+        if mapping.layout.kind != "replicated" and mapping.megatron_param in parameters:
+            parameter = parameters[mapping.megatron_param]
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = 1 if mapping.layout.kind == "row" else 0
+            parameter.partition_stride = 1
