@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_webrl.model.parameter_map import REPLICATED, VOCABULARY, ExpertFormat, ParameterMapping
+from megatron_webrl.model.qwen3_5 import parameters as qwen3_5
 from megatron_webrl.model.qwen3_vl import parameters as qwen3_vl
 
 LayerMappings = Callable[[Any, int, str, str, ExpertFormat], list[ParameterMapping]]
 LAYER_MAPPINGS: dict[str, LayerMappings] = {
     "qwen3_vl": qwen3_vl.layer_mappings,
     "qwen3_vl_moe": qwen3_vl.layer_mappings,
+    "qwen3_5": qwen3_5.layer_mappings,
+    "qwen3_5_moe": qwen3_5.layer_mappings,
 }
 """Mappings of one layer from the text config, the layer, prefixes of tensors and parameters, and the expert format."""
 

@@ -17,6 +17,7 @@ from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of, rank_coordinates_of
+from megatron_webrl.model.qwen3_5 import layers as qwen3_5
 from megatron_webrl.model.qwen3_vl import layers as qwen3_vl
 from megatron_webrl.model.qwen3_vl.model import Qwen3VL
 from megatron_webrl.model.qwen3_vl.text_config import TextConfig, make_text_config
@@ -32,7 +33,8 @@ class TextLayers:
 
 
 _QWEN3_VL = TextLayers(make_text_config, qwen3_vl.block_spec)
-LAYERS = {"qwen3_vl": _QWEN3_VL, "qwen3_vl_moe": _QWEN3_VL}
+_QWEN3_5 = TextLayers(qwen3_5.make_text_config, qwen3_5.block_spec)
+LAYERS = {"qwen3_vl": _QWEN3_VL, "qwen3_vl_moe": _QWEN3_VL, "qwen3_5": _QWEN3_5, "qwen3_5_moe": _QWEN3_5}
 
 
 def build_model(

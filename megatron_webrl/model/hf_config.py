@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.qwen3_5 import config_check as qwen3_5
 from megatron_webrl.model.qwen3_vl import config_check as qwen3_vl
 from megatron_webrl.system.text import first_line
 
 ARCHITECTURES: dict[str, Callable[[str | Path, Any], None]] = {
     "qwen3_vl": qwen3_vl.check_config,
     "qwen3_vl_moe": qwen3_vl.check_config,
+    "qwen3_5": qwen3_5.check_config,
+    "qwen3_5_moe": qwen3_5.check_config,
 }
 """Check of a transformers configuration by model_type. Raises ValueError for an unsupported option."""
+JOB_ARCHITECTURES = ("qwen3_vl", "qwen3_vl_moe")
+"""Those whose weights have an engine map and whose memory is estimated: a job can train them."""
 
 
 def load_hf_config(folder: str | Path) -> Any:
@@ -27,13 +32,13 @@ def load_hf_config(folder: str | Path) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no readable config.json: {first_line(error)}") from error
     if hf.model_type not in ARCHITECTURES:
-        raise ValueError(f"{folder} holds model_type={hf.model_type!r}; only {' and '.join(ARCHITECTURES)} are known")
+        raise ValueError(f"{folder} holds model_type={hf.model_type!r}; only {', '.join(ARCHITECTURES)} are known")
     ARCHITECTURES[hf.model_type](folder, hf)
     return hf
 
 
 def read_model_config(path: str | Path) -> dict[str, Any]:
-    """Read config.json of a model folder without transformers. Raises ConfigError for an unknown architecture."""
+    """Read config.json of a model folder without transformers. Raises ConfigError if no job can train it."""
     folder = Path(path)
     if not str(path):
         raise ConfigError("model.path is empty; give a Hugging Face folder, or make one with tools/make_tiny_model.py")
@@ -47,9 +52,9 @@ def read_model_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"model.path={path} holds no config.json; give a complete Hugging Face folder") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"model.path={path}: config.json is not valid JSON ({error})") from error
-    if config_json.get("model_type") not in ARCHITECTURES:
+    if config_json.get("model_type") not in JOB_ARCHITECTURES:
         raise ConfigError(
             f"model.path={path} holds model_type={config_json.get('model_type')!r}; "
-            f"only {' and '.join(ARCHITECTURES)} are known"
+            f"only {' and '.join(JOB_ARCHITECTURES)} can be trained and served"
         )
     return config_json

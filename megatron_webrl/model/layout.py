@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_webrl.model.layer_split import check_divides, split_layers
-from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse
+from megatron_webrl.model.parameter_map import ParameterMapping, is_linear_attention, is_sparse
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,29 @@ def replica_ranks(mapping: ParameterMapping, hf_config: Any, sizes: ParallelSize
 
 def check_parallel_sizes(text_config: Any, sizes: ParallelSizes) -> None:
     """Raise ValueError unless the sizes divide the model's dimensions. `text_config`: of transformers."""
-    sparse = [is_sparse(text_config, layer) for layer in range(text_config.num_hidden_layers)]
+    layers = range(text_config.num_hidden_layers)
+    sparse = [is_sparse(text_config, layer) for layer in layers]
+    linear = any(is_linear_attention(text_config, layer) for layer in layers)
+    if linear and sizes.context > 1:
+        raise ValueError(
+            f"context_parallel={sizes.context} cannot split the state of linear attention; "
+            "set trainer.context_parallel=1"
+        )
     # Inside attention, the context-parallel ranks divide the heads of their tensor-parallel rank.
     heads = "tensor_parallel" if sizes.context == 1 else "tensor_parallel x context_parallel"
     divided = [
         (heads, sizes.tensor * sizes.context, "num_attention_heads"),
         (heads, sizes.tensor * sizes.context, "num_key_value_heads"),
     ]
+    if linear:
+        divided.append(("tensor_parallel", sizes.tensor, "linear_num_key_heads"))
     if not all(sparse):
         divided.append(("tensor_parallel", sizes.tensor, "intermediate_size"))
     if any(sparse):
         divided.append(("expert_parallel", sizes.expert, "num_experts"))
         divided.append(("expert_tensor_parallel", sizes.expert_tensor, "moe_intermediate_size"))
+        if hasattr(text_config, "shared_expert_intermediate_size"):
+            divided.append(("tensor_parallel", sizes.tensor, "shared_expert_intermediate_size"))
     elif sizes.expert > 1:
         raise ValueError(f"expert_parallel={sizes.expert} needs a mixture of experts; the model is dense")
     for name, size, dimension in divided:

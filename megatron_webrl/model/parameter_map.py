@@ -105,7 +105,13 @@ def is_sparse(text: Any, layer: int) -> bool:
     """Whether a layer of the text model is a mixture of experts."""
     if not getattr(text, "num_experts", 0):
         return False
-    return is_sparse_layer(layer, text.mlp_only_layers, text.decoder_sparse_step)
+    return is_sparse_layer(layer, getattr(text, "mlp_only_layers", ()), getattr(text, "decoder_sparse_step", 1))
+
+
+def is_linear_attention(text: Any, layer: int) -> bool:
+    """Whether a layer of the text model is linear attention (Gated DeltaNet)."""
+    types = getattr(text, "layer_types", None)
+    return types is not None and types[layer] == "linear_attention"
 
 
 def padded_vocab_size(vocab_size: int, size: int) -> int:

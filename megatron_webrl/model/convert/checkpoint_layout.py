@@ -1,7 +1,7 @@
 """Location of parameters in a distributed checkpoint, and how ranks shard them. Pure data and functions.
 
 Megatron stores one tensor [layers, ...] for all layers of a dense model, under a key without a layer number, but one
-tensor per layer if some layers are sparse. All experts of a layer are one tensor.
+tensor per layer if layers are of several kinds. All experts of a layer are one tensor.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron_webrl.model.parameter_map import (
     LAYER_PREFIX,
     ParameterMapping,
     ShardRange,
+    is_linear_attention,
     is_sparse,
     padded_vocab_size,
     shard_ranges,
@@ -44,7 +45,8 @@ class TensorLocation:
 
 def stacks_layers(text: Any) -> bool:
     """Whether Megatron stores all layers of the text model in one tensor."""
-    return not any(is_sparse(text, layer) for layer in range(text.num_hidden_layers))
+    layers = range(text.num_hidden_layers)
+    return not any(is_sparse(text, layer) or is_linear_attention(text, layer) for layer in layers)
 
 
 def tensor_location(mapping: ParameterMapping, text_config: Any, stacked: bool) -> TensorLocation:

@@ -1,1 +1,1 @@
-"""Parts of Qwen3.5: the gated delta rule."""
+"""Qwen3.5: layers of Gated DeltaNet and of gated attention."""

@@ -8,7 +8,20 @@ from typing import Any
 
 def check_config(folder: str | Path, hf: Any) -> None:
     """Raise ValueError for an unsupported option of a transformers configuration."""
-    text = hf.text_config
+    check_text_options(folder, hf.text_config)
+    count = len(hf.vision_config.deepstack_visual_indexes)
+    layers = hf.text_config.num_hidden_layers
+    if count > layers:
+        raise ValueError(f"{folder}: deepstack_visual_indexes has {count} entries for {layers} layers")
+
+
+def rotary_dim(text: Any) -> int:
+    """Number of a head's dimensions that are rotated, the first ones. `text`: the text config of transformers."""
+    return int(text.head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def check_text_options(folder: str | Path, text: Any) -> None:
+    """Raise ValueError for an unsupported option of attention, MLP or rotary angles."""
     rope = text.rope_parameters
     for name, value, supported in (
         ("attention_bias", text.attention_bias, False),
@@ -18,10 +31,7 @@ def check_config(folder: str | Path, hf: Any) -> None:
     ):
         if value != supported:
             raise ValueError(f"{folder}: text_config.{name}={value!r} is not supported; only {supported!r} is")
-    if sum(rope.get("mrope_section", ())) != text.head_dim // 2:
-        raise ValueError(
-            f"{folder}: mrope_section={rope.get('mrope_section')} must sum to head_dim / 2 = {text.head_dim // 2}"
-        )
-    count = len(hf.vision_config.deepstack_visual_indexes)
-    if count > text.num_hidden_layers:
-        raise ValueError(f"{folder}: deepstack_visual_indexes has {count} entries for {text.num_hidden_layers} layers")
+    dim = rotary_dim(text)
+    if sum(rope.get("mrope_section", ())) != dim // 2:
+        rotated = "head_dim" if dim == text.head_dim else "head_dim * partial_rotary_factor"
+        raise ValueError(f"{folder}: mrope_section={rope.get('mrope_section')} must sum to {rotated} / 2 = {dim // 2}")

@@ -11,6 +11,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -138,4 +139,6 @@ def layer_spec(parts: LayerModules, attention: ModuleSpec, sparse: bool) -> Modu
 
 def _experts_spec(mlp: MLPSubmodules) -> ModuleSpec:
     experts = ModuleSpec(module=Experts, submodules=mlp)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=ReplayRouter))
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=mlp)  # made if the configuration gives it a size
+    submodules = MoESubmodules(experts=experts, router=ReplayRouter, shared_experts=shared)
+    return ModuleSpec(module=MoELayer, submodules=submodules)

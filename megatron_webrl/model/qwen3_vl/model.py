@@ -25,8 +25,9 @@ from megatron_webrl.model.parameter_map import ParameterMapping, canonical_name,
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of, rank_coordinates_of
 from megatron_webrl.model.qwen3_vl import vision
+from megatron_webrl.model.qwen3_vl.config_check import rotary_dim
 from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, pad_to_multiple, token_range
-from megatron_webrl.model.qwen3_vl.rope import InterleavedRotaryEmbedding, rotary_dim
+from megatron_webrl.model.qwen3_vl.rope import InterleavedRotaryEmbedding
 from megatron_webrl.model.qwen3_vl.segments import segment_keys
 from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig
 from megatron_webrl.model.value_head import ValueHead

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32 and scaled in the input's dtype.
 
+    With `layernorm_zero_centered_gamma` it is scaled by one plus the weight, in float32.
     `weight.sequence_parallel` makes Megatron sum the gradient over tensor-parallel ranks, which see different tokens.
     """
 
@@ -17,10 +18,14 @@ class RMSNorm(nn.Module):
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x`; same shape and dtype."""
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered:
+            return (unit * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * unit.to(x.dtype)

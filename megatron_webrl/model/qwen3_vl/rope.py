@@ -50,11 +50,6 @@ def _text(length: int) -> Tensor:
     return torch.arange(length).expand(3, -1)
 
 
-def rotary_dim(text_config: Any) -> int:
-    """Number of a head's dimensions that are rotated, the first ones. `text_config`: of transformers."""
-    return int(text_config.head_dim * text_config.rope_parameters.get("partial_rotary_factor", 1.0))
-
-
 class InterleavedRotaryEmbedding(nn.Module):
     """Rotary angles, with the call signature of Megatron's MultimodalRotaryEmbedding."""
 

@@ -47,9 +47,17 @@ class MultimodalPackedSeqParams(PackedSeqParams):
 
 
 def make_text_config(
-    hf_config: Any, dtype: torch.dtype, platform: Platform, groups: ProcessGroupCollection, options: ComputeOptions
+    hf_config: Any,
+    dtype: torch.dtype,
+    platform: Platform,
+    groups: ProcessGroupCollection,
+    options: ComputeOptions,
+    **architecture: Any,
 ) -> TextConfig:
-    """Make Megatron's config of the text model. Raises ValueError if the parallel sizes do not divide it."""
+    """Make Megatron's config of the text model. Raises ValueError if the parallel sizes do not divide it.
+
+    `architecture`: further fields, of another architecture.
+    """
     text, sizes = hf_config.text_config, parallel_sizes_of(groups)
     check_parallel_sizes(text, sizes)
     sequence_parallel = options.sequence_parallel and sizes.tensor > 1
@@ -61,7 +69,7 @@ def make_text_config(
     return TextConfig(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        ffn_hidden_size=text.intermediate_size,
+        ffn_hidden_size=getattr(text, "intermediate_size", None),  # None: no layer has a dense MLP
         num_attention_heads=text.num_attention_heads,
         num_query_groups=text.num_key_value_heads,
         kv_channels=text.head_dim,
@@ -92,6 +100,7 @@ def make_text_config(
         **_pipeline(text, sizes, dtype),
         **_experts(text, sizes),
         **_recompute(text, options),
+        **architecture,
     )
 
 

@@ -34,11 +34,13 @@ class VisualFeatures:
 def build_vision_tower(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Build a vision tower with arbitrary weights from a transformers vision config, of a dense model or of experts."""
     torchvision_shim.install()
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+    kind: Any = Qwen3VLVisionModel if hasattr(config, "deepstack_visual_indexes") else Qwen3_5VisionModel
     with torch.device(device):
         # `dtype` keeps the rotary frequencies in float32; a later cast would not.
-        tower = Qwen3VLVisionModel._from_config(config, dtype=dtype, attn_implementation="sdpa")
+        tower = kind._from_config(config, dtype=dtype, attn_implementation="sdpa")
     tower.patch_embed.forward = partial(_embed_patches, tower.patch_embed.proj)
     return tower
 
@@ -68,8 +70,13 @@ def encode_images(
     order = [image for share in shares for image in share]
     images = range(len(tokens)) if packed.image_indices is None else packed.image_indices.tolist()
     features = features.index_select(0, copy_to_device(_token_order(tokens, order, images), features.device))
-    embeddings, *deepstack = features.chunk(1 + len(tower.deepstack_visual_indexes), dim=1)
+    embeddings, *deepstack = features.chunk(1 + _deepstack_layers(tower), dim=1)
     return VisualFeatures(embeddings, tuple(deepstack))
+
+
+def _deepstack_layers(tower: Any) -> int:
+    """Number of DeepStack features of each image token; a tower of Qwen3.5 has none."""
+    return len(getattr(tower, "deepstack_visual_indexes", ()))
 
 
 def _encode(tower: Any, grids: Tensor, pixels: Tensor) -> Tensor:
@@ -91,13 +98,13 @@ def _encode(tower: Any, grids: Tensor, pixels: Tensor) -> Tensor:
         interp_weights=copy_to_device(weights, pixels.device),
         return_dict=True,
     )
-    return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+    return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)
 
 
 def _no_features(tower: Any) -> Tensor:
     """Features [0, width] of no image; they take part in autograd because the backward pass is collective, too."""
     weight = tower.merger.linear_fc2.weight
-    width = weight.shape[0] * (1 + len(tower.deepstack_visual_indexes))
+    width = weight.shape[0] * (1 + _deepstack_layers(tower))
     return weight.new_empty(0, width).requires_grad_(weight.requires_grad and torch.is_grad_enabled())
 
 

@@ -37,14 +37,14 @@ def run(rank: int, folder: str) -> None:
         process_groups.init_process_groups(sizes)
         for name in ("dense", "tied", "moe"):
             if (name == "moe" or not layout.startswith("expert")) and (layout, name) not in SKIPPED:
-                found[layout, name] = _examine(Path(folder), name, layout, platform)
+                found[layout, name] = examine(Path(folder), name, layout, platform)
         process_groups.destroy_process_groups()
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
     torch.distributed.destroy_process_group()
 
 
-def _examine(folder: Path, name: str, layout: str, platform: platforms.Platform) -> dict[str, Any]:
+def examine(folder: Path, name: str, layout: str, platform: platforms.Platform) -> dict[str, Any]:
     """Hugging Face tensors of the model after loading from each source."""
     from megatron.core import dist_checkpointing
 

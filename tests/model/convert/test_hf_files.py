@@ -187,7 +187,12 @@ def test_a_folder_without_weights_is_refused(models: Path, tmp_path: Path) -> No
         ("text_config", "attention_bias", True, "attention_bias=True is not supported"),
         ("text_config", "hidden_act", "gelu", "hidden_act='gelu' is not supported"),
         ("text_config", "head_dim", 64, r"mrope_section=.* must sum to head_dim / 2 = 32"),
-        (None, "model_type", "qwen2_vl", "model_type='qwen2_vl'; only qwen3_vl and qwen3_vl_moe"),
+        (
+            None,
+            "model_type",
+            "qwen2_vl",
+            "model_type='qwen2_vl'; only qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe are",
+        ),
     ],
 )
 def test_an_unsupported_model_is_refused(

@@ -1,0 +1,89 @@
+"""Gloo processes of the Qwen3.5 tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import gloo
+from tests.model import tiny
+from tests.model.layout_ranks import Case, examine
+from tests.model.qwen3_5 import small
+
+CASES: dict[int, dict[str, Case]] = {
+    1: {"tp1": Case({}), "tp1 selective": Case({}, recompute="selective"), "tp1 full": Case({}, recompute="full")},
+    2: {
+        "tp2": Case({"tensor": 2}, sequence_parallel=False),
+        "tp2 sp": Case({"tensor": 2}),
+        "pp2": Case({"pipeline": 2}),
+        "dp2": Case({}),
+        "ep2": Case({"expert": 2}),
+        "ep2 tp2": Case({"tensor": 2, "expert": 2}),
+    },
+    4: {
+        "pp4": Case({"pipeline": 4}),
+        "tp2 pp2": Case({"tensor": 2, "pipeline": 2}, sequence_parallel=False),
+        "tp2 sp pp2": Case({"tensor": 2, "pipeline": 2}, recompute="full"),
+        "ep2 pp2": Case({"pipeline": 2, "expert": 2}),
+    },
+}
+
+
+def models(case: Case) -> list[str]:
+    """Models that a case is valid for: a mixture of experts needs sequence parallelism with tensor parallelism."""
+    split, experts = case.sizes.get("tensor", 1) > 1, "expert" in case.sizes
+    return [
+        name
+        for name, shape in small.MODELS.items()
+        if (case.sequence_parallel or not split if shape.experts else not experts)
+    ]
+
+
+def pairs(*ranks: int) -> list[tuple[int, str, str]]:
+    """Ranks, case and model of all comparisons on these numbers of ranks."""
+    return [(number, case, model) for number in ranks for case, what in CASES[number].items() for model in models(what)]
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    """Write the results of every case of `ranks` processes to found-RANKS-CASE-MODEL.pt."""
+    platform = gloo.join(rank, ranks, folder)
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.layout import ParallelSizes
+
+    for name, case in CASES[ranks].items():
+        process_groups.init_process_groups(ParallelSizes(**case.sizes), seed=1)
+        for model in models(case):
+            found = examine(Path(folder) / model, case, platform, small.samples())
+            if ranks == 1 and name == "tp1":
+                found |= packed(Path(folder) / model, platform)
+            everyone: list[Any] = [None] * ranks
+            torch.distributed.gather_object(found, everyone if rank == 0 else None)
+            if rank == 0:
+                torch.save(everyone, f"{folder}/found-{ranks}-{name}-{model}.pt")
+        process_groups.destroy_process_groups()
+    torch.distributed.destroy_process_group()
+
+
+def packed(folder: Path, platform: Any) -> dict[str, Any]:
+    """Logits of samples packed together, before and after a change of the first, and the refusal of a prefix."""
+    from dataclasses import replace
+
+    from megatron_webrl.model.build import build_model
+    from megatron_webrl.model.load import load_hf
+
+    [model] = build_model(folder, dtype="float32", platform=platform)
+    load_hf([model], folder)
+    parts = small.samples()
+    row, _ = tiny.pack(list(parts.values()))
+    first = int(row.cu_seqlens[1])
+    tokens = row.tokens.clone()
+    tokens[:first] = (tokens[:first] + 1) % tiny.VISION_START
+    with torch.no_grad():
+        found = {"packed": model(row), "beside": model(replace(row, tokens=tokens))}
+    try:
+        model(replace(row, parents=torch.tensor([-1, 0, -1, -1])))
+    except ValueError as error:
+        found["refusal"] = str(error)
+    return found

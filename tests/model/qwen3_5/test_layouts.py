@@ -1,0 +1,99 @@
+"""Log-probabilities and gradients of Qwen3.5 in every layout equal those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gloo import spawn
+from tests.model import tiny
+from tests.model.qwen3_5 import layout_ranks, small
+
+References = tuple[Path, dict[str, dict[str, Any]]]
+Examined = Callable[[int, str, str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    """Folder of the models, and results of transformers by model."""
+    folder, parts = tmp_path_factory.mktemp("qwen3_5"), small.samples()
+    found = {}
+    for seed, (name, shape) in enumerate(small.MODELS.items()):
+        model = small.write_model(folder / name, shape, seed)
+        tiny.reference_loss(model, list(parts.values())).backward()
+        with torch.no_grad():
+            logits = {key: tiny.reference_logits(model, sample) for key, sample in parts.items()}
+        gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+        found[name] = {"logits": logits, "gradients": gradients}
+    return folder, found
+
+
+@pytest.fixture(scope="module")
+def examined(references: References) -> Examined:
+    """(ranks, case, model) -> results of each rank."""
+    folder, _ = references
+    done: set[int] = set()
+
+    def found(ranks: int, case: str, model: str) -> list[dict[str, Any]]:
+        if ranks not in done:
+            spawn(layout_ranks.run, ranks, str(folder), ranks=ranks, seconds=600)
+            done.add(ranks)
+        everyone: list[dict[str, Any]] = torch.load(folder / f"found-{ranks}-{case}-{model}.pt")
+        return everyone
+
+    return found
+
+
+def check(examined: Examined, references: References, ranks: int, case: str, model: str) -> None:
+    """Compare a layout's log-probabilities and gradients with those of transformers."""
+    expected, everyone = references[1][model], examined(ranks, case, model)
+    seen = set()
+    for found in everyone:
+        for name, result in found["rows"].items():
+            seen.add(name)
+            logits, targets = expected["logits"][name], small.samples()[name]
+            assert logits.std() > 0.3, "logits near zero would make the comparison empty"
+            logprobs = (logits / tiny.TEMPERATURE).log_softmax(dim=-1)
+            logprobs = logprobs.gather(1, targets.tokens[targets.prompt :, None])[:, 0]
+            torch.testing.assert_close(result["logprobs"], logprobs, atol=1e-5, rtol=0)
+    assert seen == small.samples().keys()
+    gradients = everyone[0]["gradients"]
+    assert gradients.keys() == expected["gradients"].keys()
+    for key, gradient in gradients.items():
+        wanted = expected["gradients"][key]
+        assert wanted.norm() > 1e-6, f"{key}: the expected gradient is zero, the comparison would be empty"
+        error = ((gradient - wanted).norm() / wanted.norm()).item()
+        assert error < 1e-3, f"{key}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize(("ranks", "case", "model"), layout_ranks.pairs(1))
+def test_a_rank_computes_what_transformers_computes(
+    examined: Examined, references: References, ranks: int, case: str, model: str
+) -> None:
+    check(examined, references, ranks, case, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "case", "model"), layout_ranks.pairs(2, 4))
+def test_a_layout_computes_what_transformers_computes(
+    examined: Examined, references: References, ranks: int, case: str, model: str
+) -> None:
+    check(examined, references, ranks, case, model)
+
+
+@pytest.mark.parametrize("model", small.MODELS)
+def test_packed_samples_do_not_see_each_other(examined: Examined, references: References, model: str) -> None:
+    [found] = examined(1, "tp1", model)
+    expected = torch.cat(list(references[1][model]["logits"].values()))
+    torch.testing.assert_close(found["packed"][:, : tiny.VOCABULARY], expected, atol=1e-4, rtol=0)
+    first = len(references[1][model]["logits"]["text"])
+    assert (found["packed"][:first] - found["beside"][:first]).abs().max() > 0.1
+    assert torch.equal(found["packed"][first:], found["beside"][first:])
+
+
+def test_a_common_prefix_is_refused_by_name(examined: Examined) -> None:
+    assert "trainer.merge_prefixes=trajectory" in examined(1, "tp1", "dense")[0]["refusal"]
