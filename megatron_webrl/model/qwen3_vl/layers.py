@@ -42,10 +42,6 @@ class DeepStackLayer(TransformerLayer):
         self._recompute_experts = False
         if isinstance(self.mlp, MoELayer):
             self._recompute_experts, self.mlp.moe_layer_recompute = self.mlp.moe_layer_recompute, False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if isinstance(self.mlp, MoELayer):
             local = (self.mlp.num_local_experts, self.mlp.local_expert_indices)
             self.mlp.token_dispatcher = TokenDispatcher(*local, self.config, self.pg_collection)
 

@@ -21,7 +21,7 @@ from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.compute_options import ComputeOptions
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.layer_split import split_layers
-from megatron_webrl.model.parameter_map import ParameterMapping, canonical_name, padded_vocab_size
+from megatron_webrl.model.parameter_map import ParameterMapping, canonical_name, is_sparse, padded_vocab_size
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of, rank_coordinates_of
 from megatron_webrl.model.qwen3_vl import vision
