@@ -44,7 +44,7 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         The tokens per expert are on the device if this rank has all experts, else on the host.
         """
         if self.exchanges:
-            return super().dispatch_postprocess(rows, probs)  # type: ignore[no-any-return]
+            return super().dispatch_postprocess(rows, probs)
         return rows, self.tokens_per_expert, probs
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:

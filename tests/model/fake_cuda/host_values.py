@@ -57,10 +57,6 @@ class HostValues(TorchDispatchMode):
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         on_cuda = any(x.is_cuda for x in tensors)
         if func.namespace == "c10d":
-            if name == "c10d::_allgather_base_" and self._get(args[1]) is not None:  # the other ranks' are the same
-                with unset_fake_temporarily():
-                    values = torch.cat([self.known(args[1])] * (len(args[0]) // len(args[1])))
-                self._with_values(args[0], values)
             return _collective(func, args, tensors)
         if name == "_pin_memory":
             return args[0]

@@ -16,17 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-EXCHANGE = {  # of two mixture-of-experts layers: how many tokens ranks send each other, for the sizes of a collective
-    "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize synchronize": 2,
-}
 METRICS = {"megatron_webrl/trainer/learner.py:_reduce device to host": 2}  # once for all micro-batches
 HOST_SYNCS = {
     "dense score": {},
     "dense train": METRICS,
     "moe score": {},
     "moe train": METRICS,
-    "moe of two ranks score": EXCHANGE,
-    "moe of two ranks train": {**{place: 2 * count for place, count in EXCHANGE.items()}, **METRICS},  # recompute=full
     **{f"dense {name}": METRICS for name in ("gspo", "cispo", "sapo", "dppo", "raft_plus_plus", "teacher", "critic")},
     "dense critic score": {},
     # Once an update, before its first step, for all micro-batches.

@@ -66,10 +66,6 @@ def main(folder: str) -> None:
                 runs = {"critic score": _score_steps, "critic credit": _read_values}
                 runs["critic"] = partial(_train, loss=ENTROPY, distillation=TEACHER, critic=CRITIC)
                 found |= _syncs(host, runs, learner, microbatches)
-        leave_groups()
-        join_groups(expert=2)
-        learner, microbatches = _learner(Path(folder) / "moe", platform), [_on_cuda(real, host)]
-        found |= _syncs(host, {"score": _score, "train": _train}, learner, microbatches, "moe of two ranks")
     sys.stdout.write(json.dumps(found))
 
 
@@ -85,23 +81,15 @@ def _syncs(
     return found
 
 
-def join_groups(expert: int = 1) -> None:
-    """Form Megatron's groups of one rank, or of the first of several that have some of the experts each."""
+def join_groups() -> None:
+    """Form Megatron's groups of one rank."""
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
 
     # Objects travel as bytes of a tensor, which a fake tensor has not; of one rank they need not travel.
     torch.distributed.all_gather_object = lambda objects, value, group=None: objects.__setitem__(0, value)
-    torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=expert)
-    process_groups.init_process_groups(ParallelSizes(expert=expert))
-
-
-def leave_groups() -> None:
-    """Destroy all groups."""
-    from megatron_webrl.model import process_groups
-
-    process_groups.destroy_process_groups()
-    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    process_groups.init_process_groups(ParallelSizes())
 
 
 def _learner(folder: Path, platform: Any, value_head: ValueHeadKind = "none") -> Any:
