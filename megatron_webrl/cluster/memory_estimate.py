@@ -97,13 +97,18 @@ def choose_recompute(config: Config, description: Mapping[str, Any]) -> Recomput
     return "full"
 
 
+def resolve_recompute(config: Config, description: Mapping[str, Any]) -> Config:
+    """The configuration with the value that trainer.recompute=auto has for it."""
+    return _with_recompute(config, choose_recompute(config, description))
+
+
 def _with_recompute(config: Config, recompute: str) -> Config:
     return replace(config, trainer=replace(config.trainer, recompute=recompute))
 
 
 def estimate_memory(config: Config, description: Mapping[str, Any]) -> MemoryEstimate:
     """Estimate the memory of every role. `description`: the model's config.json."""
-    config = _with_recompute(config, choose_recompute(config, description))
+    config = resolve_recompute(config, description)
     counts, shape = count_parameters(description), TextDimensions.from_text_config(description["text_config"])
     trainer = _TrainerEstimate(config, counts, shape, description["vision_config"])
     stages = range(config.trainer.pipeline_parallel if config.trainer_world_size else 0)

@@ -73,7 +73,7 @@ def search_layouts(config: Config, description: Mapping[str, Any], card: Card, l
 
 def _candidates(config: Config, description: Mapping[str, Any]) -> Iterator[Config]:
     world, node = config.trainer_world_size, config.trainer_gpus_per_node
-    sparse = description["model_type"] == "qwen3_vl_moe"
+    sparse = bool(description["text_config"].get("num_experts"))
     for tensor, pipeline, expert, recompute, share in itertools.product(
         SIZES, SIZES, SIZES if sparse else (1,), RECOMPUTE, SEQUENCE_SHARES
     ):

@@ -11,6 +11,7 @@ from megatron_webrl.cluster.memory_estimate import (
     DTYPE_BYTES,
     EXPERT_IMBALANCE,
     OPTIMIZER_BYTES,
+    resolve_recompute,
 )
 from megatron_webrl.cluster.performance.rates import Rates, gathered_bytes
 from megatron_webrl.cluster.performance.shapes import MicrobatchShape, ModelShape
@@ -81,7 +82,10 @@ class TrainingPrediction:
 def stage_seconds(
     config: Config, model: ModelShape, rates: Rates, shape: MicrobatchShape, stage: int, training: bool
 ) -> PassSeconds:
-    """A rank of a pipeline stage computes its part of a micro-batch: `training`, with a backward pass, else without."""
+    """A rank of a pipeline stage computes its part of a micro-batch: `training`, with a backward pass, else without.
+
+    trainer.recompute=auto recomputes nothing here; see `resolve_recompute`.
+    """
     return _Stage(config, model, rates, shape, stage).seconds(training)
 
 
@@ -173,7 +177,7 @@ class _Stage:
         """Seconds of the forward pass that the backward pass repeats: computation, and collectives."""
         if self.trainer.recompute == "full":
             return dict(forward), dict(exposed)
-        if self.trainer.recompute == "none":
+        if self.trainer.recompute != "selective":
             return {}, {}
         dense = sum(self.model.mlp(layer, self.shape) for layer in self.layers) / self.split / self.rates.products
         again = {"products": dense, "experts": forward["experts"], "attention": forward["attention"]}
@@ -223,6 +227,7 @@ def predict_training(
     peak_tflops: float | None = None,
 ) -> TrainingPrediction:
     """Predict an update. `description`: the config.json. Raises ValueError if a sequence fits no micro-batch."""
+    config = resolve_recompute(config, description)
     model, trainer = ModelShape.from_description(description), config.trainer
     count, shape = TrainingBatch.of_config(config, lengths, model).microbatches(config)
     steps = trainer.epochs * trainer.minibatches
