@@ -41,7 +41,12 @@ def _text_mappings(
         decoder_sparse_step=1,
     )
     whole = parameter_mappings(
-        SimpleNamespace(text_config=text, vision_config=hf_config.vision_config, tie_word_embeddings=False),
+        SimpleNamespace(
+            model_type=hf_config.model_type,
+            text_config=text,
+            vision_config=hf_config.vision_config,
+            tie_word_embeddings=False,
+        ),
         experts or "released",
     )
     return tuple(mapping for mapping in whole if not mapping.hf_param.startswith("model.visual."))

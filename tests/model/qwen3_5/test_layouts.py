@@ -59,7 +59,8 @@ def check(examined: Examined, references: References, ranks: int, case: str, mod
             assert logits.std() > 0.3, "logits near zero would make the comparison empty"
             logprobs = (logits / tiny.TEMPERATURE).log_softmax(dim=-1)
             logprobs = logprobs.gather(1, targets.tokens[targets.prompt :, None])[:, 0]
-            torch.testing.assert_close(result["logprobs"], logprobs, atol=1e-5, rtol=0)
+            # Relative: transformers' own float32 is up to 8e-6 from its float64, where log-probabilities are about -8.
+            torch.testing.assert_close(result["logprobs"], logprobs, atol=1e-5, rtol=1e-6)
     assert seen == small.samples().keys()
     gradients = everyone[0]["gradients"]
     assert gradients.keys() == expected["gradients"].keys()
