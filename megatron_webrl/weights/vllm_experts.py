@@ -39,7 +39,7 @@ def make_recorder(config: VllmConfig, model: torch.nn.Module) -> ExpertRecorder 
     try:
         return ExpertRecorder(config, model)
     except ValueError as error:  # of vLLM, for kernels that choose the experts themselves
-        if config.additional_config[RECORD_OPTION] == "on":  # type: ignore[index]
+        if config.additional_config[RECORD_OPTION] == "on":
             raise
         log.warning("routed experts are not recorded, so the trainer cannot replay them: %s", error)
         return None
