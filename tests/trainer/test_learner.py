@@ -56,7 +56,10 @@ def test_an_update_changes_the_weights_and_reports_the_loss(found: Found, size: 
     metrics, _ = found[size, 0]["first"]
     assert metrics["gradient_norm"] > 0
     assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
-    assert metrics["operations"] > 0
+    # Two epochs and a pass for log-probabilities, a third of an epoch, against one epoch over the same tokens.
+    single, _ = found[size, 0]["single"]["all"]
+    assert metrics["tokens"] == 2 * single["tokens"]
+    assert metrics["operations"] == pytest.approx(7 / 3 * single["operations"], rel=1e-5)
     assert found[size, 0]["first"][0]["loss"] != found[size, 0]["second"][0]["loss"]
 
 
