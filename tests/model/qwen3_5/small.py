@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from megatron_webrl.system import torchvision_shim
 from tests.model import tiny
@@ -112,6 +113,9 @@ def write_model(folder: Path, shape: Shape, seed: int) -> Any:
             else:
                 parameter.normal_(mean=1.0, std=0.2)
     model.save_pretrained(folder)
+    if shape.experts:  # transformers writes each expert on its own, released folders hold one tensor for all
+        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
