@@ -71,7 +71,11 @@ def test_an_update_equals_that_of_one_node_with_the_same_groups(found: Found, la
     for rank in found[layout]:
         (metrics, gap), (expected, expected_gap) = rank["nodes"]["result"], rank["one"]["result"]
         assert metrics["gradient_norm"] > 0
-        assert metrics == {name: pytest.approx(value, rel=1e-3, abs=1e-6) for name, value in expected.items()}
+        # A rank computes an image once: operations depend on which samples of an image are on the same one.
+        assert metrics == {
+            name: pytest.approx(value, rel=0.1 if name == "operations" else 1e-3, abs=1e-6)
+            for name, value in expected.items()
+        }
         assert gap.tokens == expected_gap.tokens > 0
         for name, tensor in rank["nodes"]["weights"].items():
             assert float((tensor - rank["one"]["weights"][name]).abs().max()) < 1e-5, name
