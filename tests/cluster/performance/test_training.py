@@ -37,7 +37,13 @@ TINY: dict[str, Any] = {
 
 
 def made(*overrides: str) -> Config:
-    gpus = ("cluster.gpus_per_node=8", "cluster.engine_gpus_per_node=4", "trainer.data_parallel=0", "rollout.engines=0")
+    gpus = (
+        "trainer.recompute=none",
+        "cluster.gpus_per_node=8",
+        "cluster.engine_gpus_per_node=4",
+        "trainer.data_parallel=0",
+        "rollout.engines=0",
+    )
     return parse_config(None, [*gpus, "model.dtype=bfloat16", *overrides])
 
 
