@@ -283,7 +283,8 @@ def test_the_table_holds_every_run_also_a_censored_one(tmp_path: Path, capsys: p
             rates = (0.1, 0.2, 0.3, 0.4) if (mode, seed) == ("sync, lockstep", 1) else RISING
             store(bench, history(mode, seed, rates, seconds=60.0 if mode == "async" else 120.0))
     path = tmp_path / "figures.json"
-    words = ["--folder", str(tmp_path), "--seeds", "0", "1", "--window", "2", "--updates", "4", "--json", str(path)]
+    words = ["--folder", str(tmp_path), "--seeds", "0", "1", "--window", "2", "--updates", "4",
+             "--success", "0.65", "--json", str(path)]  # fmt: skip
     assert command.main(words) == 0
     shown = capsys.readouterr().out
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for text in shown.splitlines()
