@@ -32,7 +32,7 @@ from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.qwen3_vl.model import Qwen3VL
-from megatron_webrl.model.routing_replay import replays_routing
+from megatron_webrl.model.qwen3_vl.routing_replay import replays_routing
 from megatron_webrl.system.text import first_line
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator
