@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_webrl.model.parameter_map import is_sparse
+from megatron_webrl.cluster.performance.shapes import MicrobatchShape, ModelShape
 from megatron_webrl.trainer.data.merging import MergedSequence
 
 FORWARD_ONLY_SHARE = 1 / 3  # a backward pass costs two forward passes; frozen parameters need none
@@ -35,17 +35,17 @@ class FlopsEstimator:
     @classmethod
     def from_hf_config(cls, hf_config: Any, train_vision: bool = True) -> FlopsEstimator:
         """From a transformers configuration, Qwen3VLConfig or Qwen3VLMoeConfig."""
-        text, share = hf_config.text_config, 1.0 if train_vision else FORWARD_ONLY_SHARE
-        patch, patch_pair = _vision(hf_config.vision_config)
-        width = text.num_attention_heads * text.head_dim
-        projections = text.hidden_size * (2 * width + 2 * text.num_key_value_heads * text.head_dim)
-        layers = range(text.num_hidden_layers)
+        model, share = ModelShape.from_description(hf_config.to_dict()), 1.0 if train_vision else FORWARD_ONLY_SHARE
+        token, pair, scored, patch, patch_pair = (
+            MicrobatchShape(*(float(each == counted) for each in range(5))) for counted in range(5)
+        )
+        layers = range(model.layers)
         return cls(
-            per_token=2.0 * sum(projections + _mlp(text, is_sparse(text, layer)) for layer in layers),
-            per_token_pair=2.0 * len(layers) * 2 * width,
-            per_scored_token=2.0 * text.hidden_size * text.vocab_size,
-            per_patch=share * patch,
-            per_patch_pair=share * patch_pair,
+            per_token=sum(model.projections(layer, token) + model.experts(layer, token) for layer in layers),
+            per_token_pair=len(layers) * model.attention(pair),
+            per_scored_token=model.output(scored),
+            per_patch=share * model.vision(patch),
+            per_patch_pair=share * model.vision_attention(patch_pair),
         )
 
     def image_flops(self, grid: Sequence[int]) -> float:
@@ -87,23 +87,3 @@ def unique_images(sequences: Iterable[MergedSequence]) -> list[tuple[bytes, tupl
 def sequence_images(sequence: MergedSequence) -> list[tuple[bytes, tuple[int, int, int]]]:
     """All images of a sequence with their grids, in token order."""
     return [(data, (t, h, w)) for data, (t, h, w) in zip(sequence.images, sequence.grids.tolist(), strict=True)]
-
-
-def _mlp(text: Any, sparse: bool) -> int:
-    """Multiplications for one token in the MLP of one layer."""
-    if sparse:
-        experts = 3 * text.hidden_size * text.moe_intermediate_size * text.num_experts_per_tok
-        return int(experts + text.hidden_size * text.num_experts)
-    return int(3 * text.hidden_size * text.intermediate_size)
-
-
-def _vision(vision: Any) -> tuple[float, float]:
-    """Operations per patch, and per ordered pair of patches."""
-    hidden = vision.hidden_size
-    layer = 4 * hidden**2 + 2 * hidden * vision.intermediate_size
-    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    # A merger, one for the output and one for each DeepStack feature, maps a square of patches to one token.
-    square = vision.spatial_merge_size**2
-    merger = (square * hidden) ** 2 + square * hidden * vision.out_hidden_size
-    mergers = (1 + len(vision.deepstack_visual_indexes)) * merger / square
-    return 2.0 * (vision.depth * layer + pixels * hidden + mergers), 2.0 * vision.depth * 2 * hidden
