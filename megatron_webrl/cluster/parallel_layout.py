@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.hf_config import has_experts
 from megatron_webrl.model.layer_split import check_divides
 
 MIN_IMAGE_BUFFER_MIB = 512
@@ -14,7 +15,7 @@ MIN_IMAGE_BUFFER_MIB = 512
 def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
     """Raise ConfigError for sizes that cannot split the model. `description`: its config.json."""
     text, trainer = description["text_config"], config.trainer
-    sparse = description["model_type"] == "qwen3_vl_moe"
+    sparse = has_experts(description)
     text = {"num_experts": text.get("num_local_experts"), **text}  # transformers 5 writes num_local_experts
     heads = trainer.tensor_parallel * trainer.context_parallel
     heads_name = "tensor_parallel" if trainer.context_parallel == 1 else "tensor_parallel x context_parallel"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ ARCHITECTURES: dict[str, Callable[[str | Path, Any], None]] = {
 """Check of a transformers configuration by model_type. Raises ValueError for an unsupported option."""
 JOB_ARCHITECTURES = ("qwen3_vl", "qwen3_vl_moe")
 """Those whose weights have an engine map and whose memory is estimated: a job can train them."""
+
+
+def has_experts(description: Mapping[str, Any]) -> bool:
+    """Whether a model is a mixture of experts. `description`: its config.json."""
+    return bool(description["model_type"].endswith("_moe"))
 
 
 def load_hf_config(folder: str | Path) -> Any:

@@ -15,6 +15,7 @@ from megatron_webrl.cluster.performance.prediction import Prediction, predict
 from megatron_webrl.cluster.performance.workload import EpisodeLengths
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.hf_config import has_experts
 
 SIZES = (1, 2, 4, 8, 16, 32)
 RECOMPUTE = ("none", "selective", "full")
@@ -73,9 +74,8 @@ def search_layouts(config: Config, description: Mapping[str, Any], card: Card, l
 
 def _candidates(config: Config, description: Mapping[str, Any]) -> Iterator[Config]:
     world, node = config.trainer_world_size, config.trainer_gpus_per_node
-    sparse = bool(description["text_config"].get("num_experts"))
     for tensor, pipeline, expert, recompute, share in itertools.product(
-        SIZES, SIZES, SIZES if sparse else (1,), RECOMPUTE, SEQUENCE_SHARES
+        SIZES, SIZES, SIZES if has_experts(description) else (1,), RECOMPUTE, SEQUENCE_SHARES
     ):
         replica = tensor * pipeline * config.trainer.context_parallel
         if world % replica or node % tensor or (world // pipeline) % expert:

@@ -7,14 +7,14 @@ from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.model.hf_config import read_model_config
+from megatron_webrl.model.hf_config import has_experts, read_model_config
 
 
 def replays_routing(config: Config) -> bool:
     """Whether the trainer sends tokens to the experts that the engine chose."""
     setting = config.trainer.routing_replay
     if setting == "auto":
-        return _is_sparse(read_model_config(config.model.path)) and not _recording_obstacle(config)
+        return has_experts(read_model_config(config.model.path)) and not _recording_obstacle(config)
     return setting == "on"
 
 
@@ -27,16 +27,12 @@ def check_routing_replay(config: Config, description: dict[str, Any]) -> None:
     """Refuse trainer.routing_replay=on where nothing is recorded. `description`: config.json. Raises ConfigError."""
     if config.trainer.routing_replay != "on" or config.evaluation.only:
         return
-    if not _is_sparse(description):
+    if not has_experts(description):
         raise ConfigError(
             f"trainer.routing_replay=on needs a mixture of experts; {config.model.path} is dense; set it to auto"
         )
     if obstacle := _recording_obstacle(config):
         raise ConfigError(f"trainer.routing_replay=on: {obstacle}; change it, or set trainer.routing_replay to auto")
-
-
-def _is_sparse(description: dict[str, Any]) -> bool:
-    return bool(description["model_type"].endswith("_moe"))
 
 
 def _recording_obstacle(config: Config) -> str:
