@@ -31,12 +31,12 @@ class Case:
     sequence_parallel: bool = True
     recompute: str = "none"
 
-    def fits(self, shape: tiny.Shape) -> bool:
-        """Whether the layout is valid for a model."""
-        tensor, experts = self.sizes.get("tensor", 1), self.sizes.get("expert", 1) * self.sizes.get("expert_tensor", 1)
-        if shape.key_value_heads % (tensor * self.sizes.get("context", 1)):
+    def fits(self, key_value_heads: int, experts: int) -> bool:
+        """Whether the layout is valid for a model: experts need sequence parallelism with tensor parallelism."""
+        tensor, split = self.sizes.get("tensor", 1), self.sizes.get("expert", 1) * self.sizes.get("expert_tensor", 1)
+        if key_value_heads % (tensor * self.sizes.get("context", 1)):
             return False
-        return self.sequence_parallel or tensor == 1 if shape.experts else experts == 1
+        return self.sequence_parallel or tensor == 1 if experts else split == 1
 
 
 CASES: dict[int, dict[str, Case]] = {
@@ -71,7 +71,7 @@ CASES: dict[int, dict[str, Case]] = {
 
 def models(ranks: int, case: Case) -> list[str]:
     """Models of a case: on four ranks one dense and one sparse model at most."""
-    fitting = [name for name, shape in MODELS.items() if case.fits(shape)]
+    fitting = [name for name, shape in MODELS.items() if case.fits(shape.key_value_heads, shape.experts)]
     if ranks < 4:
         return fitting
     kinds = {bool(MODELS[name].experts): name for name in reversed(fitting)}
@@ -90,14 +90,31 @@ def pairs() -> list[tuple[int, str, str]]:
 
 def run(rank: int, ranks: int, folder: str) -> None:
     """Write the results of every case of `ranks` processes to found-RANKS-CASE-MODEL.pt."""
+    run_cases(rank, ranks, folder, CASES[ranks], lambda case: models(ranks, case), tiny.samples())
+
+
+def run_cases(
+    rank: int,
+    ranks: int,
+    folder: str,
+    cases: Mapping[str, Case],
+    models_of: Callable[[Case], list[str]],
+    parts: dict[str, tiny.Sample],
+    examine_more: Callable[[str, Path, Any], dict[str, Any]] = lambda *_: {},
+) -> None:
+    """Write the results of `examine` on all ranks, and of `examine_more`, to found-RANKS-CASE-MODEL.pt.
+
+    `examine_more`: from the name of the case, the folder of the model and the platform.
+    """
     platform = gloo.join(rank, ranks, folder)
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
 
-    for name, case in CASES[ranks].items():
+    for name, case in cases.items():
         process_groups.init_process_groups(ParallelSizes(**case.sizes), seed=1)
-        for model in models(ranks, case):
-            found = examine(Path(folder) / model, case, platform, tiny.samples())
+        for model in models_of(case):
+            path = Path(folder) / model
+            found = examine(path, case, platform, parts) | examine_more(name, path, platform)
             everyone: list[Any] = [None] * ranks
             torch.distributed.gather_object(found, everyone if rank == 0 else None)
             if rank == 0:

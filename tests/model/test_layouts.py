@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-from tests.gloo import spawn
 from tests.model import layout_ranks, tiny
-
-Examined = Callable[[int, str, str], list[dict[str, Any]]]
+from tests.model.layout_results import Examined, References, compare_gradients, examine_once, write_references
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     """Folder of the models, and results of transformers by model."""
-    folder = tmp_path_factory.mktemp("layouts")
-    found = {}
-    for seed, (name, shape) in enumerate(layout_ranks.MODELS.items()):
-        model = tiny.write_model(folder / name, shape, seed)
-        parts = tiny.samples()
-        tiny.reference_loss(model, list(parts.values())).backward()
-        with torch.no_grad():
-            logits = {key: tiny.reference_logits(model, sample) for key, sample in parts.items()}
-        gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
-        found[name] = {"logits": logits, "gradients": gradients}
-    return folder, found
+    return write_references(tmp_path_factory.mktemp("layouts"), layout_ranks.MODELS, tiny.write_model, tiny.samples)
 
 
 @pytest.fixture(scope="module")
-def examined(references: tuple[Path, dict[str, Any]]) -> Examined:
+def examined(references: References) -> Examined:
     """(ranks, case, model) -> results of each rank."""
-    folder, _ = references
-    done: set[int] = set()
-
-    def found(ranks: int, case: str, model: str) -> list[dict[str, Any]]:
-        if ranks not in done:
-            spawn(layout_ranks.run, ranks, str(folder), ranks=ranks, seconds=600)
-            done.add(ranks)
-        everyone: list[dict[str, Any]] = torch.load(folder / f"found-{ranks}-{case}-{model}.pt")
-        return everyone
-
-    return found
+    return examine_once(layout_ranks.run, references[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "case", "model"), layout_ranks.pairs())
 def test_a_layout_computes_what_transformers_computes(
-    examined: Examined, references: tuple[Path, dict[str, Any]], ranks: int, case: str, model: str
+    examined: Examined, references: References, ranks: int, case: str, model: str
 ) -> None:
     expected, everyone = references[1][model], examined(ranks, case, model)
     unseen = {name: torch.ones(len(logits), dtype=torch.bool) for name, logits in expected["logits"].items()}
@@ -67,15 +41,6 @@ def test_a_layout_computes_what_transformers_computes(
             entropy = -(scaled.exp() * scaled).sum(dim=1)
             torch.testing.assert_close(result["entropy"], entropy[mask], atol=1e-4, rtol=0)
     assert not any(left.any() for left in unseen.values())
-    _compare_gradients(everyone[0]["gradients"], expected["gradients"])
-
-
-def _compare_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for key, gradient in found.items():
-        wanted = expected[key]
-        # transformers keeps experts transposed against the released form.
-        wanted = wanted.mT if "experts" in key else wanted
-        assert wanted.norm() > 1e-6, f"{key}: the expected gradient is zero, the comparison would be empty"
-        error = ((gradient - wanted).norm() / wanted.norm()).item()
-        assert error < 1e-3, f"{key}: relative error {error:.2e}"
+    # transformers keeps experts transposed against the released form.
+    gradients = {key: each.mT if "experts" in key else each for key, each in expected["gradients"].items()}
+    compare_gradients(everyone[0]["gradients"], gradients)

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from tests import gloo
 from tests.model import tiny
-from tests.model.layout_ranks import Case, examine
+from tests.model.layout_ranks import Case, run_cases
 from tests.model.qwen3_5 import small
 
 CASES: dict[int, dict[str, Case]] = {
@@ -32,13 +31,8 @@ CASES: dict[int, dict[str, Case]] = {
 
 
 def models(case: Case) -> list[str]:
-    """Models that a case is valid for: a mixture of experts needs sequence parallelism with tensor parallelism."""
-    split, experts = case.sizes.get("tensor", 1) > 1, "expert" in case.sizes
-    return [
-        name
-        for name, shape in small.MODELS.items()
-        if (case.sequence_parallel or not split if shape.experts else not experts)
-    ]
+    """Models that a case is valid for."""
+    return [name for name, shape in small.MODELS.items() if case.fits(small.KEY_VALUE_HEADS, shape.experts)]
 
 
 def pairs(*ranks: int) -> list[tuple[int, str, str]]:
@@ -48,22 +42,11 @@ def pairs(*ranks: int) -> list[tuple[int, str, str]]:
 
 def run(rank: int, ranks: int, folder: str) -> None:
     """Write the results of every case of `ranks` processes to found-RANKS-CASE-MODEL.pt."""
-    platform = gloo.join(rank, ranks, folder)
-    from megatron_webrl.model import process_groups
-    from megatron_webrl.model.layout import ParallelSizes
 
-    for name, case in CASES[ranks].items():
-        process_groups.init_process_groups(ParallelSizes(**case.sizes), seed=1)
-        for model in models(case):
-            found = examine(Path(folder) / model, case, platform, small.samples())
-            if ranks == 1 and name == "tp1":
-                found |= packed(Path(folder) / model, platform)
-            everyone: list[Any] = [None] * ranks
-            torch.distributed.gather_object(found, everyone if rank == 0 else None)
-            if rank == 0:
-                torch.save(everyone, f"{folder}/found-{ranks}-{name}-{model}.pt")
-        process_groups.destroy_process_groups()
-    torch.distributed.destroy_process_group()
+    def examine_more(name: str, path: Path, platform: Any) -> dict[str, Any]:
+        return packed(path, platform) if name == "tp1" else {}
+
+    run_cases(rank, ranks, folder, CASES[ranks], models, small.samples(), examine_more)
 
 
 def packed(folder: Path, platform: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from transformers import (  # noqa: E402
 )
 
 LINEAR, FULL = "linear_attention", "full_attention"
+KEY_VALUE_HEADS = 2
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def configuration(shape: Shape) -> Any:
         "num_hidden_layers": len(shape.layers),
         "layer_types": list(shape.layers),
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": KEY_VALUE_HEADS,
         "head_dim": 32,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": shape.value_heads,

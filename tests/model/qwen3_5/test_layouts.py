@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-from tests.gloo import spawn
 from tests.model import tiny
+from tests.model.layout_results import Examined, References, compare_gradients, examine_once, write_references
 from tests.model.qwen3_5 import layout_ranks, small
-
-References = tuple[Path, dict[str, dict[str, Any]]]
-Examined = Callable[[int, str, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     """Folder of the models, and results of transformers by model."""
-    folder, parts = tmp_path_factory.mktemp("qwen3_5"), small.samples()
-    found = {}
-    for seed, (name, shape) in enumerate(small.MODELS.items()):
-        model = small.write_model(folder / name, shape, seed)
-        tiny.reference_loss(model, list(parts.values())).backward()
-        with torch.no_grad():
-            logits = {key: tiny.reference_logits(model, sample) for key, sample in parts.items()}
-        gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
-        found[name] = {"logits": logits, "gradients": gradients}
-    return folder, found
+    return write_references(tmp_path_factory.mktemp("qwen3_5"), small.MODELS, small.write_model, small.samples)
 
 
 @pytest.fixture(scope="module")
 def examined(references: References) -> Examined:
     """(ranks, case, model) -> results of each rank."""
-    folder, _ = references
-    done: set[int] = set()
-
-    def found(ranks: int, case: str, model: str) -> list[dict[str, Any]]:
-        if ranks not in done:
-            spawn(layout_ranks.run, ranks, str(folder), ranks=ranks, seconds=600)
-            done.add(ranks)
-        everyone: list[dict[str, Any]] = torch.load(folder / f"found-{ranks}-{case}-{model}.pt")
-        return everyone
-
-    return found
+    return examine_once(layout_ranks.run, references[0])
 
 
 def check(examined: Examined, references: References, ranks: int, case: str, model: str) -> None:
@@ -62,13 +36,7 @@ def check(examined: Examined, references: References, ranks: int, case: str, mod
             # Relative: transformers' own float32 is up to 8e-6 from its float64, where log-probabilities are about -8.
             torch.testing.assert_close(result["logprobs"], logprobs, atol=1e-5, rtol=1e-6)
     assert seen == small.samples().keys()
-    gradients = everyone[0]["gradients"]
-    assert gradients.keys() == expected["gradients"].keys()
-    for key, gradient in gradients.items():
-        wanted = expected["gradients"][key]
-        assert wanted.norm() > 1e-6, f"{key}: the expected gradient is zero, the comparison would be empty"
-        error = ((gradient - wanted).norm() / wanted.norm()).item()
-        assert error < 1e-3, f"{key}: relative error {error:.2e}"
+    compare_gradients(everyone[0]["gradients"], expected["gradients"])
 
 
 @pytest.mark.parametrize(("ranks", "case", "model"), layout_ranks.pairs(1))
