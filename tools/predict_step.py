@@ -20,14 +20,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/predict_step.py`
 
 from megatron_webrl.cluster.performance.cards import CARDS
-from megatron_webrl.cluster.performance.prediction import WIDTH, number, predict, print_prediction
+from megatron_webrl.cluster.performance.prediction import (
+    WIDTH,
+    make_table,
+    number,
+    parts_table,
+    predict,
+    print_prediction,
+)
 from megatron_webrl.cluster.performance.search import Layout, SearchResult, search_layouts
 from megatron_webrl.cluster.performance.workload import EpisodeLengths
 from megatron_webrl.cluster.placement_table import find_model_config
@@ -41,9 +46,7 @@ LENGTHS = {field.name: field for field in dataclasses.fields(EpisodeLengths)}
 
 def print_search(result: SearchResult, most: int, console: Console) -> None:
     """Print the fastest layouts, `most` of them, in at most WIDTH columns."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
-    for name in ("tp", "pp", "ep", "dp", "recompute", "tokens", "s an update", "MFU", "GiB"):
-        table.add_column(name, justify="left" if name == "recompute" else "right")
+    table = make_table("tp", "pp", "ep", "dp", "recompute", "tokens", "s an update", "MFU", "GiB", left="recompute")
     for layout in result.layouts[:most]:
         table.add_row(*_row(layout))
     console.print(table)
@@ -64,14 +67,7 @@ def _measure(console: Console) -> Any:
     from tools.cpu_rates import compare_with_benchmark  # torch takes seconds to import
 
     found = compare_with_benchmark()
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
-    for name in ("training on this CPU", "CPU s a step", "share"):
-        table.add_column(name, justify="left" if name.startswith("training") else "right")
-    total = sum(found.parts.values())
-    for name, seconds in found.parts.items():
-        table.add_row(name, number(seconds), f"{seconds / total:.1%}")
-    table.add_row("sum", number(total), "")
-    console.print(table)
+    console.print(parts_table("training on this CPU", "CPU s a step", found.parts))
     rates = ", ".join(f"{name.replace('_', ' ')} {value / 1e9:.3g}" for name, value in found.rates.items())
     console.print(f"rates of one thread, G/s: {rates}", highlight=False)
     measured = ", ".join(number(seconds) for seconds in found.measured)

@@ -71,18 +71,11 @@ def print_prediction(config: Config, prediction: Prediction, console: Console) -
     """Print the prediction in at most WIDTH columns."""
     training, generation = prediction.training, prediction.generation
     if training is not None:
-        table = _table(f"training, {prediction.card}", "s an update", "share")
-        for name, seconds in training.parts.items():
-            table.add_row(name, number(seconds), f"{seconds / training.train_seconds:.1%}")
-        table.add_row("sum", number(training.train_seconds), "")
-        console.print(table)
+        console.print(parts_table(f"training, {prediction.card}", "s an update", training.parts))
         for line in training_lines(prediction):
             console.print(line, highlight=False)
-    table = _table("generation", "ms a step of an episode", "share")
-    for name, seconds in generation.parts.items():
-        table.add_row(name, number(1000 * seconds), f"{seconds / generation.step_seconds:.1%}")
-    table.add_row("sum", number(1000 * generation.step_seconds), "")
-    console.print(table)
+    milliseconds = {name: 1000 * seconds for name, seconds in generation.parts.items()}
+    console.print(parts_table("generation", "ms a step of an episode", milliseconds))
     for line in generation_lines(prediction):
         console.print(line, highlight=False)
     console.print("predicted, not measured; docs/performance.md lists the assumptions", style="dim")
@@ -126,8 +119,18 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _table(*columns: str) -> Table:
+def parts_table(title: str, unit: str, parts: Mapping[str, float]) -> Table:
+    """A table of parts with their shares and their sum."""
+    table, total = make_table(title, unit, "share", left=title), sum(parts.values())
+    for name, value in parts.items():
+        table.add_row(name, number(value), f"{value / total:.1%}")
+    table.add_row("sum", number(total), "")
+    return table
+
+
+def make_table(*columns: str, left: str) -> Table:
+    """An empty table; column `left` holds words, the others numbers."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="right" if place else "left")
+    for name in columns:
+        table.add_column(name, justify="left" if name == left else "right")
     return table
