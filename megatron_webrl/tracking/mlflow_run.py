@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0  # before the first repetition; doubles up to MAX_RETRY_SECONDS
 MAX_RETRY_SECONDS = 60.0
 END_SECONDS = 20.0  # limit of waiting for MLflow at the end of a job
-FAILED_END_SECONDS = 2.0  # of a trainer that failed: its launcher waits no longer
+FAILED_END_SECONDS = 2.0  # limit of that after a failure of the trainer
 
 
 class MLflowTracker:
@@ -63,6 +63,10 @@ class MLflowTracker:
 
     def set_tag(self, name: str, value: str) -> None:
         self._append({"tags": {name: value}})
+
+    def close_failed(self) -> None:
+        """End the run of a trainer that failed, whose launcher waits only shortly."""
+        self.close("FAILED", FAILED_END_SECONDS)
 
     def close(self, status: str, seconds: float | None = None) -> None:
         """Log the summary and end the run with an MLflow status: FINISHED, KILLED or FAILED.

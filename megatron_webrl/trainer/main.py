@@ -41,7 +41,7 @@ from megatron_webrl.trainer.warm_start import warm_start
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 
 if TYPE_CHECKING:
-    from megatron_webrl.tracking.mlflow_run import FAILED_END_SECONDS, MLflowTracker
+    from megatron_webrl.tracking.mlflow_run import MLflowTracker
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _run(
         train(TrainingContext(config, learner, packer, syncer, coordinator, replay, evaluations, version=state.version))
     except BaseException:
         if tracker is not None:
-            tracker.close("FAILED", FAILED_END_SECONDS)
+            tracker.close_failed()
         raise
     control.close()
     exchange.close()

@@ -115,7 +115,7 @@ def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_ch
     config = make_config(tmp_path, server.uri)
     first = MLflowTracker(config, None)
     log_updates(first, range(1, 4))
-    first.close("FAILED")
+    first.close_failed()
     until(lambda: not first.uploader.pending(), "the first attempt in MLflow")
     second = MLflowTracker(config, None)
     log_updates(second, range(4, 6))
