@@ -1,7 +1,9 @@
-"""Write a tiny Qwen3-VL with random weights as a complete Hugging Face folder.
+"""Write a tiny Qwen3-VL or Qwen3.5 with random weights as a complete Hugging Face folder.
 
 The folder loads in transformers and in vLLM. It is the real architecture with small numbers: interleaved
 m-RoPE, QK-norm, DeepStack, tied embeddings, or a mixture of experts in the layout of released checkpoints.
+Of Qwen3.5 every fourth layer is gated attention and the others are linear attention, whose heads have the width of
+the released models (128), as vLLM's CPU build knows no other; it also computes these models in bfloat16 only.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ torchvision_shim.install()  # transformers brings in torchvision when a processo
 PATCH = 16
 MERGE = 2
 TEMPORAL = 2
+LINEAR_HEAD_DIM = 128
+CHOICES = {"architecture": ("qwen3_vl", "qwen3_5"), "dtype": ("float32", "bfloat16")}
 
 
 def make_tiny_model(
     folder: Path,
     *,
+    architecture: str = "qwen3_vl",
     hidden: int = 128,
     layers: int = 4,
     heads: int = 4,
@@ -51,6 +56,8 @@ def make_tiny_model(
     experts: int = 0,
     experts_per_token: int = 2,
     expert_intermediate: int = 96,
+    linear_key_heads: int = 2,
+    linear_value_heads: int = 4,
     vocabulary: int = 1024,
     max_position_embeddings: int = 4096,
     min_pixels: int = 4096,
@@ -63,7 +70,7 @@ def make_tiny_model(
     """Write the model to `folder` and return it. The same arguments give the same files.
 
     `vision_grid` is the side of the learned position grid, in patches; `experts` 0 makes a dense model;
-    `vocabulary` counts all tokenizer entries. Raises ValueError for sizes that do not fit each other and
+    `vocabulary` counts all tokenizer entries. DeepStack is of Qwen3-VL alone, heads of linear attention of Qwen3.5. Raises ValueError for sizes that do not fit each other and
     FileExistsError if `folder` has something in it and `force` is not set.
     """
     folder = Path(folder)
@@ -87,7 +94,12 @@ def make_tiny_model(
 
 def _check(sizes: dict[str, Any]) -> None:
     hidden, experts = sizes["hidden"], sizes["experts"]
-    for whole, part in (("heads", "kv_heads"), ("vision_hidden", "vision_heads")):
+    for name, choices in CHOICES.items():
+        if sizes[name] not in choices:
+            raise ValueError(f"{name}={sizes[name]!r} is none of {', '.join(choices)}")
+    for whole, part in (
+        ("heads", "kv_heads"), ("vision_hidden", "vision_heads"), ("linear_value_heads", "linear_key_heads")
+    ):  # fmt: skip
         if sizes[whole] % sizes[part]:
             raise ValueError(f"{part}={sizes[part]} does not divide {whole}={sizes[whole]}")
     if (sizes["vision_hidden"] // sizes["vision_heads"]) % 4 or sizes["head_dim"] % 16:
@@ -147,7 +159,9 @@ def _processor(sizes: dict[str, Any]) -> transformers.Qwen3VLProcessor:
 
 
 def _config(sizes: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.PreTrainedConfig:
-    side = sizes["head_dim"] // 2 * 5 // 16  # the share of height and of width in the rotary dimensions, as in Qwen3-VL
+    qwen3_5 = sizes["architecture"] == "qwen3_5"
+    rotary = sizes["head_dim"] // (4 if qwen3_5 else 2)  # pairs of dimensions; half of them are rotated in Qwen3.5
+    side = rotary * 5 // 16  # the share of height and of width in the rotary dimensions, as in Qwen3-VL
     ids = {
         name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
         for name in ("image_pad", "video_pad", "vision_start", "vision_end")
@@ -164,7 +178,7 @@ def _config(sizes: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerFa
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
-            "mrope_section": [sizes["head_dim"] // 2 - 2 * side, side, side],
+            "mrope_section": [rotary - 2 * side, side, side],
             "mrope_interleaved": True,
         },
         "tie_word_embeddings": sizes["tie"],
@@ -182,21 +196,31 @@ def _config(sizes: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerFa
         "temporal_patch_size": TEMPORAL,
         "out_hidden_size": sizes["hidden"],
         "num_position_embeddings": sizes["vision_grid"] ** 2,
-        "deepstack_visual_indexes": list(sizes["deepstack"]),
         "dtype": sizes["dtype"],
     }
-    kind: Any = transformers.Qwen3VLConfig
     if sizes["experts"]:
-        kind = transformers.Qwen3VLMoeConfig
         text |= {
             "num_experts": sizes["experts"],
             "num_experts_per_tok": sizes["experts_per_token"],
             "moe_intermediate_size": sizes["expert_intermediate"],
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "norm_topk_prob": True,
         }
-    return kind(
+    if qwen3_5:
+        text["partial_rotary_factor"] = text["rope_parameters"]["partial_rotary_factor"] = 0.5
+        text |= {
+            "full_attention_interval": 4,
+            "linear_num_key_heads": sizes["linear_key_heads"],
+            "linear_num_value_heads": sizes["linear_value_heads"],
+            "linear_key_head_dim": LINEAR_HEAD_DIM,
+            "linear_value_head_dim": LINEAR_HEAD_DIM,
+        }
+        if sizes["experts"]:
+            del text["intermediate_size"]
+            text["shared_expert_intermediate_size"] = sizes["expert_intermediate"]
+    else:
+        vision["deepstack_visual_indexes"] = list(sizes["deepstack"])
+        if sizes["experts"]:
+            text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    return _transformers_class(sizes, "Config")(
         text_config=text,
         vision_config=vision,
         image_token_id=ids["image_pad"],
@@ -208,12 +232,13 @@ def _config(sizes: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerFa
     )
 
 
+def _transformers_class(sizes: dict[str, Any], suffix: str) -> Any:
+    name = {"qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}[sizes["architecture"]]
+    return getattr(transformers, f"{name}{'Moe' if sizes['experts'] else ''}{suffix}")
+
+
 def _model(config: transformers.PreTrainedConfig, sizes: dict[str, Any]) -> torch.nn.Module:
-    kind: Any = (
-        transformers.Qwen3VLMoeForConditionalGeneration
-        if sizes["experts"]
-        else transformers.Qwen3VLForConditionalGeneration
-    )
+    kind = _transformers_class(sizes, "ForConditionalGeneration")
     config.architectures = [kind.__name__]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sizes["seed"])
@@ -246,9 +271,10 @@ def _save_weights(folder: Path, model: torch.nn.Module, config: transformers.Pre
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        # transformers computes with [experts, out, in]; released checkpoints hold [experts, in, out].
-        released = name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
-        tensors[name] = (tensor.transpose(1, 2) if released else tensor).contiguous()
+        # transformers computes with [experts, out, in]; released Qwen3-VL checkpoints hold [experts, in, out].
+        expert = name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+        transposed = expert and config.model_type == "qwen3_vl_moe"
+        tensors[name] = (tensor.transpose(1, 2) if transposed else tensor).contiguous()
     file = folder / "model.safetensors"
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(0o644)  # written for its owner alone otherwise
@@ -268,8 +294,8 @@ def main(arguments: list[str] | None = None) -> int:
             )
         elif isinstance(default, bool):
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
-        elif name == "dtype":
-            parser.add_argument(option, choices=("float32", "bfloat16"), default=default, help="(default: float32)")
+        elif name in CHOICES:
+            parser.add_argument(option, choices=CHOICES[name], default=default, help=f"(default: {default})")
         else:
             parser.add_argument(option, type=type(default), default=default, help=f"(default: {default})")
     options = vars(parser.parse_args(arguments))

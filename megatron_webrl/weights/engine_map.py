@@ -1,10 +1,12 @@
-"""Engine map: where vLLM stores each tensor of a Qwen3-VL, dense or mixture of experts.
+"""Engine map: where vLLM stores each tensor of a Qwen3-VL or Qwen3.5, dense or mixture of experts.
 
 Pure data and functions on shapes; vLLM is not imported. The shapes are vLLM 0.32's loading form, before vLLM packs a
 parameter for its kernels. An engine rank is stage * tensor + tensor rank.
 
 One of `tensor` vLLM ranks holds:
-- qkv_proj: its query heads, then its key heads, then its value heads; ranks share a key head if there are too few.
+- qkv_proj: its query heads (each with its output gate in gated attention), then its key heads, then its value heads;
+  ranks share a key head if there are too few.
+- in_proj_qkvz, in_proj_ba and conv1d of linear attention: its heads' rows of each of the tensors they are made of.
 - gate_up_proj and an expert's w13: its rows of the gate, then its rows of the up projection.
 - the vision tower's qkv: the rows of its heads in each third; with `vision_data_parallel`: the whole tower.
 - the vocabulary: an equal part after padding to a multiple of 64; padding is not transferred.
@@ -18,7 +20,7 @@ from typing import Any
 
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import check_divides
-from megatron_webrl.model.parameter_map import ParameterMapping, is_sparse, padded_vocab_size
+from megatron_webrl.model.parameter_map import ParameterMapping, is_linear_attention, is_sparse, padded_vocab_size
 from megatron_webrl.weights.slices import Shard
 
 MAP_VERSION = 1  # of both maps; changes when the location of a tensor changes on either side
@@ -27,6 +29,13 @@ VOCAB_PADDING_MULTIPLE = 64
 _TEXT = "model.language_model."
 _COLUMN = ("linear_fc1.weight", "linear_fc1.bias")  # of the vision tower, sharded along dimension 0
 _ROW = ("attn.proj.weight", "linear_fc2.weight")  # of the vision tower, sharded along dimension 1
+_FUSED = {
+    "in_proj_qkv.weight": "in_proj_qkvz.weight",
+    "in_proj_z.weight": "in_proj_qkvz.weight",
+    "in_proj_b.weight": "in_proj_ba.weight",
+    "in_proj_a.weight": "in_proj_ba.weight",
+}
+"""Tensors of linear attention that share a parameter."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,10 @@ def check_engine_sizes(hf_config: Any, sizes: EngineSizes) -> None:
         divided.append(("intermediate_size", text.intermediate_size))
     if any(sparse) and not sizes.expert_parallel:
         divided.append(("moe_intermediate_size", text.moe_intermediate_size))
+    if any(sparse) and getattr(text, "shared_expert_intermediate_size", 0):
+        divided.append(("shared_expert_intermediate_size", text.shared_expert_intermediate_size))
+    if has_linear_attention(text):
+        divided.append(("linear_num_key_heads", text.linear_num_key_heads))
     for name, number in divided:
         check_divides("tensor_parallel", sizes.tensor, name, number, "engine")
     heads = text.num_key_value_heads
@@ -72,10 +85,16 @@ def check_engine_sizes(hf_config: Any, sizes: EngineSizes) -> None:
         raise ValueError(f"engine tensor={sizes.tensor} exceeds num_experts={text.num_experts}")
     if sizes.expert_parallel and not any(sparse):
         raise ValueError("engine expert_parallel=True needs a mixture of experts; the model is dense")
-    _check_stages(text.num_hidden_layers, sizes.pipeline, len(vision.deepstack_visual_indexes))
+    _check_stages(text, sizes.pipeline, len(getattr(vision, "deepstack_visual_indexes", ())))
 
 
-def _check_stages(layers: int, pipeline: int, deepstack: int) -> None:
+def has_linear_attention(text: Any) -> bool:
+    """Whether the text model has layers of linear attention, as all of Qwen3.5 have."""
+    return any(is_linear_attention(text, layer) for layer in range(text.num_hidden_layers))
+
+
+def _check_stages(text: Any, pipeline: int, deepstack: int) -> None:
+    layers = text.num_hidden_layers
     if pipeline > layers:
         raise ValueError(f"engine pipeline={pipeline} exceeds {layers} layers")
     if pipeline > 1 and len(stage_layers(layers, pipeline)[0]) < deepstack:
@@ -83,6 +102,12 @@ def _check_stages(layers: int, pipeline: int, deepstack: int) -> None:
             f"engine pipeline={pipeline} leaves the first stage fewer than the {deepstack} layers that DeepStack "
             f"feeds; lower it to at most {layers // deepstack}"
         )
+    for stage, own in enumerate(stage_layers(layers, pipeline)):
+        if all(is_linear_attention(text, layer) for layer in own):
+            raise ValueError(
+                f"engine pipeline={pipeline} leaves stage {stage} only layers of linear attention, which vLLM cannot "
+                "place beside stages with full attention; lower it"
+            )
 
 
 def stage_layers(layers: int, pipeline: int) -> tuple[range, ...]:
@@ -101,9 +126,16 @@ class EngineMap:
     def __init__(self, hf_config: Any, sizes: EngineSizes) -> None:
         text = hf_config.text_config
         self.sizes, self.tied = sizes, bool(hf_config.tie_word_embeddings)
-        self.num_heads, self.num_key_value_heads = text.num_attention_heads, text.num_key_value_heads
-        self.head_dim = text.head_dim
+        self.num_key_value_heads, self.head_dim = text.num_key_value_heads, text.head_dim
         self.num_experts = getattr(text, "num_experts", 0)
+        self.is_hybrid = has_linear_attention(text)
+        self.fused_rows: dict[str, int] = {}  # of a parameter's rows, how many precede those of a tensor
+        if self.is_hybrid:
+            keys, values = text.linear_num_key_heads, text.linear_num_value_heads
+            self.fused_rows["in_proj_z.weight"] = (
+                2 * keys * text.linear_key_head_dim + values * text.linear_value_head_dim
+            )
+            self.fused_rows["in_proj_a.weight"] = values
         self.layers_by_stage = stage_layers(text.num_hidden_layers, sizes.pipeline)
 
     def shards_of(self, mapping: ParameterMapping, rank: int) -> tuple[Shard, ...]:
@@ -121,7 +153,8 @@ class EngineMap:
             name = engine_parameter_name(mapping)
             return (_box(mapping, name, 0, tensor_rank * share, length, 0),) if length > 0 else ()
         if mapping.layout.kind == "query_group":
-            return (self._attention(mapping, tensor_rank),)
+            place = self._linear_attention if ".linear_attn." in mapping.hf_param else self._attention
+            return (place(mapping, tensor_rank),)
         if mapping.layout.kind == "gate_up":
             index = mapping.layout.gate_up_index
             return (_equal_part(mapping, engine_parameter_name(mapping), 0, self.sizes.tensor, tensor_rank, index),)
@@ -134,14 +167,17 @@ class EngineMap:
         return padded_vocab_size(mapping.shape[0], VOCAB_PADDING_MULTIPLE) // self.sizes.tensor
 
     def is_on_stage(self, mapping: ParameterMapping, stage: int) -> bool:
-        """Whether a stage holds a mapping. vLLM's mixture of experts keeps embedding and output head on every stage."""
+        """Whether a stage holds a mapping.
+
+        Every stage of vLLM's Qwen3.5 keeps the embedding, and of its Qwen3-VL with experts the output head as well.
+        """
         last = self.sizes.pipeline - 1
         if mapping.layer is not None:
             return mapping.layer in self.layers_by_stage[stage]
-        if self.num_experts or mapping.hf_param.startswith("model.visual."):
+        if mapping.hf_param.startswith("model.visual.") or (self.num_experts and not self.is_hybrid):
             return True
         if mapping.hf_param == f"{_TEXT}embed_tokens.weight":
-            return stage == 0 or (stage == last and self.tied)
+            return stage == 0 or self.is_hybrid or (stage == last and self.tied)
         return stage == last
 
     def _vision(self, mapping: ParameterMapping, rank: int) -> tuple[Shard, ...]:
@@ -160,14 +196,20 @@ class EngineMap:
 
     def _attention(self, mapping: ParameterMapping, rank: int) -> Shard:
         """Shard of q, k or v of one layer in qkv_proj."""
-        target, size = engine_parameter_name(mapping), self.sizes.tensor
-        queries = self.num_heads // size * self.head_dim
+        target, size, layout = engine_parameter_name(mapping), self.sizes.tensor, mapping.layout
+        queries = layout.num_query_groups * (layout.group_stride - 2 * self.head_dim) // size  # rows, with gates
         if mapping.hf_param.endswith("q_proj.weight"):
             return _box(mapping, target, 0, rank * queries, queries, 0)
         keys = max(self.num_key_value_heads // size, 1) * self.head_dim
         replicas = max(size // self.num_key_value_heads, 1)  # ranks that hold the same key and value head
         before = queries + keys * mapping.hf_param.endswith("v_proj.weight")
         return _box(mapping, target, 0, rank // replicas * keys, keys, before)
+
+    def _linear_attention(self, mapping: ParameterMapping, rank: int) -> Shard:
+        """Shard of a projection, convolution or bias of the heads of one layer of linear attention."""
+        before = mapping.part_index[0].start + self.fused_rows.get(mapping.hf_param.split(".linear_attn.")[1], 0)
+        share = mapping.shape[0] // self.sizes.tensor
+        return _box(mapping, engine_parameter_name(mapping), 0, rank * share, share, before // self.sizes.tensor)
 
     def _expert(self, mapping: ParameterMapping, rank: int) -> tuple[Shard, ...]:
         """Shard of an expert's gate, up or down projection in the stacked parameter of its layer."""
@@ -210,7 +252,10 @@ def engine_parameter_name(mapping: ParameterMapping) -> str:
     name = mapping.hf_param.removeprefix(_TEXT)
     if name.startswith("lm_head."):
         return f"language_model.{name}"
-    if mapping.layout.kind in ("query_group", "gate_up"):
+    if ".linear_attn." in name:
+        prefix, suffix = name.split(".linear_attn.")
+        name = f"{prefix}.linear_attn.{_FUSED.get(suffix, suffix)}"
+    elif mapping.layout.kind in ("query_group", "gate_up"):
         fused = "qkv_proj" if mapping.layout.kind == "query_group" else "gate_up_proj"
         name = f"{name.rsplit('.', 2)[0]}.{fused}.weight"
     return f"language_model.model.{name}"

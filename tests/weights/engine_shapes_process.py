@@ -44,7 +44,6 @@ def main() -> None:
 
     engine = LLM(
         model=folder,
-        dtype="float32",
         enforce_eager=True,
         kv_cache_memory_bytes=32 * 2**20,
         max_model_len=1024,

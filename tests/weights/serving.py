@@ -29,7 +29,8 @@ from tests.rollout.engine.engines import expected, picture, prompt, scorable
 from tests.weights import trainer_rank
 
 SECONDS = 20.0  # timeout of one transfer
-TOLERANCE = 1e-4  # of log-probabilities
+TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (0.01, 0.002)}
+"""By the engine's type: of log-probabilities, the largest and the mean difference."""
 
 
 def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -> Config:
@@ -45,8 +46,8 @@ def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -
     return config
 
 
-def changed_folders(folder: Path, model: Path, count: int) -> list[Path]:
-    """Copies of a model folder with increasingly different weights."""
+def changed_folders(folder: Path, model: Path, count: int, scale: float = 0.02) -> list[Path]:
+    """Copies of a model folder with increasingly different weights: each adds noise of `scale`."""
     made = []
     reference = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     tied = bool(reference.config.tie_word_embeddings)
@@ -54,7 +55,7 @@ def changed_folders(folder: Path, model: Path, count: int) -> list[Path]:
         generator = torch.Generator().manual_seed(number)
         with torch.no_grad():
             for parameter in reference.parameters():
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+                parameter += scale * torch.randn(parameter.shape, generator=generator)
         target = folder / f"changed-{number}"
         copy_metadata(model, target)
         state = {n: t.contiguous() for n, t in reference.state_dict().items() if not (tied and n == "lm_head.weight")}
@@ -166,9 +167,17 @@ async def served(stage: Stage, worker: int, requests: int, **rollout: Any) -> As
         await engine.close()
 
 
-async def gap(found: Served, model: torch.nn.Module, prompts: int = 4) -> float:
-    """Largest difference between the log-probabilities of fresh answers and those of transformers' model."""
-    largest = 0.0
+def check_logprobs(found: Served, differences: Sequence[np.ndarray]) -> None:
+    """Compare differences of log-probabilities with TOLERANCE."""
+    absolute = np.abs(np.concatenate(differences))
+    largest, mean = TOLERANCE[found.engine._config.engine_dtype]
+    assert absolute.max() < largest
+    assert absolute.mean() < mean
+
+
+async def check_fresh_answers(found: Served, model: torch.nn.Module, prompts: int = 4) -> None:
+    """Compare the log-probabilities of fresh answers with those of transformers' model."""
+    differences = []
     for number in range(prompts):
         answer: Any = None
         while not scorable(found.engine, answer):
@@ -176,8 +185,8 @@ async def gap(found: Served, model: torch.nn.Module, prompts: int = 4) -> float:
                 None, prompt(found.engine, 2, f"fresh {number}"), [picture(0), picture(number, 320, 120)]
             )
         scores = expected(model, found.engine, answer, [picture(0), picture(number, 320, 120)])
-        largest = max(largest, float(np.abs(answer.logprobs - scores).max()))
-    return largest
+        differences.append(answer.logprobs - scores)
+    check_logprobs(found, differences)
 
 
 def load(folder: Path) -> torch.nn.Module:
@@ -191,7 +200,7 @@ def check_answers(found: Served, folders: Sequence[Path], base: Path, newest: in
     `newest`: check only this many; None: all.
     """
     models = [load(folder) for folder in (base, *folders)]
-    checked, answers = 0, found.answers if newest is None else found.answers[-newest:]
+    differences, checked, answers = [], 0, found.answers if newest is None else found.answers[-newest:]
     for number, answer in answers:
         if found.engine.processor.image_token_id in answer.response_token_ids:
             continue  # transformers would treat it as an image
@@ -199,6 +208,7 @@ def check_answers(found: Served, folders: Sequence[Path], base: Path, newest: in
             model = models[0 if version == 0 else 1 + (version - 1) % len(folders)]
             scores = expected(model, found.engine, answer, [picture(number)])
             mine = answer.versions == version
-            np.testing.assert_allclose(answer.logprobs[mine], scores[mine], atol=TOLERANCE)
+            differences.append((answer.logprobs - scores)[mine])
         checked += 1
+    check_logprobs(found, differences)
     return checked

@@ -20,6 +20,7 @@ from tests.model import tiny
 from tools.make_tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+QWEN3_5 = {"architecture": "qwen3_5", "dtype": "bfloat16"}
 SECONDS = 600.0  # for one engine to start and answer
 
 
@@ -59,9 +60,15 @@ def engine_shapes(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tuple
         ({"experts": 4}, EngineSizes(pipeline=2)),
         pytest.param({"experts": 3, "tie": False}, EngineSizes(tensor=2), marks=pytest.mark.soak),
         pytest.param({"experts": 3, "tie": False}, EngineSizes(tensor=2, expert_parallel=True), marks=pytest.mark.soak),
+        (QWEN3_5 | {"experts": 4, "tie": False}, EngineSizes(tensor=2)),
+        pytest.param(QWEN3_5, EngineSizes(pipeline=2), marks=pytest.mark.soak),
+        pytest.param(QWEN3_5 | {"tie": False, "kv_heads": 1}, EngineSizes(tensor=2), marks=pytest.mark.soak),
     ],
-    ids=["dense, two stages", "dense, key head on both ranks", "sparse, two stages", "sparse", "whole experts"],
-)
+    ids=[
+        "dense, two stages", "dense, key head on both ranks", "sparse, two stages", "sparse", "whole experts",
+        "hybrid, sparse", "hybrid, two stages", "hybrid, key head on both ranks",
+    ],
+)  # fmt: skip
 def test_the_map_equals_the_parameters_of_a_real_engine(
     tmp_path: Path, model: dict[str, Any], sizes: EngineSizes
 ) -> None:

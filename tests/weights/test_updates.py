@@ -6,21 +6,22 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.weights.serving import (
-    TOLERANCE,
     Served,
     Stage,
     changed_folders,
     check_answers,
+    check_fresh_answers,
     configuration,
-    gap,
     load,
     served,
 )
+from tools.make_tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
 UPDATES = 3
@@ -50,13 +51,21 @@ def check_all_answers(engines: Sequence[Served], folders: Sequence[Path], base: 
         assert check_answers(found, folders, base) >= UPDATES
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.soak)])
-async def test_a_2x2_trainer_updates_engines_of_one_and_two_ranks_under_load(
-    tmp_path: Path, tiny_model: Path, tiny_sparse_model: Path, kind: str
-) -> None:
-    model = tiny_model if kind == "dense" else tiny_sparse_model
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": {"experts": 4, "seed": 1},
+    "hybrid": {"architecture": "qwen3_5", "tie": False},
+}
+
+
+@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.soak), "hybrid"])
+async def test_a_2x2_trainer_updates_engines_of_one_and_two_ranks_under_load(tmp_path: Path, kind: str) -> None:
+    model = make_tiny_model(tmp_path / "model", **MODELS[kind])
     config = configuration(tmp_path, model, engines=2, tensor_parallel=2, pipeline_parallel=2)
-    folders = changed_folders(tmp_path, model, UPDATES)
+    scale = 0.02
+    if kind == "hybrid":  # vLLM computes linear attention in bfloat16, whose errors grow with the weights
+        config.rollout.dtype, scale = "bfloat16", 0.005
+    folders = changed_folders(tmp_path, model, UPDATES, scale)
     stage = Stage(tmp_path, config)
     try:
         stage.start_trainer(folders)
@@ -68,7 +77,8 @@ async def test_a_2x2_trainer_updates_engines_of_one_and_two_ranks_under_load(
             await take_all_versions(stage, engines)
             exported = Path(await stage.until(lambda: stage.control.get_json("exported"), "the exported model"))
             final = load(exported)
-            assert [await gap(e, final) < TOLERANCE for e in engines] == [True, True]
+            for found in engines:
+                await check_fresh_answers(found, final)
             check_all_answers(engines, folders, model)
     finally:
         stage.close()
@@ -84,7 +94,7 @@ async def test_an_engine_of_two_pipeline_stages_serves_before_and_after_updates(
         stage.start_trainer(folders)
         async with served(stage, 0, requests=4, pipeline_parallel=2) as found:
             await take_all_versions(stage, [found])
-            assert await gap(found, load(folders[-1])) < TOLERANCE
+            await check_fresh_answers(found, load(folders[-1]))
             check_all_answers([found], folders, tiny_model)
     finally:
         stage.close()
