@@ -17,6 +17,7 @@ from megatron_webrl.cluster.gpu_sharing import gpu_memory_share
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.compute_options import Recompute
+from megatron_webrl.model.hf_config import choose_prefix_merging
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.parameter_counts import ParameterCounts, TextDimensions, count_parameters
 
@@ -90,25 +91,26 @@ def choose_recompute(config: Config, description: Mapping[str, Any]) -> Recomput
         return "none"
     limit = FILLED_BY_AUTO * cluster.gpu_gib * GIB
     for recompute in get_args(Recompute):
-        estimate = estimate_memory(_with_recompute(config, recompute), description)
+        estimate = estimate_memory(_with_trainer(config, recompute=recompute), description)
         beside = estimate.engine.total if cluster.shared_gpus else 0
         if all(use.total + beside <= limit for use in estimate.trainer):
             return cast(Recompute, recompute)
     return "full"
 
 
-def resolve_recompute(config: Config, description: Mapping[str, Any]) -> Config:
-    """The configuration with the value that trainer.recompute=auto has for it."""
-    return _with_recompute(config, choose_recompute(config, description))
+def resolve_automatic(config: Config, description: Mapping[str, Any]) -> Config:
+    """The configuration with the values that trainer.merge_prefixes=auto and trainer.recompute=auto have for it."""
+    config = _with_trainer(config, merge_prefixes=choose_prefix_merging(config.trainer.merge_prefixes, description))
+    return _with_trainer(config, recompute=choose_recompute(config, description))
 
 
-def _with_recompute(config: Config, recompute: str) -> Config:
-    return replace(config, trainer=replace(config.trainer, recompute=recompute))
+def _with_trainer(config: Config, **settings: str) -> Config:
+    return replace(config, trainer=replace(config.trainer, **settings))
 
 
 def estimate_memory(config: Config, description: Mapping[str, Any]) -> MemoryEstimate:
     """Estimate the memory of every role. `description`: the model's config.json."""
-    config = resolve_recompute(config, description)
+    config = resolve_automatic(config, description)
     counts, shape = count_parameters(description), TextDimensions.from_text_config(description["text_config"])
     trainer = _TrainerEstimate(config, counts, shape, description["vision_config"])
     stages = range(config.trainer.pipeline_parallel if config.trainer_world_size else 0)

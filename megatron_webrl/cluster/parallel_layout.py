@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.model.hf_config import has_experts
+from megatron_webrl.model.hf_config import has_experts, has_linear_attention
 from megatron_webrl.model.layer_split import check_divides
 
 MIN_IMAGE_BUFFER_MIB = 512
@@ -28,12 +28,40 @@ def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
     for setting_name, size, name in divided:
         source = " x ".join(f"trainer.{part}" for part in setting_name.split(" x "))
         check_divides(setting_name, size, name, text[name], source)
+    if has_linear_attention(description):
+        _check_linear_attention(config, text, sparse)
     _check_parallel(config, text["num_hidden_layers"], sparse)
     _check_engine_layout(config, text, description["vision_config"], sparse)
     if config.rollout.max_model_len > text["max_position_embeddings"]:
         raise ConfigError(
             f"rollout.max_model_len={config.rollout.max_model_len} exceeds "
             f"max_position_embeddings={text['max_position_embeddings']} of {config.model.path}"
+        )
+
+
+def _check_linear_attention(config: Config, text: dict[str, Any], sparse: bool) -> None:
+    trainer, rollout, path = config.trainer, config.rollout, config.model.path
+    if trainer.context_parallel > 1:
+        raise ConfigError(
+            f"trainer.context_parallel={trainer.context_parallel} cannot split the state of the linear attention of "
+            f"{path}; set it to 1"
+        )
+    if trainer.merge_prefixes == "all":
+        raise ConfigError(
+            f"trainer.merge_prefixes=all would have the linear attention of {path} hand its state to several "
+            "continuations; set auto or trajectory: the beginnings that episodes have in common are then computed "
+            "once for each"
+        )
+    dimensions = ["linear_num_key_heads", "linear_num_value_heads"]
+    dimensions += ["shared_expert_intermediate_size"] if sparse else []
+    for part, size in (("trainer", trainer.tensor_parallel), ("rollout", rollout.tensor_parallel)):
+        for name in dimensions:
+            check_divides("tensor_parallel", size, name, text[name], f"{part}.tensor_parallel")
+    widths = (text["linear_key_head_dim"], text["linear_value_head_dim"])
+    if config.model.platform == "cpu" and (config.engine_dtype != "bfloat16" or widths != (128, 128)):
+        raise ConfigError(
+            f"vLLM computes the linear attention of {path} on the CPU in bfloat16 and with heads of 128 only; "
+            f"rollout.dtype gives {config.engine_dtype} (set bfloat16), the model has heads of {widths[0]}, {widths[1]}"
         )
 
 

@@ -148,10 +148,11 @@ class TrainerConfig:
     )
     tokens_per_microbatch: int = setting(16384, "Tokens of one packed sequence.", low=1)
     merge_prefixes: str = setting(
-        "all",
+        "auto",
         "Prefixes that a micro-batch computes once: none; trajectory: of steps that extend each other; all: those that "
-        "any steps have in common, such as the system prompt, task and first screenshot of a group.",
-        choices=("none", "trajectory", "all"),
+        "any steps have in common, such as the system prompt, task and first screenshot of a group; auto: all, or "
+        "trajectory where linear attention would have to hand its state to several continuations.",
+        choices=("auto", "none", "trajectory", "all"),
     )
     train_vision: bool = setting(True, "Train the vision tower; otherwise it is frozen.")
     image_workers: int = setting(

@@ -33,6 +33,8 @@ _DIMENSIONS = {
     "text_config": (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+        "linear_value_head_dim", "linear_conv_kernel_dim",
     ),
     "vision_config": (
         "depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "temporal_patch_size",

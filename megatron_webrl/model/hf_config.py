@@ -19,13 +19,23 @@ ARCHITECTURES: dict[str, Callable[[str | Path, Any], None]] = {
     "qwen3_5_moe": qwen3_5.check_config,
 }
 """Check of a transformers configuration by model_type. Raises ValueError for an unsupported option."""
-JOB_ARCHITECTURES = ("qwen3_vl", "qwen3_vl_moe")
-"""Those whose weights have an engine map and whose memory is estimated: a job can train them."""
 
 
 def has_experts(description: Mapping[str, Any]) -> bool:
     """Whether a model is a mixture of experts. `description`: its config.json."""
     return bool(description["model_type"].endswith("_moe"))
+
+
+def has_linear_attention(description: Mapping[str, Any]) -> bool:
+    """Whether some layers of a model are linear attention. `description`: its config.json."""
+    return bool(description["model_type"].startswith("qwen3_5"))
+
+
+def choose_prefix_merging(setting: str, description: Mapping[str, Any]) -> str:
+    """The value that trainer.merge_prefixes has for a model; auto merges what its layers can continue."""
+    if setting != "auto":
+        return setting
+    return "trajectory" if has_linear_attention(description) else "all"
 
 
 def load_hf_config(folder: str | Path) -> Any:
@@ -57,9 +67,9 @@ def read_model_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"model.path={path} holds no config.json; give a complete Hugging Face folder") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"model.path={path}: config.json is not valid JSON ({error})") from error
-    if config_json.get("model_type") not in JOB_ARCHITECTURES:
+    if config_json.get("model_type") not in ARCHITECTURES:
         raise ConfigError(
             f"model.path={path} holds model_type={config_json.get('model_type')!r}; "
-            f"only {' and '.join(JOB_ARCHITECTURES)} can be trained and served"
+            f"only {', '.join(ARCHITECTURES)} can be trained and served"
         )
     return config_json

@@ -27,7 +27,7 @@ from megatron_webrl.model.compute_options import (
     Recompute,
     ValueHeadKind,
 )
-from megatron_webrl.model.hf_config import load_hf_config, read_model_config
+from megatron_webrl.model.hf_config import choose_prefix_merging, load_hf_config, read_model_config
 from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
@@ -142,7 +142,7 @@ def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
         flops_estimator=FlopsEstimator.from_hf_config(load_hf_config(config.model.path), trainer.train_vision),
         # Megatron's interleaved schedule takes micro-batches in rounds of one per stage.
         microbatch_multiple=trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1,
-        merge_prefixes=trainer.merge_prefixes,
+        merge_prefixes=choose_prefix_merging(trainer.merge_prefixes, read_model_config(config.model.path)),
         replays_routing=replays_routing(config),
         encodes_images=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         image_rank=get_pg_rank(parallel_state.get_tensor_and_context_parallel_group()),

@@ -11,7 +11,7 @@ from megatron_webrl.cluster.memory_estimate import (
     DTYPE_BYTES,
     EXPERT_IMBALANCE,
     OPTIMIZER_BYTES,
-    resolve_recompute,
+    resolve_automatic,
 )
 from megatron_webrl.cluster.performance.rates import Rates, gathered_bytes
 from megatron_webrl.cluster.performance.shapes import MicrobatchShape, ModelShape
@@ -84,7 +84,7 @@ def stage_seconds(
 ) -> PassSeconds:
     """A rank of a pipeline stage computes its part of a micro-batch: `training`, with a backward pass, else without.
 
-    trainer.recompute=auto recomputes nothing here; see `resolve_recompute`.
+    trainer.recompute=auto recomputes nothing here; see `resolve_automatic`.
     """
     return _Stage(config, model, rates, shape, stage).seconds(training)
 
@@ -227,7 +227,7 @@ def predict_training(
     peak_tflops: float | None = None,
 ) -> TrainingPrediction:
     """Predict an update. `description`: the config.json. Raises ValueError if a sequence fits no micro-batch."""
-    config = resolve_recompute(config, description)
+    config = resolve_automatic(config, description)
     model, trainer = ModelShape.from_description(description), config.trainer
     count, shape = TrainingBatch.of_config(config, lengths, model).microbatches(config)
     steps = trainer.epochs * trainer.minibatches
