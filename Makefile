@@ -6,7 +6,12 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(or $(wildcard $(BIN)/python),$(shell command -v python3.11 || command -v python3.12 || command -v python3))
-MODEL := runs/models/tiny
+# Of `make warm-start`: qwen3_vl or qwen3_5, whose linear attention vLLM computes on the CPU in bfloat16 only.
+ARCHITECTURE ?= qwen3_vl
+OTHER := $(filter-out qwen3_vl,$(ARCHITECTURE))
+MODEL := runs/models/tiny$(addprefix -,$(OTHER))
+WARM_MODEL := models/quickstart$(addprefix -,$(OTHER))
+WARM_SETTINGS := $(if $(OTHER),rollout.dtype=bfloat16)
 # An environment of `make install-gpu` stays one: every later target installs CUDA builds into it.
 PLATFORM := $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
 INSTALLED := $(VENV)/.installed-$(PLATFORM)
@@ -35,15 +40,15 @@ system:
 	@PYTHON="$(PYTHON)" tools/install_system.sh
 
 $(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(INSTALLED)
-	$(BIN)/python -m tools.make_tiny_model $(MODEL) --force
+	$(BIN)/python -m tools.make_tiny_model $(MODEL) --architecture $(ARCHITECTURE) --force
 
 quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chromium, on the CPU
 	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
 
 warm-start: install $(MODEL)/config.json ## rebuild models/quickstart, the weights that quickstart starts from (half an hour)
-	$(BIN)/webrl demonstrate configs/warm_start.yaml --out runs/warm_start.records
-	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records models/quickstart
-	$(BIN)/webrl eval models/quickstart configs/warm_start.yaml $(ARGS)
+	$(BIN)/webrl demonstrate configs/warm_start.yaml --out runs/warm_start.records model.path=$(MODEL) $(WARM_SETTINGS)
+	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records $(WARM_MODEL)
+	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
 
 test: install slurm lint ## lint, then run all tests; what fails runs twice more and is listed
 	PYTHON=$(BIN)/python tools/run_tests.sh "not soak" --reruns 2 $(ARGS)

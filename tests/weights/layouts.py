@@ -23,10 +23,11 @@ from megatron_webrl.weights.plan import EngineTopology, TrainerTopology
 
 torchvision_shim.install()
 
-from transformers import Qwen3VLConfig, Qwen3VLMoeConfig  # noqa: E402
+from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig  # noqa: E402
 
 PADDING = -1
 VISION_HEADS = 12
+LINEAR_KEY_HEADS, LINEAR_VALUE_HEADS, LINEAR_KEY_DIM, LINEAR_VALUE_DIM = 12, 24, 2, 3
 LANGUAGE = "model.language_model."
 
 
@@ -45,15 +46,18 @@ def cases(draw: st.DrawFn, *, shared_nodes: bool) -> Case:
     tensor = draw(st.sampled_from([1, 2, 3, 4]))
     heads = 12 if tensor == 3 else draw(st.sampled_from([4, 8, 12]))
     key_value = draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0 and (n % tensor == 0 or tensor % n == 0)]))
-    split = draw(st.sampled_from([(t, c) for t in (1, 2, 4) for c in (1, 2) if key_value % (t * c) == 0]))
     layers, experts = draw(st.sampled_from([1, 2, 3, 4, 5])), draw(st.sampled_from([0, 0, 4, 6]))
+    stages = draw(st.sampled_from([n for n in (1, 2, 3) if n <= layers]))
+    hybrid = layers > stages and draw(st.booleans())
+    contexts = (1,) if hybrid else (1, 2)
+    split = draw(st.sampled_from([(t, c) for t in (1, 2, 4) for c in contexts if key_value % (t * c) == 0]))
     dense_layers = draw(st.lists(st.integers(0, layers - 1), unique=True, max_size=2)) if experts else []
     if len(dense_layers) == layers:
         dense_layers = []
-    stages = draw(st.sampled_from([n for n in (1, 2, 3) if n <= layers]))
     deepstack = draw(st.integers(0, min(2, layers // stages)))
     vocabulary = draw(st.integers(129, 192) if tensor == 3 else st.integers(65, 192))
-    hf_config = _hf_config(layers, heads, key_value, experts, dense_layers, deepstack, vocabulary, draw(st.booleans()))
+    sizes = (layers, heads, key_value, experts, dense_layers, deepstack, vocabulary, draw(st.booleans()))
+    hf_config = _hf_config(*sizes, stages if hybrid else 0)
     trainer = draw(_trainers(layers, experts, *split))
     engine = EngineSizes(tensor, stages, bool(experts) and draw(st.booleans()), tensor > 1 and draw(st.booleans()))
     node = st.sampled_from(["a", "b", "c", "d"]) if shared_nodes else st.sampled_from(["x", "y"])
@@ -73,8 +77,10 @@ def _trainers(draw: st.DrawFn, layers: int, experts: int, tensor: int, context: 
 
 
 def _hf_config(
-    layers: int, heads: int, key_value: int, experts: int, dense: list[int], deepstack: int, vocabulary: int, tie: bool
-) -> Any:
+    layers: int, heads: int, key_value: int, experts: int, dense: list[int], deepstack: int, vocabulary: int, tie: bool,
+    hybrid_stages: int,
+) -> Any:  # fmt: skip
+    """`hybrid_stages`: of an engine of Qwen3.5, each with full attention in its last layer; 0: a Qwen3-VL."""
     text = {
         "vocab_size": vocabulary,
         "hidden_size": 20,
@@ -105,6 +111,22 @@ def _hf_config(
         "deepstack_visual_indexes": list(range(deepstack)),
     }
     kind = Qwen3VLMoeConfig if experts else Qwen3VLConfig
+    if hybrid_stages:
+        kind = Qwen3_5MoeConfig if experts else Qwen3_5Config
+        ends = {_layers_of_stage(layers, hybrid_stages, stage)[-1] for stage in range(hybrid_stages)}
+        text |= {
+            "layer_types": [f"{'full' if layer in ends else 'linear'}_attention" for layer in range(layers)],
+            "linear_num_key_heads": LINEAR_KEY_HEADS,
+            "linear_num_value_heads": LINEAR_VALUE_HEADS,
+            "linear_key_head_dim": LINEAR_KEY_DIM,
+            "linear_value_head_dim": LINEAR_VALUE_DIM,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
+        }
+        del vision["deepstack_visual_indexes"]
+        if experts:
+            for name in ("mlp_only_layers", "decoder_sparse_step", "intermediate_size"):
+                del text[name]
+            text["shared_expert_intermediate_size"] = 36
     return kind(text_config=text, vision_config=vision, tie_word_embeddings=tie)
 
 
@@ -160,12 +182,14 @@ def engine_parameters(hf_config: Any, sizes: EngineSizes, state: dict[str, Tenso
     """Parameters of a vLLM rank after loading the state, written independently from vLLM's layers."""
     text, count = hf_config.text_config, sizes.tensor
     stage, part = divmod(rank, count)
-    sparse_model = isinstance(hf_config, Qwen3VLMoeConfig)
+    sparse_model, hybrid = isinstance(hf_config, Qwen3VLMoeConfig), hasattr(text, "linear_num_key_heads")
     vision = _vision(state, 1, 0) if sizes.vision_data_parallel else _vision(state, count, part)
     found = {name.removeprefix("model."): t for name, t in vision.items()}
     for layer in _layers_of_stage(text.num_hidden_layers, sizes.pipeline, stage):
         source, target = f"{LANGUAGE}layers.{layer}.", f"language_model.model.layers.{layer}."
-        found |= {target + name: t for name, t in _attention(state, source, text, count, part).items()}
+        linear = hybrid and text.layer_types[layer] == "linear_attention"
+        attention = (_linear_attention if linear else _attention)(state, source, text, count, part)
+        found |= {target + name: t for name, t in attention.items()}
         if is_sparse(text, layer):
             found |= {target + name: t for name, t in _experts(state, source, text, sizes, part).items()}
         else:
@@ -173,7 +197,7 @@ def engine_parameters(hf_config: Any, sizes: EngineSizes, state: dict[str, Tenso
             found[f"{target}mlp.gate_up_proj.weight"] = torch.cat([gate.chunk(count)[part], up.chunk(count)[part]])
             found[f"{target}mlp.down_proj.weight"] = down.chunk(count, dim=1)[part]
     first, last = stage == 0 or sparse_model, stage == sizes.pipeline - 1 or sparse_model
-    if first or (last and hf_config.tie_word_embeddings):
+    if first or hybrid or (last and hf_config.tie_word_embeddings):
         embedding = _vocabulary(state[f"{LANGUAGE}embed_tokens.weight"], count, part)
         found["language_model.model.embed_tokens.weight"] = embedding
     if last:
@@ -221,24 +245,59 @@ def _attention(state: dict[str, Tensor], source: str, text: Any, count: int, par
         for t in (k, v)
     )
     found = {
-        "self_attn.qkv_proj.weight": torch.cat([q, k, v]).flatten(0, 1),
+        "self_attn.qkv_proj.weight": torch.cat([t.flatten(0, 1) for t in (q, k, v)]),
         "self_attn.o_proj.weight": o.chunk(count, dim=1)[part],
     }
-    norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
-    return found | {f"{name}.weight": state[f"{source}{name}.weight"] for name in norms}
+    return found | _norms(state, source, "self_attn.q_norm", "self_attn.k_norm")
+
+
+def _norms(state: dict[str, Tensor], source: str, *names: str) -> dict[str, Tensor]:
+    names = ("input_layernorm", "post_attention_layernorm", *names)
+    return {f"{name}.weight": state[f"{source}{name}.weight"] for name in names}
+
+
+def _linear_attention(state: dict[str, Tensor], source: str, text: Any, count: int, part: int) -> dict[str, Tensor]:
+    prefix = f"{source}linear_attn."
+    keys, values = LINEAR_KEY_HEADS * LINEAR_KEY_DIM, LINEAR_VALUE_HEADS * LINEAR_VALUE_DIM
+
+    def channels(tensor: Tensor) -> list[Tensor]:
+        return [each.chunk(count)[part] for each in tensor.split([keys, keys, values])]
+
+    def mine(name: str) -> Tensor:
+        return state[prefix + name].chunk(count)[part]
+
+    found = {
+        "in_proj_qkvz.weight": torch.cat([*channels(state[f"{prefix}in_proj_qkv.weight"]), mine("in_proj_z.weight")]),
+        "in_proj_ba.weight": torch.cat([mine("in_proj_b.weight"), mine("in_proj_a.weight")]),
+        "conv1d.weight": torch.cat(channels(state[f"{prefix}conv1d.weight"])),
+        "dt_bias": mine("dt_bias"),
+        "A_log": mine("A_log"),
+        "norm.weight": state[f"{prefix}norm.weight"],
+        "out_proj.weight": state[f"{prefix}out_proj.weight"].chunk(count, dim=1)[part],
+    }
+    return {f"linear_attn.{name}": t for name, t in found.items()} | _norms(state, source)
 
 
 def _experts(state: dict[str, Tensor], source: str, text: Any, sizes: EngineSizes, part: int) -> dict[str, Tensor]:
-    gate_up = state[f"{source}mlp.experts.gate_up_proj"].transpose(1, 2)  # [experts, 2 * inner, hidden]
-    gate, up = gate_up.chunk(2, dim=1)
-    down = state[f"{source}mlp.experts.down_proj"].transpose(1, 2)  # [experts, hidden, inner]
+    gate_up, down = state[f"{source}mlp.experts.gate_up_proj"], state[f"{source}mlp.experts.down_proj"]
+    shared = hasattr(text, "shared_expert_intermediate_size")
+    if not shared:  # Qwen3-VL's tensors are transposed
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate, up = gate_up.chunk(2, dim=1)  # [experts, inner, hidden]; down: [experts, hidden, inner]
     if sizes.expert_parallel:
         gate, up, down = (t.tensor_split(sizes.tensor)[part] for t in (gate, up, down))
     else:
         gate, up = (t.chunk(sizes.tensor, dim=1)[part] for t in (gate, up))
         down = down.chunk(sizes.tensor, dim=2)[part]
-    return {
+    found = {
         "mlp.gate.weight": state[f"{source}mlp.gate.weight"],
         "mlp.experts.routed_experts.w13_weight": torch.cat([gate, up], dim=1),
         "mlp.experts.routed_experts.w2_weight": down,
     }
+    if shared:
+        found["mlp.shared_expert_gate.weight"] = state[f"{source}mlp.shared_expert_gate.weight"]
+        gate, up, down = (state[f"{source}mlp.shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        gate, up = (t.chunk(sizes.tensor)[part] for t in (gate, up))
+        found["mlp.shared_expert.gate_up_proj.weight"] = torch.cat([gate, up])
+        found["mlp.shared_expert.down_proj.weight"] = down.chunk(sizes.tensor, dim=1)[part]
+    return found
