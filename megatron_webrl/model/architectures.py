@@ -17,6 +17,13 @@ LAYER_MAPPINGS: dict[str, LayerMappings] = {
     "qwen3_5_moe": qwen3_5.layer_mappings,
 }
 """Mappings of one layer from the text config, the layer, prefixes of tensors and parameters, and the expert format."""
+PASSTHROUGH_PREFIXES = {"qwen3_5": qwen3_5.PASSTHROUGH_PREFIX, "qwen3_5_moe": qwen3_5.PASSTHROUGH_PREFIX}
+"""Tensors of released folders that have no parameter: conversion and checkpoints keep them bit for bit."""
+
+
+def is_passthrough(model_type: str, name: str) -> bool:
+    """Whether a tensor of an architecture's folders is kept without a parameter."""
+    return model_type in PASSTHROUGH_PREFIXES and name.startswith(PASSTHROUGH_PREFIXES[model_type])
 
 
 def parameter_mappings(hf_config: Any, expert_format: ExpertFormat = "released") -> tuple[ParameterMapping, ...]:

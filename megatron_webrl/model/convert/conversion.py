@@ -1,7 +1,8 @@
 """Convert between Hugging Face folders and Megatron's distributed checkpoints, one part of a tensor at a time.
 
-    OUT/megatron/  the weights, in the format of `dist_checkpoint_files`
-    OUT/hf/        all files of the Hugging Face folder except weights
+    OUT/megatron/     the weights, in the format of `dist_checkpoint_files`
+    OUT/hf/           all files of the Hugging Face folder except weights
+    OUT/passthrough/  its tensors that have no parameter, if the architecture names such (`passthrough.py`)
 
 A checkpoint stores each parameter as one tensor in its unsharded shape (the vocabulary may be padded), cut into one
 chunk per rank. It loads at any parallel sizes.
@@ -40,11 +41,19 @@ from megatron_webrl.model.convert.hf_files import (
     HFModel,
     HFTensor,
     LoadError,
+    TensorSpec,
     bitwise_equal,
     open_hf_model,
     write_hf_model,
 )
 from megatron_webrl.model.convert.hf_reader import HFReader, ScratchBuffers, copy_transposed, fused_expert_index
+from megatron_webrl.model.convert.passthrough import (
+    compare_passthrough,
+    open_passthrough,
+    passthrough_specs,
+    read_parts,
+    write_passthrough,
+)
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes, expert_rank, pipeline_stages
 from megatron_webrl.model.parameter_map import ParameterMapping, parameter_shapes
@@ -93,19 +102,26 @@ def hf_to_megatron(source: Path, target: Path, sizes: ParallelSizes, options: Co
         raise ValueError(f"{error} ({source / 'config.json'})") from error
     with open_hf_model(source, hf_config) as model, atomic_folder(target, source, overwrite=options.overwrite) as out:
         _check_dtypes(model, hf_config, options.dtype)
-        total = sum(_nbytes(tensor, options.dtype) for tensor in model.tensors.values())
+        written = (*model.tensors.values(), *model.passthrough.values())
+        total = sum(_nbytes(tensor, options.dtype) for tensor in written)
         chunks = len(model.mappings) * sizes.tensor
         check_free_space(out, total + chunks * CHUNK_OVERHEAD_BYTES + _metadata_size(source))
         folders.copy_metadata(source, out / HF_FOLDER)
         with options.progress("writing", total) as advance:
             _write_chunks(model, hf_config, out / MEGATRON_FOLDER, sizes, options.dtype, advance)
+            write_passthrough(model.passthrough, out, options.dtype, advance)
         if options.dtype is not None:
             _set_dtype(out / HF_FOLDER / "config.json", options.dtype)
         if options.verify:
-            with DistCheckpointReader(out / MEGATRON_FOLDER) as ckpt, options.progress("verifying", total) as advance:
+            with (
+                DistCheckpointReader(out / MEGATRON_FOLDER) as ckpt,
+                open_passthrough(out, hf_config.model_type) as kept,
+                options.progress("verifying", total) as advance,
+            ):
                 check_checkpoint(ckpt, hf_config)
                 _compare(model, ckpt, hf_config, options.dtype, advance)
-    return ConversionSummary(len(model.tensors), total)
+                compare_passthrough(model.passthrough, kept, options.dtype, advance)
+    return ConversionSummary(len(written), total)
 
 
 def megatron_to_hf(source: Path, target: Path, shard_bytes: int, options: ConversionOptions) -> ConversionSummary:
@@ -118,21 +134,27 @@ def megatron_to_hf(source: Path, target: Path, shard_bytes: int, options: Conver
     hf_config = load_hf_config(source / HF_FOLDER)
     with (
         DistCheckpointReader(source / MEGATRON_FOLDER) as ckpt,
+        open_passthrough(source, hf_config.model_type) as kept,
         atomic_folder(target, source, overwrite=options.overwrite) as out,
     ):
         check_checkpoint(ckpt, hf_config)
         hf = HFReader(ckpt, hf_config, options.dtype)
-        specs = hf.tensor_specs()
+        specs = [*hf.tensor_specs(), *passthrough_specs(kept, options.dtype)]
+
+        def parts(spec: TensorSpec) -> Iterator[Tensor]:
+            return read_parts(kept[spec.name], options.dtype) if spec.name in kept else hf.read_parts(spec.name)
+
         total = sum(spec.nbytes for spec in specs)
         check_free_space(out, total + len(specs) * CHUNK_OVERHEAD_BYTES + _metadata_size(source / HF_FOLDER))
         folders.copy_metadata(source / HF_FOLDER, out)
         if options.dtype is not None:
             _set_dtype(out / "config.json", options.dtype)
         with options.progress("writing", total) as advance:
-            write_hf_model(out, specs, lambda spec: _report_progress(hf.read_parts(spec.name), advance), shard_bytes)
+            write_hf_model(out, specs, lambda spec: _report_progress(parts(spec), advance), shard_bytes)
         if options.verify:
             with open_hf_model(out, hf_config) as model, options.progress("verifying", total) as advance:
                 _compare(model, ckpt, hf_config, options.dtype, advance)
+                compare_passthrough(kept, model.passthrough, options.dtype, advance)
     return ConversionSummary(len(specs), total)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_webrl.model.architectures import parameter_mappings
+from megatron_webrl.model.architectures import is_passthrough, parameter_mappings
 from megatron_webrl.model.convert.background_writer import BackgroundWriter, create_file, sync_and_close
 from megatron_webrl.model.parameter_map import ExpertFormat, ParameterMapping
 from megatron_webrl.system.text import first_line
@@ -54,10 +54,11 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class HFModel:
-    """A folder whose tensors are exactly those of the mappings."""
+    """A folder whose tensors are exactly those of the mappings, and those that the architecture passes through."""
 
     mappings: tuple[ParameterMapping, ...]
     tensors: dict[str, HFTensor]
+    passthrough: dict[str, HFTensor]  # have no parameter, see passthrough.py
 
 
 @contextmanager
@@ -66,14 +67,15 @@ def open_hf_model(folder: str | Path, hf_config: Any) -> Iterator[HFModel]:
 
     A tied model may also store an output layer if it equals the embedding bit for bit; it is left out.
     """
-    with ExitStack() as stack:
-        tensors = _open(Path(folder), stack)
+    with open_tensors(Path(folder)) as tensors:
+        passthrough = {name: tensors[name] for name in tensors if is_passthrough(hf_config.model_type, name)}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in passthrough}
         mappings = parameter_mappings(hf_config, detect_expert_format(hf_config, tensors))
         if hf_config.tie_word_embeddings and OUTPUT_WEIGHT in tensors:
             _check_tied(tensors, mappings)
             del tensors[OUTPUT_WEIGHT]
         _check(mappings, tensors)
-        yield HFModel(mappings, tensors)
+        yield HFModel(mappings, tensors, passthrough)
 
 
 def detect_expert_format(hf_config: Any, tensors: dict[str, HFTensor]) -> ExpertFormat:
@@ -101,22 +103,25 @@ def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def _open(folder: Path, stack: ExitStack) -> dict[str, HFTensor]:
+@contextmanager
+def open_tensors(folder: Path) -> Iterator[dict[str, HFTensor]]:
+    """Open all tensors of a folder. Raises LoadError for unreadable files and an index that does not match them."""
     tensors: dict[str, HFTensor] = {}
-    for path, expected in _files(folder).items():
-        try:
-            file = stack.enter_context(safe_open(str(path), framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise LoadError(_unreadable(path, error)) from error
-        names = set(file.keys())
-        if expected is not None and names != expected:
-            name = min(names ^ expected)
-            where = "is in the index but not in the file" if name in expected else "is in the file but not in the index"
-            raise LoadError(f"tensor {name} of {path} {where}")
-        for name in sorted(names):
-            lazy = file.get_slice(name)
-            tensors[name] = HFTensor(name, path, tuple(lazy.get_shape()), lazy.get_dtype(), lazy)
-    return tensors
+    with ExitStack() as stack:
+        for path, expected in _files(folder).items():
+            try:
+                file = stack.enter_context(safe_open(str(path), framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise LoadError(_unreadable(path, error)) from error
+            names = set(file.keys())
+            if expected is not None and names != expected:
+                name = min(names ^ expected)
+                found = "in the index but not in the file" if name in expected else "in the file but not in the index"
+                raise LoadError(f"tensor {name} of {path} is {found}")
+            for name in sorted(names):
+                lazy = file.get_slice(name)
+                tensors[name] = HFTensor(name, path, tuple(lazy.get_shape()), lazy.get_dtype(), lazy)
+        yield tensors
 
 
 def _unreadable(path: Path, error: Exception) -> str:

@@ -20,6 +20,8 @@ from megatron_webrl.model.parameter_map import (
 )
 from megatron_webrl.model.qwen3_vl.parameters import expert_mappings, mlp_mappings
 
+PASSTHROUGH_PREFIX = "mtp."  # of the layer that predicts the token after the next, which is not trained
+
 
 def layer_mappings(text: Any, layer: int, source: str, target: str, experts: ExpertFormat) -> list[ParameterMapping]:
     """Mappings of one layer of the text model. `source`, `target`: prefixes of its tensors and its parameters."""

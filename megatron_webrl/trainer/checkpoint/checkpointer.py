@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.trainer import CheckpointConfig
+from megatron_webrl.model.convert.passthrough import copy_passthrough
 from megatron_webrl.tracking.run_lease import STAGING_PREFIX
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
@@ -95,7 +96,8 @@ class Checkpointer:
         sync_histories: Callable[[], None] = lambda: None,
         staging: Path | None = None,
     ) -> None:
-        """`folder`: the run's checkpoints. `model_folder`: the Hugging Face folder whose configuration is copied along.
+        """`folder`: the run's checkpoints. `model_folder`: the Hugging Face folder whose configuration is copied along,
+        and its tensors that no parameter holds.
 
         `report_progress` is called while a save is waited for; `timeout_seconds` limits the writing of one checkpoint;
         `sync_histories` flushes the files that a state refers to, on the first rank. It may raise OSError. `staging`:
@@ -133,11 +135,12 @@ class Checkpointer:
         if self._run_on_first_rank(state.version, lambda: _check_space(folder, int(size))) is None:
             self._discard(folder)
             return
-        write_shards, is_first_rank = plan.write_task(), self._is_first_rank
-        write_rest = partial(write_metadata, folder, plan.common, asdict(state), self.model_folder)
+        write_shards, is_first_rank, model_folder = plan.write_task(), self._is_first_rank, self.model_folder
+        write_rest = partial(write_metadata, folder, plan.common, asdict(state), model_folder)
 
         def write() -> Any:
             if is_first_rank:
+                copy_passthrough(model_folder, folder)
                 write_rest()
             return write_shards()
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.trainer import CheckpointConfig
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.system import torchvision_shim
@@ -96,27 +97,32 @@ def train(rank: int, folder: str) -> None:
 
     for name in TRAINED:
         process_groups.init_process_groups(ParallelSizes(), seed=1)
-        target = Path(folder, "trained", name)
+        target, model = Path(folder, "trained", name), Path(folder, name)
         target.mkdir(parents=True)
-        torch.save(_trained(Path(folder, name), target / "checkpoints", platform), target / "weights.pt")
+        torch.save(step_and_save(_learner(model, platform), model, target / "checkpoints"), target / "weights.pt")
         process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()
 
 
-def _trained(model: Path, folder: Path, platform: platforms.Platform) -> dict[str, torch.Tensor]:
-    from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
+def _learner(model: Path, platform: platforms.Platform) -> Any:
     from megatron_webrl.trainer.factory import make_learner
 
     config = Config()
     config.model.path = str(model)
     config.trainer.tensor_parallel = config.trainer.data_parallel = 1
-    learner = make_learner(config, platform)
+    return make_learner(config, platform)
+
+
+def step_and_save(learner: Any, model: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The model's tensors after an optimiser step; a trainer's checkpoint of them is written into the folder."""
+    from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
+
     for chunk in learner.chunks:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
             parameter.main_grad.copy_(torch.sin(37 * parameter.detach().float()))
     learner.optimizer.step()
-    checkpoints = Checkpointer(folder, model, config.trainer.checkpoint)
+    checkpoints = Checkpointer(folder, model, CheckpointConfig())
     checkpoints.start_save(learner, TrainerState(VERSION, 0, 4, (5,), {"trained": 8}, 1))
     checkpoints.close()
     assert checkpoints.last_error is None, checkpoints.last_error
