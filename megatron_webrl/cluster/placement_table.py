@@ -52,7 +52,7 @@ def show_placement(
         raise ConfigError(
             f"{'--memory' if with_memory else '--time'}: model.path={config.model.path} is no folder with a "
             "config.json, nor named as a released size is (Qwen3-VL-SIZE-Instruct or -Thinking, SIZE one of "
-            f"{', '.join(model_sizes.MODEL_SIZES)})"
+            f"{', '.join(model_sizes.MODEL_SIZES)}; {', '.join(model_sizes.QWEN3_5_NAMES)})"
         )
     if with_memory and description is not None:
         estimate = memory_estimate.estimate_memory(config, description)

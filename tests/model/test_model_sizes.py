@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.architectures import parameter_mappings
@@ -12,19 +14,27 @@ from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
 from megatron_webrl.model.parameter_map import parameter_shapes
 
 BILLIONS = {"2B": 2.13, "4B": 4.44, "8B": 8.77, "32B": 33.4, "30B-A3B": 31.1, "235B-A22B": 235.7}
-"""Weights, vision tower included."""
+"""Weights of Qwen3-VL, vision tower included."""
+STORED = {
+    "Qwen3.5-4B": 4_659_865_088,
+    "Qwen3.5-9B": 9_653_104_368,
+    "Qwen3.5-27B": 27_781_427_952,
+    "Qwen3.5-35B-A3B": 35_951_822_704,
+    "Qwen3.5-122B-A10B": 125_086_497_008,
+}
+"""Elements of the released folders of Qwen3.5 (metadata of their files on the Hub), with the layer `mtp.*`."""
 
 
 def _has_experts(name: str) -> bool:
     return "num_experts" in model_sizes.config_sections(name)["text_config"]
 
 
-@pytest.mark.parametrize("name", model_sizes.MODEL_SIZES)
+@pytest.mark.parametrize("name", model_sizes.RELEASED)
 def test_the_map_has_every_tensor_of_a_released_size_with_its_shape(name: str) -> None:
     hf_config = model_sizes.make_hf_config(name)
     sparse = _has_experts(name)
     with torch.device("meta"):
-        model = (Qwen3VLMoeForConditionalGeneration if sparse else Qwen3VLForConditionalGeneration)(hf_config)
+        model = AutoModelForImageTextToText.from_config(hf_config)
     expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     if hf_config.tie_word_embeddings:
         del expected["lm_head.weight"]
@@ -32,7 +42,22 @@ def test_the_map_has_every_tensor_of_a_released_size_with_its_shape(name: str) -
     mappings = parameter_mappings(hf_config, "transposed" if sparse else "released")
     assert {mapping.hf_param: mapping.tensor_shape for mapping in mappings} == expected
     count = sum(torch.Size(shape).numel() for shape in expected.values())
-    assert count / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    if name in BILLIONS:
+        assert count / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    else:
+        assert count + _multi_token_prediction(hf_config.text_config) == STORED[name]
+
+
+def _multi_token_prediction(text: Any) -> int:
+    """Elements of a layer of full attention, of four norms and of the projection of two hidden states to one."""
+    hidden, dim = text.hidden_size, text.head_dim
+    attention = hidden * dim * (3 * text.num_attention_heads + 2 * text.num_key_value_heads) + 2 * dim
+    inner = getattr(text, "intermediate_size", 0)
+    mlp = 3 * hidden * inner
+    if getattr(text, "num_experts", 0):
+        experts = text.num_experts * (3 * text.moe_intermediate_size + 1)
+        mlp = hidden * (experts + 3 * text.shared_expert_intermediate_size + 1)
+    return attention + mlp + 2 * hidden**2 + 5 * hidden
 
 
 def test_all_expert_formats_of_a_released_size_fill_the_same_parameters() -> None:
@@ -42,10 +67,23 @@ def test_all_expert_formats_of_a_released_size_fill_the_same_parameters() -> Non
         assert parameter_shapes(parameter_mappings(hf_config, form), 4, 2) == wanted
 
 
-@pytest.mark.parametrize("name", model_sizes.MODEL_SIZES)
+@pytest.mark.parametrize("name", model_sizes.RELEASED)
 def test_common_parallel_sizes_divide_every_released_size(name: str) -> None:
-    experts = 8 if _has_experts(name) else 1
-    for tensor in (1, 2, 4):
-        check_parallel_sizes(
-            model_sizes.make_hf_config(name).text_config, ParallelSizes(tensor=tensor, pipeline=8, expert=experts)
-        )
+    text, experts = model_sizes.make_hf_config(name).text_config, 8 if _has_experts(name) else 1
+    for tensor in (1, 2, min(4, text.num_key_value_heads)):
+        check_parallel_sizes(text, ParallelSizes(tensor=tensor, pipeline=8, expert=experts))
+
+
+@pytest.mark.parametrize(
+    ("path", "size"),
+    [
+        ("models/Qwen3-VL-8B-Instruct", "8B"),
+        ("/data/Qwen3-VL-4B-Thinking/", "4B"),
+        ("models/Qwen3.5-4B", "Qwen3.5-4B"),
+        ("Qwen3.5-35B-A3B-Base", "Qwen3.5-35B-A3B"),
+        ("models/Qwen3.5-5B", None),
+        ("models/Qwen3-VL-9B", None),
+    ],
+)
+def test_a_folder_name_means_a_released_size(path: str, size: str | None) -> None:
+    assert model_sizes.size_from_path(path) == size
