@@ -9,17 +9,18 @@ With trainer.merge_prefixes=all their sequences have twice as many tokens, as co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast, get_args
 
+from megatron_webrl.cluster import linear_attention_costs
 from megatron_webrl.cluster.gpu_sharing import gpu_memory_share
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.compute_options import Recompute
 from megatron_webrl.model.hf_config import choose_prefix_merging
 from megatron_webrl.model.layer_split import split_layers
-from megatron_webrl.model.parameter_counts import ParameterCounts, TextDimensions, count_parameters
+from megatron_webrl.model.parameter_counts import ParameterCounts, TextDimensions, count_parameters, deepstack_layers
 
 GIB = 2**30
 IMAGE_TOKEN_FRACTION = 0.5  # of the tokens of a packed sequence
@@ -242,25 +243,22 @@ class _TrainerEstimate:
 
     def _activations(self, stage: int) -> int:
         layers = self._layers(stage)
-        kept = max((self._of_layer(layer, self.trainer.recompute) for layer in layers), default=0)
-        whole = max((self._of_layer(layer, "none") for layer in layers), default=0)
+        if not layers:
+            return 0
+        kept = sum(self._of_layer(layer, self.trainer.recompute) for layer in layers)
+        whole = max(self._of_layer(layer, "none") for layer in layers)
         stored = -(-len(layers) // self.trainer.virtual_pipeline) * self._in_flight(stage)
         # In the backward pass the current layer has all activations, and half as much again of gradients.
         current = whole // 2 if self.trainer.recompute == "none" else whole * 3 // 2
-        return stored * kept + current
+        return stored * kept // len(layers) + current
 
     def _of_layer(self, layer: int, recompute: str) -> int:
-        """Bytes that a layer's forward pass saves; model/qwen3_vl/norm.py saves its input in float32 and its output."""
+        """Bytes that a layer's forward pass saves for the micro-batch."""
         shape, size, tensor = self.shape, self.size, self.trainer.tensor_parallel
         if recompute == "full":
             return size * shape.hidden_size * self.tokens // self.spread
-        wide = 0 if self.trainer.layers == "transformer_engine" else 4
-        norms = 2 * (wide + 2 * size) * shape.hidden_size // self.spread
-        # Inputs and outputs of the norms of q and k; v; the output of attention and the input of its projection.
-        heads = (wide + size) * (shape.query_width + shape.key_width) + size * (shape.query_width + 2 * shape.key_width)
-        heads += size * shape.query_width * (1 if recompute == "selective" else 2)
-        if self.shares_prefixes and recompute == "none":  # each branch has keys and values of its prefix
-            heads += SEQUENCE_TOKENS_RATIO * 2 * size * shape.key_width
+        norms = 2 * self._norm_bytes() * shape.hidden_size // self.spread
+        mixer = self._linear_attention(recompute) if shape.linear_layers[layer] else self._attention(recompute)
         mlp = 0
         if recompute == "none" and shape.sparse_layers[layer]:
             routed = (
@@ -269,10 +267,33 @@ class _TrainerEstimate:
                 * (2 * shape.hidden_size + 4 * shape.moe_intermediate_size)
                 * EXPERT_IMBALANCE
             )
-            mlp = int(routed) // self.spread
+            mlp = int(routed) // self.spread + 5 * size * shape.shared_expert_intermediate_size // tensor
         elif recompute == "none":
             mlp = 4 * size * shape.intermediate_size // tensor  # gate and up, the activated gate, the product
-        return (norms + heads // tensor + mlp) * self.tokens
+        return (norms + mixer // tensor + mlp) * self.tokens
+
+    def _norm_bytes(self) -> int:
+        """Bytes that a norm saves of each value. Without Transformer Engine: model/qwen3_vl/norm.py."""
+        if self.trainer.layers == "transformer_engine":
+            return 2 * self.size
+        return 4 + 2 * self.size if self.shape.linear is None else 8 + self.size  # a zero-centred one scales in float32
+
+    def _attention(self, recompute: str) -> int:
+        """Bytes that full attention saves of a token, without the norm of its input."""
+        shape, size = self.shape, self.size
+        norm = self._norm_bytes() - size  # of q and k; without the output
+        # The outputs of both norms; rotated k, v; rotated q, the output of attention, the input of its projection.
+        heads = norm * (shape.query_width + shape.key_width) + size * (shape.query_width + 2 * shape.key_width)
+        heads += size * shape.query_width * (1 if recompute == "selective" else 2)
+        if shape.linear:  # gated: two copies of q and of its gate, and the sigmoid
+            heads += 5 * size * shape.query_width
+        if self.shares_prefixes and recompute == "none":  # each branch has keys and values of its prefix
+            heads += SEQUENCE_TOKENS_RATIO * 2 * size * shape.key_width
+        return heads
+
+    def _linear_attention(self, recompute: str) -> int:
+        assert self.shape.linear is not None
+        return int(linear_attention_costs.saved_bytes(self.shape.linear, self.size, keeps_rule=recompute == "none"))
 
     def _images(self) -> int:
         """Images of the first stage: activations and features of all packed sequences in flight."""
@@ -283,7 +304,7 @@ class _TrainerEstimate:
         sequences = self._sequences_in_flight()
         # A frozen tower keeps only the layer that it is computing.
         kept = sequences * (vision["depth"] * block + rest) if trainer.train_vision else 2 * block + rest
-        features = tokens * self.shape.hidden_size * self.size * (1 + len(vision["deepstack_visual_indexes"]))
+        features = tokens * self.shape.hidden_size * self.size * (1 + len(deepstack_layers(vision)))
         return patches * kept + sequences * features
 
     def _sequences_in_flight(self) -> int:
@@ -299,7 +320,7 @@ class _TrainerEstimate:
 
 def vision_activation_widths(vision: Mapping[str, Any]) -> tuple[int, int]:
     """Values per patch that the vision tower saves for the backward pass: in each block, and outside of the blocks."""
-    hidden, mergers = vision["hidden_size"], 1 + len(vision["deepstack_visual_indexes"])
+    hidden, mergers = vision["hidden_size"], 1 + len(deepstack_layers(vision))
     patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     return 11 * hidden + 2 * vision["intermediate_size"], patch + hidden + mergers * 3 * hidden
 
@@ -308,19 +329,32 @@ def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> t
     """Memory of the largest rank of an engine, and the tokens that its KV cache has room for."""
     rollout, cluster, size = config.rollout, config.cluster, DTYPE_BYTES[config.engine_dtype]
     tensor, stages = rollout.tensor_parallel, rollout.pipeline_parallel
-    layers = -(-len(counts.layers) // stages)
-    layer = max(each.sharded // tensor + each.replicated + each.experts // tensor for each in counts.layers)
+    count = -(-len(counts.layers) // stages)
+    each = [one.sharded // tensor + one.replicated + one.experts // tensor for one in counts.layers]
+    layers = _most_of_neighbours(each, count)
     # For a mixture of experts vLLM keeps both ends of the model on every stage.
     ends = 1 if counts.tied or (stages > 1 and not shape.num_experts) else 2
     embedding = -(-counts.vocab_size // tensor) * counts.hidden_size
     tower = counts.vision_sharded // (1 if config.vision_data_parallel else tensor) + counts.vision_replicated
-    weights = size * (layers * layer + ends * embedding + counts.hidden_size + tower)
+    weights = size * (layers + ends * embedding + counts.hidden_size + tower)
     head = shape.key_width // shape.num_key_value_heads
     cached = size if rollout.kv_cache_dtype == "auto" else 1  # bytes of a value of the KV cache
-    token = 2 * cached * layers * max(shape.num_key_value_heads // tensor, 1) * head
+    full = _most_of_neighbours([int(not linear) for linear in shape.linear_layers], count)
+    token = 2 * cached * full * max(shape.num_key_value_heads // tensor, 1) * head
     reserve = ENGINE_RESERVE_BYTES if cluster.gpus_per_node else 0
     cache = rollout.kv_cache_mib * 2**20
     if not cache and cluster.gpus_per_node:
         cache = max(int(rollout.gpu_memory_utilization * cluster.gpu_gib * GIB) - weights - reserve, 0)
     buffers = reserve + _staging_bytes(config)
-    return MemoryUse("engine", parameters=weights, kv_cache=cache, buffers=buffers), cache // token
+    states = 0  # of linear attention: one of each request, however long
+    if shape.linear:
+        state = linear_attention_costs.state_bytes(shape.linear, size) // tensor
+        states = config.requests_per_engine * _most_of_neighbours(list(map(int, shape.linear_layers)), count) * state
+    return MemoryUse("engine", parameters=weights, kv_cache=cache, buffers=buffers), max(cache - states, 0) // max(
+        token, 1
+    )
+
+
+def _most_of_neighbours(values: Sequence[int], count: int) -> int:
+    """The largest sum of `count` neighbouring values: a stage has neighbouring layers."""
+    return max(sum(values[start : start + count]) for start in range(len(values) - count + 1))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_webrl.model.layer_split import is_sparse_layer
@@ -43,6 +44,32 @@ class ParameterCounts:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Dimensions of a layer of linear attention (Gated DeltaNet)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens of the short convolution
+
+    @property
+    def value_width(self) -> int:
+        """Elements per token of all value heads; the output gate has the same width."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Elements per token that are convolved: queries, keys, values."""
+        return 2 * self.key_heads * self.key_dim + self.value_width
+
+    @property
+    def projected_width(self) -> int:
+        """Elements per token of the input projection: channels, gate, and strength and decay of each value head."""
+        return self.channels + self.value_width + 2 * self.value_heads
+
+
+@dataclass(frozen=True)
 class TextDimensions:
     """Dimensions of the text model. Widths are elements per token."""
 
@@ -54,54 +81,101 @@ class TextDimensions:
     num_experts: int
     num_experts_per_token: int  # experts of a token
     moe_intermediate_size: int
+    shared_expert_intermediate_size: int  # 0: no shared expert
     sparse_layers: tuple[bool, ...]  # of each layer
+    linear: LinearAttention | None  # of an architecture with such layers, whose full attention is gated
+    linear_layers: tuple[bool, ...]  # of each layer
 
     @classmethod
     def from_text_config(cls, text: Mapping[str, Any]) -> TextDimensions:
         """Read the text_config of config.json."""
-        heads = text["num_attention_heads"]
+        heads, layers = text["num_attention_heads"], range(text["num_hidden_layers"])
         dim = text.get("head_dim") or text["hidden_size"] // heads
         experts = text.get("num_experts") or text.get("num_local_experts") or 0  # the second in transformers 5
         step, dense = text.get("decoder_sparse_step") or 1, text.get("mlp_only_layers") or []
+        sparse = tuple(bool(experts) and is_sparse_layer(layer, dense, step) for layer in layers)
+        kinds = text.get("layer_types") or []
+        linear = tuple(layer < len(kinds) and kinds[layer] == "linear_attention" for layer in layers)
         return cls(
             hidden_size=text["hidden_size"],
             query_width=heads * dim,
             key_width=text["num_key_value_heads"] * dim,
             num_key_value_heads=text["num_key_value_heads"],
-            intermediate_size=text["intermediate_size"],
+            intermediate_size=0 if all(sparse) else text["intermediate_size"],
             num_experts=experts,
             num_experts_per_token=text.get("num_experts_per_tok") or 0,
             moe_intermediate_size=text.get("moe_intermediate_size") or 0,
-            sparse_layers=tuple(
-                bool(experts) and is_sparse_layer(layer, dense, step) for layer in range(text["num_hidden_layers"])
-            ),
+            shared_expert_intermediate_size=text.get("shared_expert_intermediate_size") or 0,
+            sparse_layers=sparse,
+            linear=_linear_attention(text) if "linear_num_key_heads" in text else None,
+            linear_layers=linear,
         )
+
+    @property
+    def full_layers(self) -> int:
+        """Number of layers of full attention, which have a KV cache."""
+        return len(self.linear_layers) - sum(self.linear_layers)
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of the projections of a layer of full attention: q and its gate, k, v, and the output."""
+        queries = 3 if self.linear else 2
+        return self.hidden_size * (queries * self.query_width + 2 * self.key_width)
+
+
+def _linear_attention(text: Mapping[str, Any]) -> LinearAttention:
+    return LinearAttention(
+        key_heads=text["linear_num_key_heads"],
+        value_heads=text["linear_num_value_heads"],
+        key_dim=text["linear_key_head_dim"],
+        value_dim=text["linear_value_head_dim"],
+        kernel=text["linear_conv_kernel_dim"],
+    )
 
 
 def count_parameters(config_json: Mapping[str, Any]) -> ParameterCounts:
-    """Count the parameters of a model from its config.json. Raises KeyError if a dimension is missing."""
+    """Count the parameters of a model from its config.json. Raises KeyError if a dimension is missing.
+
+    Tensors that no parameter holds, such as mtp.* of Qwen3.5, are not counted.
+    """
     text = config_json["text_config"]
     shape = TextDimensions.from_text_config(text)
     split, whole = _vision(config_json["vision_config"])
     tied = config_json.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    layers = tuple(_layer(shape, sparse) for sparse in shape.sparse_layers)
+    layers = tuple(map(partial(_layer, shape), shape.sparse_layers, shape.linear_layers))
     return ParameterCounts(split, whole, text["vocab_size"], shape.hidden_size, bool(tied), layers)
 
 
-def _layer(shape: TextDimensions, sparse: bool) -> LayerCounts:
-    head = shape.key_width // shape.num_key_value_heads
-    attn = shape.hidden_size * 2 * (shape.query_width + shape.key_width)  # q and its output, k and v
-    norm = 2 * shape.hidden_size + 2 * head
-    if sparse:
-        router = shape.num_experts * shape.hidden_size
-        return LayerCounts(attn, norm + router, 3 * shape.num_experts * shape.hidden_size * shape.moe_intermediate_size)
-    return LayerCounts(attn + 3 * shape.hidden_size * shape.intermediate_size, norm, 0)
+def _layer(shape: TextDimensions, sparse: bool, linear: bool) -> LayerCounts:
+    sharded, replicated = _mixer(shape, linear)
+    replicated += 2 * shape.hidden_size  # norms
+    if not sparse:
+        return LayerCounts(sharded + 3 * shape.hidden_size * shape.intermediate_size, replicated, 0)
+    shared = shape.shared_expert_intermediate_size
+    gates = (shape.num_experts + bool(shared)) * shape.hidden_size  # of the router and the shared expert
+    experts = 3 * shape.num_experts * shape.hidden_size * shape.moe_intermediate_size
+    return LayerCounts(sharded + 3 * shape.hidden_size * shared, replicated + gates, experts)
+
+
+def _mixer(shape: TextDimensions, linear: bool) -> tuple[int, int]:
+    """Parameters of attention or linear attention: (sharded, replicated)."""
+    if not linear:
+        return shape.attention_weights, 2 * shape.key_width // shape.num_key_value_heads  # norms of q and k
+    assert shape.linear is not None
+    of = shape.linear
+    projections = shape.hidden_size * (of.projected_width + of.value_width)
+    return projections + of.channels * of.kernel + 2 * of.value_heads, of.value_dim
+
+
+def deepstack_layers(vision: Mapping[str, Any]) -> Sequence[int]:
+    """Layers of the vision tower whose features enter the text model; Qwen3.5 has none."""
+    return vision.get("deepstack_visual_indexes") or ()
 
 
 def _vision(vision: Mapping[str, Any]) -> tuple[int, int]:
     """Parameters of the vision tower: (sharded by an engine, replicated)."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    merged, mergers = hidden * vision["spatial_merge_size"] ** 2, 1 + len(vision["deepstack_visual_indexes"])
+    merged, mergers = hidden * vision["spatial_merge_size"] ** 2, 1 + len(deepstack_layers(vision))
     patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     block = 4 * hidden**2 + 3 * hidden + 2 * hidden * inner + inner  # weights, and the biases of sharded outputs
     merger = merged**2 + merged + merged * out

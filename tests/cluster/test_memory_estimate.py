@@ -53,14 +53,15 @@ def stored(folder: Path) -> int:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
-@pytest.mark.parametrize("size", model_sizes.MODEL_SIZES)
+@pytest.mark.parametrize("size", model_sizes.RELEASED)
 def test_the_count_of_a_released_size_is_that_of_its_tensors(size: str) -> None:
     description = model_sizes.make_hf_config(size)
     tensors = {entry.hf_param: entry.tensor_shape for entry in parameter_mappings(description)}
     found = count_parameters(model_sizes.config_sections(size)).total
     assert found == sum(math.prod(shape) for shape in tensors.values())
     assert found == count_parameters(json.loads(description.to_json_string())).total
-    assert found / 1e9 == pytest.approx(BILLIONS[size], rel=0.01)
+    if size in BILLIONS:
+        assert found / 1e9 == pytest.approx(BILLIONS[size], rel=0.01)
 
 
 def test_the_count_of_a_tiny_model_is_that_of_its_file(tiny_model: Path, tiny_sparse_model: Path) -> None:
@@ -76,6 +77,9 @@ def test_the_count_of_a_tiny_model_is_that_of_its_file(tiny_model: Path, tiny_sp
         ("8B", ParallelSizes(tensor=2, pipeline=4, virtual=3)),
         ("30B-A3B", ParallelSizes(tensor=4, pipeline=2, expert=8)),
         ("235B-A22B", ParallelSizes(tensor=4, pipeline=8, expert=16)),
+        ("Qwen3.5-4B", ParallelSizes(tensor=2, pipeline=2)),
+        ("Qwen3.5-9B", ParallelSizes(tensor=4, pipeline=2, virtual=2)),
+        ("Qwen3.5-122B-A10B", ParallelSizes(tensor=2, pipeline=8, expert=16)),
     ],
 )
 def test_a_ranks_parameters_are_those_that_the_parameter_map_gives_it(size: str, sizes: ParallelSizes) -> None:
@@ -103,6 +107,12 @@ def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank(size: str
     sizes = EngineSizes(tensor=tensor, vision_data_parallel=mode == "data")
     shapes = engine_parameter_shapes(model_sizes.make_hf_config(size), sizes, 0)
     assert found.engine.parameters == 2 * sum(math.prod(shape) for shape in shapes.values())
+
+
+@pytest.mark.parametrize("size", model_sizes.RELEASED)
+def test_an_engine_of_one_gpu_has_every_weight(size: str) -> None:
+    _, found = made(size)
+    assert found.engine.parameters == 2 * found.parameters
 
 
 def test_an_fp8_cache_holds_twice_the_tokens_of_bfloat16() -> None:
@@ -221,6 +231,17 @@ def test_the_kv_cache_is_what_the_engine_leaves_of_its_share_of_the_card() -> No
     assert found.kv_cache_tokens == room // token
     _, given = made("8B", "rollout.kv_cache_mib=1024")
     assert given.engine.kv_cache == GIB
+
+
+def test_linear_attention_has_a_state_for_each_request_instead_of_a_cache() -> None:
+    _, found = made("Qwen3.5-9B", "rollout.tensor_parallel=2", "rollout.kv_cache_mib=8192", "rollout.max_num_seqs=16")
+    state = 32 * 128 * 128 * 4 + 3 * 8192 * 2  # float32; three tokens of the channels before the convolution
+    token = 8 * 2 * 4 * 256 * 2  # a quarter of 32 layers, keys and values, heads, their size, bytes
+    assert found.kv_cache_tokens == (8 * GIB - 16 * 24 * state // 2) // (token // 2)
+    stages = made("Qwen3.5-9B", "cluster.nodes=3", "rollout.tensor_parallel=4", "rollout.pipeline_parallel=3",
+                  "rollout.kv_cache_mib=1024", "rollout.max_num_seqs=1")[1]  # fmt: skip
+    layers, linear = 3, 9  # most that eleven neighbouring layers hold
+    assert stages.kv_cache_tokens == (GIB - linear * state // 4) // (layers * 2 * 256 * 2)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_webrl.cluster.linear_attention_costs import chunked_operations, state_bytes
 from megatron_webrl.cluster.memory_estimate import DTYPE_BYTES
 from megatron_webrl.cluster.performance.rates import Rates, gathered_bytes
 from megatron_webrl.cluster.performance.shapes import MicrobatchShape, ModelShape
@@ -43,7 +44,10 @@ def decode_seconds(config: Config, model: ModelShape, rates: Rates, requests: fl
     read = 1 - (1 - text.num_experts_per_token / text.num_experts) ** requests if text.num_experts else 0.0
     weights = size * (dense + read * experts) / tensor / rates.memory
     cached = size if rollout.kv_cache_dtype == "auto" else 1
-    cache = requests * context * 2 * cached * text.key_width * model.layers / tensor / rates.memory
+    cache = requests * context * 2 * cached * text.key_width * text.full_layers / tensor / rates.memory
+    if text.linear:  # the state of each request is read and written
+        states = sum(text.linear_layers) * 2 * state_bytes(text.linear, size)
+        cache += requests * states / tensor / rates.memory
     used = experts * text.num_experts_per_token / text.num_experts if text.num_experts else 0.0
     arithmetic = 2 * requests * (dense + used) / tensor / rates.prefill
     return max(weights, arithmetic) + cache + STEP_SECONDS + _collectives(config, model, rates, requests)
@@ -56,8 +60,10 @@ def prefill_seconds(config: Config, model: ModelShape, rates: Rates, tokens: flo
     used = experts * text.num_experts_per_token / text.num_experts if text.num_experts else 0.0
     linear = dense - model.counts.embedding_parameters + used  # one token of a prompt has logits
     pairs = tokens * (before + (tokens + 1) / 2)
-    attention = model.layers * 4 * pairs * text.query_width / rates.attention
-    return (2 * tokens * linear / rates.prefill + attention) / tensor + _collectives(config, model, rates, tokens)
+    attention = text.full_layers * 4 * pairs * text.query_width / rates.attention
+    rule = sum(text.linear_layers) * tokens * chunked_operations(text.linear) / rates.prefill if text.linear else 0.0
+    compute = 2 * tokens * linear / rates.prefill + attention + rule
+    return compute / tensor + _collectives(config, model, rates, tokens)
 
 
 def predict_generation(

@@ -17,9 +17,11 @@ VISION_ATTENTION_SHARE = 0.25  # of the peak: heads of 72 values, padded to 96 o
 GROUPED_SHARE = 0.50  # of the peak: grouped products with many rows for each expert
 GROUPED_HALF_ROWS = 64  # rows for each expert at which grouped products reach half of that
 PREFILL_SHARE = 0.55  # of the peak: an engine computes prompts
+FLOAT32_SHARE = 0.04  # of the peak: products in float32 without tensor cores, 6 to 7 % of it at most; 3.6 % on B200
 MEMORY_SHARE = 0.80  # of the memory's bandwidth
 LINK_SHARE = 0.75  # of NVLink and network: NCCL with messages of megabytes
 COLLECTIVE_SECONDS = 20e-6  # of any collective: launch and synchronisation
+CHUNK_SECONDS = 40e-6  # of a chunk of the delta rule: some ten small kernels, each after the one before; assumed
 HOST_GB_PER_SECOND = 20.0  # from a GPU to the memory of its host
 
 
@@ -37,6 +39,8 @@ class Rates:
     network: float
     collective_seconds: float
     host: float  # bytes per second to the host's memory
+    float32: float
+    chunk_seconds: float  # of one chunk of the delta rule in a forward pass
     grouped_half_rows: float = GROUPED_HALF_ROWS
 
     @classmethod
@@ -54,13 +58,16 @@ class Rates:
             network=LINK_SHARE * gb * card.network_gb_per_second,
             collective_seconds=COLLECTIVE_SECONDS,
             host=gb * HOST_GB_PER_SECOND,
+            float32=FLOAT32_SHARE * peak,
+            chunk_seconds=CHUNK_SECONDS,
         )
 
     @classmethod
     def of_processor(cls, products: float, attention: float, memory: float) -> Rates:
         """A CPU that computes alone, from measured rates; nothing travels, and experts compute as other products do."""
         return cls(
-            products, attention, attention, products, products, memory, math.inf, math.inf, 0.0, math.inf, 0.0
+            products, attention, attention, products, products, memory, math.inf, math.inf, 0.0, math.inf, products,
+            0.0, 0.0,
         )  # fmt: skip
 
     def grouped_products(self, rows: float) -> float:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_webrl.model.parameter_counts import ParameterCounts, TextDimensions, count_parameters
+from megatron_webrl.cluster.linear_attention_costs import chunked_operations, rule_bytes, rule_operations
+from megatron_webrl.model.parameter_counts import (
+    LinearAttention,
+    ParameterCounts,
+    TextDimensions,
+    count_parameters,
+    deepstack_layers,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class ModelShape:
         hidden, square = vision["hidden_size"], vision["spatial_merge_size"] ** 2
         layer = 4 * hidden**2 + 2 * hidden * vision["intermediate_size"]
         pixels = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-        deepstack = len(vision["deepstack_visual_indexes"])
+        deepstack = len(deepstack_layers(vision))
         merger = square * hidden * (square * hidden + vision["out_hidden_size"])  # of one image token
         return cls(
             text=TextDimensions.from_text_config(description["text_config"]),
@@ -71,20 +78,24 @@ class ModelShape:
         return len(self.text.sparse_layers)
 
     @property
-    def attention_weights(self) -> int:
-        """Weights of the projections of one layer."""
-        return 2 * self.text.hidden_size * (self.text.query_width + self.text.key_width)
-
-    @property
     def expert_weights(self) -> int:
         """Weights of one expert."""
         return 3 * self.text.hidden_size * self.text.moe_intermediate_size
 
+    def mixer_weights(self, layer: int) -> int:
+        """Weights of the projections of a layer's attention, or of its linear attention with the convolution."""
+        text, linear = self.text, self.text.linear
+        if linear is None or not text.linear_layers[layer]:
+            return text.attention_weights
+        projections = text.hidden_size * (linear.projected_width + linear.value_width)
+        return projections + linear.channels * linear.kernel
+
     def projections(self, layer: int, shape: MicrobatchShape) -> float:
-        """Operations of the products of a layer that every token meets: all but the experts."""
+        """Operations of the products of a layer that every token meets: all but the experts chosen for a token."""
         text, sparse = self.text, self.text.sparse_layers[layer]
-        mlp = text.hidden_size * (text.num_experts if sparse else 3 * text.intermediate_size)
-        return 2 * shape.tokens * (self.attention_weights + mlp)
+        shared = text.shared_expert_intermediate_size
+        width = text.num_experts + 3 * shared + bool(shared) if sparse else 3 * text.intermediate_size
+        return 2 * shape.tokens * (self.mixer_weights(layer) + text.hidden_size * width)
 
     def mlp(self, layer: int, shape: MicrobatchShape) -> float:
         """The part of `projections` that is a dense MLP."""
@@ -95,9 +106,25 @@ class ModelShape:
         """Operations of the experts of a layer."""
         return 2 * shape.tokens * self.text.num_experts_per_token * self.expert_weights * self.text.sparse_layers[layer]
 
-    def attention(self, shape: MicrobatchShape) -> float:
-        """Operations of the attention of one layer."""
-        return 4 * shape.pairs * self.text.query_width
+    def attention(self, layer: int, shape: MicrobatchShape) -> float:
+        """Operations of the attention of one layer; none of linear attention."""
+        return 0.0 if self.text.linear_layers[layer] else 4 * shape.pairs * self.text.query_width
+
+    def delta_rule(self, layer: int, shape: MicrobatchShape) -> float:
+        """Operations of the delta rule of one layer, as it is defined."""
+        return self._linear(layer, shape, rule_operations)
+
+    def chunked_delta_rule(self, layer: int, shape: MicrobatchShape) -> float:
+        """Operations of the delta rule of one layer, as it is computed."""
+        return self._linear(layer, shape, chunked_operations)
+
+    def delta_rule_traffic(self, layer: int, shape: MicrobatchShape, size: int) -> float:
+        """Bytes that the delta rule of a layer moves in a forward pass: what it saves, written and read once."""
+        return self._linear(layer, shape, lambda linear: 2 * rule_bytes(linear, size))
+
+    def _linear(self, layer: int, shape: MicrobatchShape, cost: Callable[[LinearAttention], float]) -> float:
+        linear = self.text.linear if self.text.linear_layers[layer] else None
+        return shape.tokens * cost(linear) if linear else 0.0
 
     def output(self, shape: MicrobatchShape) -> float:
         """Operations of the output layer."""
@@ -115,20 +142,26 @@ class ModelShape:
         """Operations of a forward and a backward pass that MFU counts (docs/performance.md)."""
         layers = range(self.layers)
         text = sum(self.projections(each, shape) + self.experts(each, shape) for each in layers)
-        text += self.layers * self.attention(shape) + self.output(shape)
+        text += sum(self.attention(each, shape) + self.delta_rule(each, shape) for each in layers) + self.output(shape)
         return 3 * text + (3 if train_vision else 1) * (self.vision(shape) + self.vision_attention(shape))
 
     def traffic(self, layer: int, shape: MicrobatchShape, size: int) -> float:
         """Bytes that norms, residuals, rotary embeddings and activation functions of a layer move in a forward pass.
 
         Values read and written by separate kernels, `size` bytes each: 7 of the hidden size for each norm with its
-        residual, 6 of queries and keys, 5 of the gate and 2 more of the hidden size for each expert of a token.
+        residual, 6 of queries and keys, 5 of the gate and 2 more of the hidden size for each expert of a token. Of
+        gated attention, 6 more of queries; of linear attention, 10 of the channels and 8 of the values.
         """
-        text = self.text
+        text, linear = self.text, self.text.linear
         experts = text.num_experts_per_token
-        wide = experts * text.moe_intermediate_size if text.sparse_layers[layer] else text.intermediate_size
-        hidden = (14 + (2 * experts if text.sparse_layers[layer] else 0)) * text.hidden_size
-        return shape.tokens * size * (hidden + 6 * (text.query_width + text.key_width) + 5 * wide)
+        wide, hidden = text.intermediate_size, 14 * text.hidden_size
+        if text.sparse_layers[layer]:
+            wide = experts * text.moe_intermediate_size + text.shared_expert_intermediate_size
+            hidden += 2 * experts * text.hidden_size
+        mixer = 6 * (text.query_width + text.key_width) + (6 * text.query_width if linear else 0)
+        if linear and text.linear_layers[layer]:
+            mixer = 10 * linear.channels + 8 * linear.value_width
+        return shape.tokens * size * (hidden + mixer + 5 * wide)
 
     def vision_traffic(self, shape: MicrobatchShape, size: int) -> float:
         """The same of the whole vision tower: two norms with residuals, rotary embeddings, biases and GELU."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_webrl.cluster.linear_attention_costs import CHUNK
 from megatron_webrl.cluster.memory_estimate import (
     DTYPE_BYTES,
     EXPERT_IMBALANCE,
@@ -25,7 +26,7 @@ BACKWARD_TRAFFIC = 2.0
 GATHER_BYTES_PER_SECOND = 1.5e9  # of trainer.checkpoint.optimizer_shards=whole, which gathers over gloo
 SYNC_SECONDS = 0.1  # of a weight sync besides its transfer: pauses of engines, messages
 LOGIT_PASSES = 12  # float32 values read or written for a logit in both passes (model/logprobs.py)
-COMPUTE = ("products", "experts", "attention", "vision", "output layer", "other kernels")
+COMPUTE = ("products", "experts", "attention", "delta rule", "vision", "output layer", "other kernels")
 PARTS = (
     *COMPUTE, "tensor parallel", "context parallel", "expert parallel", "image features", "pipeline", "pipeline bubble",
     "log-probabilities", "gradients and weights", "optimizer",
@@ -121,19 +122,38 @@ class _Stage:
     def _layers_compute(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of the forward and of the backward pass of the layers."""
         model, shape, rates, split = self.model, self.shape, self.rates, self.split
-        count = len(self.layers)
         products = sum(model.projections(layer, shape) for layer in self.layers) / split / rates.products
-        attention = count * model.attention(shape) / split / rates.attention
+        attention = sum(model.attention(layer, shape) for layer in self.layers) / split / rates.attention
         experts = sum(map(self._experts, self.layers))
         other = sum(model.traffic(layer, shape, self.size) for layer in self.layers) / split / rates.memory
-        forward = {"products": products, "experts": experts, "attention": attention, "other kernels": other}
+        rule = sum(map(self._delta_rule, self.layers))
+        forward = {
+            "products": products,
+            "experts": experts,
+            "attention": attention,
+            "delta rule": rule,
+            "other kernels": other,
+        }
         backward = {
             "products": BACKWARD_PRODUCTS * products,
             "experts": BACKWARD_PRODUCTS * experts,
             "attention": BACKWARD_ATTENTION * attention,
+            "delta rule": BACKWARD_PRODUCTS * rule,
             "other kernels": BACKWARD_TRAFFIC * other,
         }
         return forward, backward
+
+    def _delta_rule(self, layer: int) -> float:
+        """Seconds of the delta rule of a layer: arithmetic and traffic, or its chunks one after the other if longer.
+
+        Tensor-parallel ranks share the heads, not the tokens: each has every chunk.
+        """
+        model, shape, rates = self.model, self.shape, self.rates
+        operations = model.chunked_delta_rule(layer, shape)
+        if not operations:
+            return 0.0
+        busy = operations / rates.float32 + model.delta_rule_traffic(layer, shape, self.size) / rates.memory
+        return max(busy / self.split, shape.tokens / CHUNK * rates.chunk_seconds)
 
     def _experts(self, layer: int) -> float:
         """Seconds of the experts of a layer on the busiest rank: arithmetic, or reading weights if that is longer."""
@@ -180,7 +200,7 @@ class _Stage:
         if self.trainer.recompute != "selective":
             return {}, {}
         dense = sum(self.model.mlp(layer, self.shape) for layer in self.layers) / self.split / self.rates.products
-        again = {"products": dense, "experts": forward["experts"], "attention": forward["attention"]}
+        again = {"products": dense} | {kind: forward[kind] for kind in ("experts", "attention", "delta rule")}
         again["other kernels"] = forward["other kernels"] / 2
         # Those of the MLP, half of the tensor-parallel ones, and the way to the experts.
         return again, dict(exposed) | {"tensor parallel": exposed["tensor parallel"] / 2, "context parallel": 0.0}

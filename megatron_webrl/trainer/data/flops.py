@@ -26,7 +26,7 @@ class TokenRange(Protocol):
 class FlopsEstimator:
     """Operations of a forward pass, a multiply-add as two. The backward pass, twice the cost, changes no proportion."""
 
-    per_token: float  # per token: projections and MLPs of all layers
+    per_token: float  # per token: projections, MLPs and linear attention of all layers
     per_token_pair: float  # per token and preceding token of its sequence: attention
     per_scored_token: float  # per scored token: the output layer
     per_patch: float  # per image patch: vision tower
@@ -34,15 +34,18 @@ class FlopsEstimator:
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, train_vision: bool = True) -> FlopsEstimator:
-        """From a transformers configuration, Qwen3VLConfig or Qwen3VLMoeConfig."""
+        """From a transformers configuration of Qwen3-VL or Qwen3.5."""
         model, share = ModelShape.from_description(hf_config.to_dict()), 1.0 if train_vision else FORWARD_ONLY_SHARE
         token, pair, scored, patch, patch_pair = (
             MicrobatchShape(*(float(each == counted) for each in range(5))) for counted in range(5)
         )
         layers = range(model.layers)
         return cls(
-            per_token=sum(model.projections(layer, token) + model.experts(layer, token) for layer in layers),
-            per_token_pair=len(layers) * model.attention(pair),
+            per_token=sum(
+                model.projections(layer, token) + model.experts(layer, token) + model.delta_rule(layer, token)
+                for layer in layers
+            ),
+            per_token_pair=sum(model.attention(layer, pair) for layer in layers),
             per_scored_token=model.output(scored),
             per_patch=share * model.vision(patch),
             per_patch_pair=share * model.vision_attention(patch_pair),

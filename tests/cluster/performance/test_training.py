@@ -21,7 +21,7 @@ LENGTHS = EpisodeLengths()
 # Each rate is so that its part of the model below is easy to compute by hand.
 PLAIN = Rates(
     products=1e6, attention=1e6, vision_attention=1e6, grouped=1e6, prefill=1e6, memory=1e6, nvlink=1e6, network=1e5,
-    collective_seconds=0.0, host=1e6, grouped_half_rows=0.0,
+    collective_seconds=0.0, host=1e6, float32=1e6, chunk_seconds=0.0, grouped_half_rows=0.0,
 )  # fmt: skip
 TINY: dict[str, Any] = {
     "model_type": "qwen3_vl",
@@ -69,7 +69,7 @@ def test_the_parts_of_a_small_pass_are_those_by_hand() -> None:
     assert not any(found.exposed.values())
 
 
-@pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B"])
+@pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B", "Qwen3.5-9B", "Qwen3.5-35B-A3B"])
 @pytest.mark.parametrize("train_vision", [True, False])
 def test_mfu_counts_the_operations_that_the_trainer_counts(size: str, train_vision: bool) -> None:
     grid, lengths, response = (1, 48, 80), (3000, 700), 240
@@ -91,7 +91,7 @@ def test_a_published_run_is_near_the_prediction() -> None:
     assert 8192 / seconds == pytest.approx(6514, rel=0.25)
 
 
-@pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B"])
+@pytest.mark.parametrize("size", ["2B", "8B", "30B-A3B", "Qwen3.5-9B"])
 def test_twice_the_gpus_are_not_slower_and_not_twice_as_fast(size: str) -> None:
     one, two = (predicted(size, "trainer.groups_per_update=64", f"cluster.nodes={nodes}") for nodes in (4, 8))
     assert one.train_seconds / 2 <= two.train_seconds <= one.train_seconds
