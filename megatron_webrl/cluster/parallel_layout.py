@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.model.hf_config import has_experts, has_linear_attention
+from megatron_webrl.model.hf_config import cpu_engine_obstacle, has_experts, has_linear_attention
 from megatron_webrl.model.layer_split import check_divides
 
 MIN_IMAGE_BUFFER_MIB = 512
@@ -28,6 +28,8 @@ def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
     for setting_name, size, name in divided:
         source = " x ".join(f"trainer.{part}" for part in setting_name.split(" x "))
         check_divides(setting_name, size, name, text[name], source)
+    if config.model.platform == "cpu" and (obstacle := cpu_engine_obstacle(description, config.engine_dtype)):
+        raise ConfigError(f"model.path={config.model.path}: {obstacle}; set rollout.dtype=bfloat16 for such a model")
     if has_linear_attention(description):
         _check_linear_attention(config, text, sparse)
     _check_parallel(config, text["num_hidden_layers"], sparse)
@@ -57,12 +59,6 @@ def _check_linear_attention(config: Config, text: dict[str, Any], sparse: bool) 
     for part, size in (("trainer", trainer.tensor_parallel), ("rollout", rollout.tensor_parallel)):
         for name in dimensions:
             check_divides("tensor_parallel", size, name, text[name], f"{part}.tensor_parallel")
-    widths = (text["linear_key_head_dim"], text["linear_value_head_dim"])
-    if config.model.platform == "cpu" and (config.engine_dtype != "bfloat16" or widths != (128, 128)):
-        raise ConfigError(
-            f"vLLM computes the linear attention of {path} on the CPU in bfloat16 and with heads of 128 only; "
-            f"rollout.dtype gives {config.engine_dtype} (set bfloat16), the model has heads of {widths[0]}, {widths[1]}"
-        )
 
 
 def image_buffer_mib(config: Config, patch_size: int, spatial_merge_size: int) -> int:

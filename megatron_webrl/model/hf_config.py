@@ -31,6 +31,21 @@ def has_linear_attention(description: Mapping[str, Any]) -> bool:
     return bool(description["model_type"].startswith("qwen3_5"))
 
 
+def cpu_engine_obstacle(description: Mapping[str, Any], dtype: str) -> str:
+    """Why vLLM's CPU build cannot compute a model in a type; empty if it can."""
+    if not has_linear_attention(description):
+        return ""
+    if dtype != "bfloat16":
+        return f"vLLM computes linear attention on the CPU in bfloat16 only, not in {dtype}"
+    text = description["text_config"]
+    widths = text["linear_key_head_dim"], text["linear_value_head_dim"]
+    if widths != (128, 128):
+        return (
+            f"vLLM computes linear attention on the CPU with heads of width 128 only, not {widths[0]} and {widths[1]}"
+        )
+    return ""
+
+
 def choose_prefix_merging(setting: str, description: Mapping[str, Any]) -> str:
     """The value that trainer.merge_prefixes has for a model; auto merges what its layers can continue."""
     if setting != "auto":

@@ -22,7 +22,7 @@ from megatron_webrl.model.compute_options import (
     LayerImplementation,
     MissingLibraryError,
 )
-from megatron_webrl.model.hf_config import load_hf_config, read_model_config
+from megatron_webrl.model.hf_config import cpu_engine_obstacle, load_hf_config, read_model_config
 from megatron_webrl.model.layer_split import check_divides, split_layers
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.processor import Processor
@@ -68,7 +68,7 @@ def check_parity(request: ParityRequest, console: Console, folders: Mapping[str,
     try:
         processor = Processor.load(request.model)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{request.model} has no Qwen3-VL processor: {_line(error)}") from error
+        raise ConfigError(f"{request.model} has no processor of Qwen3-VL: {_line(error)}") from error
     if request.samples is None:
         samples = built_in_samples(processor, max_model_len, request.max_new_tokens)
     else:
@@ -178,7 +178,10 @@ def _check(request: ParityRequest, ranks: int) -> int:
 
 def _hf_config(request: ParityRequest) -> Any:
     """The transformers configuration of the model. Raises ConfigError for another architecture."""
-    read_model_config(request.model)
+    description = read_model_config(request.model)
+    on_cpu = request.platform == "cpu" or (request.platform == "auto" and not torch.cuda.is_available())
+    if request.vllm and on_cpu and (obstacle := cpu_engine_obstacle(description, request.dtype)):
+        raise ConfigError(f"--dtype={request.dtype}: {obstacle}; give --dtype bfloat16, or --no-vllm")
     try:
         return load_hf_config(request.model)
     except ValueError as error:
