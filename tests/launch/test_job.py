@@ -23,6 +23,7 @@ from tests.launch.whole_jobs import Job, assert_nothing_left
 from tests.monitor.rollouts_page import check_rollouts_page
 from tests.status.timeline.finished_jobs import check_timeline
 from tests.terminal import Terminal
+from tools.make_tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -102,21 +103,28 @@ def assert_the_terminal_is_left_in_order(terminal: Terminal, updates: int) -> No
     assert f"update      {updates} of 1000" in screen.text
 
 
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "gap"), [("qwen3_vl", "float32", 1e-3), ("qwen3_5", "bfloat16", 1e-2)]
+)
 def test_a_mixture_of_experts_trains_over_two_stages_from_a_converted_checkpoint_and_back(
-    job: Job, tiny_sparse_model: Path
+    job: Job, architecture: str, dtype: str, gap: float
 ):
-    job.model = tiny_sparse_model
+    """`dtype`: of the engine. `gap`: largest difference of log-probabilities of engine and trainer."""
+    model = make_tiny_model(job.folder / "model", architecture=architecture, seed=1, experts=4)
     converted, trained = job.folder / "converted", job.folder / "trained"
-    subprocess.run([sys.executable, "tools/hf_to_megatron.py", tiny_sparse_model, converted, "--ep", "2"], check=True)
-    job.start("trainer.pipeline_parallel=2", f"model.checkpoint={converted}", "trainer.updates=1")
+    job.model = model
+    subprocess.run([sys.executable, "tools/hf_to_megatron.py", model, converted, "--ep", "2"], check=True)
+    stages = ("trainer.pipeline_parallel=2", f"rollout.dtype={dtype}")
+    job.start(*stages, f"model.checkpoint={converted}", "trainer.updates=1")
     assert job.wait(400) == 0, job.output()
     summary = job.summary()
     # The engine's weights came from the trainer, and the trainer's from the checkpoint.
-    assert summary["updates"][0]["logprob_mismatch_max"] <= 1e-3
+    assert summary["updates"][0]["logprob_mismatch_max"] <= gap
+    assert json.loads((job.run_folder / "updates.jsonl").read_text())["extra"]["routing_replayed"] > 0.9
     assert summary["accounting"]["matches"]
     assert_nothing_left(job)
     subprocess.run([sys.executable, "tools/megatron_to_hf.py", summary["checkpoint"], trained], check=True)
-    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_sparse_model, trained))
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, trained))
     assert before.keys() == after.keys()
     experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     assert 0 < (before[experts] - after[experts]).abs().max() < 1e-3
