@@ -15,13 +15,15 @@ and its outputs and the state after it are
     O = diag(exp g) Q S + M U,   M_ij = exp(g_i - g_j) q_i.k_j for j <= i, otherwise 0
     S' = exp(g_C) S + sum_j exp(g_C - g_j) k_j u_j^T
 
-Chunks begin at the first token of a sample, so neither state nor convolution depends on another sample.
+Chunks begin at the first token of a sample, so neither state nor convolution depends on another sample. The states of
+all samples advance together: first over the first chunk of each, then over the second of those that have one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -39,8 +41,8 @@ def gated_delta_rule(
     value dim]. `log_decay` (at most 0) and `strength`: [T, heads]. `boundaries`: [samples + 1], first token of each
     sample, then T.
     """
-    places, starts = chunk_places(boundaries)
-    tokens, slots = torch.tensor(places, device=value.device), len(starts) * CHUNK
+    tokens, rounds = _chunk_places(tuple(boundaries), value.device)
+    slots = sum(rounds) * CHUNK
 
     def by_chunk(x: Tensor) -> Tensor:
         """[chunks, heads, CHUNK, ...] from [T, heads, ...], zero after the end of a sample."""
@@ -61,26 +63,35 @@ def gated_delta_rule(
     within, entering = (q @ k.mT) * decays, q * g.exp()
     last = g[..., -1:, :]
     leaving = (k * (last - g).exp()).mT
-    outputs, state = [], v.new_zeros(())
-    for chunk, starts_sample in enumerate(starts):
-        if starts_sample:
-            state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
-        update = written[chunk] - read[chunk] @ state
-        outputs.append(entering[chunk] @ state + within[chunk] @ update)
-        state = last[chunk].exp() * state + leaving[chunk] @ update
-    flat = torch.stack(outputs).transpose(1, 2).flatten(0, 1)  # [chunks * CHUNK, heads, value dim]
+    outputs, state = [], v.new_zeros(rounds[0], v.shape[1], k.shape[-1], v.shape[-1])
+    # `split`: the gradient of a slice would be as large as the whole, for each slice.
+    parts = (x.split(rounds) for x in (written, read, entering, within, last.exp(), leaving))
+    for writes, reads, enters, inside, kept, leaves in zip(*parts, strict=True):
+        state = state[: len(writes)]
+        update = writes - reads @ state
+        outputs.append(enters @ state + inside @ update)
+        state = kept * state + leaves @ update
+    flat = torch.cat(outputs).transpose(1, 2).flatten(0, 1)  # [chunks * CHUNK, heads, value dim]
     return flat.index_select(0, tokens).to(value.dtype)
 
 
-def chunk_places(boundaries: Sequence[int]) -> tuple[list[int], list[bool]]:
-    """Place of each token among the tokens of all chunks, and whether each chunk starts a sample."""
-    places: list[int] = []
-    starts: list[bool] = []
-    for start, end in pairwise(boundaries):
-        first = len(starts) * CHUNK
-        places += range(first, first + end - start)
-        starts += [True] + [False] * (-(-(end - start) // CHUNK) - 1)
-    return places, starts
+@lru_cache(maxsize=4)  # all layers of a micro-batch ask for the same
+def _chunk_places(boundaries: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+    """Place of each token among the tokens of all chunks: int64 [T], and how many samples have an n-th chunk.
+
+    Chunks are ordered by their number within the sample, then by samples, those with most chunks first.
+    """
+    lengths = [end - start for start, end in pairwise(boundaries)]
+    chunks = [-(-length // CHUNK) for length in lengths]
+    rounds = tuple(sum(count > number for count in chunks) for number in range(max(chunks)))
+    firsts = list(accumulate(rounds, initial=0))
+    place = {sample: n for n, sample in enumerate(sorted(range(len(chunks)), key=lambda s: -chunks[s]))}
+    places = [
+        (firsts[token // CHUNK] + place[sample]) * CHUNK + token % CHUNK
+        for sample, length in enumerate(lengths)
+        for token in range(length)
+    ]
+    return torch.tensor(places, device=device), rounds
 
 
 def _unit(vectors: Tensor) -> Tensor:
@@ -95,11 +106,17 @@ def short_convolution(channels: Tensor, weight: Tensor, boundaries: Sequence[int
     `weight`: [C, 1, kernel], the last entry is for the token itself. `boundaries` as in `gated_delta_rule`.
     """
     before = weight.shape[-1] - 1  # zeros before each sample
-    places = [
-        token + before * (sample + 1) for sample, ends in enumerate(pairwise(boundaries)) for token in range(*ends)
-    ]
-    tokens = torch.tensor(places, device=channels.device)
+    tokens = _padded_places(tuple(boundaries), before, channels.device)
     length = channels.shape[0] + before * (len(boundaries) - 1)
     padded = channels.new_zeros(length, channels.shape[1]).index_copy(0, tokens, channels)
     output = conv1d(padded.t()[None], weight, groups=channels.shape[1])[0].t()
     return output.index_select(0, tokens - before)
+
+
+@lru_cache(maxsize=4)
+def _padded_places(boundaries: tuple[int, ...], before: int, device: torch.device) -> Tensor:
+    """Place of each token if `before` zeros precede each sample: int64 [T]."""
+    places = [
+        token + before * (sample + 1) for sample, ends in enumerate(pairwise(boundaries)) for token in range(*ends)
+    ]
+    return torch.tensor(places, device=device)
