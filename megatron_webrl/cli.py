@@ -303,6 +303,7 @@ def _trainer(options: argparse.Namespace) -> int:
         from megatron_webrl.trainer import main as training
         from megatron_webrl.trainer import weight_sync_check
 
+        gc.freeze()
         gc.enable()
         if options.weights_only:
             weight_sync_check.run(config, control, rank, ring)
@@ -323,8 +324,12 @@ def _rollout(options: argparse.Namespace) -> int:
     nodes = engine_nodes(config, worker)
     if not 0 <= number < len(nodes):
         raise ConfigError(f"--follower={number} is not among the {len(nodes)} nodes of engine {worker}, from 0")
+    gc.disable()
     from megatron_webrl.rollout import main as working
     from megatron_webrl.rollout.engine import engine_follower
+
+    gc.freeze()
+    gc.enable()
 
     def run(control: ControlClient, ring: NodeRing) -> None:
         if number:

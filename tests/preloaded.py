@@ -8,6 +8,7 @@ import torch
 from megatron_webrl.model import platform
 from megatron_webrl.system import torchvision_shim
 
+gc.disable()
 torchvision_shim.install()
 torch.set_num_threads(1)
 platform.activate("cpu")  # before anything of Megatron
@@ -21,3 +22,4 @@ for name in (
 ):
     importlib.import_module(name)
 gc.freeze()  # Megatron collects garbage for each checkpoint: what was imported is not looked at again
+gc.enable()

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from megatron_webrl.weights.engine_garbage import collect_garbage
 from megatron_webrl.weights.expert_store import ExpertStore, ScheduledTokens
 from megatron_webrl.weights.vllm_experts import records_experts
 
@@ -89,3 +90,6 @@ class RecomputingScheduler(_KeepsPixels, _ReturnsExperts, Scheduler):
 
 class RecomputingAsyncScheduler(_KeepsPixels, _ReturnsExperts, AsyncScheduler):
     """vLLM's asynchronous scheduler, sending all pixels, returning routed experts."""
+
+
+collect_garbage()  # of an engine whose ranks have processes of their own

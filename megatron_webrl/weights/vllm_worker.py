@@ -33,6 +33,7 @@ from megatron_webrl.weights import (
     transport,
     vllm_loader,  # noqa: F401  registers the loader of engines without weights
 )
+from megatron_webrl.weights.engine_garbage import collect_garbage
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan, first_difference
 from megatron_webrl.weights.slices import TransferMessage, box_index
@@ -328,3 +329,4 @@ def _decompress(tensors: str) -> list[Any]:
 
 with contextlib.suppress(ValueError):  # registered already
     WeightTransferEngineFactory.register_engine(BACKEND, ShardTransferEngine)
+collect_garbage()

@@ -57,6 +57,10 @@ def test_live_slices_have_the_trainers_checksums(report: Any) -> None:
         assert len(compared) < len(live), "packed weights are not kept as they came"
 
 
+def test_ranks_collect_garbage_once_they_have_imported(report: Any) -> None:
+    assert report["collects_garbage"] == [True] * report["ranks"]
+
+
 def test_load_paths_are_counted(report: Any) -> None:
     for paths in report["load_paths"]:
         assert paths.keys() == {"in_place", "reload"}

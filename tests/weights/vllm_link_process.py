@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -122,6 +123,11 @@ def partially_updated(worker: Any) -> bool:
     return bool(worker.weight_transfer_engine.target.partially_updated)
 
 
+def collects_garbage(worker: Any) -> bool:
+    """Whether a worker's process collects garbage, which it does not while it imports."""
+    return gc.isenabled() and gc.get_freeze_count() > 0
+
+
 class LinkHarness:
     """An engine, a trainer and their model."""
 
@@ -229,6 +235,7 @@ async def run(folder: Path, ranks: int, result: Path) -> None:
         report["rounds"].append((errors, stale, await harness.difference()))
     live = await harness.call("webrl_live_checksums")
     report["sums"] = [(mine, harness.sender.sums(rank)) for rank, mine in enumerate(live)]
+    report["collects_garbage"] = await harness.call(collects_garbage)
     report["load_paths"] = await harness.call("webrl_load_paths")
     report["faults"] = await faults(harness)
     llm.output_handler.cancel()  # otherwise it reports the end of the engine core as an error

@@ -165,6 +165,7 @@ def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | 
     from vllm.v1.executor import Executor
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+    gc.freeze()
     gc.enable()
 
     class Client(AsyncLLM):
