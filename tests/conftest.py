@@ -9,12 +9,15 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import guard
 from tools.make_tiny_model import make_tiny_model
 
 # Shells start commands in the background with SIGINT ignored, and what tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Tests run in several processes at the same time, and threads that wait for each other keep cores busy.
+torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -67,6 +67,7 @@ def _wait_for(process: subprocess.Popen[str], target: Path) -> Path:
             if any(path.glob("megatron/*.distcp")):
                 return path
         assert process.poll() is None, process.communicate()
+        time.sleep(INTERVAL)
     pytest.fail("the tool wrote nothing within its limit")
 
 
@@ -149,6 +150,7 @@ def test_a_kill_at_any_time_leaves_the_whole_result_or_none(models: Path, tmp_pa
         written = sum(path.stat().st_size for path in left.glob("megatron/*") if path.exists())
         if written >= wanted:
             break
+        time.sleep(INTERVAL)
     process.kill()
     process.communicate(timeout=SECONDS)
     if target.exists():
