@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import signal
 import subprocess
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 HEARTBEAT_TIMEOUT_SECONDS = 10
 STALL_SECONDS = 15
 START_SECONDS = 600
+COMPLETE_AGAIN = "updates.jsonl can be written again, and is complete"
 
 
 def reported_update(job: Job) -> int:
@@ -29,8 +31,45 @@ def reported_update(job: Job) -> int:
     return max((int(number) for number in re.findall(r"update (\d+): ", job.output())), default=0)
 
 
-def test_a_job_outlives_a_failing_run_folder_and_resumes_from_elsewhere(job: Job) -> None:
-    """A smaller test could not show that no process of a job depends on the run's folder."""
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path | None]:
+    """The folder of all runs as a file system of 256 MiB; None where no tmpfs may be mounted."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder]
+    mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    yield folder if mounted else None
+    if mounted:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def job(small_disk: Path | None, tmp_path: Path, tiny_model: Path) -> Iterator[Job]:
+    """A job whose mount namespace has the small disk."""
+    job = Job(tmp_path, tiny_model, name=f"disks{os.getpid()}")
+    yield job
+    job.close()
+
+
+def fill(disk: Path, job: Job) -> None:
+    """Fill the disk until the job has made three updates."""
+    last, filler = reported_update(job), disk / "filler"
+    with pytest.raises(OSError, match="No space"):
+        filler.write_bytes(bytes(2**28))
+    job.until(lambda: reported_update(job) >= last + 3, "three updates with a full disk")
+    filler.unlink()
+    job.until(lambda: COMPLETE_AGAIN in trainer_log(job), "updates that are written late")
+    assert "updates.jsonl cannot be written" in trainer_log(job)
+
+
+def trainer_log(job: Job) -> str:
+    return (job.run_folder / "logs" / "trainer-0.log").read_text()
+
+
+def test_a_job_outlives_a_full_disk_and_a_failing_run_folder_and_resumes_from_elsewhere(
+    job: Job, small_disk: Path | None
+) -> None:
+    """A smaller test could not show that no process of a job depends on the run's folder, its log files among it."""
     disk, elsewhere = FailingFiles(job.run_folder, job.folder), job.folder / "elsewhere"
     settings = (
         "trainer.checkpoint.every=1",
@@ -42,6 +81,8 @@ def test_a_job_outlives_a_failing_run_folder_and_resumes_from_elsewhere(job: Job
     )
     job.start("trainer.updates=100", *settings, environment=disk.environment)
     job.until(lambda: len(job.updates()) >= 2, "two updates", START_SECONDS)
+    if small_disk is not None:
+        fill(small_disk, job)
     for error in (errno.EROFS, errno.EIO):
         last = len(job.updates())
         with disk.failing(error):
@@ -59,8 +100,7 @@ def test_a_job_outlives_a_failing_run_folder_and_resumes_from_elsewhere(job: Job
         job.process.send_signal(signal.SIGINT)
         assert job.wait(300) == 130, job.output()
     assert_nothing_left(job)
-    log = (job.run_folder / "logs" / "trainer-0.log").read_text()
-    assert "updates.jsonl can be written again, and is complete" in log
+    assert trainer_log(job).count(COMPLETE_AGAIN) >= 2
     saved = find_latest_checkpoint(job.run_folder)
     assert saved is not None
     assert saved.is_relative_to(elsewhere)
@@ -77,42 +117,3 @@ def test_a_job_outlives_a_failing_run_folder_and_resumes_from_elsewhere(job: Job
     assert len(episode_log.read_lines(job.run_folder)) == closed
     newest = find_latest_checkpoint(job.run_folder)
     assert newest == job.run_folder / "checkpoints" / f"version-{version + 1:06d}"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """The folder of all runs as a file system of 256 MiB."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs may be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def test_a_full_disk_under_the_run_folder_costs_no_process_and_no_update(
-    small_disk: Path, tmp_path: Path, tiny_model: Path
-):
-    """A smaller test could not show that nothing else of a job, its log files among it, fails on a full disk."""
-    job = Job(tmp_path, tiny_model, name="full")
-    filler = small_disk / "filler"
-    try:
-        job.start("trainer.updates=8", "tracking.keep_records=true", "evaluation.every=4", "evaluation.episodes=2")
-        job.until(lambda: len(job.updates()) >= 2, "two updates")
-        with pytest.raises(OSError, match="No space"):
-            filler.write_bytes(bytes(2**28))
-        job.until(lambda: "update 6: " in job.output(), "three updates with a full disk")
-        filler.unlink()
-        assert job.wait(300) == 0, job.output()
-        assert_nothing_left(job)
-    finally:
-        job.close()
-    summary = job.summary()
-    assert summary["accounting"]["matches"]
-    assert [update["version"] for update in job.updates()] == list(range(1, 9))
-    assert not [event for event in events.read_events(job.run_folder) if event.event == events.RESTARTED]
-    log = (job.run_folder / "logs" / "trainer-0.log").read_text()
-    assert "updates.jsonl cannot be written" in log
-    assert "updates.jsonl can be written again, and is complete" in log
