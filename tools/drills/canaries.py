@@ -73,13 +73,13 @@ def job_environment(canaries: Mapping[str, str], server: MLflowServer) -> dict[s
     }  # fmt: skip
 
 
-def search_job(job: Job, server: MLflowServer, judge_url: str, updates: int) -> Findings:
-    """Run the job and search it while it runs and afterwards."""
+def search_job(job: Job, server: MLflowServer, judge_url: str, updates: int, *overrides: str) -> Findings:
+    """Run the job and search it while it runs and afterwards. `overrides`: further settings."""
     canaries, found = make_canaries(), Findings()
     judge = ("judge.evaluators=[judge]", "judge.verdict.name=oracle", f"judge.verdict.url={judge_url}")
     job.start(
         f"trainer.updates={updates}", "tracking.keep_records=true", *judge, "judge.verdict.key_variable=JUDGE_KEY",
-        environment=job_environment(canaries, server),
+        *overrides, environment=job_environment(canaries, server),
     )  # fmt: skip
     assert job.process is not None
     browsers, commands = set(), set()
