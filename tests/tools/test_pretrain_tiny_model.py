@@ -20,14 +20,16 @@ from tests.trajectories import trajectory
 from tools import pretrain_tiny_model as pretraining
 
 PLACES = ((200, 300), (700, 800))
+WIDTH, HEIGHT = 96, 128
 
 
 def demonstrations(path: Path, processor: Processor) -> Path:
     """Steps that click at a black square, which lies at one of two places."""
     with RecordFileWriter(path) as file:
         for number, (x, y) in enumerate(PLACES):
-            image = Image.new("RGB", (160, 224), "white")
-            image.paste("black", (x * 160 // 1000 - 5, y * 224 // 1000 - 5, x * 160 // 1000 + 5, y * 224 // 1000 + 5))
+            image = Image.new("RGB", (WIDTH, HEIGHT), "white")
+            left, top = x * WIDTH // 1000 - 5, y * HEIGHT // 1000 - 5
+            image.paste("black", (left, top, left + 10, top + 10))
             held = io.BytesIO()
             image.save(held, "PNG")
             grids = processor.grids([held.getvalue()])
