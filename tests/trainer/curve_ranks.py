@@ -13,7 +13,10 @@ QWEN_LAYOUTS: dict[str, dict[str, int]] = {"tensor": {"tensor": 2}, "replicas": 
 
 
 def loss_curves(rank: int, folder: str, model: str) -> None:
-    """Qwen3-VL in each layout: two updates, a checkpoint, three more; then three more from the checkpoint of each."""
+    """Qwen3-VL in each layout: two updates, a checkpoint, two more; then two more from the checkpoint of each.
+
+    The first loss after a checkpoint is that of its weights, the second one that of its optimizer, too.
+    """
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
 
@@ -27,7 +30,7 @@ def loss_curves(rank: int, folder: str, model: str) -> None:
             for _ in range(2):
                 update()
             checkpoints.start_save(learner, state_of(2))
-            found[name] = [update() for _ in range(3)]
+            found[name] = [update() for _ in range(2)]
             checkpoints.close()
             process_groups.destroy_process_groups()
         for name, sizes in layouts.items():
@@ -46,7 +49,7 @@ def _curve_from(folder: Path, model: str, sizes: Any, platform: Any) -> list[tup
 
     learner, update = _qwen(model, sizes, platform)
     load_learner(folder / "checkpoints" / "version-000002", learner)
-    return [update() for _ in range(3)]
+    return [update() for _ in range(2)]
 
 
 def _qwen(model: str, sizes: Any, platform: Any) -> tuple[Any, Any]:
@@ -56,7 +59,7 @@ def _qwen(model: str, sizes: Any, platform: Any) -> tuple[Any, Any]:
     from tests.trainer import learner_ranks
 
     config = learner_ranks.make_config(model)
-    config.trainer.loss.name, config.trainer.updates = "raft", 5
+    config.trainer.loss.name, config.trainer.updates = "raft", 4
     config.trainer.tensor_parallel, config.trainer.pipeline_parallel = sizes.tensor, sizes.pipeline
     config.trainer.data_parallel = 2 // (sizes.tensor * sizes.pipeline)
     learner, builder = learner_ranks.make_learner(config, platform), make_sequence_packer(config, platform)
