@@ -71,13 +71,11 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> list[Config]:
 
 
 @asynccontextmanager
-async def opened(
-    run: Config, viewport: dict[str, int], scheme: str = "light", others: Sequence[Config] = ()
-) -> AsyncIterator[Page]:
+async def opened(run: Config, viewport: dict[str, int], others: Sequence[Config] = ()) -> AsyncIterator[Page]:
     """The first page, in a browser of its own that may reach nothing else; a script error fails the test."""
     async with serve(run, *others) as (address, _), async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=find_chromium(), chromium_sandbox=use_sandbox())
-        context = await browser.new_context(viewport=viewport, color_scheme=scheme)  # type: ignore[arg-type]
+        context = await browser.new_context(viewport=viewport, color_scheme="light")  # type: ignore[arg-type]
         page = await context.new_page()
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -219,10 +217,20 @@ def visible_name(config: Config) -> str:
     return re.sub("[\x1b\u202c\u202e]", lambda match: f"\\u{ord(match[0]):04x}", config.run.name).strip()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_the_pages_are_accessible_and_fit(run: Config, others: list[Config], scheme: str):
-    for viewport in (DESKTOP, PHONE):
-        async with opened(run, viewport, scheme, others[:5]) as page:
+async def looks(page: Page) -> AsyncIterator[None]:
+    """Show the page in light and dark colours, on a desk and on a phone, each from its first script on."""
+    for scheme in ("light", "dark"):
+        for viewport in (DESKTOP, PHONE):
+            await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            await page.set_viewport_size(viewport)  # type: ignore[arg-type]
+            await page.reload()
+            await page.locator("h1").wait_for()
+            yield
+
+
+async def test_the_pages_are_accessible_and_fit(run: Config, others: list[Config]):
+    async with opened(run, DESKTOP, others=others[:5]) as page:
+        async for _ in looks(page):
             places = ["#/", "#/compare", "#/episodes", "#/episodes?sort=steps&outcome=success"]
             await episode_with(page, "click")
             identifier = page.url.rpartition("/")[2]
