@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,13 +48,21 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A checkpoint of the tiny model."""
+    folder = tmp_path_factory.mktemp("converted") / "checkpoint"
+    hf_to_megatron(tiny_model, folder, ParallelSizes(), ConversionOptions())
+    return folder
+
+
 @pytest.fixture
-def run_folder(tmp_path: Path, tiny_model: Path) -> Path:
+def run_folder(tmp_path: Path, converted: Path) -> Path:
     """A run's folder with a configuration and a checkpoint."""
     folder = tmp_path / "runs" / "trained"
     version = folder / "checkpoints" / "version-000007"
     version.parent.mkdir(parents=True)
-    hf_to_megatron(tiny_model, version, ParallelSizes(), ConversionOptions())
+    shutil.copytree(converted, version)
     (version / "state.json").write_text('{"version": 7}')
     (version.parent / "latest").write_text(version.name)
     settings = {**SETTINGS, "model": {"path": "gone"}, "run": {"name": "trained", "directory": str(tmp_path / "runs")}}
