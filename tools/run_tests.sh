@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 selected=${1:?usage: run_tests.sh MARKERS [ARGUMENT...]}
 shift
 NONE=5  # pytest's exit code for no tests
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import the project, and would compile it each
 
 run() { "${PYTHON:-.venv/bin/python}" -m pytest "$@"; }
 
