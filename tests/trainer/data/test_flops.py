@@ -13,6 +13,7 @@ from megatron_webrl.system import torchvision_shim
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence
 from tests.model import tiny
+from tests.model.qwen3_5 import small
 from tests.trainer.growing_prompts import random_tokens, step
 
 torchvision_shim.install()
@@ -32,7 +33,8 @@ def counted(shape: tiny.Shape, sample: tiny.Sample) -> int:
     """Operations of transformers' forward pass on one sample, counted by PyTorch, attention not causal."""
     config = tiny.configuration(shape)
     kind: Any = Qwen3VLMoeForConditionalGeneration if shape.experts else Qwen3VLForConditionalGeneration
-    model = kind._from_config(config, attn_implementation="eager").eval()
+    model = kind._from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model.eval()
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
         tiny.reference_logits(model, sample)
@@ -48,6 +50,28 @@ def test_a_dense_models_cost_matches_pytorchs_count(grids: list[list[int]]) -> N
     # transformers makes logits for every token, and PyTorch counts all pairs of tokens.
     found += prompt * cost.per_scored_token + length * (length - 1) / 2 * cost.per_token_pair
     assert found == pytest.approx(counted(tiny.Shape(deepstack=(0, 1)), sample), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse"])
+def test_the_cost_of_linear_attention_matches_pytorchs_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as sparse
+
+    config = small.configuration(small.MODELS[name])
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model.eval()
+    for module in (dense, sparse):  # token by token the rule has no products, which is all that PyTorch counts
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule)
+    sample = tiny.make_sample([[1, 4, 6]], text=30, response=11, seed=0)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        tiny.reference_logits(model, sample)
+    cost, length = FlopsEstimator.from_hf_config(config), len(sample.tokens)
+    found = cost.packed_flops(chain(sample.prompt, length - sample.prompt, ((1, 4, 6),)))
+    found += sample.prompt * cost.per_scored_token + length * (length - 1) / 2 * cost.per_token_pair
+    rule = 3 * 6 * 4 * 12 * 20  # in three layers: three products of four heads with their states
+    assert found - length * rule == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 def test_sparse_layers_cost_their_chosen_experts() -> None:
