@@ -70,7 +70,8 @@ def make_tiny_model(
     """Write the model to `folder` and return it. The same arguments give the same files.
 
     `vision_grid` is the side of the learned position grid, in patches; `experts` 0 makes a dense model;
-    `vocabulary` counts all tokenizer entries. DeepStack is of Qwen3-VL alone, heads of linear attention of Qwen3.5. Raises ValueError for sizes that do not fit each other and
+    `vocabulary` counts all tokenizer entries. DeepStack is of Qwen3-VL alone, heads of linear attention
+    of Qwen3.5. Raises ValueError for sizes that do not fit each other and
     FileExistsError if `folder` has something in it and `force` is not set.
     """
     folder = Path(folder)

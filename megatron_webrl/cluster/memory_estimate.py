@@ -105,7 +105,7 @@ def resolve_automatic(config: Config, description: Mapping[str, Any]) -> Config:
     return _with_trainer(config, recompute=choose_recompute(config, description))
 
 
-def _with_trainer(config: Config, **settings: str) -> Config:
+def _with_trainer(config: Config, **settings: Any) -> Config:
     return replace(config, trainer=replace(config.trainer, **settings))
 
 

@@ -49,7 +49,7 @@ class RunConfig:
 
 @dataclass
 class ModelConfig:
-    path: str = setting("", "Hugging Face folder of a Qwen3-VL model.")
+    path: str = setting("", "Hugging Face folder of a Qwen3-VL or Qwen3.5 model.")
     checkpoint: str = setting(
         "", "Megatron checkpoint to start from; empty: the weights of model.path. Only its weights are taken."
     )

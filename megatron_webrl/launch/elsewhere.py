@@ -24,7 +24,7 @@ def load_config_elsewhere(path: str | Path, overrides: Sequence[str]) -> tuple[C
     size = model_sizes.size_from_path(config.model.path)
     if size is not None and not Path(config.model.path).is_dir():
         check_settings(config, model_sizes.config_sections(size))
-        lacking.append(f"model.path={config.model.path} is not a folder here; the shapes are those of Qwen3-VL-{size}")
+        lacking.append(f"model.path={config.model.path} is no folder here; its shapes are those of the released {size}")
     else:
         check_settings(config, read_model_config(config.model.path))
     own_tasks = not (config.tasks.from_files or config.tasks.from_import_path)  # the same on every machine

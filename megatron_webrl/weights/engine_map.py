@@ -70,7 +70,7 @@ def check_engine_sizes(hf_config: Any, sizes: EngineSizes) -> None:
         divided.append(("intermediate_size", text.intermediate_size))
     if any(sparse) and not sizes.expert_parallel:
         divided.append(("moe_intermediate_size", text.moe_intermediate_size))
-    if any(sparse) and getattr(text, "shared_expert_intermediate_size", 0):
+    if any(sparse) and getattr(text, "shared_expert_intermediate_size", None):
         divided.append(("shared_expert_intermediate_size", text.shared_expert_intermediate_size))
     if has_linear_attention(text):
         divided.append(("linear_num_key_heads", text.linear_num_key_heads))
@@ -207,7 +207,9 @@ class EngineMap:
 
     def _linear_attention(self, mapping: ParameterMapping, rank: int) -> Shard:
         """Shard of a projection, convolution or bias of the heads of one layer of linear attention."""
-        before = mapping.part_index[0].start + self.fused_rows.get(mapping.hf_param.split(".linear_attn.")[1], 0)
+        rows = mapping.part_index[0]
+        assert isinstance(rows, slice)
+        before = rows.start + self.fused_rows.get(mapping.hf_param.split(".linear_attn.")[1], 0)
         share = mapping.shape[0] // self.sizes.tensor
         return _box(mapping, engine_parameter_name(mapping), 0, rank * share, share, before // self.sizes.tensor)
 

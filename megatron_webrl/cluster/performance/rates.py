@@ -21,7 +21,7 @@ FLOAT32_SHARE = 0.04  # of the peak: products in float32 without tensor cores, 6
 MEMORY_SHARE = 0.80  # of the memory's bandwidth
 LINK_SHARE = 0.75  # of NVLink and network: NCCL with messages of megabytes
 COLLECTIVE_SECONDS = 20e-6  # of any collective: launch and synchronisation
-CHUNK_SECONDS = 40e-6  # of a chunk of the delta rule: some ten small kernels, each after the one before; assumed
+CHUNK_SECONDS = 40e-6  # of a chunk of each sequence in the delta rule: some ten small kernels in turn; assumed
 HOST_GB_PER_SECOND = 20.0  # from a GPU to the memory of its host
 
 

@@ -144,16 +144,17 @@ class _Stage:
         return forward, backward
 
     def _delta_rule(self, layer: int) -> float:
-        """Seconds of the delta rule of a layer: arithmetic and traffic, or its chunks one after the other if longer.
+        """Seconds of the delta rule of a layer: arithmetic and traffic, or a sequence's chunks in turn if longer.
 
-        Tensor-parallel ranks share the heads, not the tokens: each has every chunk.
+        Sequences advance together; tensor-parallel ranks share the heads, not the tokens.
         """
         model, shape, rates = self.model, self.shape, self.rates
         operations = model.chunked_delta_rule(layer, shape)
         if not operations:
             return 0.0
         busy = operations / rates.float32 + model.delta_rule_traffic(layer, shape, self.size) / rates.memory
-        return max(busy / self.split, shape.tokens / CHUNK * rates.chunk_seconds)
+        length = 2 * shape.pairs / shape.tokens  # of a sequence, weighted by its tokens
+        return max(busy / self.split, length / CHUNK * rates.chunk_seconds)
 
     def _experts(self, layer: int) -> float:
         """Seconds of the experts of a layer on the busiest rank: arithmetic, or reading weights if that is longer."""
