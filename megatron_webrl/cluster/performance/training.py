@@ -153,7 +153,7 @@ class _Stage:
         if not operations:
             return 0.0
         busy = operations / rates.float32 + model.delta_rule_traffic(layer, shape, self.size) / rates.memory
-        length = 2 * shape.pairs / shape.tokens  # of a sequence, weighted by its tokens
+        length = 2 * shape.pairs / shape.tokens - 1  # of a sequence, weighted by its tokens
         return max(busy / self.split, length / CHUNK * rates.chunk_seconds)
 
     def _experts(self, layer: int) -> float:

@@ -47,7 +47,7 @@ class TrainingBatch:
 
     @classmethod
     def of_config(cls, config: Config, lengths: EpisodeLengths, model: ModelShape) -> TrainingBatch:
-        """The sequences of the groups of an update, with the context policy and trainer.merge_prefixes of `config`."""
+        """The sequences of the groups of an update, with the context policy of `config`, of `resolve_automatic`."""
         context, merge = config.rollout.context, config.trainer.merge_prefixes
         episodes = config.trainer.groups_per_update * config.rollout.group_size
         shared = lengths.system_tokens if merge == "all" else 0.0

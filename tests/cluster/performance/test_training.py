@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_webrl.cluster.memory_estimate import resolve_automatic
 from megatron_webrl.cluster.performance.cards import CARDS
 from megatron_webrl.cluster.performance.rates import Rates
 from megatron_webrl.cluster.performance.shapes import MicrobatchShape, ModelShape
@@ -134,7 +135,8 @@ def test_a_pipelines_bubble_is_that_of_its_ramp() -> None:
         "trainer.train_vision=false",
     )
     found = predicted("32B", *overrides)
-    config, model = made(*overrides), ModelShape.from_description(model_sizes.config_sections("32B"))
+    description = model_sizes.config_sections("32B")
+    config, model = resolve_automatic(made(*overrides), description), ModelShape.from_description(description)
     count, shape = TrainingBatch.of_config(config, LENGTHS, model).microbatches(config)
     rates = Rates.of_card(CARDS["H100"])
     slowest = max(stage_seconds(config, model, rates, shape, stage, True).total for stage in (0, 1))
