@@ -12,6 +12,7 @@ OTHER := $(filter-out qwen3_vl,$(ARCHITECTURE))
 MODEL := runs/models/tiny$(addprefix -,$(OTHER))
 WARM_MODEL := models/quickstart$(addprefix -,$(OTHER))
 WARM_SETTINGS := $(if $(OTHER),rollout.dtype=bfloat16)
+WARM_STEPS := $(if $(OTHER),--steps 1800)
 # An environment of `make install-gpu` stays one: every later target installs CUDA builds into it.
 PLATFORM := $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
 INSTALLED := $(VENV)/.installed-$(PLATFORM)
@@ -40,14 +41,14 @@ system:
 	@PYTHON="$(PYTHON)" tools/install_system.sh
 
 $(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(INSTALLED)
-	$(BIN)/python -m tools.make_tiny_model $(MODEL) --architecture $(ARCHITECTURE) --force
+	$(BIN)/python -m tools.make_tiny_model $(MODEL) --architecture $(ARCHITECTURE) --linear-value-heads 2 --force
 
 quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chromium, on the CPU
 	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
 
 warm-start: install $(MODEL)/config.json ## rebuild models/quickstart, the weights that quickstart starts from (half an hour)
 	$(BIN)/webrl demonstrate configs/warm_start.yaml --out runs/warm_start.records model.path=$(MODEL) $(WARM_SETTINGS)
-	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records $(WARM_MODEL)
+	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records $(WARM_MODEL) $(WARM_STEPS)
 	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
 
 test: install slurm lint ## lint, then run all tests; what fails runs twice more and is listed

@@ -218,9 +218,10 @@ def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(
         assert trainer.claims(0, 6) == ["done" if slot == 1 else owners[slot] for slot in range(6)]
         again = TicketClaims(others[1], 2)  # another instance of rollout-2 finds what it had taken over
         assert sorted(again.claim(4), key=lambda each: each.slot) == sorted(found[second], key=lambda each: each.slot)
-        trainer.set_ticket_limit(8)
-        until(lambda: found[first].extend(first.claim(1)) or len(found[first]) > 3, "a later ticket")  # type: ignore[func-returns-value]
-        assert found[first][-1].ticket in (6, 7)
+        trainer.set_ticket_limit(12)  # the instances of rollout-2 may take some
+        later: list[TicketClaim] = []
+        until(lambda: later.extend(first.claim(1)) or later, "a later ticket")  # type: ignore[func-returns-value]
+        assert later[0].ticket in range(6, 12)
 
 
 def test_a_delay_holds_no_other_role_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
