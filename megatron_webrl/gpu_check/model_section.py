@@ -1,9 +1,9 @@
 """Section "one GPU": the trainer's model, gradients, optimizer step and checkpoint against transformers and arithmetic.
 
-Small random models, dense and mixture of experts, in float32 and bfloat16, with every layer library and attention
-kernel that is installed. In float32 a difference has an absolute limit; in bfloat16 the error, against transformers in
-float32, is compared with the error of transformers in bfloat16. transformers computes each sample alone; ours are
-packed, those with common prefixes as a prefix tree too.
+Small random models, dense, mixture of experts and with linear attention, in float32 and bfloat16, with every layer
+library and attention kernel that is installed. In float32 a difference has an absolute limit; in bfloat16 the error,
+against transformers in float32, is compared with the error of transformers in bfloat16. transformers computes each
+sample alone; ours are packed, those with common prefixes as a prefix tree too, which linear attention cannot branch in.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_webrl.config.trainer import CheckpointConfig, OptimizerConfig
-from megatron_webrl.gpu_check import branches, small_models
+from megatron_webrl.gpu_check import branches, small_models, small_qwen3_5
 from megatron_webrl.gpu_check.request import GpuCheckRequest
 from megatron_webrl.gpu_check.results import CheckResult, at_most, failed, skipped
 from megatron_webrl.gpu_check.timing import host_syncs
@@ -30,7 +31,12 @@ from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
 from megatron_webrl.system import torchvision_shim
 
 SECTION = "one GPU"
-MODELS = {"dense": small_models.Shape(deepstack=(0, 1)), "experts": small_models.Shape(experts=4, dense_layers=(1,))}
+MODELS: dict[str, tuple[ModuleType, Any]] = {
+    "dense": (small_models, small_models.Shape(deepstack=(0, 1))),
+    "experts": (small_models, small_models.Shape(experts=4, dense_layers=(1,))),
+    "linear attention": (small_qwen3_5, small_qwen3_5.Shape(experts=4)),
+}
+"""The module that makes a small model, and its shape."""
 FLOAT32_LOGITS = 1e-3  # largest difference; logits are of size one
 FLOAT32_GRADIENT = 1e-3  # of the norm of a parameter's gradient
 BFLOAT16_ERROR = 2.0  # times the error of transformers in bfloat16
@@ -61,11 +67,12 @@ class Outputs:
 def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
     """Compare every variant of the model with transformers; then an optimizer step and a checkpoint of each dtype."""
     platform = start_process_groups(request.platform)
-    batches = make_batches()
+    all_batches = make_batches()
     with tempfile.TemporaryDirectory(prefix="webrl-gpu-check-") as folder:
-        for kind, shape in MODELS.items():
+        for kind, (module, shape) in MODELS.items():
             source = Path(folder) / kind
-            model_class = type(small_models.write_model(source, shape, 0))
+            model_class = type(module.write_model(source, shape, 0))
+            batches = all_batches[:1] if module is small_qwen3_5 else all_batches
             exact = [_expected(model_class, source, torch.float32, platform.device, each.samples) for each in batches]
             for dtype in (torch.float32, torch.bfloat16):
                 rounded = exact

@@ -51,6 +51,7 @@ def test_all_sections_pass_on_the_cpu_and_the_report_is_complete(tmp_path: Path)
         "gradients: experts, bfloat16, local, sdpa",
         "gradients: experts, bfloat16, local, sdpa, prefix tree",
         "gradients: experts, bfloat16, local, sdpa, one expert after the other",
+        "gradients: linear attention, bfloat16, local, sdpa",
         "optimizer step: dense, float32",
         "checkpoint before the first step: experts, bfloat16",
     ):

@@ -23,7 +23,7 @@ def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     platform = model_section.start_process_groups("cpu")
     source, batches = Path(folder) / "dense", model_section.make_batches()
-    model_class = type(small_models.write_model(source, model_section.MODELS["dense"], 0))
+    model_class = type(small_models.write_model(source, model_section.MODELS["dense"][1], 0))
 
     def outputs(dtype: torch.dtype) -> list[Any]:
         return [model_section._expected(model_class, source, dtype, platform.device, each.samples) for each in batches]

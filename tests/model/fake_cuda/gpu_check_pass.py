@@ -34,7 +34,7 @@ def main(folder: str) -> None:
 
     from megatron_webrl.gpu_check import model_section
 
-    configurations = {kind: small_models.configuration(shape) for kind, shape in model_section.MODELS.items()}
+    configurations = {kind: module.configuration(shape) for kind, (module, shape) in model_section.MODELS.items()}
     for kind, configuration in configurations.items():
         configuration.save_pretrained(Path(folder) / kind)
     real, found = small_models.samples(), list[str]()
