@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
 
+from megatron_webrl.model.host_copy import copy_to_device
+
 CHUNK = 64  # tokens
 
 
@@ -91,7 +93,7 @@ def _chunk_places(boundaries: tuple[int, ...], device: torch.device) -> tuple[Te
         for sample, length in enumerate(lengths)
         for token in range(length)
     ]
-    return torch.tensor(places, device=device), rounds
+    return copy_to_device(torch.tensor(places), device), rounds
 
 
 def _unit(vectors: Tensor) -> Tensor:
@@ -119,4 +121,4 @@ def _padded_places(boundaries: tuple[int, ...], before: int, device: torch.devic
     places = [
         token + before * (sample + 1) for sample, ends in enumerate(pairwise(boundaries)) for token in range(*ends)
     ]
-    return torch.tensor(places, device=device)
+    return copy_to_device(torch.tensor(places), device)

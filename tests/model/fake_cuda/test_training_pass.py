@@ -74,5 +74,5 @@ def test_a_pass_waits_for_the_device_only_where_listed(found: dict[str, dict[str
 def test_the_arithmetic_of_gpu_check_mixes_no_devices(library: Path) -> None:
     names = ("checkpoint before the first step", "optimizer step", "checkpoint", "checkpoint of ranks' parts")
     assert _run("gpu_check_pass", library) == [
-        f"{name}: {kind}, float32" for kind in ("dense", "experts") for name in names
+        f"{name}: {kind}, float32" for kind in ("dense", "experts", "linear attention") for name in names
     ]
