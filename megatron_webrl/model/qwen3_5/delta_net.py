@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from torch.utils.checkpoint import checkpoint
 
-from megatron_webrl.model.qwen3_5.delta_rule import gated_delta_rule, short_convolution
+from megatron_webrl.model.qwen3_5.delta_rule import choose_rule, short_convolution
 from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig
 
 SHARDED = ("conv_weight", "dt_bias", "A_log")
@@ -114,10 +114,11 @@ class GatedDeltaNet(MegatronModule):
         value, gate = (x.reshape(len(x), -1, self.value_dim) for x in (value, gate))
         log_decay = -self.A_log.float().exp() * softplus(decay.flatten(1).float() + self.dt_bias)
         inputs = (query, key, value, log_decay, strength.flatten(1).sigmoid(), boundaries)
+        rule = choose_rule(value, self.config.attention_kernel != "sdpa")
         if self.recompute and self.training:
-            output = checkpoint(gated_delta_rule, *inputs, use_reentrant=False, preserve_rng_state=False)
+            output = checkpoint(rule, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            output = gated_delta_rule(*inputs)
+            output = rule(*inputs)
         return self.linear_out(self._gated_norm(output, gate).flatten(1)[:, None])
 
     def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:

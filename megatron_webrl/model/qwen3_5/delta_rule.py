@@ -21,7 +21,8 @@ all samples advance together: first over the first chunk of each, then over the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -32,6 +33,32 @@ from torch.nn.functional import conv1d
 from megatron_webrl.model.host_copy import copy_to_device
 
 CHUNK = 64  # tokens
+
+DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+"""Arguments and result of `gated_delta_rule`."""
+
+
+def choose_rule(value: Tensor, fused: bool) -> DeltaRule:
+    """With `fused` the kernels of flash-linear-attention where it is installed: in half precision on CUDA."""
+    half = value.is_cuda and value.dtype in (torch.bfloat16, torch.float16)
+    return fused_gated_delta_rule if fused and half and importlib.util.find_spec("fla") else gated_delta_rule
+
+
+def fused_gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, boundaries: Sequence[int]
+) -> Tensor:
+    """`gated_delta_rule` by flash-linear-attention, whose products are in the dtype of `value`."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    inputs = (x[None] for x in (query, key, value, log_decay, strength))
+    starts = _starts(tuple(boundaries), value.device)
+    output, _ = chunk_gated_delta_rule(*inputs, cu_seqlens=starts, use_qk_l2norm_in_kernel=True)
+    return output[0]
+
+
+@lru_cache(maxsize=4)  # all layers of a micro-batch ask for the same
+def _starts(boundaries: tuple[int, ...], device: torch.device) -> Tensor:
+    return copy_to_device(torch.tensor(boundaries), device)
 
 
 def gated_delta_rule(
@@ -77,7 +104,7 @@ def gated_delta_rule(
     return flat.index_select(0, tokens).to(value.dtype)
 
 
-@lru_cache(maxsize=4)  # all layers of a micro-batch ask for the same
+@lru_cache(maxsize=4)
 def _chunk_places(boundaries: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
     """Place of each token among the tokens of all chunks: int64 [T], and how many samples have an n-th chunk.
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_webrl.model.qwen3_5.delta_rule import CHUNK, gated_delta_rule, short_convolution
+from megatron_webrl.model.qwen3_5.delta_rule import (
+    CHUNK,
+    choose_rule,
+    fused_gated_delta_rule,
+    gated_delta_rule,
+    short_convolution,
+)
 from megatron_webrl.system import torchvision_shim
 
 HEADS, KEY, VALUE = 3, 12, 20
@@ -76,6 +84,33 @@ def test_outputs_equal_those_of_transformers() -> None:
         q, k, v, decay, strength = (x[None, start:end] for x in inputs)
         alone, _ = torch_chunk_gated_delta_rule(q, k, v, decay, strength, use_qk_l2norm_in_kernel=True)
         torch.testing.assert_close(output[start:end], alone[0], atol=1e-5, rtol=0)
+
+
+def test_the_fused_rule_hands_its_kernel_packed_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels need CUDA; here the rule of transformers takes their place, with the arguments of theirs."""
+    torchvision_shim.install()
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor, use_qk_l2norm_in_kernel: bool
+    ) -> tuple[Tensor, None]:
+        assert use_qk_l2norm_in_kernel
+        assert cu_seqlens.dtype is torch.int64
+        assert q.dtype == k.dtype == v.dtype
+        parts = (
+            torch_chunk_gated_delta_rule(*(x[:, a:b] for x in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=True)[0]
+            for a, b in pairwise(cu_seqlens.tolist())
+        )
+        return torch.cat(list(parts), dim=1), None
+
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", kernel, raising=False)
+    boundaries = _boundaries(LENGTHS["packed"])
+    inputs = [x.detach() for x in _inputs(boundaries[-1])]
+    expected = gated_delta_rule(*inputs, boundaries)
+    torch.testing.assert_close(fused_gated_delta_rule(*inputs, boundaries), expected, atol=1e-5, rtol=0)
+    assert choose_rule(inputs[2].bfloat16(), fused=True) is gated_delta_rule  # on the CPU
 
 
 def test_fast_decay_gives_finite_outputs_and_gradients() -> None:
