@@ -17,7 +17,7 @@ def add_parity(commands: Any) -> None:
         "Exit code 1: beyond the tolerance; 2: invalid input; 3: a backend failed.",
         epilog="example: webrl parity models/Qwen3-VL-4B-Instruct --tp 2 --dtype bfloat16 --samples mine.jsonl",
     )
-    parity.add_argument("model", type=Path, metavar="HF_FOLDER", help="Hugging Face folder of a Qwen3-VL or Qwen3.5 model")
+    parity.add_argument("model", type=Path, metavar="HF_FOLDER", help="folder of a Qwen3-VL or Qwen3.5 model")
     parity.add_argument(
         "--samples",
         type=Path,

@@ -9,7 +9,6 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.model_sizes import QWEN3_5_NAMES, config_sections
 
-MERGED = "trainer.merge_prefixes=trajectory"
 GPUS = ("cluster.gpus_per_node=8", "cluster.engine_gpus_per_node=4", "cluster.nodes=4", "trainer.data_parallel=0",
         "rollout.engines=0", "model.dtype=bfloat16")  # fmt: skip
 
@@ -17,28 +16,14 @@ GPUS = ("cluster.gpus_per_node=8", "cluster.engine_gpus_per_node=4", "cluster.no
 @pytest.mark.parametrize("name", QWEN3_5_NAMES)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_every_released_size_can_be_split(name: str, tensor: int) -> None:
-    overrides = [*GPUS, MERGED, f"trainer.tensor_parallel={tensor}", "rollout.tensor_parallel=4"]
+    overrides = [*GPUS, f"trainer.tensor_parallel={tensor}", "rollout.tensor_parallel=4"]
     check_parallel_layout(parse_config(None, overrides), config_sections(name))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([], "trainer.merge_prefixes=all cannot branch the state of linear attention of .*set .*=trajectory"),
-        ([MERGED, "trainer.context_parallel=2"], "trainer.context_parallel=2 cannot split the state of linear att"),
-        ([MERGED, "trainer.tensor_parallel=4"], "tensor_parallel=4 does not divide num_key_value_heads=2"),
-    ],
-)
-def test_what_the_state_and_the_heads_do_not_allow_is_refused(overrides: list[str], message: str) -> None:
-    config = parse_config(None, [*GPUS, "trainer.tensor_parallel=1", *overrides])
-    with pytest.raises(ConfigError, match=message):
-        check_parallel_layout(config, config_sections("Qwen3.5-35B-A3B"))
 
 
 def test_heads_of_linear_attention_are_split_too() -> None:
     description = config_sections("Qwen3.5-9B")
     description["text_config"]["linear_num_key_heads"] = 6
     for overrides, source in ((["trainer.tensor_parallel=4"], "trainer"), (["rollout.tensor_parallel=4"], "rollout")):
-        config = parse_config(None, [*GPUS, MERGED, "trainer.tensor_parallel=1", *overrides])
+        config = parse_config(None, [*GPUS, "trainer.tensor_parallel=1", *overrides])
         with pytest.raises(ConfigError, match=f"does not divide linear_num_key_heads=6 .{source}.tensor_parallel"):
             check_parallel_layout(config, description)

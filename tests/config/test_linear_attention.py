@@ -40,12 +40,6 @@ def test_prefixes_are_merged_where_no_state_would_be_handed_to_several_continuat
 
 def test_what_would_split_the_state_is_refused() -> None:
     assert "trainer.context_parallel=2 cannot split the state" in refusal(configured(context_parallel=2))
-    words = "tensor_parallel=4 does not divide linear_num_key_heads=6 (trainer.tensor_parallel)"
-    assert words in refusal(configured(tensor_parallel=4), linear_num_key_heads=6)
-    config = configured()
-    config.rollout.tensor_parallel = 4
-    words = "tensor_parallel=4 does not divide linear_num_value_heads=6 (rollout.tensor_parallel)"
-    assert words in refusal(config, linear_num_value_heads=6)
 
 
 def test_what_vllm_cannot_compute_on_the_cpu_is_refused() -> None:
