@@ -17,6 +17,7 @@ from megatron_webrl.model import model_sizes
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.weights.engine_map import EngineSizes, check_engine_sizes, engine_parameter_shapes, stage_layers
 from tests.model import tiny
+from tests.model.qwen3_5 import small
 from tools.make_tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ def engine_shapes(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tuple
         pytest.param({"experts": 3, "tie": False}, EngineSizes(tensor=2), marks=pytest.mark.soak),
         pytest.param({"experts": 3, "tie": False}, EngineSizes(tensor=2, expert_parallel=True), marks=pytest.mark.soak),
         (QWEN3_5 | {"experts": 4, "tie": False}, EngineSizes(tensor=2)),
-        pytest.param(QWEN3_5, EngineSizes(pipeline=2), marks=pytest.mark.soak),
+        pytest.param(QWEN3_5 | {"layers": 8}, EngineSizes(pipeline=2), marks=pytest.mark.soak),
         pytest.param(QWEN3_5 | {"tie": False, "kv_heads": 1}, EngineSizes(tensor=2), marks=pytest.mark.soak),
     ],
     ids=[
@@ -135,3 +136,10 @@ def test_a_whole_vision_tower_needs_no_heads_that_can_be_shared_out() -> None:
 def test_sizes_that_vllm_cannot_shard_are_refused(shape: tiny.Shape, sizes: EngineSizes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_engine_sizes(tiny.configuration(shape), sizes)
+
+
+def test_a_stage_without_full_attention_is_refused() -> None:
+    hf_config = small.configuration(small.Shape(layers=(small.LINEAR, small.FULL, small.LINEAR, small.LINEAR)))
+    check_engine_sizes(hf_config, EngineSizes(tensor=2))
+    with pytest.raises(ValueError, match="engine pipeline=2 leaves stage 1 only layers of linear attention"):
+        check_engine_sizes(hf_config, EngineSizes(pipeline=2))

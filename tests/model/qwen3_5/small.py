@@ -7,7 +7,17 @@ import torch
 from megatron_webrl.gpu_check.small_qwen3_5 import FULL, KEY_VALUE_HEADS, LINEAR, Shape, configuration, write_model
 from tests.model import tiny
 
-__all__ = ["KEY_VALUE_HEADS", "MODELS", "Shape", "configuration", "mtp_tensors", "samples", "write_model"]
+__all__ = [
+    "FULL",
+    "KEY_VALUE_HEADS",
+    "LINEAR",
+    "MODELS",
+    "Shape",
+    "configuration",
+    "mtp_tensors",
+    "samples",
+    "write_model",
+]
 
 MODELS = {
     "dense": Shape(),
