@@ -250,5 +250,5 @@ def test_the_keys_of_a_segment_are_those_of_its_ancestors_and_its_own() -> None:
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_a_bool_of_older_configurations_is_refused(value: str) -> None:
     config = parse_config(None, [f"trainer.merge_prefixes={value}"])
-    with pytest.raises(ConfigError, match=r"trainer\.merge_prefixes='\w+' is not one of none, trajectory, all"):
+    with pytest.raises(ConfigError, match=r"trainer\.merge_prefixes='\w+' is not one of auto, none, trajectory, all"):
         check_limits(config, "")
