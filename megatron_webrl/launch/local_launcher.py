@@ -69,6 +69,7 @@ class LocalLauncher:
         _check_machine(self.config)
         self.visible_devices = visible_devices_by_process(self.config, os.environ.get(DEVICES_VARIABLE, ""))
         self.scratch = child_process.make_scratch_folder()
+        self._spared = child_process.children()  # of a program that calls this
         self.journal = EventLog(self.config.run_folder)
         self.supervisor = RoleSupervisor(
             self.config, self.journal, self._warn, self._connect, restarts_trainer=not self.weights_only
@@ -119,7 +120,7 @@ class LocalLauncher:
         except (JobFailed, RoleStartError, LeaseLost) as error:
             outcome = failed_outcome(str(error))
         finally:
-            left = child_process.kill_descendants(KILL_SECONDS, self._processes)
+            left = child_process.kill_descendants(KILL_SECONDS, self._processes, self._spared)
             child_process.become_subreaper(False)  # of a program that calls this and continues
             role_process.sweep_shared_memory(segment_prefix(config.run.name))
             shutil.rmtree(self.scratch, ignore_errors=True)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -160,19 +160,34 @@ def start_process(
     return process
 
 
-def kill_descendants(seconds: float, roles: Sequence[subprocess.Popen[bytes]] = ()) -> list[str]:
+def children() -> list[psutil.Process]:
+    """The children of this process."""
+    return psutil.Process().children()
+
+
+def kill_descendants(
+    seconds: float, roles: Sequence[subprocess.Popen[bytes]] = (), spared: Collection[psutil.Process] = ()
+) -> list[str]:
     """End every descendant: SIGTERM, after half of `seconds` SIGKILL; return the remaining ones as "name (pid)".
 
     `become_subreaper` adds orphans. Ended children are reaped; `roles` through their Popen, which keeps the exit code.
+    `spared`: children that stay, with their descendants.
     """
 
     def find() -> list[psutil.Process]:
         _reap(roles)
         # A process looks like a zombie as soon as its first thread has ended; until it can be reaped it keeps its files
         # and locks.
-        return psutil.Process().children(recursive=True)
+        return [each for child in children() if child not in spared for each in _family(child)]
 
     return sorted(_name(process.pid) for process in _end(find, seconds, seconds / 2))
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    """A process and its descendants."""
+    with suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return [process]
 
 
 def kill_process_group(leader: int, seconds: float = KILL_SECONDS) -> None:

@@ -170,7 +170,10 @@ def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monke
     checkpoint, text = EvaluatedCheckpoint.resolve(run_folder), StringIO()
     one = ["evaluation.blank_images=false", "evaluation.temperature=0"]  # greedy already
     config = evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5", *one])
-    assert WithoutWorkers(config, Console(file=text), checkpoint=checkpoint).run() == 1
+    with subprocess.Popen(["sleep", "600"]) as mine:
+        assert WithoutWorkers(config, Console(file=text), checkpoint=checkpoint).run() == 1
+        assert mine.poll() is None, "a launcher ends what it has started"
+        mine.kill()
     # A busy machine makes the new database of MLflow late, and the job says so.
     *_, results, last = (line for line in text.getvalue().splitlines() if not line.startswith("MLflow at "))
     assert results == f"results: {config.run_folder / 'evaluations.jsonl'}"
