@@ -40,6 +40,7 @@ from megatron_webrl.system.redaction import configure_logging, redact
 from megatron_webrl.system.text import first_line
 from megatron_webrl.tasks.command import add_tasks
 from megatron_webrl.types import failed_outcome
+from megatron_webrl.weights.engine_garbage import collect_garbage
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -303,8 +304,7 @@ def _trainer(options: argparse.Namespace) -> int:
         from megatron_webrl.trainer import main as training
         from megatron_webrl.trainer import weight_sync_check
 
-        gc.freeze()
-        gc.enable()
+        collect_garbage()
         if options.weights_only:
             weight_sync_check.run(config, control, rank, ring)
         else:
@@ -328,8 +328,7 @@ def _rollout(options: argparse.Namespace) -> int:
     from megatron_webrl.rollout import main as working
     from megatron_webrl.rollout.engine import engine_follower
 
-    gc.freeze()
-    gc.enable()
+    collect_garbage()
 
     def run(control: ControlClient, ring: NodeRing) -> None:
         if number:

@@ -1,4 +1,7 @@
-"""Garbage collection in the processes of an engine, which is off while they import vLLM (system/_site)."""
+"""Garbage collection of processes that import an engine or a trainer: off meanwhile, as it is a fifth of that time.
+
+Roles turn it off themselves, an engine's own processes in system/_site.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,6 @@ import gc
 
 
 def collect_garbage() -> None:
-    """Collect garbage from here on. What has been imported stays, and vLLM's own collections do not look at it."""
+    """Collect garbage from here on. What has been imported stays, and later collections do not look at it."""
     gc.freeze()
     gc.enable()

@@ -13,6 +13,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.qwen3_vl.routing_replay import records_experts
 from megatron_webrl.system import torchvision_shim
+from megatron_webrl.weights.engine_garbage import collect_garbage
 from megatron_webrl.weights.expert_store import RECORD_OPTION
 
 if TYPE_CHECKING:
@@ -165,8 +166,7 @@ def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | 
     from vllm.v1.executor import Executor
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    gc.freeze()
-    gc.enable()
+    collect_garbage()
 
     class Client(AsyncLLM):
         def __del__(self) -> None:
