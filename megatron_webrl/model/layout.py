@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_webrl.model.layer_split import check_divides, split_layers
-from megatron_webrl.model.parameter_map import ParameterMapping, is_linear_attention, is_sparse
+from megatron_webrl.model.parameter_map import ParameterMapping, has_linear_attention, is_sparse
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def check_parallel_sizes(text_config: Any, sizes: ParallelSizes) -> None:
     """Raise ValueError unless the sizes divide the model's dimensions. `text_config`: of transformers."""
     layers = range(text_config.num_hidden_layers)
     sparse = [is_sparse(text_config, layer) for layer in layers]
-    linear = any(is_linear_attention(text_config, layer) for layer in layers)
+    linear = has_linear_attention(text_config)
     if linear and sizes.context > 1:
         raise ValueError(
             f"context_parallel={sizes.context} cannot split the state of linear attention; "

@@ -114,6 +114,11 @@ def is_linear_attention(text: Any, layer: int) -> bool:
     return types is not None and types[layer] == "linear_attention"
 
 
+def has_linear_attention(text: Any) -> bool:
+    """Whether the text model has layers of linear attention, as all of Qwen3.5 have."""
+    return any(is_linear_attention(text, layer) for layer in range(text.num_hidden_layers))
+
+
 def padded_vocab_size(vocab_size: int, size: int) -> int:
     """Vocabulary size rounded up to a multiple of `size`."""
     return -(-vocab_size // size) * size

@@ -20,7 +20,13 @@ from typing import Any
 
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import check_divides
-from megatron_webrl.model.parameter_map import ParameterMapping, is_linear_attention, is_sparse, padded_vocab_size
+from megatron_webrl.model.parameter_map import (
+    ParameterMapping,
+    has_linear_attention,
+    is_linear_attention,
+    is_sparse,
+    padded_vocab_size,
+)
 from megatron_webrl.weights.slices import Shard
 
 MAP_VERSION = 1  # of both maps; changes when the location of a tensor changes on either side
@@ -86,11 +92,6 @@ def check_engine_sizes(hf_config: Any, sizes: EngineSizes) -> None:
     if sizes.expert_parallel and not any(sparse):
         raise ValueError("engine expert_parallel=True needs a mixture of experts; the model is dense")
     _check_stages(text, sizes.pipeline, len(getattr(vision, "deepstack_visual_indexes", ())))
-
-
-def has_linear_attention(text: Any) -> bool:
-    """Whether the text model has layers of linear attention, as all of Qwen3.5 have."""
-    return any(is_linear_attention(text, layer) for layer in range(text.num_hidden_layers))
 
 
 def _check_stages(text: Any, pipeline: int, deepstack: int) -> None:
