@@ -187,18 +187,6 @@ def _config(sizes: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerFa
         "eos_token_id": tokenizer.eos_token_id,
         "dtype": sizes["dtype"],
     }  # fmt: skip
-    vision = {
-        "depth": sizes["vision_layers"],
-        "hidden_size": sizes["vision_hidden"],
-        "intermediate_size": sizes["vision_intermediate"],
-        "num_heads": sizes["vision_heads"],
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": TEMPORAL,
-        "out_hidden_size": sizes["hidden"],
-        "num_position_embeddings": sizes["vision_grid"] ** 2,
-        "dtype": sizes["dtype"],
-    }
     if sizes["experts"]:
         text |= {
             "num_experts": sizes["experts"],
@@ -217,13 +205,11 @@ def _config(sizes: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerFa
         if sizes["experts"]:
             del text["intermediate_size"]
             text["shared_expert_intermediate_size"] = sizes["expert_intermediate"]
-    else:
-        vision["deepstack_visual_indexes"] = list(sizes["deepstack"])
-        if sizes["experts"]:
-            text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    elif sizes["experts"]:
+        text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return _transformers_class(sizes, "Config")(
         text_config=text,
-        vision_config=vision,
+        vision_config=_vision_config(sizes),
         image_token_id=ids["image_pad"],
         video_token_id=ids["video_pad"],
         vision_start_token_id=ids["vision_start"],
@@ -231,6 +217,24 @@ def _config(sizes: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerFa
         tie_word_embeddings=sizes["tie"],
         dtype=sizes["dtype"],
     )
+
+
+def _vision_config(sizes: dict[str, Any]) -> dict[str, Any]:
+    vision = {
+        "depth": sizes["vision_layers"],
+        "hidden_size": sizes["vision_hidden"],
+        "intermediate_size": sizes["vision_intermediate"],
+        "num_heads": sizes["vision_heads"],
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": TEMPORAL,
+        "out_hidden_size": sizes["hidden"],
+        "num_position_embeddings": sizes["vision_grid"] ** 2,
+        "dtype": sizes["dtype"],
+    }
+    if sizes["architecture"] == "qwen3_vl":
+        vision["deepstack_visual_indexes"] = list(sizes["deepstack"])
+    return vision
 
 
 def _transformers_class(sizes: dict[str, Any], suffix: str) -> Any:
