@@ -1,4 +1,4 @@
-"""Rank bodies of the loss-curve tests: Qwen3-VL in several layouts, resuming from each other's checkpoints."""
+"""Rank bodies of the loss-curve tests: a model in several layouts, resuming from each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QWEN_LAYOUTS: dict[str, dict[str, int]] = {"tensor": {"tensor": 2}, "replicas": 
 
 
 def loss_curves(rank: int, folder: str, model: str) -> None:
-    """Qwen3-VL in each layout: two updates, a checkpoint, two more; then two more from the checkpoint of each.
+    """The model in each layout: two updates, a checkpoint, two more; then two more from the checkpoint of each.
 
     The first loss after a checkpoint is that of its weights, the second one that of its optimizer, too.
     """

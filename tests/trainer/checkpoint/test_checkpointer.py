@@ -24,6 +24,7 @@ from tests.trainer import curve_ranks
 from tests.trainer.checkpoint import cross_layout_ranks, save_ranks
 from tests.trainer.checkpoint.small_learner import LAYOUTS
 from tests.trainer.curve_ranks import QWEN_LAYOUTS
+from tools.make_tiny_model import make_tiny_model
 
 NAMES = [layout.name for layout in LAYOUTS]
 Found = list[dict[Any, Any]]
@@ -165,11 +166,11 @@ def test_updates_below_the_resolution_of_bfloat16_add_up_in_the_main_weights(sav
     assert found["resumed equal"]
 
 
-@pytest.fixture(scope="module")
-def curves(memory: Path, tiny_model: Path) -> dict[Any, Any]:
-    folder = memory / "curves"
-    folder.mkdir()
-    spawn(curve_ranks.loss_curves, str(folder), str(tiny_model), seconds=600)
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+def curves(request: pytest.FixtureRequest, memory: Path) -> dict[Any, Any]:
+    folder = memory / f"curves-{request.param}"
+    model = make_tiny_model(folder / "model", architecture=request.param)
+    spawn(curve_ranks.loss_curves, str(folder), str(model), seconds=600)
     return torch.load(folder / "curves-0.pt", weights_only=False)
 
 
