@@ -123,7 +123,8 @@ def test_weight_transfer_takes_only_pure_data_from_the_model():
     for path in (PACKAGE / "weights").glob("*.py"):
         used = {name for name in imported_names(path) if name.startswith("megatron_webrl.model.")}
         assert {".".join(name.split(".")[:3]) for name in used} <= pure, path
-    for name in ("architectures", "parameter_map", "layout", "qwen3_5/parameters", "qwen3_vl/parameters"):
+    maps = (f"{folder}/parameters" for folder in ("qwen3_5", "qwen3_vl", "vision_language"))
+    for name in ("architectures", "parameter_map", "layout", *maps):
         assert not [each for each in imported_names(PACKAGE / "model" / f"{name}.py") if each.startswith("megatron.")]
 
 

@@ -20,7 +20,7 @@ from megatron_webrl.cluster.performance.training import stage_seconds
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
+from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.system import torchvision_shim
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator

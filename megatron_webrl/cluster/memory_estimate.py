@@ -273,7 +273,7 @@ class _TrainerEstimate:
         return (norms + mixer // tensor + mlp) * self.tokens
 
     def _norm_bytes(self) -> int:
-        """Bytes that a norm saves of each value. Without Transformer Engine: model/qwen3_vl/norm.py."""
+        """Bytes that a norm saves of each value. Without Transformer Engine: model/vision_language/norm.py."""
         if self.trainer.layers == "transformer_engine":
             return 2 * self.size
         return 4 + 2 * self.size if self.shape.linear is None else 8 + self.size  # a zero-centred one scales in float32

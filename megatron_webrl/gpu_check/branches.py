@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_webrl.gpu_check.small_models import IMAGE, MERGE, TEMPERATURE, VIDEO, Sample, make_sample
-from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
-from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
+from megatron_webrl.model.vision_language.packed_input import PackedInput
+from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import sequence_images, unique_images
 from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence

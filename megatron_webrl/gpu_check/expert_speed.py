@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 
 from megatron_webrl.gpu_check.results import CheckResult, measured
 from megatron_webrl.gpu_check.timing import REPEATS, not_slower, seconds_of
-from megatron_webrl.model.qwen3_vl.experts import grouped_linear
+from megatron_webrl.model.vision_language.experts import grouped_linear
 
 Products = Callable[[Tensor, Sequence[Tensor]], Tensor]
 

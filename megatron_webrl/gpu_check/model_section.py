@@ -27,7 +27,7 @@ from megatron_webrl.gpu_check.results import CheckResult, at_most, failed, skipp
 from megatron_webrl.gpu_check.timing import host_syncs
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.compute_options import ComputeOptions
-from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
+from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.system import torchvision_shim
 
 SECTION = "one GPU"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
-from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
+from megatron_webrl.model.vision_language.packed_input import PackedInput
+from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.system import torchvision_shim
 
 torchvision_shim.install()

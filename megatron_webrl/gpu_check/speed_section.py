@@ -31,7 +31,7 @@ from megatron_webrl.gpu_check.results import CheckResult, at_most, measured
 from megatron_webrl.gpu_check.timing import REPEATS, not_slower, seconds_of
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.compute_options import ComputeOptions, Recompute
-from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
+from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.trainer.data.prefix_tree import MIN_SHARED_TOKENS
 
 SECTION = "speed"

@@ -23,7 +23,7 @@ from megatron_webrl.launch.credit_checks import check_credit
 from megatron_webrl.launch.distillation_checks import check_distillation
 from megatron_webrl.launch.loss_validation import check_loss
 from megatron_webrl.model.hf_config import read_model_config
-from megatron_webrl.model.qwen3_vl.routing_replay import check_routing_replay
+from megatron_webrl.model.vision_language.routing_replay import check_routing_replay
 from megatron_webrl.rollout.responses import COMPACT_FORMS
 from megatron_webrl.sampling.checks import check_tasks
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_webrl.model.parameter_map import REPLICATED, VOCABULARY, ExpertFormat, ParameterMapping
 from megatron_webrl.model.qwen3_5 import parameters as qwen3_5
 from megatron_webrl.model.qwen3_vl import parameters as qwen3_vl
+from megatron_webrl.model.vision_language.parameters import vision_mappings
 
 LayerMappings = Callable[[Any, int, str, str, ExpertFormat], list[ParameterMapping]]
 LAYER_MAPPINGS: dict[str, LayerMappings] = {
@@ -29,7 +30,7 @@ def is_passthrough(model_type: str, name: str) -> bool:
 def parameter_mappings(hf_config: Any, expert_format: ExpertFormat = "released") -> tuple[ParameterMapping, ...]:
     """Mappings of all tensors in export order: parts of a tensor are adjacent, and so are tensors of one parameter."""
     text, layer_mappings = hf_config.text_config, LAYER_MAPPINGS[hf_config.model_type]
-    maps = qwen3_vl.vision_mappings(hf_config.vision_config)
+    maps = vision_mappings(hf_config.vision_config)
     width = (text.vocab_size, text.hidden_size)
     lm = "model.language_model."
     maps.append(ParameterMapping(f"{lm}embed_tokens.weight", width, "embedding.word_embeddings.weight", VOCABULARY))

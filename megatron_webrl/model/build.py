@@ -19,8 +19,8 @@ from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of, rank_coordinates_of
 from megatron_webrl.model.qwen3_5 import layers as qwen3_5
 from megatron_webrl.model.qwen3_vl import layers as qwen3_vl
-from megatron_webrl.model.qwen3_vl.model import Qwen3VL
-from megatron_webrl.model.qwen3_vl.text_config import TextConfig, make_text_config
+from megatron_webrl.model.vision_language.model import VisionLanguageModel
+from megatron_webrl.model.vision_language.text_config import TextConfig, make_text_config
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def build_model(
     platform: Platform,
     groups: ProcessGroupCollection | None = None,
     options: ComputeOptions | None = None,
-) -> list[Qwen3VL]:
+) -> list[VisionLanguageModel]:
     """Build this rank's model chunks from the config of a Hugging Face folder, on the platform's device.
 
     Returns several under a virtual pipeline, with arbitrary weights. `groups` defaults to Megatron's global process
@@ -64,7 +64,7 @@ def build_model(
         own = split_layers(hf_config.text_config.num_hidden_layers, sizes.num_chunks)[chunk]
         with torch.device(platform.device):  # Megatron names no device for the weights of routers
             spec = layers.block_spec(hf_config.text_config, own, options.layers)
-            model = Qwen3VL(hf_config, config, spec, options, platform, groups, chunk)
+            model = VisionLanguageModel(hf_config, config, spec, options, platform, groups, chunk)
         _mark_tensor_parallel(model)
         if model.pre_process and not options.train_vision:
             model.visual.requires_grad_(False)
@@ -72,7 +72,7 @@ def build_model(
     return chunks
 
 
-def _mark_tensor_parallel(model: Qwen3VL) -> None:
+def _mark_tensor_parallel(model: VisionLanguageModel) -> None:
     """Set Megatron's attributes of sharded parameters, which its weight initialisation would set.
 
     Without them the gradient norm includes only the first rank's shard. Experts sharded unlike the other layers have

@@ -11,12 +11,12 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 
 from megatron_webrl.model.convert.hf_files import LoadError, open_hf_model
 from megatron_webrl.model.parameter_map import to_megatron
-from megatron_webrl.model.qwen3_vl.model import Qwen3VL
+from megatron_webrl.model.vision_language.model import VisionLanguageModel
 
 __all__ = ["LoadError", "is_first_replica", "load_hf"]
 
 
-def load_hf(chunks: Sequence[Qwen3VL], folder: str | Path, first_replica_only: bool = False) -> None:
+def load_hf(chunks: Sequence[VisionLanguageModel], folder: str | Path, first_replica_only: bool = False) -> None:
     """Copy the folder's tensors into this rank's model chunks, converted to the model's dtype. No communication.
 
     With `first_replica_only` only parameters of which this rank has the first replica are read; the others keep their

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_webrl.model.process_groups import is_last_stage
-from megatron_webrl.model.qwen3_vl.packed_input import PackedInput
+from megatron_webrl.model.vision_language.packed_input import PackedInput
 
 MicrobatchResults = dict[str, Tensor]
 LossFunction = Callable[[int, Any], tuple[Tensor, MicrobatchResults]]
@@ -22,8 +22,8 @@ def forward_backward(
 ) -> list[MicrobatchResults]:
     """Forward and, unless `forward_only`, backward over all inputs. Collective over the model's ranks.
 
-    `chunks`: this rank's Qwen3VL models, possibly in DistributedDataParallel. The last pipeline stage calls
-    `loss_fn(index, output)` for each input, with the output of `Qwen3VL.forward`; it returns the loss (Megatron
+    `chunks`: this rank's parts of a VisionLanguageModel, possibly in DistributedDataParallel. The last pipeline stage
+    calls `loss_fn(index, output)` for each input, with the output of its forward pass; it returns the loss (Megatron
     averages it over the inputs) and the results. Every stage passes all inputs; only the first reads pixels.
     Returns the results per input on the last stage, an empty list on the others.
     """

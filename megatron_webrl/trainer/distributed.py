@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_webrl.model import gradients
-from megatron_webrl.model.qwen3_vl.model import Qwen3VL
+from megatron_webrl.model.vision_language.model import VisionLanguageModel
 
 
-def wrap_ddp(chunks: Sequence[Qwen3VL]) -> list[DistributedDataParallel]:
+def wrap_ddp(chunks: Sequence[VisionLanguageModel]) -> list[DistributedDataParallel]:
     """Give the chunks contiguous float32 gradient buffers, averaged over data-parallel ranks.
 
     The reduction runs after the last backward pass: a micro-batch without images gives the vision tower no gradient, so

@@ -31,8 +31,8 @@ from megatron_webrl.model.hf_config import choose_prefix_merging, load_hf_config
 from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.qwen3_vl.model import Qwen3VL
-from megatron_webrl.model.qwen3_vl.routing_replay import replays_routing
+from megatron_webrl.model.vision_language.model import VisionLanguageModel
+from megatron_webrl.model.vision_language.routing_replay import replays_routing
 from megatron_webrl.system.text import first_line
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator
@@ -68,7 +68,7 @@ def make_learner(config: Config, platform: Platform) -> Learner:
     return Learner(wrapped, chunks[0].unpadded_vocab_size, optimizer)
 
 
-def _load_first_replicas(chunks: Sequence[Qwen3VL], folder: str) -> None:
+def _load_first_replicas(chunks: Sequence[VisionLanguageModel], folder: str) -> None:
     error: Exception | None = None
     try:
         load_hf(chunks, folder, first_replica_only=True)

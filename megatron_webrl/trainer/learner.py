@@ -35,7 +35,7 @@ class Learner:
     Log-probabilities exist on the last pipeline stage only; the other stages get empty lists.
     """
 
-    chunks: list[Any]  # DistributedDataParallel around Qwen3VL, one per virtual pipeline stage of this rank
+    chunks: list[Any]  # DistributedDataParallel around VisionLanguageModel, one per virtual pipeline stage of this rank
     vocab_size: int
     optimizer: ScheduledOptimizer
     reference: ReferencePolicy | None = None  # the policy at the start of RL, if the loss has a KL penalty

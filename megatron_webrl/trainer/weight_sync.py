@@ -23,7 +23,7 @@ from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of
-from megatron_webrl.model.qwen3_vl.model import Qwen3VL
+from megatron_webrl.model.vision_language.model import VisionLanguageModel
 from megatron_webrl.tracking.timeline import OFF, Timeline
 from megatron_webrl.trainer.parallel import all_gather_object, broadcast_object
 from megatron_webrl.weights import transport
@@ -52,7 +52,7 @@ class WeightSyncer:
     """Sends the model to all engines. The methods named `has_...` are for the first rank, all others collective."""
 
     def __init__(
-        self, chunks: Sequence[Qwen3VL], config: Config, control: ControlClient, platform: Platform,
+        self, chunks: Sequence[VisionLanguageModel], config: Config, control: ControlClient, platform: Platform,
         timeline: Timeline = OFF,
     ) -> None:  # fmt: skip
         self.config, self.control, self.timeline = config, control, timeline

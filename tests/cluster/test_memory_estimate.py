@@ -29,7 +29,7 @@ from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes, expert_rank, pipeline_stages
 from megatron_webrl.model.parameter_counts import count_parameters
 from megatron_webrl.model.parameter_map import parameter_shapes
-from megatron_webrl.model.qwen3_vl.vision import build_vision_tower
+from megatron_webrl.model.vision_language.vision import build_vision_tower
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from tests.model.test_model_sizes import BILLIONS
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.hf_config import read_model_config
-from megatron_webrl.model.qwen3_vl.routing_replay import check_routing_replay, records_experts, replays_routing
+from megatron_webrl.model.vision_language.routing_replay import check_routing_replay, records_experts, replays_routing
 
 
 @pytest.fixture(autouse=True)

@@ -11,17 +11,17 @@ from torch import Tensor
 from megatron_webrl.model.layout import replica_ranks
 from megatron_webrl.model.parameter_map import ParameterMapping, from_megatron, parameter_shapes
 from megatron_webrl.model.process_groups import parallel_sizes_of
-from megatron_webrl.model.qwen3_vl.model import Qwen3VL
+from megatron_webrl.model.vision_language.model import VisionLanguageModel
 
 
-def hf_manifest(chunks: Sequence[Qwen3VL]) -> list[tuple[str, tuple[int, ...], str]]:
+def hf_manifest(chunks: Sequence[VisionLanguageModel]) -> list[tuple[str, tuple[int, ...], str]]:
     """Name, shape and dtype ("float32", "bfloat16") of every Hugging Face tensor, in the order of `hf_tensors`."""
     model = chunks[0]
     dtype = str(model.config.params_dtype).removeprefix("torch.")
     return list(dict.fromkeys((mapping.hf_param, mapping.tensor_shape, dtype) for mapping in model.mappings))
 
 
-def hf_tensors(chunks: Sequence[Qwen3VL]) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(chunks: Sequence[VisionLanguageModel]) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor with its name on the first rank, nothing on the others.
 
     Collective over all ranks: each must exhaust the iterator. A tensor may be a view of the model: do not write to it.
@@ -36,7 +36,7 @@ def hf_tensors(chunks: Sequence[Qwen3VL]) -> Iterator[tuple[str, Tensor]]:
 class _Gatherer:
     """Gathers shards on the first rank."""
 
-    def __init__(self, chunks: Sequence[Qwen3VL]) -> None:
+    def __init__(self, chunks: Sequence[VisionLanguageModel]) -> None:
         model = chunks[0]
         self.hf_config, self.sizes = model.hf_config, parallel_sizes_of(model.pg_collection)
         self.dtype = model.config.params_dtype

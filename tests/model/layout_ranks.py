@@ -187,7 +187,7 @@ def examine(
 
 def _scored_here(row: Any, groups: Any, case: Case) -> Tensor:
     """bool [R]: scored positions of this context-parallel rank."""
-    from megatron_webrl.model.qwen3_vl.packed_input import token_range
+    from megatron_webrl.model.vision_language.packed_input import token_range
 
     multiple = groups.tp.size() if case.sequence_parallel else 1
     share = token_range(row.tokens.numel(), groups.cp.rank(), groups.cp.size(), multiple)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.model.layer_split import check_divides
-from megatron_webrl.model.qwen3_vl.config_check import check_text_options
+from megatron_webrl.model.vision_language.config_check import check_text_options
 
 
 def check_config(folder: str | Path, hf: Any) -> None:

@@ -21,7 +21,7 @@ from torch.nn.functional import silu, softplus
 from torch.utils.checkpoint import checkpoint
 
 from megatron_webrl.model.qwen3_5.delta_rule import choose_rule, short_convolution
-from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig
+from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams, TextConfig
 
 SHARDED = ("conv_weight", "dt_bias", "A_log")
 """Parameters that the tensor-parallel ranks split along the first dimension, beyond those of linear layers."""

@@ -14,16 +14,17 @@ from megatron_webrl.model.parameter_map import is_linear_attention, is_sparse
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.qwen3_5.attention import GatedAttention
 from megatron_webrl.model.qwen3_5.delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron_webrl.model.qwen3_vl import text_config as qwen3_vl
-from megatron_webrl.model.qwen3_vl.layers import attention_spec, layer_modules, layer_spec
+from megatron_webrl.model.vision_language.layers import attention_spec, layer_modules, layer_spec
+from megatron_webrl.model.vision_language.text_config import TextConfig
+from megatron_webrl.model.vision_language.text_config import make_text_config as make_base_config
 
 
 def make_text_config(
     hf_config: Any, dtype: torch.dtype, platform: Platform, groups: ProcessGroupCollection, options: ComputeOptions
-) -> qwen3_vl.TextConfig:
+) -> TextConfig:
     """Make Megatron's config of the text model. Raises ValueError if the parallel sizes do not divide it."""
     text = hf_config.text_config
-    return qwen3_vl.make_text_config(
+    return make_base_config(
         hf_config,
         dtype,
         platform,

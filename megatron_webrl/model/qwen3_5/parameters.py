@@ -18,7 +18,7 @@ from megatron_webrl.model.parameter_map import (
     is_linear_attention,
     is_sparse,
 )
-from megatron_webrl.model.qwen3_vl.parameters import expert_mappings, mlp_mappings
+from megatron_webrl.model.vision_language.parameters import expert_mappings, mlp_mappings
 
 PASSTHROUGH_PREFIX = "mtp."  # of the layer that predicts the token after the next, which is not trained
 

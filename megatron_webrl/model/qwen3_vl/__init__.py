@@ -1,1 +1,1 @@
-"""Qwen3-VL on megatron-core."""
+"""Qwen3-VL: attention in every layer, DeepStack."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_webrl.model.qwen3_vl.packed_input import partition_costs
+from megatron_webrl.model.vision_language.packed_input import partition_costs
 from megatron_webrl.trainer.data.flops import FlopsEstimator, sequence_images
 from megatron_webrl.trainer.data.merging import MergedSequence
 from megatron_webrl.trainer.data.prefix_tree import PrefixTree, separate_sequences

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_webrl.model.qwen3_vl.packed_input import NOT_RECORDED
+from megatron_webrl.model.vision_language.packed_input import NOT_RECORDED
 from megatron_webrl.trainer.data.merging import MergedSequence
 from megatron_webrl.trainer.data.prefix_tree import PrefixTree
 

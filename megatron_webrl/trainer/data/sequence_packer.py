@@ -10,8 +10,8 @@ import torch
 
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.qwen3_vl.packed_input import NOT_RECORDED, PackedInput, partition_images, token_range
-from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
+from megatron_webrl.model.vision_language.packed_input import NOT_RECORDED, PackedInput, partition_images, token_range
+from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.trainer.credit.step_critic import StepId
 from megatron_webrl.trainer.data.batching import TrainingSample, token_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator, sequence_images, unique_images

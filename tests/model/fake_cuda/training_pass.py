@@ -26,7 +26,7 @@ from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.model.compute_options import ComputeOptions, ValueHeadKind
-from megatron_webrl.model.qwen3_vl.packed_input import HOST_FIELDS
+from megatron_webrl.model.vision_language.packed_input import HOST_FIELDS
 from tests.model import tiny
 from tests.model.fake_cuda.host_values import HostValues, fake_cuda
 
@@ -95,7 +95,7 @@ def join_groups() -> None:
 def _learner(folder: Path, platform: Any, value_head: ValueHeadKind = "none") -> Any:
     from megatron_webrl.config.trainer import OptimizerConfig
     from megatron_webrl.model.build import build_model
-    from megatron_webrl.model.qwen3_vl import experts
+    from megatron_webrl.model.vision_language import experts
     from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.learner import Learner
     from megatron_webrl.trainer.optimizer import make_optimizer

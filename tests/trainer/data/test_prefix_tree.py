@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.model.qwen3_vl.segments import segment_keys
+from megatron_webrl.model.vision_language.segments import segment_keys
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence
 from megatron_webrl.trainer.data.packing import MAX_SEQUENCE_TOKENS_RATIO, pack_sequences

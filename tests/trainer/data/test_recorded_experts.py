@@ -12,7 +12,7 @@ import torch
 
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.qwen3_vl.packed_input import NOT_RECORDED
+from megatron_webrl.model.vision_language.packed_input import NOT_RECORDED
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.merging import unmerged_sequence

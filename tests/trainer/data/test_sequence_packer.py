@@ -13,8 +13,8 @@ import torch
 
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.qwen3_vl.packed_input import partition_images
-from megatron_webrl.model.qwen3_vl.rope import mrope_position_ids
+from megatron_webrl.model.vision_language.packed_input import partition_images
+from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import ImageGridMismatch, Microbatch, SequencePacker

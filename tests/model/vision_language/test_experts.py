@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_webrl.model.qwen3_vl import experts
+from megatron_webrl.model.vision_language import experts
 from tests.gloo import spawn
 from tests.model import tiny
-from tests.model.qwen3_vl import expert_ranks
+from tests.model.vision_language import expert_ranks
 
 IN, OUT = 16, 24
 Trained = Callable[[str, str], list[dict[str, Any]]]

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from megatron_webrl.model.host_copy import copy_to_device
-from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, partition_images
+from megatron_webrl.model.vision_language.packed_input import PackedInput, partition_images
 from megatron_webrl.system import torchvision_shim
 
 

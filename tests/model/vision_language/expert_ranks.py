@@ -39,8 +39,8 @@ def _train(folder: Path, kernel: Any, platform: Any) -> dict[str, Any]:
     from megatron_webrl.model.build import build_model
     from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.model.qwen3_vl import experts, layers
-    from megatron_webrl.model.qwen3_vl.dispatcher import TokenDispatcher
+    from megatron_webrl.model.vision_language import experts, layers
+    from megatron_webrl.model.vision_language.dispatcher import TokenDispatcher
     from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.optimizer import make_optimizer
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel, Qwen3VLTextRotaryEmbedding
 
-from megatron_webrl.model.qwen3_vl.rope import InterleavedRotaryEmbedding, mrope_position_ids
+from megatron_webrl.model.vision_language.rope import InterleavedRotaryEmbedding, mrope_position_ids
 from tests.model import tiny
 
 with torch.device("meta"):

@@ -7,13 +7,13 @@ import sys
 
 import torch
 
-from megatron_webrl.model.qwen3_vl.attention import select_kernel
+from megatron_webrl.model.vision_language.attention import select_kernel
 
 FAKE_CALL = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron_webrl.model.qwen3_vl.attention import select_kernel
-from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams
+from megatron_webrl.model.vision_language.attention import select_kernel
+from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams
 
 with FakeTensorMode(), torch.no_grad():
     query, key = (torch.empty(128, 1, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_webrl.model.qwen3_vl.packed_input import NOT_RECORDED, pad_to_multiple
+from megatron_webrl.model.vision_language.packed_input import NOT_RECORDED, pad_to_multiple
 from tests.gloo import spawn
 from tests.model import tiny
-from tests.model.qwen3_vl import replay_ranks
+from tests.model.vision_language import replay_ranks
 
 Examined = Callable[[int, str], list[dict[str, Any]]]
 

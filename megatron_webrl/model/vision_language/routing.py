@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, where
 
-from megatron_webrl.model.qwen3_vl.packed_input import NOT_RECORDED
+from megatron_webrl.model.vision_language.packed_input import NOT_RECORDED
 
 
 class ReplayRouter(TopKRouter):

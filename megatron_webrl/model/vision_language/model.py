@@ -1,4 +1,4 @@
-"""Qwen3-VL on megatron-core: the vision tower of transformers, Megatron's GPT blocks, logits at scored positions."""
+"""The model on megatron-core: the vision tower of transformers, Megatron's GPT blocks, logits at scored positions."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.parameter_map import ParameterMapping, canonical_name, is_sparse, padded_vocab_size
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of, rank_coordinates_of
-from megatron_webrl.model.qwen3_vl import vision
-from megatron_webrl.model.qwen3_vl.config_check import rotary_dim
-from megatron_webrl.model.qwen3_vl.packed_input import PackedInput, pad_to_multiple, token_range
-from megatron_webrl.model.qwen3_vl.rope import InterleavedRotaryEmbedding
-from megatron_webrl.model.qwen3_vl.segments import segment_keys
-from megatron_webrl.model.qwen3_vl.text_config import MultimodalPackedSeqParams, TextConfig
 from megatron_webrl.model.value_head import ValueHead
+from megatron_webrl.model.vision_language import vision
+from megatron_webrl.model.vision_language.config_check import rotary_dim
+from megatron_webrl.model.vision_language.packed_input import PackedInput, pad_to_multiple, token_range
+from megatron_webrl.model.vision_language.rope import InterleavedRotaryEmbedding
+from megatron_webrl.model.vision_language.segments import segment_keys
+from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams, TextConfig
 
 
-class Qwen3VL(GPTModel):
+class VisionLanguageModel(GPTModel):
     """The model or a pipeline chunk. Do not cast or wrap it in Float16Module: parameters have their final dtype."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Interleaved multimodal rotary embedding (m-RoPE) of Qwen3-VL.
+"""Interleaved multimodal rotary embedding (m-RoPE).
 
 Frequencies alternate between the axes (t h w t h w ... t t), unlike Qwen2-VL's blocks. A text token has t = h = w.
 """

@@ -1,0 +1,1 @@
+"""What vision-language models share: vision tower, packed text model, attention, experts."""
