@@ -35,6 +35,7 @@ from tests.weights.ranks import (
 ENGINES = (1, 2)
 CONTIGUOUS = {"stack": Part((4, 6), None, None, stacked=3), "large": MODEL["large"]}  # every slice, on both sides
 SLACK = 15.0  # seconds that a busy machine may exceed a timeout
+KILL_SECONDS = 15.0  # without a confirmation a rank counts as silent; a living one may wait for a busy processor
 NONE = Fault()
 needs_gpu = pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="needs a GPU")
 Rank = tuple[str, int, int]  # "trainer" or "engine", which engine (0 for the trainer), rank
@@ -212,7 +213,7 @@ def check_engine_died(ranks: Ranks, answers: dict[Rank, Any], victim: Rank, limi
 def test_an_engine_rank_killed_at_any_moment_fails_only_its_own_link(ranks: Ranks, seed: int) -> None:
     chance = random.Random(seed)
     victim: Rank = chance.choice([("engine", 0, 0), ("engine", 1, 0), ("engine", 1, 1)])
-    case = ranks.case(seconds=6.0)
+    case = ranks.case(seconds=KILL_SECONDS)
     after = chance.randrange(writes(case, victim))
     ranks.run(case, {victim: Fault(after=after, signal=signal.SIGKILL)})
     check_engine_died(ranks, ranks.collect(victim), victim, case.seconds)
@@ -222,7 +223,7 @@ def test_an_engine_rank_killed_at_any_moment_fails_only_its_own_link(ranks: Rank
 def test_a_trainer_rank_killed_at_any_moment_leaves_no_engine_waiting(ranks: Ranks, seed: int) -> None:
     chance = random.Random(seed)
     victim: Rank = ("trainer", 0, chance.randrange(SENDERS))
-    case = ranks.case(seconds=6.0)
+    case = ranks.case(seconds=KILL_SECONDS)
     after = chance.randrange(writes(case, victim))
     ranks.run(case, {victim: Fault(after=after, signal=signal.SIGKILL)})
     for key, answer in ranks.collect(victim).items():
