@@ -264,12 +264,12 @@ class _TrainerEstimate:
             routed = (
                 shape.num_experts_per_token
                 * size
-                * (2 * shape.hidden_size + 4 * shape.moe_intermediate_size)
+                * (2 * shape.hidden_size + 3 * shape.moe_intermediate_size)
                 * EXPERT_IMBALANCE
             )
-            mlp = int(routed) // self.spread + 5 * size * shape.shared_expert_intermediate_size // tensor
+            mlp = int(routed) // self.spread + 3 * size * shape.shared_expert_intermediate_size // tensor
         elif recompute == "none":
-            mlp = 4 * size * shape.intermediate_size // tensor  # gate and up, the activated gate, the product
+            mlp = 3 * size * shape.intermediate_size // tensor  # gate and up, and their product
         return (norms + mixer // tensor + mlp) * self.tokens
 
     def _norm_bytes(self) -> int:

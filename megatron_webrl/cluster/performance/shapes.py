@@ -15,6 +15,10 @@ from megatron_webrl.model.parameter_counts import (
     deepstack_layers,
 )
 
+# Values that SwiGLU reads and writes for one of an MLP's width in a forward and in a backward pass, by the operations
+# of model/vision_language/swiglu.py; of experts with the weights of the router.
+SWIGLU, WEIGHTED_SWIGLU = (5, 11), (7, 20)
+
 
 @dataclass(frozen=True)
 class MicrobatchShape:
@@ -145,23 +149,25 @@ class ModelShape:
         text += sum(self.attention(each, shape) + self.delta_rule(each, shape) for each in layers) + self.output(shape)
         return 3 * text + (3 if train_vision else 1) * (self.vision(shape) + self.vision_attention(shape))
 
-    def traffic(self, layer: int, shape: MicrobatchShape, size: int) -> float:
-        """Bytes that norms, residuals, rotary embeddings and activation functions of a layer move in a forward pass.
+    def traffic(self, layer: int, shape: MicrobatchShape, size: int, backward: bool = False) -> float:
+        """Bytes that norms, residuals, rotary embeddings and activation functions of a layer move in a pass.
 
-        Values read and written by separate kernels, `size` bytes each: 7 of the hidden size for each norm with its
-        residual, 6 of queries and keys, 5 of the gate and 2 more of the hidden size for each expert of a token. Of
-        gated attention, 6 more of queries; of linear attention, 10 of the channels and 8 of the values.
+        Values read and written by separate kernels, `size` bytes each. In a forward pass 7 of the hidden size for each
+        norm with its residual, 6 of queries and keys, and 2 more of the hidden size for each expert of a token. Of
+        gated attention, 6 more of queries; of linear attention, 10 of the channels and 8 of the values. Twice as many
+        in a backward pass; and those of SwiGLU.
         """
         text, linear = self.text, self.text.linear
-        experts = text.num_experts_per_token
-        wide, hidden = text.intermediate_size, 14 * text.hidden_size
+        hidden, activation = 14 * text.hidden_size, SWIGLU[backward] * text.intermediate_size
         if text.sparse_layers[layer]:
-            wide = experts * text.moe_intermediate_size + text.shared_expert_intermediate_size
+            experts = text.num_experts_per_token
+            activation = SWIGLU[backward] * text.shared_expert_intermediate_size
+            activation += WEIGHTED_SWIGLU[backward] * experts * text.moe_intermediate_size
             hidden += 2 * experts * text.hidden_size
         mixer = 6 * (text.query_width + text.key_width) + (6 * text.query_width if linear else 0)
         if linear and text.linear_layers[layer]:
             mixer = 10 * linear.channels + 8 * linear.value_width
-        return shape.tokens * size * (hidden + mixer + 5 * wide)
+        return shape.tokens * size * ((2 if backward else 1) * (hidden + mixer) + activation)
 
     def vision_traffic(self, shape: MicrobatchShape, size: int) -> float:
         """The same of the whole vision tower: two norms with residuals, rotary embeddings, biases and GELU."""

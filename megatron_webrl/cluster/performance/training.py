@@ -22,7 +22,6 @@ from megatron_webrl.model.layer_split import split_layers
 
 BACKWARD_PRODUCTS = 2.0  # times the forward pass: gradients of inputs and of weights
 BACKWARD_ATTENTION = 2.5  # FlashAttention: five products for two
-BACKWARD_TRAFFIC = 2.0
 GATHER_BYTES_PER_SECOND = 1.5e9  # of trainer.checkpoint.optimizer_shards=whole, which gathers over gloo
 SYNC_SECONDS = 0.1  # of a weight sync besides its transfer: pauses of engines, messages
 LOGIT_PASSES = 12  # float32 values read or written for a logit in both passes (model/logprobs.py)
@@ -125,7 +124,10 @@ class _Stage:
         products = sum(model.projections(layer, shape) for layer in self.layers) / split / rates.products
         attention = sum(model.attention(layer, shape) for layer in self.layers) / split / rates.attention
         experts = sum(map(self._experts, self.layers))
-        other = sum(model.traffic(layer, shape, self.size) for layer in self.layers) / split / rates.memory
+        other, other_backward = (
+            sum(model.traffic(layer, shape, self.size, backward) for layer in self.layers) / split / rates.memory
+            for backward in (False, True)
+        )
         rule = sum(map(self._delta_rule, self.layers))
         forward = {
             "products": products,
@@ -139,7 +141,7 @@ class _Stage:
             "experts": BACKWARD_PRODUCTS * experts,
             "attention": BACKWARD_ATTENTION * attention,
             "delta rule": BACKWARD_PRODUCTS * rule,
-            "other kernels": BACKWARD_TRAFFIC * other,
+            "other kernels": other_backward,
         }
         return forward, backward
 

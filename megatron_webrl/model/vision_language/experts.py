@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, silu
+from torch.nn.functional import grouped_mm
 
 from megatron_webrl.model.compute_options import ExpertKernel
 from megatron_webrl.model.host_copy import copy_to_device
+from megatron_webrl.model.vision_language.swiglu import swiglu
 
 ALIGNMENT = 16  # bytes; PyTorch's kernel loads rows of a multiple of that
 
@@ -41,8 +42,7 @@ class Experts(SequentialMLP):
         device = first[0].device
         counts = tokens_per_expert if tokens_per_expert.is_cuda else copy_to_device(tokens_per_expert, device)
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_linear(permuted_local_hidden_states, ends, first).chunk(2, dim=-1)
-        activated = (silu(gate) * up * permuted_probs.unsqueeze(-1)).to(gate.dtype)
+        activated = swiglu(grouped_linear(permuted_local_hidden_states, ends, first), permuted_probs)
         return grouped_linear(activated, ends, [expert.linear_fc2.weight for expert in experts]), None
 
 

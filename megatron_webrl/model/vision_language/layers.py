@@ -23,6 +23,7 @@ from megatron_webrl.model.vision_language.dispatcher import TokenDispatcher
 from megatron_webrl.model.vision_language.experts import Experts
 from megatron_webrl.model.vision_language.norm import RMSNorm
 from megatron_webrl.model.vision_language.routing import ReplayRouter
+from megatron_webrl.model.vision_language.swiglu import SwiGLU
 from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams
 
 
@@ -110,7 +111,7 @@ def attention_spec(parts: LayerModules, attention: type[SelfAttention] = SelfAtt
 
 def layer_spec(parts: LayerModules, attention: ModuleSpec, sparse: bool) -> ModuleSpec:
     """Spec of a layer. `sparse`: whether it is a mixture of experts."""
-    mlp = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
+    mlp = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row, activation_func=SwiGLU)
     return ModuleSpec(
         module=DeepStackLayer,
         submodules=TransformerLayerSubmodules(

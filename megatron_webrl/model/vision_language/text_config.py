@@ -89,6 +89,7 @@ def make_text_config(
         attention_kernel=options.attention,
         expert_kernel=options.experts,
         bias_activation_fusion=False,
+        use_te_activation_func=True,  # of the layers' specs, which is swiglu.py
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

@@ -1,0 +1,71 @@
+"""SwiGLU against its formula by autograd, finite differences, and the bytes that it keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from megatron_webrl.model.vision_language.swiglu import swiglu
+
+WIDTH = 24
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # of the norm; bfloat16 has 8 bits
+
+
+def formula(gate_and_up: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    activated = silu(gate) * up
+    return activated if weights is None else (activated * weights.unsqueeze(-1)).to(gate.dtype)
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gate and up, and the weights of a router, which are float32."""
+    generator = torch.Generator().manual_seed(0)
+    gate_and_up = torch.randn(*shape, 2 * WIDTH, generator=generator).to(dtype).requires_grad_()
+    return gate_and_up, torch.rand(shape, generator=generator).requires_grad_() if weighted else None
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(50, 1), (50,), (0,)], ids=str)  # of an MLP; of experts, and of none with tokens
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_values_and_gradients_are_those_of_the_formula(
+    shape: tuple[int, ...], dtype: torch.dtype, weighted: bool
+) -> None:
+    gate_and_up, weights = inputs(shape, dtype, weighted)
+    leaves = [x for x in (gate_and_up, weights) if x is not None]
+    found, wanted = swiglu(gate_and_up, weights), formula(gate_and_up, weights)
+    assert torch.equal(found, wanted)
+    gradient = torch.randn(WIDTH, *shape, generator=torch.Generator().manual_seed(1)).to(dtype).movedim(0, -1)
+    mine, theirs = (torch.autograd.grad(each, leaves, gradient) for each in (found, wanted))
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.dtype is other.dtype
+        assert one.shape == other.shape
+        assert (one - other).norm() <= TOLERANCE[dtype] * other.norm()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_are_finite_differences(weighted: bool) -> None:
+    gate_and_up, weights = inputs((5,), torch.float64, weighted)
+    leaves = (gate_and_up, None if weights is None else weights.detach().double().requires_grad_())
+    assert torch.autograd.gradcheck(swiglu, leaves)
+
+
+def test_weights_without_gradient_get_none() -> None:
+    gate_and_up, weights = inputs((5,), torch.float32, True)
+    assert weights is not None
+    swiglu(gate_and_up, weights.detach()).sum().backward()
+    assert gate_and_up.grad is not None
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_only_the_input_is_kept_for_the_backward_pass(weighted: bool) -> None:
+    gate_and_up, weights = inputs((50,), torch.bfloat16, weighted)
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        swiglu(gate_and_up, weights)
+    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (gate_and_up, weights) if x is not None}
