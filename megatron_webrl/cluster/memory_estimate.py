@@ -285,8 +285,8 @@ class _TrainerEstimate:
         # The outputs of both norms; rotated k, v; rotated q, the output of attention, the input of its projection.
         heads = norm * (shape.query_width + shape.key_width) + size * (shape.query_width + 2 * shape.key_width)
         heads += size * shape.query_width * (1 if recompute == "selective" else 2)
-        if shape.linear:  # gated: two copies of q and of its gate, and the sigmoid
-            heads += 5 * size * shape.query_width
+        if shape.linear:  # gated: the output before the gate, and the gate's sigmoid in float32
+            heads += (size + 4) * shape.query_width
         if self.shares_prefixes and recompute == "none":  # each branch has keys and values of its prefix
             heads += SEQUENCE_TOKENS_RATIO * 2 * size * shape.key_width
         return heads

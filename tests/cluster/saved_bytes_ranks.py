@@ -1,8 +1,9 @@
-"""One gloo process that counts the bytes that layers of Qwen3.5 save for the backward pass."""
+"""One gloo process that counts the bytes that layers of Qwen3-VL and Qwen3.5 save for the backward pass."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.model import tiny
 from tests.model.qwen3_5 import small
 
 KINDS = {
+    "dense": tiny.Shape(deepstack=()),
+    "experts": tiny.Shape(deepstack=(), experts=4),
     "linear": small.Shape(layers=(small.LINEAR,)),
     "full": small.Shape(layers=(small.FULL,)),
     "sparse": small.Shape(layers=(small.LINEAR,), experts=4),
@@ -24,6 +27,8 @@ TOKENS = 1024  # in samples of four chunks
 def configuration(kind: str, layers: int) -> Any:
     """The transformers configuration of a model with `layers` equal layers of a kind."""
     shape = KINDS[kind]
+    if isinstance(shape, tiny.Shape):
+        return tiny.configuration(replace(shape, layers=layers))
     made = small.configuration(small.Shape(layers=shape.layers * layers, value_heads=8, experts=shape.experts))
     text = made.text_config
     text.linear_key_head_dim, text.linear_value_head_dim = 48, 64

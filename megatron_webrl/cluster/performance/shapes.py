@@ -18,6 +18,7 @@ from megatron_webrl.model.parameter_counts import (
 # Values that SwiGLU reads and writes for one of an MLP's width in a forward and in a backward pass, by the operations
 # of model/vision_language/swiglu.py; of experts with the weights of the router.
 SWIGLU, WEIGHTED_SWIGLU = (5, 11), (7, 20)
+ROTATION = 5  # the same of model/vision_language/rope.py for a value of a query or key, in either pass
 
 
 @dataclass(frozen=True)
@@ -153,21 +154,23 @@ class ModelShape:
         """Bytes that norms, residuals, rotary embeddings and activation functions of a layer move in a pass.
 
         Values read and written by separate kernels, `size` bytes each. In a forward pass 7 of the hidden size for each
-        norm with its residual, 6 of queries and keys, and 2 more of the hidden size for each expert of a token. Of
+        norm with its residual, 2 of queries and keys, and 2 more of the hidden size for each expert of a token. Of
         gated attention, 6 more of queries; of linear attention, 10 of the channels and 8 of the values. Twice as many
-        in a backward pass; and those of SwiGLU.
+        in a backward pass; and those of the rotary embedding, a copy of the values, and SwiGLU.
         """
         text, linear = self.text, self.text.linear
-        hidden, activation = 14 * text.hidden_size, SWIGLU[backward] * text.intermediate_size
+        hidden, once = 14 * text.hidden_size, SWIGLU[backward] * text.intermediate_size
         if text.sparse_layers[layer]:
             experts = text.num_experts_per_token
-            activation = SWIGLU[backward] * text.shared_expert_intermediate_size
-            activation += WEIGHTED_SWIGLU[backward] * experts * text.moe_intermediate_size
+            once = SWIGLU[backward] * text.shared_expert_intermediate_size
+            once += WEIGHTED_SWIGLU[backward] * experts * text.moe_intermediate_size
             hidden += 2 * experts * text.hidden_size
-        mixer = 6 * (text.query_width + text.key_width) + (6 * text.query_width if linear else 0)
         if linear and text.linear_layers[layer]:
             mixer = 10 * linear.channels + 8 * linear.value_width
-        return shape.tokens * size * ((2 if backward else 1) * (hidden + mixer) + activation)
+        else:
+            mixer = 2 * (text.query_width + text.key_width) + (6 * text.query_width if linear else 0)
+            once += ROTATION * (text.query_width + text.key_width) + (0 if backward else 2 * text.key_width)
+        return shape.tokens * size * ((2 if backward else 1) * (hidden + mixer) + once)
 
     def vision_traffic(self, shape: MicrobatchShape, size: int) -> float:
         """The same of the whole vision tower: two norms with residuals, rotary embeddings, biases and GELU."""

@@ -22,4 +22,5 @@ class GatedAttention(SelfAttention):
         heads = self.num_attention_heads_per_partition // groups
         query, key, value = projected.unflatten(-1, (groups, -1)).split([2 * heads * dim, dim, dim], dim=-1)
         query, gate = query.unflatten(-1, (heads, 2, dim)).flatten(2, 3).unbind(dim=3)
-        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+        # A view would keep the whole projection for the backward pass.
+        return self.q_layernorm(query), self.k_layernorm(key), value.contiguous(), gate

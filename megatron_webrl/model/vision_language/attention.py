@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_pg_size
 from torch import Tensor
@@ -25,8 +27,17 @@ from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeq
 CAUSAL_WINDOW = (-1, 0)  # all tokens before a token, none after it
 
 
+class TextAttention(SelfAttention):
+    """Megatron's attention, whose values are a view of the whole projection: kept, they would keep that."""
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Query, key, value [T, 1, heads or groups, dim]."""
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        return query, key, value.contiguous()
+
+
 class PackedAttention(torch.nn.Module):
-    """Grouped-query attention, computed per segment without a [T, T] mask."""
+    """Rotary embedding, and grouped-query attention, computed per segment without a [T, T] mask."""
 
     def __init__(
         self,
@@ -57,6 +68,8 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """[T, 1, heads * dim] from query [T, 1, heads, dim] and key, value [T, 1, groups, dim], T of this rank."""
         tokens = query.shape[0]
+        assert packed_seq_params.rotation is not None
+        query, key = packed_seq_params.rotation(query), packed_seq_params.rotation(key)
         if get_pg_size(self.cp_group) > 1:
             query, key, value = (_all_tokens(x, self.cp_group) for x in (query, key, value))
         output = select_kernel(self.kernel, query)(query, key, value, packed_seq_params, self.scale)

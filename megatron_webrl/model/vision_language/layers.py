@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_webrl.model.compute_options import LayerImplementation
-from megatron_webrl.model.vision_language.attention import PackedAttention
+from megatron_webrl.model.vision_language.attention import PackedAttention, TextAttention
 from megatron_webrl.model.vision_language.dispatcher import TokenDispatcher
 from megatron_webrl.model.vision_language.experts import Experts
 from megatron_webrl.model.vision_language.norm import RMSNorm
@@ -97,7 +97,7 @@ def layer_modules(implementation: LayerImplementation) -> LayerModules:
     return LayerModules(TEColumnParallelLinear, TERowParallelLinear, TENorm)
 
 
-def attention_spec(parts: LayerModules, attention: type[SelfAttention] = SelfAttention) -> ModuleSpec:
+def attention_spec(parts: LayerModules, attention: type[SelfAttention] = TextAttention) -> ModuleSpec:
     """Spec of causal attention over packed sequences."""
     submodules = SelfAttentionSubmodules(
         linear_qkv=parts.column,

@@ -28,7 +28,7 @@ from megatron_webrl.model.value_head import ValueHead
 from megatron_webrl.model.vision_language import vision
 from megatron_webrl.model.vision_language.config_check import rotary_dim
 from megatron_webrl.model.vision_language.packed_input import PackedInput, pad_to_multiple, token_range
-from megatron_webrl.model.vision_language.rope import InterleavedRotaryEmbedding
+from megatron_webrl.model.vision_language.rope import InterleavedRotaryEmbedding, make_rotation
 from megatron_webrl.model.vision_language.segments import segment_keys
 from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams, TextConfig
 
@@ -110,8 +110,10 @@ class VisionLanguageModel(GPTModel):
         keys = None if packed.parents is None else segment_keys(packed.parents.tolist(), boundaries)
         positions = self._local(placeholders, packed.tokens.numel())
         hidden, deepstack = self._embed(packed, placeholders) if self.pre_process else self._unpack(positions.numel())
+        angles = self.rotary_pos_emb(packed.position_ids[:, None, mine], self.mrope_section)
         params = MultimodalPackedSeqParams(
             qkv_format="sbhd",
+            rotation=make_rotation(angles, self.config.params_dtype, self.config.apply_rope_fusion),
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens if keys is None else copy_to_device(torch.tensor(keys.boundaries).int(), device),
             segment_boundaries=boundaries,
@@ -125,7 +127,6 @@ class VisionLanguageModel(GPTModel):
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self.rotary_pos_emb(packed.position_ids[:, None, mine], self.mrope_section),
             packed_seq_params=params,
         )
         if not self.post_process:

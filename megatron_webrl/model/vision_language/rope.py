@@ -5,11 +5,16 @@ Frequencies alternate between the axes (t h w t h w ... t t), unlike Qwen2-VL's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Rotation = Callable[[Tensor], Tensor]
+"""Rotates queries or keys [T, 1, heads, head dim] of the tokens of a packed sequence."""
 
 
 def mrope_position_ids(
@@ -69,3 +74,47 @@ class InterleavedRotaryEmbedding(nn.Module):
             axis_slice = slice(axis, 3 * mrope_section[axis], 3)
             mixed[..., axis_slice] = angles[axis, ..., axis_slice]
         return torch.cat((mixed, mixed), dim=-1).transpose(0, 1)[:, :, None, :]
+
+
+def make_rotation(angles: Tensor, dtype: torch.dtype, fused: bool) -> Rotation:
+    """The rotary embedding by angles float32 [T, 1, 1, dim], for all layers of a pass; values beyond `dim` stay.
+
+    `fused`: one kernel of Transformer Engine, which takes an angle per token if the batch has one sequence. Cosines and
+    sines are computed once here, else again for queries and keys of each layer.
+    """
+    if fused:
+        from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
+
+        return partial(fused_apply_rotary_pos_emb, freqs=angles)
+    half = angles[..., : angles.shape[-1] // 2]  # the other half is the same
+    return partial(rotate, cosines=half.cos().to(dtype), sines=half.sin().to(dtype))
+
+
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate [T, 1, heads, head dim] by cosines and sines [T, 1, 1, dim / 2]; value i is paired with i + dim / 2."""
+    rotated: Tensor = _Rotate.apply(heads, cosines, sines)
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """Keeps cosines and sines, which all layers share. The backward pass rotates the gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return _rotated(heads, cosines, sines, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _rotated(gradient, *ctx.saved_tensors, direction=-1), None, None
+
+
+def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor, direction: int) -> Tensor:
+    width = cosines.shape[-1]
+    first, second, rest = heads.split([width, width, heads.shape[-1] - 2 * width], dim=-1)
+    result = torch.empty_like(heads)
+    torch.mul(first, cosines, out=result[..., :width]).addcmul_(second, sines, value=-direction)
+    torch.mul(second, cosines, out=result[..., width : 2 * width]).addcmul_(first, sines, value=direction)
+    result[..., 2 * width :] = rest
+    return result

@@ -18,6 +18,7 @@ from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
 from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of
+from megatron_webrl.model.vision_language.rope import Rotation
 from megatron_webrl.model.vision_language.segments import SegmentKeys
 
 
@@ -36,6 +37,8 @@ class MultimodalPackedSeqParams(PackedSeqParams):
 
     The format is "sbhd": with "thd" Megatron would restart rotary angles at each sample, but m-RoPE has one per token.
     """
+
+    rotation: Rotation | None = None  # of this rank's tokens
 
     segment_boundaries: tuple[int, ...] = ()  # [segments + 1], first token of each segment, then T
     keys: SegmentKeys | None = None  # of segments, if any has a parent
@@ -92,7 +95,7 @@ def make_text_config(
         use_te_activation_func=True,  # of the layers' specs, which is swiglu.py
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=options.layers == "transformer_engine",
         gradient_accumulation_fusion=False,
         moe_token_dispatcher_type="alltoall",  # "allgather" needs inputs of equal length and rejects dense models
         tensor_model_parallel_size=sizes.tensor,

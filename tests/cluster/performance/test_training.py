@@ -65,7 +65,7 @@ def test_the_parts_of_a_small_pass_are_those_by_hand() -> None:
     logits = 4 * 10
     assert found.compute["output layer"] == pytest.approx((3 * 2 * logits * 8 + 12 * 4 * logits) / 1e6)
     # Values of the hidden size, of queries and keys, and of the MLP, in two layers; 2 bytes for a value.
-    passes = ((14 * 8 + 6 * (8 + 4) + 5 * 16), (28 * 8 + 12 * (8 + 4) + 11 * 16))
+    passes = ((14 * 8 + (2 + 5) * (8 + 4) + 2 * 4 + 5 * 16), (28 * 8 + (4 + 5) * (8 + 4) + 11 * 16))
     assert found.compute["other kernels"] == pytest.approx(2 * 2 * 5 * sum(passes) / 1e6)
     tower = 4 * 4 * 4 + 2 * 4 * 8 + 3 * 4 + 4 * (4 + 8)  # a block, the patch embedding, the merger
     kernels = 3 * 4 * 2 * (26 * 4 + 4 * 8)  # bytes, 2 for a value

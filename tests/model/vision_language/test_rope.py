@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel, Qwen3VLTextRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLModel,
+    Qwen3VLTextRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
-from megatron_webrl.model.vision_language.rope import InterleavedRotaryEmbedding, mrope_position_ids
+from megatron_webrl.model.vision_language.rope import InterleavedRotaryEmbedding, make_rotation, mrope_position_ids
 from tests.model import tiny
 
 with torch.device("meta"):
     MODEL = Qwen3VLModel(tiny.configuration(tiny.Shape()))
 
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # of the norm; bfloat16 has 8 bits
 GRIDS = st.lists(st.tuples(st.just(1), st.integers(1, 6), st.integers(1, 6)), max_size=5)
 
 
@@ -60,3 +67,45 @@ def test_placeholders_that_do_not_match_the_images_are_refused(
     tokens = torch.tensor([1, 2, *[tiny.IMAGE] * placeholders, 3])
     with pytest.raises(ValueError, match=message):
         mrope_position_ids(tokens, torch.tensor(grids, dtype=torch.int64).reshape(-1, 3), tiny.IMAGE, tiny.MERGE)
+
+
+@pytest.mark.parametrize("rotated", [32, 16], ids=["whole heads", "half of each head"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rotated_heads_and_their_gradients_are_those_of_transformers(dtype: torch.dtype, rotated: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    angles = InterleavedRotaryEmbedding(rotated, 10000.0)(
+        torch.randint(0, 400, (3, 1, 50), generator=generator), [3, 3, 2]
+    )
+    heads, gradient = (torch.randn(50, 1, 4, 32, generator=generator).to(dtype) for _ in range(2))
+    results = []
+    for apply in (make_rotation(angles, dtype, fused=False), partial(_by_transformers, angles=angles)):
+        leaf = heads.clone().requires_grad_()
+        output = apply(leaf)
+        output.backward(gradient.transpose(0, 2).contiguous().transpose(0, 2))  # in another order in memory
+        results.append((output.detach(), leaf.grad))
+    for found, wanted in zip(*results, strict=True):
+        assert found.dtype is dtype
+        assert (found - wanted).norm() <= TOLERANCE[dtype] * wanted.norm()
+
+
+def _by_transformers(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    width = angles.shape[-1]
+    turned, rest = heads[..., :width].transpose(0, 1), heads[..., width:]
+    cosines, sines = (x.to(heads.dtype)[:, 0, 0][None] for x in (angles.cos(), angles.sin()))
+    rotated, _ = apply_rotary_pos_emb(turned, turned, cosines, sines, unsqueeze_dim=2)
+    return torch.cat([rotated.transpose(0, 1), rest], dim=-1)
+
+
+def test_a_rotation_keeps_nothing_of_the_heads_for_the_backward_pass() -> None:
+    angles = InterleavedRotaryEmbedding(32, 10000.0)(torch.zeros(3, 1, 50, dtype=torch.int64), [6, 5, 5])
+    rotation, kept = make_rotation(angles, torch.bfloat16, fused=False), set[int]()
+    heads = torch.zeros(50, 1, 4, 32, dtype=torch.bfloat16, requires_grad=True)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for _ in range(3):
+            rotation(heads)
+    assert len(kept) == 2  # the cosines and sines of all layers
