@@ -47,11 +47,10 @@ class GatedDeltaNet(MegatronModule):
         config: TextConfig,
         submodules: GatedDeltaNetSubmodules,
         layer_number: int,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        pg_collection: ProcessGroupCollection,
+        **_for_attention: Any,
     ) -> None:
         super().__init__(config)
-        assert pg_collection is not None
         self.tp_group = pg_collection.tp
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
         kernel = config.linear_conv_kernel_dim
