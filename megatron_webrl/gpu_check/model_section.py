@@ -133,6 +133,8 @@ def _variants(
             yield skipped(SECTION, name, f"the package {library} is not installed")
         else:
             yield ComputeOptions(layers=layers, attention=attention)  # type: ignore[arg-type]
+            if layers == "transformer_engine":  # its weights' gradients are added to buffers in recomputed layers, too
+                yield ComputeOptions(layers=layers, recompute="full")
     if experts:  # the others compute them together where that is possible
         yield ComputeOptions(attention="sdpa", experts="sequential")
 
@@ -156,6 +158,7 @@ def _check_variant(
     """Compare each batch with what is expected of it in float32, and with the error of what is expected in `dtype`."""
     variant = f"{kind}, {_text(dtype)}, {options.layers}, {options.attention}"
     variant += ", one expert after the other" if options.experts == "sequential" else ""
+    variant += ", recomputed" if options.recompute == "full" else ""
     try:
         wrapped, _ = _load(folder, dtype, options, platform)
     except Exception as error:  # any failure of a kernel is a result

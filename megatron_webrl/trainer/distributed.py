@@ -11,7 +11,7 @@ from megatron_webrl.model.vision_language.model import VisionLanguageModel
 
 
 def wrap_ddp(chunks: Sequence[VisionLanguageModel]) -> list[DistributedDataParallel]:
-    """Give the chunks contiguous float32 gradient buffers, averaged over data-parallel ranks.
+    """Give the chunks contiguous float32 gradient buffers, to which products add, averaged over data-parallel ranks.
 
     The reduction runs after the last backward pass: a micro-batch without images gives the vision tower no gradient, so
     no rank knows earlier that its own are complete. The distributed optimiser needs shards even with one replica.
@@ -22,6 +22,7 @@ def wrap_ddp(chunks: Sequence[VisionLanguageModel]) -> list[DistributedDataParal
     wrapped = []
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = gradients.finalize_gradients
+        gradients.accumulate_in_products(chunk)
         wrapped.append(DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk))
         wrapped[-1].broadcast_params()
     return wrapped

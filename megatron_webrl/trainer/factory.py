@@ -64,6 +64,8 @@ def make_learner(config: Config, platform: Platform) -> Learner:
     if config.model.checkpoint:
         load_weights(Path(config.model.checkpoint), wrapped)
     optimizer = make_optimizer(wrapped, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
+    if torch.distributed.get_rank() == 0:
+        log.info("%s", describe_fusions(options))
     log.info("model loaded in %.1f s", time.monotonic() - started)
     return Learner(wrapped, chunks[0].unpadded_vocab_size, optimizer)
 
@@ -92,6 +94,16 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
         experts=cast(ExpertKernel, trainer.experts),
         train_vision=trainer.train_vision,
         value_head=_value_head(trainer.critic),
+    )
+
+
+def describe_fusions(options: ComputeOptions) -> str:
+    """What the layers compute in fewer operations, and whose these are."""
+    whose = "Transformer Engine" if options.layers == "transformer_engine" else "PyTorch"
+    kernel = "one kernel" if options.layers == "transformer_engine" else "in place, without copies"
+    return (
+        f"fused: weight gradients added to float32 buffers in the products ({whose}; head and experts: PyTorch), "
+        f"rotary embedding ({whose}, {kernel}), SwiGLU (PyTorch, in place, without copies)"
     )
 
 

@@ -106,6 +106,8 @@ class _Stage:
         compute = dict.fromkeys(COMPUTE, 0.0)
         for kind, seconds in forward.items():
             compute[kind] += seconds + again[0].get(kind, 0.0) + (backward[kind] if training else 0.0)
+        if training:
+            compute["other kernels"] += self._added_gradients() / self.rates.memory
         times = 2.0 if training else 1.0  # a backward pass has the same collectives
         exposed = {kind: times * value + again[1].get(kind, 0.0) for kind, value in exposed_forward.items()}
         if self.stage == 0:
@@ -144,6 +146,19 @@ class _Stage:
             "other kernels": other_backward,
         }
         return forward, backward
+
+    def _added_gradients(self) -> float:
+        """Bytes of gradients that are added to float32 buffers after a micro-batch: read, and the buffer too.
+
+        Products for the weights of other linear layers add to it themselves (model/gradients.py).
+        """
+        trainer, counts = self.trainer, self.model.counts
+        experts = sum(counts.layers[layer].experts for layer in self.layers)
+        added = experts / (trainer.expert_parallel * trainer.expert_tensor_parallel)
+        if self.stage == 0:
+            added += counts.embedding_parameters / trainer.tensor_parallel
+            added += counts.vision_sharded + counts.vision_replicated if trainer.train_vision else 0
+        return (self.size + 2 * 4) * added
 
     def _delta_rule(self, layer: int) -> float:
         """Seconds of the delta rule of a layer: arithmetic and traffic, or a sequence's chunks in turn if longer.

@@ -77,11 +77,15 @@ def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> T
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Keeps the weights themselves for the backward pass, not the tensor that holds all of them."""
+    """Keeps the weights themselves for the backward pass, not the tensor that holds all of them.
+
+    With buffers of DistributedDataParallel, their gradients are added there, in one operation for all experts.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(tokens, ends, *weights)
+        ctx.totals = [getattr(weight, "main_grad", None) for weight in weights]
         if not len(tokens):
             return tokens.new_empty(0, weights[0].shape[0])
         return grouped_mm(tokens, _stacked(weights).transpose(1, 2), offs=ends)
@@ -92,12 +96,25 @@ class _GroupedLinear(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         of_tokens = of_weights = None
         if not len(tokens):
-            return torch.empty_like(tokens), None, *(torch.zeros_like(weight) for weight in weights)
+            added = ctx.totals[0] is not None
+            return torch.empty_like(tokens), None, *(None if added else torch.zeros_like(each) for each in weights)
         if ctx.needs_input_grad[0]:
             of_tokens = grouped_mm(gradient, _stacked(weights), offs=ends)
         if any(ctx.needs_input_grad[2:]):
             of_weights = grouped_mm(gradient.t(), tokens, offs=ends)
+            if ctx.totals[0] is not None:
+                of_weights = _add(ctx.totals, of_weights)
         return of_tokens, None, *((None,) * len(weights) if of_weights is None else of_weights.unbind())
+
+
+def _add(totals: Sequence[Tensor], gradients: Tensor) -> None:
+    """Add gradients [groups, out, in] to one tensor of each group."""
+    whole = _stacked(totals)
+    if whole.data_ptr() == totals[0].data_ptr():
+        whole.add_(gradients)
+        return
+    for total, gradient in zip(totals, gradients.unbind(), strict=True):
+        total.add_(gradient)
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from megatron_webrl.cluster.performance.workload import EpisodeLengths, Training
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import model_sizes
+from megatron_webrl.model.parameter_counts import count_parameters
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 
 LENGTHS = EpisodeLengths()
@@ -64,9 +65,11 @@ def test_the_parts_of_a_small_pass_are_those_by_hand() -> None:
     assert found.compute["attention"] == pytest.approx(3.5 * 2 * 2 * 2 * 9 * 8 / 1e6)
     logits = 4 * 10
     assert found.compute["output layer"] == pytest.approx((3 * 2 * logits * 8 + 12 * 4 * logits) / 1e6)
-    # Values of the hidden size, of queries and keys, and of the MLP, in two layers; 2 bytes for a value.
+    # Values of the hidden size, of queries and keys, and of the MLP, in two layers, 2 bytes each; and 10 bytes for each
+    # weight of embedding and vision tower, whose gradients are added to buffers.
     passes = ((14 * 8 + (2 + 5) * (8 + 4) + 2 * 4 + 5 * 16), (28 * 8 + (4 + 5) * (8 + 4) + 11 * 16))
-    assert found.compute["other kernels"] == pytest.approx(2 * 2 * 5 * sum(passes) / 1e6)
+    added = 10 * (10 * 8 + count_parameters(TINY).vision_sharded + count_parameters(TINY).vision_replicated)
+    assert found.compute["other kernels"] == pytest.approx((2 * 2 * 5 * sum(passes) + added) / 1e6)
     tower = 4 * 4 * 4 + 2 * 4 * 8 + 3 * 4 + 4 * (4 + 8)  # a block, the patch embedding, the merger
     kernels = 3 * 4 * 2 * (26 * 4 + 4 * 8)  # bytes, 2 for a value
     assert found.compute["vision"] == pytest.approx((3 * 2 * 4 * tower + 3.5 * 4 * 16 * 4 + kernels) / 1e6)
