@@ -17,6 +17,7 @@ import torch
 import transformers
 from PIL import Image
 
+from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.patchifier import Patchifier, decode_image, open_image
 from megatron_webrl.system import torchvision_shim
 
@@ -181,7 +182,7 @@ class Processor:
         frames, inside = int(settings.temporal_patch_size), int(settings.patch_size) ** 2
         factor = 1.0 / settings.rescale_factor
         mean, std = (
-            torch.tensor(values, device=patches.device)[:, None] * factor
+            copy_to_device(torch.tensor(values)[:, None] * factor, patches.device)
             for values in (settings.image_mean, settings.image_std)
         )
         values = patches.view(-1, len(mean), inside).to(torch.float32).sub_(mean).div_(std)

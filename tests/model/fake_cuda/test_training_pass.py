@@ -18,6 +18,7 @@ import torch
 
 METRICS = {"megatron_webrl/trainer/learner.py:_reduce device to host": 2}  # once for all micro-batches
 HOST_SYNCS = {
+    "pixels": {},
     "dense score": {},
     "dense train": METRICS,
     "moe score": {},

@@ -26,11 +26,13 @@ from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.model.compute_options import ComputeOptions, ValueHeadKind
+from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.packed_input import HOST_FIELDS
 from tests.model import tiny
 from tests.model.fake_cuda.host_values import HostValues, fake_cuda
 
 NUMBERS = torch.arange(4)
+QUICKSTART = Path(__file__).resolve().parents[3] / "models" / "quickstart"
 LOSSES = [
     LossConfig(
         name="gspo", importance_weight_level="product", importance_weight_floor=0.5, kl_rejection_bound=0.1,
@@ -48,12 +50,14 @@ def main(folder: str) -> None:
     """Build learners on the CUDA platform, and let each score and train on one micro-batch."""
     for name, shape in SHAPES.items():
         tiny.configuration(shape).save_pretrained(Path(folder) / name)
-    real, found = _microbatch(), {}
+    real, found, processor = _microbatch(), {}, Processor.load(QUICKSTART)
+    patches = torch.zeros(4 * processor.patchifier.patch_bytes, dtype=torch.uint8)
     with fake_cuda() as host:
         from megatron_webrl.model import platform as platforms
 
         platform = platforms.activate("cuda")
         found["each kind"] = _every_kind(host)
+        found["pixels"] = _normalize(host, processor, patches)
         join_groups()
         for name in SHAPES:
             learner, microbatches = _learner(Path(folder) / name, platform), [_on_cuda(real, host)]
@@ -107,6 +111,14 @@ def _learner(folder: Path, platform: Any, value_head: ValueHeadKind = "none") ->
     wrapped = wrap_ddp(chunks)
     optimizer = make_optimizer(wrapped, OptimizerConfig(implementation="torch"), 10, torch.bfloat16)
     return Learner(wrapped, chunks[0].unpadded_vocab_size, optimizer)
+
+
+def _normalize(host: HostValues, processor: Processor, patches: Tensor) -> dict[str, int]:
+    """Syncs of normalising the patches of image workers, which is done on the device."""
+    on_device = host.fake(patches, "cuda")
+    host.syncs.clear()
+    assert processor.normalize_patches(on_device).device.type == "cuda"
+    return dict(host.syncs)
 
 
 def _every_kind(host: HostValues) -> dict[str, int]:
