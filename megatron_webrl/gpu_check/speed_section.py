@@ -90,8 +90,11 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
         description = _write_config(Path(folder), shape)
         flops = _flops(description, shape)
         packed, _ = small_models.pack(_samples(shape))
+        plain = 0.0  # seconds without recomputation
         for recompute in RECOMPUTE:
-            seconds, used = _measure(Path(folder), packed, recompute, dtype, platform)
+            options = ComputeOptions(recompute=recompute)
+            seconds, used = _measure(Path(folder), packed, options, dtype, platform)
+            plain = plain or seconds
             label = f"{shape.samples * shape.tokens} tokens, recompute {recompute}"
             yield measured(SECTION, f"pass of {label}", 1000 * seconds, "ms")
             yield measured(SECTION, f"arithmetic of {label}", flops / seconds / 1e12, "TFLOP/s", product)
@@ -99,9 +102,12 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
                 yield measured(SECTION, f"MFU of {label}", 100 * flops / seconds / 1e12 / peak, "%", 100.0)
             estimate = _estimate(shape, recompute, dtype, description.to_dict())
             yield check_peak(label, used / GIB, estimated_bytes(estimate, cuda) / GIB)
+        if cuda:
+            seconds, _ = _measure(Path(folder), packed, ComputeOptions(compile_swiglu=True), dtype, platform)
+            yield check_compiled(shape.samples * shape.tokens, seconds, plain)
         group = _group(shape)
         separate, tree = (
-            _measure(Path(folder), pack_tree(group, shared)[0], "none", dtype, platform)[0]
+            _measure(Path(folder), pack_tree(group, shared)[0], ComputeOptions(), dtype, platform)[0]
             for shared in (shape.tokens + 1, MIN_SHARED_TOKENS)
         )
         yield check_tree(GROUP * shape.tokens, tree, separate, cuda)
@@ -113,6 +119,12 @@ def check_tree(tokens: int, tree: float, separate: float, cuda: bool) -> CheckRe
     name = f"pass of a group of {GROUP}, {tokens} tokens, as a prefix tree"
     note = "slower than separate sequences: set trainer.merge_prefixes=trajectory"
     return not_slower(SECTION, name, tree, separate, note, cuda)
+
+
+def check_compiled(tokens: int, compiled: float, plain: float) -> CheckResult:
+    """Compare the seconds of a pass over `tokens` with SwiGLU compiled and by plain operations; on a GPU."""
+    name = f"pass of {tokens} tokens, SwiGLU compiled"
+    return not_slower(SECTION, name, compiled, plain, "slower than plain operations: set TORCH_COMPILE_DISABLE=1", True)
 
 
 def check_peak(label: str, used: float, estimate: float) -> CheckResult:
@@ -202,7 +214,7 @@ def _estimate(shape: SpeedShape, recompute: str, dtype: torch.dtype, description
 
 
 def _measure(
-    folder: Path, packed: PackedInput, recompute: Recompute, dtype: torch.dtype, platform: platforms.Platform
+    folder: Path, packed: PackedInput, options: ComputeOptions, dtype: torch.dtype, platform: platforms.Platform
 ) -> tuple[float, int]:
     """Median seconds of forward and backward pass, and peak bytes: on the CPU those kept for the backward pass."""
     from megatron_webrl.model import schedule
@@ -215,7 +227,6 @@ def _measure(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
-    options = ComputeOptions(recompute=recompute)
     chunks = build_model(folder, dtype=str(dtype).removeprefix("torch."), platform=platform, options=options)
     with torch.no_grad():
         for parameter in chunks[0].parameters():

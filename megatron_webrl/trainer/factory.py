@@ -33,6 +33,7 @@ from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.model import VisionLanguageModel
 from megatron_webrl.model.vision_language.routing_replay import replays_routing
+from megatron_webrl.model.vision_language.swiglu import compilation_problem
 from megatron_webrl.system.text import first_line
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator
@@ -92,6 +93,7 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
         layers=choose_layers(platform) if trainer.layers == "auto" else cast(LayerImplementation, trainer.layers),
         attention=cast(AttentionKernel, trainer.attention),
         experts=cast(ExpertKernel, trainer.experts),
+        compile_swiglu=choose_compilation(platform, getattr(torch, config.model.dtype)),
         train_vision=trainer.train_vision,
         value_head=_value_head(trainer.critic),
     )
@@ -100,10 +102,9 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
 def describe_fusions(options: ComputeOptions) -> str:
     """What the layers compute in fewer operations, and whose these are."""
     whose = "Transformer Engine" if options.layers == "transformer_engine" else "PyTorch"
-    kernel = "one kernel" if options.layers == "transformer_engine" else "in place, without copies"
     return (
         f"fused: weight gradients added to float32 buffers in the products ({whose}; head and experts: PyTorch), "
-        f"rotary embedding ({whose}, {kernel}), SwiGLU (PyTorch, in place, without copies)"
+        f"rotary embedding ({whose}), SwiGLU ({'compiled' if options.compile_swiglu else 'PyTorch'})"
     )
 
 
@@ -122,13 +123,26 @@ def _value_head(critic: CriticConfig) -> ValueHeadKind:
 
 def choose_layers(platform: Platform) -> LayerImplementation:
     """The layers of trainer.layers=auto, equal on all ranks. Collective."""
-    problem = _transformer_engine_problem(platform)
-    problems = {rank: found for rank, found in enumerate(all_gather_object(problem)) if found}
-    layers: LayerImplementation = "local" if problems else "transformer_engine"
+    problem = _of_any_rank(_transformer_engine_problem(platform))
+    layers: LayerImplementation = "local" if problem else "transformer_engine"
     if torch.distributed.get_rank() == 0:
-        reasons = "".join(f"; rank {rank}: {found}" for rank, found in list(problems.items())[:1])
-        log.info("trainer.layers=auto takes %s layers%s", layers, reasons)
+        log.info("trainer.layers=auto takes %s layers%s", layers, problem and f"; {problem}")
     return layers
+
+
+def choose_compilation(platform: Platform, dtype: torch.dtype) -> bool:
+    """Whether SwiGLU is compiled, equal on all ranks: on CUDA, where that works. Collective."""
+    cuda = platform.name == "cuda"
+    problem = _of_any_rank(compilation_problem(platform.device, dtype) if cuda else "")
+    if problem and torch.distributed.get_rank() == 0:
+        log.warning("SwiGLU is not compiled: %s", problem)
+    return cuda and not problem
+
+
+def _of_any_rank(problem: str) -> str:
+    """The problem of the first rank that has one, with its rank; empty if none has. Collective."""
+    problems = enumerate(all_gather_object(problem))
+    return next((f"rank {rank}: {found}" for rank, found in problems if found), "")
 
 
 def _transformer_engine_problem(platform: Platform) -> str:

@@ -1,10 +1,11 @@
-"""Rank bodies of the test of trainer.layers=auto."""
+"""Rank bodies of the tests of trainer.layers=auto and of the compilation of SwiGLU."""
 
 from __future__ import annotations
 
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -16,7 +17,8 @@ PACKAGE = "transformer_engine.pytorch"
 def choose(rank: int, folder: str) -> None:
     """Write the layers that this rank takes: on CUDA with the package on no, one and all ranks, and on the CPU."""
     from megatron_webrl.model.platform import Platform
-    from megatron_webrl.trainer.factory import choose_layers
+    from megatron_webrl.trainer import factory
+    from megatron_webrl.trainer.factory import choose_compilation, choose_layers
 
     with session(rank, folder) as cpu:
         cuda = Platform("cuda", torch.device("cpu"), "gloo")
@@ -28,3 +30,8 @@ def choose(rank: int, folder: str) -> None:
             found.append(choose_layers(cuda))
         found.append(choose_layers(cpu))
         Path(folder, f"layers-{rank}").write_text(" ".join(found))
+        compiled = [choose_compilation(cpu, torch.float32)]
+        for problem in ("", "no C compiler" if rank else ""):
+            with mock.patch.object(factory, "compilation_problem", return_value=problem):
+                compiled.append(choose_compilation(cuda, torch.float32))
+        Path(folder, f"compiled-{rank}").write_text(" ".join(map(str, compiled)))

@@ -15,9 +15,9 @@ from megatron_webrl.model.parameter_counts import (
     deepstack_layers,
 )
 
-# Values that SwiGLU reads and writes for one of an MLP's width in a forward and in a backward pass, by the operations
-# of model/vision_language/swiglu.py; of experts with the weights of the router.
-SWIGLU, WEIGHTED_SWIGLU = (5, 11), (7, 20)
+# Values that SwiGLU reads and writes for one of an MLP's width in a forward and in a backward pass, compiled
+# (model/vision_language/swiglu.py); of experts with the weights of the router, whose gradients are another kernel.
+SWIGLU, WEIGHTED_SWIGLU = (3, 5), (3, 8)
 ROTATION = 5  # the same of model/vision_language/rope.py for a value of a query or key, in either pass
 
 

@@ -42,7 +42,8 @@ class Experts(SequentialMLP):
         device = first[0].device
         counts = tokens_per_expert if tokens_per_expert.is_cuda else copy_to_device(tokens_per_expert, device)
         ends = counts.cumsum(0, dtype=torch.int32)
-        activated = swiglu(grouped_linear(permuted_local_hidden_states, ends, first), permuted_probs)
+        gate_and_up = grouped_linear(permuted_local_hidden_states, ends, first)
+        activated = swiglu(gate_and_up, permuted_probs, self.config.compile_swiglu)
         return grouped_linear(activated, ends, [expert.linear_fc2.weight for expert in experts]), None
 
 
@@ -103,7 +104,8 @@ class _GroupedLinear(torch.autograd.Function):
         if any(ctx.needs_input_grad[2:]):
             of_weights = grouped_mm(gradient.t(), tokens, offs=ends)
             if ctx.totals[0] is not None:
-                of_weights = _add(ctx.totals, of_weights)
+                _add(ctx.totals, of_weights)
+                of_weights = None
         return of_tokens, None, *((None,) * len(weights) if of_weights is None else of_weights.unbind())
 
 

@@ -107,7 +107,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _rotated(gradient, *ctx.saved_tensors, direction=-1), None, None
+        cosines, sines = ctx.saved_tensors
+        return _rotated(gradient, cosines, sines, -1), None, None
 
 
 def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor, direction: int) -> Tensor:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import silu
 
+from megatron_webrl.model.vision_language import swiglu as module
 from megatron_webrl.model.vision_language.swiglu import swiglu
 
 WIDTH = 24
@@ -69,3 +74,62 @@ def test_only_the_input_is_kept_for_the_backward_pass(weighted: bool) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         swiglu(gate_and_up, weights)
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (gate_and_up, weights) if x is not None}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[CompileCounterWithBackend]:
+    """The compiler's graphs of both passes, run without machine code, which takes minutes on a CPU."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = module.compiled_functions(counter)
+    with mock.patch.object(module, "compiled_functions", return_value=compiled):
+        yield counter
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_compiled_functions_compute_the_formula(
+    compiler: CompileCounterWithBackend, dtype: torch.dtype, weighted: bool
+) -> None:
+    """In float32 inside: for bfloat16 the reference is the formula in float32, which they are nearer to."""
+    for shape in ((50, 1), (7,)):
+        gate_and_up, weights = inputs(shape, dtype, weighted)
+        wide = gate_and_up.detach().float().requires_grad_()
+        scale = None if weights is None else weights.detach().clone().requires_grad_()
+        found, wanted = swiglu(gate_and_up, weights, compiled=True), formula(wide, scale)
+        assert found.dtype is dtype
+        assert found.shape == wanted.shape
+        found.backward(torch.ones_like(found))
+        wanted.backward(torch.ones_like(wanted))
+        pairs = [(found, wanted), (gate_and_up.grad, wide.grad)]
+        if weights is not None and scale is not None:
+            pairs.append((weights.grad, scale.grad))
+        for one, other in pairs:
+            assert one is not None
+            assert other is not None
+            assert (one - other).norm() <= TOLERANCE[dtype] * other.norm()
+
+
+def test_any_number_of_tokens_takes_the_same_compiled_code(compiler: CompileCounterWithBackend) -> None:
+    def run(tokens: int, width: int, weighted: bool) -> None:
+        gate_and_up = torch.ones(tokens, 1, 2 * width, requires_grad=True)
+        swiglu(gate_and_up, torch.ones(tokens, 1) if weighted else None, compiled=True).sum().backward()
+        with torch.no_grad():
+            swiglu(gate_and_up, torch.ones(tokens, 1) if weighted else None, compiled=True)
+
+    for weighted in (False, True):
+        run(5, 8, weighted)
+    before = compiler.frame_count
+    for tokens, width in ((2, 8), (300, 8), (0, 8), (1, 8), (7, 12)):  # another width: of a shared expert
+        for weighted in (False, True):
+            run(tokens, width, weighted)
+    assert compiler.frame_count == before
+
+
+def test_kernels_that_compute_other_values_are_not_used() -> None:
+    device, wrong = torch.device("cpu"), (module.product, lambda *given: (2 * given[1], None))
+    with mock.patch.object(module, "compiled_functions", return_value=(module.product, module.gradients)):
+        assert module.compilation_problem(device, torch.bfloat16) == ""
+    with mock.patch.object(module, "compiled_functions", return_value=wrong):
+        assert module.compilation_problem(device, torch.bfloat16) == "compiled kernels compute other values"
+    with mock.patch.object(module, "compiled_functions", side_effect=RuntimeError("no C compiler")):
+        assert module.compilation_problem(device, torch.bfloat16) == "RuntimeError: no C compiler"
