@@ -109,3 +109,22 @@ def test_a_rotation_keeps_nothing_of_the_heads_for_the_backward_pass() -> None:
         for _ in range(3):
             rotation(heads)
     assert len(kept) == 2  # the cosines and sines of all layers
+
+
+def test_angles_of_one_sequence_are_what_transformer_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel reads float32 [T, 1, 1, dim] as it lies in memory; here Megatron's own operations stand in for it."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    def kernel(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        assert freqs.is_contiguous()
+        assert (freqs.dtype, freqs.shape) == (torch.float32, (t.shape[0], 1, 1, 32))
+        return _apply_rotary_pos_emb_bshd(t, freqs)
+
+    monkeypatch.setattr(transformer_engine, "fused_apply_rotary_pos_emb", kernel, raising=False)
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(0, 400, (3, 100), generator=generator)[:, None, 50:]  # of a context-parallel rank
+    angles = InterleavedRotaryEmbedding(32, 10000.0)(positions, [6, 5, 5])
+    heads = torch.randn(50, 1, 4, 48, generator=generator)
+    fused, plain = (make_rotation(angles, torch.float32, fused)(heads) for fused in (True, False))
+    torch.testing.assert_close(fused, plain)
