@@ -177,9 +177,9 @@ def _update_ahead(
     builder = with_image_prefetcher(make_sequence_packer(config, platform), config, torch.distributed.get_rank())
     assert builder.prefetcher is not None
     result = train_batch(learner, builder, config, groups, VERSION)
-    held, waited = builder.prefetcher.allocator.used_bytes, builder.wait_timer.pop_seconds()
+    held, jobs = builder.prefetcher.allocator.used_bytes, next(builder.prefetcher._job_ids)
     builder.close()
-    return result, {"held": held, "waited": waited}
+    return result, {"held": held, "jobs": jobs}
 
 
 def _tokens(learner: Any, microbatches: list[Any], objective: Any) -> dict[str, Any]:
