@@ -29,7 +29,6 @@ from megatron_webrl.cluster.performance.prediction import (
     WIDTH,
     make_table,
     number,
-    parts_table,
     predict,
     print_prediction,
 )
@@ -64,16 +63,26 @@ def _row(layout: Layout) -> list[str]:
 
 
 def _measure(console: Console) -> Any:
-    from tools.cpu_rates import compare_with_benchmark  # torch takes seconds to import
+    from tools.cpu_prediction.comparison import compare_with_benchmark  # torch takes seconds to import
 
     found = compare_with_benchmark()
-    console.print(parts_table("training on this CPU", "CPU s a step", found.parts))
-    rates = ", ".join(f"{name.replace('_', ' ')} {value / 1e9:.3g}" for name, value in found.rates.items())
-    console.print(f"rates of one thread, G/s: {rates}", highlight=False)
-    measured = ", ".join(number(seconds) for seconds in found.measured)
-    console.print(f"measured {measured} CPU s a step of {found.tokens} tokens", highlight=False)
-    console.print(f"predicted / measured: {found.ratio:.2f}", highlight=False)
-    return dataclasses.asdict(found) | {"ratio": found.ratio}
+    table = make_table("training on this CPU", "predicted", "measured", "ratio", left="training on this CPU")
+    for name, part in (*found.parts.items(), ("sum", found.total)):
+        table.add_row(name, number(part.predicted), number(part.measured), f"{part.ratio:.2f}")
+    console.print(table)
+    rates = asdict(found.rates)
+    launch = rates.pop("launch_seconds")
+    named = ", ".join(f"{name.replace('_', ' ')} {value / 1e9:.3g}" for name, value in rates.items())
+    console.print(f"rates of one thread, G/s: {named}; {1e6 * launch:.0f} us between operations", highlight=False)
+    steps = ", ".join(number(seconds) for seconds in found.steps)
+    console.print(
+        f"CPU s a step of {found.tokens:,} tokens in {len(found.steps)} rounds: {steps}; "
+        f"{found.operations:,} operations in its passes",
+        highlight=False,
+    )
+    console.print(f"predicted / measured: {found.total.ratio:.2f}", highlight=False)
+    parts = {name: asdict(part) | {"ratio": part.ratio} for name, part in found.parts.items()}
+    return asdict(found) | {"parts": parts, "total": asdict(found.total), "ratio": found.total.ratio}
 
 
 def make_parser() -> argparse.ArgumentParser:

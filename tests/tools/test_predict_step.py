@@ -1,20 +1,28 @@
-"""`tools.predict_step --measure`: what it predicts for, and what it refuses; the benchmark itself takes minutes."""
+"""`tools.predict_step --measure`: what it predicts, what it measures of a small model, and what it refuses."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
+from megatron_webrl.cluster.performance import eager_kernels
 from megatron_webrl.cluster.performance.shapes import ModelShape
 from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.processor import Processor
+from megatron_webrl.model.vision_language.norm import RMSNorm
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from tests.trainer.growing_prompts import episode, random_tokens, step
-from tools import cpu_rates, predict_step
+from tools import predict_step
+from tools.cpu_prediction import comparison, rates
 
 
 def test_a_packed_tree_has_the_operations_that_the_trainer_counts(tiny_model: Path) -> None:
@@ -26,20 +34,69 @@ def test_a_packed_tree_has_the_operations_that_the_trainer_counts(tiny_model: Pa
     [batch] = packer.build(samples, "token_mean", 1)
     assert (batch.inputs.parents >= 0).any()
     model = ModelShape.from_description(read_model_config(str(tiny_model)))
-    assert model.useful(cpu_rates.packed_shape(batch.inputs)) == pytest.approx(3 * batch.operations, rel=1e-6)
+    assert model.useful(rates.packed_shape(batch.inputs)) == pytest.approx(3 * batch.operations, rel=1e-6)
 
 
-def test_rates_of_this_cpu_predict_every_part_of_a_pass(tiny_model: Path) -> None:
-    processor = Processor.load(tiny_model)
-    inputs = cpu_rates.pack(processor, tiny_model, episode(processor, 0, (6, 2, 9)), 2000)
-    model = ModelShape.from_description(read_model_config(str(tiny_model)))
-    rates = cpu_rates.measure_rates(model, inputs)
-    assert 1e6 < rates.attention < 1e13
-    assert 1e6 < rates.products < 1e13
-    assert 1e6 < rates.memory < 1e13
-    parts = cpu_rates.predict_step_seconds(model, rates, inputs)
-    assert set(parts) == {"products", "attention", "vision", "output layer", "other kernels", "optimizer"}
-    assert all(seconds > 0 for seconds in parts.values())
+class MovedValues(TorchDispatchMode):
+    """Counts the values that kernels read and write; views and copies of no values move none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func._schema.name not in ("aten::_unsafe_view", "aten::detach"):
+            self.values += sum(
+                x.numel() for x in tree_flatten((args, kwargs, result))[0] if isinstance(x, torch.Tensor)
+            )
+        return result
+
+
+def _gated(inner: torch.Tensor) -> torch.Tensor:
+    gate, up = inner.chunk(2, dim=-1)
+    return silu(gate) * (up + 0.0)
+
+
+def _rms_norm() -> RMSNorm:
+    config: Any = SimpleNamespace(
+        use_cpu_initialization=True, params_dtype=torch.float32, sequence_parallel=False,
+        layernorm_zero_centered_gamma=False,
+    )  # fmt: skip
+    return RMSNorm(config, 128)
+
+
+@pytest.mark.parametrize(
+    ("module", "width", "moved"),
+    [
+        (_rms_norm(), 128, eager_kernels.RMS_NORM),
+        (torch.nn.LayerNorm(128), 128, eager_kernels.LAYER_NORM),
+        (_gated, 256, eager_kernels.GATED * 0.5),  # of half of its input's width
+        (torch.nn.GELU("tanh"), 128, eager_kernels.GELU),
+    ],
+    ids=["RMSNorm", "LayerNorm", "gated activation", "GELU"],
+)
+def test_counts_of_moved_values_are_those_of_the_kernels(module: Any, width: int, moved: eager_kernels.Moved) -> None:
+    rows = torch.randn(512, width, requires_grad=True)
+    with MovedValues() as forward:
+        output = module(rows)
+    gradient = torch.randn_like(output)
+    with MovedValues() as backward:
+        output.backward(gradient)
+    assert forward.values == pytest.approx(moved.forward * rows.numel(), rel=0.05)
+    assert backward.values == pytest.approx(moved.backward * rows.numel(), rel=0.05)
+
+
+def test_a_step_of_the_benchmark_is_predicted_and_measured_part_by_part() -> None:
+    small = ["--hidden", "64", "--layers", "2", "--episodes", "1", "--vocabulary", "1024", "--threads", "1"]
+    found = comparison.compare_with_benchmark(small, rounds=1)
+    parts = ["products", "attention", "vision", "output layer", "other kernels", "gradients and weights"]
+    assert sorted(found.parts) == sorted([*parts, "between operations", "optimizer", "packing, images"])
+    assert all(each.predicted > 0 for each in found.parts.values())
+    assert all(found.parts[name].measured > 0 for name in parts)
+    assert sum(each.measured for each in found.parts.values()) == pytest.approx(found.total.measured, rel=1e-6)
+    assert 1 / 3 < found.total.ratio < 3  # CPU seconds, which other work changes less than this
+    assert all(1e6 < rate < 1e13 for name, rate in vars(found.rates).items() if name != "launch_seconds")
 
 
 @pytest.mark.parametrize("words", [["--config-name", "8b_1node"], ["--search"], ["--card", "H100"], ["--steps", "3"]])
