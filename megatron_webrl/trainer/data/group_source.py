@@ -11,7 +11,6 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.damaged_records import FOLDER as DAMAGED_FOLDER
 from megatron_webrl.ring.damaged_records import read_trajectory
-from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.tracking.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
@@ -67,7 +66,8 @@ class GroupSource:
         self.episodes_by_worker: Counter[str] = Counter()  # episodes read, by worker instance
         self._statistics = GroupStatistics(reward_function(config))
         self._in_use: set[int] = set()  # tickets returned by wait_for_groups and not closed
-        self._partial: dict[int, dict[int, int]] = defaultdict(dict)  # ticket -> index -> sequence
+        # Ticket -> index -> number and content of a record, whose arrays are views of it until it is acknowledged.
+        self._partial: dict[int, dict[int, tuple[int, Trajectory]]] = defaultdict(dict)
         self._ready: dict[int, list[int]] = {}  # ticket -> sequences, in the order of completion
         self._groups: dict[int, Group] = {}
         self._unacknowledged: set[int] = set()  # sequences read and not acknowledged
@@ -151,10 +151,11 @@ class GroupSource:
             self._acknowledge([sequence])
             return
         members = self._partial[trajectory.ticket]
-        members[trajectory.index] = sequence
+        members[trajectory.index] = sequence, trajectory
         if len(members) == trajectory.group_size:
             del self._partial[trajectory.ticket]
-            self._complete_group(trajectory.ticket, [members[i] for i in sorted(members)], version)
+            sequences, trajectories = zip(*(members[index] for index in sorted(members)), strict=True)
+            self._complete_group(Group(trajectory.ticket, trajectories), list(sequences), version)
 
     def _is_duplicate(self, trajectory: Trajectory) -> bool:
         ticket = trajectory.ticket
@@ -166,15 +167,14 @@ class GroupSource:
             or trajectory.index in self._partial.get(ticket, {})
         )
 
-    def _complete_group(self, ticket: int, sequences: list[int], version: int) -> None:
-        group = Group(ticket, tuple(decode_trajectory(self.records.read(s, verify=False)) for s in sequences))
+    def _complete_group(self, group: Group, sequences: list[int], version: int) -> None:
         self._statistics.add(group)
         self._on_complete(group)
         reason = self._reason_to_drop(group, version)
         if reason is not None:
             self._drop(group, sequences, reason)
         else:
-            self._groups[ticket], self._ready[ticket] = group, sequences
+            self._groups[group.ticket], self._ready[group.ticket] = group, sequences
             self._on_ready(group)
 
     def _reason_to_drop(self, group: Group, version: int) -> str | None:

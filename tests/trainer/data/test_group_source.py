@@ -87,6 +87,23 @@ def test_a_damaged_record_costs_its_episode_and_neither_the_job_nor_the_room_of_
     assert len(list((config.run_folder / "damaged_records").iterdir())) == 4
 
 
+def test_each_record_is_read_and_decoded_once(ring: Ring, source: GroupSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+    read = ring.read
+
+    def counted(sequence: int, verify: bool = True) -> memoryview:
+        numbers.append(sequence)
+        return read(sequence, verify)
+
+    monkeypatch.setattr(ring, "read", counted)
+    put(ring, 0, [1.0, 0.0])
+    put(ring, 1, [0.0, 1.0])
+    taken = source.wait_for_groups(0, 2, 5.0, go)
+    assert taken is not None
+    assert [t.reward for group, _ in taken for t in group.trajectories] == [1.0, 0.0, 0.0, 1.0]
+    assert numbers == [0, 1, 2, 3]
+
+
 def test_a_group_waits_until_it_is_complete(ring: Ring, source: GroupSource):
     ring.write(encode_trajectory(trajectory(0, 1, group_size=2)), 1.0)
     put(ring, 7, [0.0, 0.0])
