@@ -1,0 +1,1 @@
+"""What the host of a trainer rank does for an update."""
