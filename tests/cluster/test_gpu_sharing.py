@@ -105,7 +105,7 @@ def test_weights_travel_by_nccl_only_between_gpus_of_their_own(overrides: tuple[
         (("rollout.engines=2",), "rollout.engines=2 makes 2 ranks, but 1 nodes have 1 GPUs each for them"),
         (("trainer.tensor_parallel=2",), "makes 2 ranks, but 1 nodes have 1 GPUs each"),
         (("cluster.gpu_gib=60",), "of the same GPU (cluster.shared_gpus), more than cluster.gpu_gib=60; take"),
-        (("rollout.gpu_memory_utilization=0.9",), "leaves the trainer 8.0 of cluster.gpu_gib=80, but it needs 59.3"),
+        (("rollout.gpu_memory_utilization=0.9",), "leaves the trainer 8.0 of cluster.gpu_gib=80, but it needs 59.2"),
         (("rollout.gpu_memory_utilization=0.1",), "leaves the engine 8.0 of cluster.gpu_gib=80, but it needs 16.0 GiB"),
         (("rollout.kv_cache_mib=512",), "rollout.kv_cache_mib=512 holds 4681 tokens, less than rollout.max_model_len"),
     ],

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -18,6 +17,8 @@ from megatron_webrl.cluster.performance.shapes import ModelShape
 from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.norm import RMSNorm
+from megatron_webrl.model.vision_language.rope import make_rotation
+from megatron_webrl.model.vision_language.swiglu import swiglu
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from tests.trainer.growing_prompts import episode, random_tokens, step
@@ -38,7 +39,7 @@ def test_a_packed_tree_has_the_operations_that_the_trainer_counts(tiny_model: Pa
 
 
 class MovedValues(TorchDispatchMode):
-    """Counts the values that kernels read and write; views and copies of no values move none."""
+    """Counts the values that kernels read and write; views move none, and what is only written counts once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,16 +47,12 @@ class MovedValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view and func._schema.name not in ("aten::_unsafe_view", "aten::detach"):
+        if not func.is_view and func._schema.name not in ("aten::_unsafe_view", "aten::detach", "aten::empty_like"):
+            inputs = {name: value for name, value in (kwargs or {}).items() if name not in ("out", "grad_input")}
             self.values += sum(
-                x.numel() for x in tree_flatten((args, kwargs, result))[0] if isinstance(x, torch.Tensor)
+                x.numel() for x in tree_flatten((args, inputs, result))[0] if isinstance(x, torch.Tensor)
             )
         return result
-
-
-def _gated(inner: torch.Tensor) -> torch.Tensor:
-    gate, up = inner.chunk(2, dim=-1)
-    return silu(gate) * (up + 0.0)
 
 
 def _rms_norm() -> RMSNorm:
@@ -66,15 +63,22 @@ def _rms_norm() -> RMSNorm:
     return RMSNorm(config, 128)
 
 
+def _rotary_embedding() -> Any:
+    """Of sixteen heads, so that cosines and sines, which they share, count little."""
+    rotate = make_rotation(torch.randn(512, 1, 1, 8), torch.float32, fused=False)
+    return lambda rows: rotate(rows.view(512, 1, 16, 8))
+
+
 @pytest.mark.parametrize(
     ("module", "width", "moved"),
     [
         (_rms_norm(), 128, eager_kernels.RMS_NORM),
         (torch.nn.LayerNorm(128), 128, eager_kernels.LAYER_NORM),
-        (_gated, 256, eager_kernels.GATED * 0.5),  # of half of its input's width
+        (swiglu, 256, eager_kernels.SWIGLU * 0.5),  # of half of its input's width
+        (_rotary_embedding(), 128, eager_kernels.ROTARY),
         (torch.nn.GELU("tanh"), 128, eager_kernels.GELU),
     ],
-    ids=["RMSNorm", "LayerNorm", "gated activation", "GELU"],
+    ids=["RMSNorm", "LayerNorm", "SwiGLU", "rotary embedding", "GELU"],
 )
 def test_counts_of_moved_values_are_those_of_the_kernels(module: Any, width: int, moved: eager_kernels.Moved) -> None:
     rows = torch.randn(512, width, requires_grad=True)

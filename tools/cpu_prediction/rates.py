@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
 
 from megatron_webrl.cluster.performance import eager_kernels
-from megatron_webrl.cluster.performance.eager_kernels import BYTES, GATED, GELU, LAYER_NORM, RMS_NORM, VISION_ROTARY
+from megatron_webrl.cluster.performance.eager_kernels import BYTES, GELU, LAYER_NORM, RMS_NORM, SWIGLU, VISION_ROTARY
 from megatron_webrl.cluster.performance.rates import Rates
 from megatron_webrl.cluster.performance.shapes import MicrobatchShape, ModelShape
 from megatron_webrl.cluster.performance.training import BACKWARD_ATTENTION, BACKWARD_PRODUCTS, stage_seconds
@@ -28,6 +28,7 @@ from megatron_webrl.model.vision_language.attention import per_segment
 from megatron_webrl.model.vision_language.norm import RMSNorm
 from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.model.vision_language.segments import segment_keys
+from megatron_webrl.model.vision_language.swiglu import swiglu
 from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams
 from megatron_webrl.system import torchvision_shim
 from tools.cpu_prediction.step_parts import count_operations
@@ -122,21 +123,17 @@ def _vision_attention_rate(packed: PackedInput, width: int, head_dim: int) -> fl
 
 
 def _text_memory_rate(tokens: int, hidden: int, wide: int) -> float:
-    """Of the two kinds of kernels that move most: a norm and a gated activation."""
+    """Of the two kinds of kernels that move most: norm and SwiGLU."""
     norm = RMSNorm(SimpleNamespace(use_cpu_initialization=True, params_dtype=torch.float32, sequence_parallel=False,
                                    layernorm_zero_centered_gamma=False), hidden)  # fmt: skip
     rows = [torch.randn(tokens, hidden, requires_grad=True) for _ in range(2)]
     inner = torch.randn(tokens, 2 * wide, requires_grad=True)
 
-    def gated() -> Tensor:  # as megatron-core's MLP
-        gate, up = inner.chunk(2, dim=-1)
-        return silu(gate) * (up + 0.0)
-
-    moved = RMS_NORM * (2 * hidden) + GATED * wide
+    moved = RMS_NORM * (2 * hidden) + SWIGLU * wide
     return (
         tokens
         * moved.bytes
-        / _both_passes(lambda: [*(norm(each) for each in rows), gated()], [*rows, inner, norm.weight])
+        / _both_passes(lambda: [*(norm(each) for each in rows), swiglu(inner)], [*rows, inner, norm.weight])
     )
 
 

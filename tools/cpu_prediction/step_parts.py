@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"}
 OTHER, GRADIENTS = "other kernels", "gradients and weights"
 ACCUMULATION = "AccumulateGrad"  # autograd's node that hands over a parameter's gradient
 

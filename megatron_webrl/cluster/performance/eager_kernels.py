@@ -1,7 +1,7 @@
 """Values that the CPU's kernels move: separate ones in float32, each of which reads its inputs and writes its output.
 
-`ModelShape.traffic` counts what a card with Transformer Engine moves. On the CPU a norm is seven kernels and half of a
-rotary embedding is copies; backward passes move 2.2 times as much as forward passes. Counts are for dense Qwen3-VL.
+`ModelShape.traffic` counts what a card moves. On the CPU a norm is seven kernels, with seventeen in its backward pass.
+Counts are for dense Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Moved:
 RMS_NORM = Moved(7, 24)  # square, mean, two products; backward: both paths to the input and the sum of each weight
 LAYER_NORM = Moved(2, 3)  # one kernel in each pass
 RESIDUAL = Moved(3, 3)
-ROTARY = Moved(12, 14)  # products with cosine and sine, halves swapped by copies, a concatenation with no rest
-VISION_ROTARY = Moved(10, 14)  # the same without the concatenation
-GATED = Moved(7, 13)  # SiLU, an addition of zero, a product; backward: both products, and halves put together
+ROTARY = Moved(5, 5)  # of each half a product and a sum of products
+VISION_ROTARY = Moved(10, 14)  # of transformers: products with cosine and sine, halves swapped by copies
+SWIGLU = Moved(5, 11)  # SiLU and a product; backward: both again, and the gradients of both halves
 GELU = Moved(2, 3)
 COPY = Moved(2, 2)
 BIAS = Moved(0, 1)  # added by the product; its gradient is a sum
@@ -49,8 +49,9 @@ def text_traffic(model: ModelShape, shape: MicrobatchShape) -> float:
     """Bytes of the text model's layers and of its last norm, attention aside, in both passes."""
     text, image_tokens = model.text, shape.patches / model.merge
     query, key, hidden = text.query_width, text.key_width, text.hidden_size
-    layer = (RMS_NORM + RESIDUAL) * (2 * hidden) + GATED * text.intermediate_size
+    layer = (RMS_NORM + RESIDUAL) * (2 * hidden) + SWIGLU * text.intermediate_size
     layer += (RMS_NORM + ROTARY) * (query + key) + COPY * (query + key)  # queries, keys and values are parts of one
+    layer += Moved(2, 0) * key  # values, copied out of it
     each_token = layer * model.layers + RMS_NORM * hidden + SCATTERED * ((1 + model.deepstack) * hidden)
     each_image_token = COPY * ((1 + model.deepstack) * hidden)  # features added to image tokens
     return shape.tokens * each_token.bytes + image_tokens * each_image_token.bytes
