@@ -12,7 +12,6 @@ OTHER := $(filter-out qwen3_vl,$(ARCHITECTURE))
 MODEL := runs/models/tiny$(addprefix -,$(OTHER))
 WARM_MODEL := models/quickstart$(addprefix -,$(OTHER))
 WARM_SETTINGS := $(if $(OTHER),rollout.dtype=bfloat16)
-WARM_STEPS := $(if $(OTHER),--steps 1800)
 # An environment of `make install-gpu` stays one: every later target installs CUDA builds into it.
 PLATFORM := $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
 INSTALLED := $(VENV)/.installed-$(PLATFORM)
@@ -48,7 +47,7 @@ quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chrom
 
 warm-start: install $(MODEL)/config.json ## rebuild models/quickstart, the weights that quickstart starts from (half an hour)
 	$(BIN)/webrl demonstrate configs/warm_start.yaml --out runs/warm_start.records model.path=$(MODEL) $(WARM_SETTINGS)
-	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records $(WARM_MODEL) $(WARM_STEPS)
+	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records $(WARM_MODEL)
 	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
 
 test: install slurm lint ## lint, then run all tests; what fails runs twice more and is listed
