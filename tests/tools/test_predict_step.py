@@ -96,7 +96,7 @@ def test_a_step_of_the_benchmark_is_predicted_and_measured_part_by_part() -> Non
     found = comparison.compare_with_benchmark(small, rounds=1)
     parts = ["products", "attention", "vision", "output layer", "other kernels", "gradients and weights"]
     assert sorted(found.parts) == sorted([*parts, "between operations", "optimizer", "packing, images"])
-    assert all(each.predicted > 0 for each in found.parts.values())
+    assert all(found.parts[name].predicted > 0 for name in parts)
     assert all(found.parts[name].measured > 0 for name in parts)
     assert sum(each.measured for each in found.parts.values()) == pytest.approx(found.total.measured, rel=1e-6)
     assert 1 / 3 < found.total.ratio < 3  # CPU seconds, which other work changes less than this

@@ -34,8 +34,7 @@ from tests.weights.ranks import (
 
 ENGINES = (1, 2)
 CONTIGUOUS = {"stack": Part((4, 6), None, None, stacked=3), "large": MODEL["large"]}  # every slice, on both sides
-SLACK = 15.0  # seconds that a busy machine may exceed a timeout
-KILL_SECONDS = 15.0  # without a confirmation a rank counts as silent; a living one may wait for a busy processor
+SLACK = KILL_SECONDS = 15.0  # a busy machine may exceed a timeout by the first; silence of living ranks is shorter
 NONE = Fault()
 needs_gpu = pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="needs a GPU")
 Rank = tuple[str, int, int]  # "trainer" or "engine", which engine (0 for the trainer), rank
