@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from megatron_webrl.cluster.performance import eager_kernels
 from megatron_webrl.cluster.performance.shapes import ModelShape
 from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.vision_language.norm import RMSNorm
 from megatron_webrl.model.vision_language.rope import make_rotation
 from megatron_webrl.model.vision_language.swiglu import swiglu
 from megatron_webrl.trainer.data.flops import FlopsEstimator
@@ -55,14 +53,6 @@ class MovedValues(TorchDispatchMode):
         return result
 
 
-def _rms_norm() -> RMSNorm:
-    config: Any = SimpleNamespace(
-        use_cpu_initialization=True, params_dtype=torch.float32, sequence_parallel=False,
-        layernorm_zero_centered_gamma=False,
-    )  # fmt: skip
-    return RMSNorm(config, 128)
-
-
 def _rotary_embedding() -> Any:
     """Of sixteen heads, so that cosines and sines, which they share, count little."""
     rotate = make_rotation(torch.randn(512, 1, 1, 8), torch.float32, fused=False)
@@ -72,7 +62,7 @@ def _rotary_embedding() -> Any:
 @pytest.mark.parametrize(
     ("module", "width", "moved"),
     [
-        (_rms_norm(), 128, eager_kernels.RMS_NORM),
+        (rates.make_norm(128), 128, eager_kernels.RMS_NORM),
         (torch.nn.LayerNorm(128), 128, eager_kernels.LAYER_NORM),
         (swiglu, 256, eager_kernels.SWIGLU * 0.5),  # of half of its input's width
         (_rotary_embedding(), 128, eager_kernels.ROTARY),

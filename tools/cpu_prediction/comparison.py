@@ -7,14 +7,10 @@ rates and then the step, so that a busy machine slows both.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
-import os
-import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ import torch
 from megatron_webrl.cluster.performance.shapes import ModelShape
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.system import child_process, torchvision_shim
+from megatron_webrl.system import torchvision_shim
 from megatron_webrl.trainer.data.batching import TrainingSample
 from tools.bench import training
 from tools.bench.episodes import make_episodes
@@ -32,6 +28,7 @@ from tools.bench.learners import PackedLearner, TrainingBenchConfig
 from tools.cpu_prediction.rates import (
     CpuRates,
     cpu_seconds,
+    in_process,
     measure_rates,
     packed_shape,
     predict_optimizer,
@@ -75,9 +72,8 @@ class CpuComparison:
 
 def compare_with_benchmark(settings: Sequence[str] = SETTINGS, rounds: int = ROUNDS) -> CpuComparison:
     """Measure and predict a step of the benchmark's packed variant, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, child_process.die_with_parent, (signal.SIGKILL, os.getpid())) as pool:
-        return pool.submit(_compare, settings, rounds).result()
+    found: CpuComparison = in_process(_compare, settings, rounds)
+    return found
 
 
 def _compare(settings: Sequence[str], rounds: int) -> CpuComparison:

@@ -6,9 +6,13 @@ Each rate is measured over a forward and a backward pass, whose operations or by
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -30,7 +34,7 @@ from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.model.vision_language.segments import segment_keys
 from megatron_webrl.model.vision_language.swiglu import swiglu
 from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.system import child_process, torchvision_shim
 from tools.cpu_prediction.step_parts import count_operations
 
 REPEATS = 3
@@ -124,17 +128,24 @@ def _vision_attention_rate(packed: PackedInput, width: int, head_dim: int) -> fl
 
 def _text_memory_rate(tokens: int, hidden: int, wide: int) -> float:
     """Of the two kinds of kernels that move most: norm and SwiGLU."""
-    norm = RMSNorm(SimpleNamespace(use_cpu_initialization=True, params_dtype=torch.float32, sequence_parallel=False,
-                                   layernorm_zero_centered_gamma=False), hidden)  # fmt: skip
+    norm = make_norm(hidden)
     rows = [torch.randn(tokens, hidden, requires_grad=True) for _ in range(2)]
     inner = torch.randn(tokens, 2 * wide, requires_grad=True)
-
     moved = RMS_NORM * (2 * hidden) + SWIGLU * wide
     return (
         tokens
         * moved.bytes
         / _both_passes(lambda: [*(norm(each) for each in rows), swiglu(inner)], [*rows, inner, norm.weight])
     )
+
+
+def make_norm(width: int) -> RMSNorm:
+    """A norm of Qwen3-VL's text model, in float32 on the CPU."""
+    config: Any = SimpleNamespace(
+        use_cpu_initialization=True, params_dtype=torch.float32, sequence_parallel=False,
+        layernorm_zero_centered_gamma=False,
+    )  # fmt: skip
+    return RMSNorm(config, width)
 
 
 def _vision_memory_rate(patches: int, hidden: int, wide: int, head_dim: int) -> float:
@@ -222,12 +233,19 @@ def _both_passes(forward: Callable[[], Sequence[Tensor]], inputs: Sequence[Tenso
     return cpu_seconds(lambda: torch.autograd.grad(forward(), inputs, gradients))
 
 
-def cpu_seconds(work: Callable[[], Any]) -> float:
-    """Median CPU seconds of a few calls, after one that is not counted."""
+def cpu_seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Median CPU seconds of `repeats` calls, after one that is not counted."""
     work()
     taken = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         begun = time.process_time()
         work()
         taken.append(time.process_time() - begun)
     return statistics.median(taken)
+
+
+def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Result of `work` in a process of its own, which dies with this one."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, child_process.die_with_parent, (signal.SIGKILL, os.getpid())) as pool:
+        return pool.submit(work, *arguments).result()

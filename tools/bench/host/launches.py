@@ -10,14 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
-import os
-import signal
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +28,9 @@ from megatron_webrl.model import model_sizes
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.platform import CPU
 from megatron_webrl.model.vision_language.packed_input import PackedInput
-from megatron_webrl.system import child_process, torchvision_shim
+from megatron_webrl.system import torchvision_shim
+from tools.bench.host.groups import GRID
+from tools.cpu_prediction.rates import cpu_seconds, in_process
 from tools.cpu_prediction.step_parts import count_operations
 from tools.make_tiny_model import make_tiny_model
 
@@ -42,7 +38,7 @@ META = torch.device("meta")
 COUNTED_LAYERS = (4, 5)  # of the text model, as features of the tower enter three
 TINY = {"layers": 8, "vision_layers": 4, "deepstack": (0, 1, 2)}
 ROUNDS = 7
-SCREENSHOT = (1, 48, 80)  # patches of 1280x768
+PATCH_VALUES = 3 * 2 * 16**2  # of a patch of two frames
 
 
 @dataclass(frozen=True)
@@ -66,18 +62,12 @@ class BatchSize:
     images: int
 
 
-def count_launches(size: str, config: Config, batch: BatchSize, rounds: int = ROUNDS) -> Launches:
+def count_launches(size: str, config: Config, batch: BatchSize) -> Launches:
     """Of a released model's `size`, with the layout and recomputation of `config`, in processes of their own."""
-    counts = [_in_process(_count, size, layers, config, batch) for layers in COUNTED_LAYERS]
+    counts = [in_process(_count, size, layers, config, batch) for layers in COUNTED_LAYERS]
     layers = model_sizes.make_hf_config(size).text_config.num_hidden_layers - COUNTED_LAYERS[0]
     each = [fewer + (more - fewer) * layers for fewer, more in zip(*counts, strict=True)]
-    return Launches(*each, seconds=_in_process(_operation_seconds, rounds))
-
-
-def _in_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, child_process.die_with_parent, (signal.SIGKILL, os.getpid())) as pool:
-        return pool.submit(work, *arguments).result()
+    return Launches(*each, seconds=in_process(_operation_seconds))
 
 
 def _count(size: str, layers: int, config: Config, batch: BatchSize) -> tuple[int, int, int]:
@@ -94,7 +84,7 @@ def _count(size: str, layers: int, config: Config, batch: BatchSize) -> tuple[in
         description.text_config.num_hidden_layers = layers
         description.save_pretrained(folder)
         learner = _make_learner(Path(folder), platform, config)
-        microbatch = _microbatch(batch, META, SCREENSHOT, ranks, 3 * 2 * 16**2)
+        microbatch = _microbatch(batch, META, GRID, ranks)
         score = count_operations(lambda: learner.score([microbatch]))
         train = count_operations(lambda: _train(learner, microbatch))
         step = count_operations(learner.optimizer.step)
@@ -168,10 +158,8 @@ def _train(learner: Any, microbatch: Any) -> None:
     learner.forward_backward([microbatch], [microbatch.behaviour_logprobs], loss)
 
 
-def _microbatch(
-    size: BatchSize, device: torch.device, grid: tuple[int, int, int], image_ranks: int, patch_values: int
-) -> Any:
-    """A micro-batch with values where the host reads them. `patch_values`: of a patch."""
+def _microbatch(size: BatchSize, device: torch.device, grid: tuple[int, int, int], image_ranks: int) -> Any:
+    """A micro-batch with values where the host reads them."""
     from megatron_webrl.model.vision_language.packed_input import partition_images
     from megatron_webrl.trainer.data.sequence_packer import Microbatch
 
@@ -189,7 +177,7 @@ def _microbatch(
             position_ids=on_device(3, size.tokens, dtype=torch.int64),
             cu_seqlens=torch.tensor(starts, dtype=torch.int32),
             parents=torch.tensor([-1] + [0] * size.sequences),
-            pixels=on_device(patches * len(local), patch_values),
+            pixels=on_device(patches * len(local), PATCH_VALUES),
             grids=grids,
             scored_positions=on_device(size.scored, dtype=torch.int64),
             image_indices=torch.arange(size.images),
@@ -215,7 +203,7 @@ def _microbatch(
     )
 
 
-def _operation_seconds(rounds: int) -> float:
+def _operation_seconds() -> float:
     """CPU seconds of an operation of a training pass whose kernels have next to nothing to compute."""
     torchvision_shim.install()
     torch.set_num_threads(1)
@@ -226,11 +214,6 @@ def _operation_seconds(rounds: int) -> float:
         config = Config()
         config.trainer = dataclasses.replace(config.trainer, tensor_parallel=1, recompute="full")
         learner = _make_learner(path, platform, config)
-        microbatch = _microbatch(BatchSize(8, 2, 4, 4, 1), CPU, (1, 2, 2), 1, 3 * 2 * 16**2)
+        microbatch = _microbatch(BatchSize(8, 2, 4, 4, 1), CPU, (1, 2, 2), 1)
         operations = count_operations(lambda: _train(learner, microbatch))
-        taken = []
-        for _ in range(rounds):
-            begun = time.process_time()
-            _train(learner, microbatch)
-            taken.append(time.process_time() - begun)
-    return statistics.median(taken) / operations
+        return cpu_seconds(lambda: _train(learner, microbatch), ROUNDS) / operations

@@ -31,7 +31,7 @@ from megatron_webrl.types import Group
 from tools.bench.host.device import ImageClock, SimulatedDevice
 from tools.bench.host.groups import GRID, HEIGHT, LENGTHS, WIDTH
 from tools.bench.host.launches import Launches
-from tools.cpu_prediction.rates import packed_shape
+from tools.cpu_prediction.rates import cpu_seconds, packed_shape
 from tools.make_tiny_model import make_tiny_model
 
 RECORD_SECONDS = 60.0
@@ -95,12 +95,8 @@ class HostBench:
     def _worker_seconds(self) -> float:
         """CPU seconds of a screenshot in an image worker."""
         cut, page = self.processor.patchifier, draw_page(0, WIDTH, HEIGHT)
-        out, taken = np.empty(cut.image_bytes(GRID), np.uint8), []
-        for _ in range(5):
-            begun = time.process_time()
-            cut.patchify(page, GRID, out)
-            taken.append(time.process_time() - begun)
-        return statistics.median(taken)
+        out = np.empty(cut.image_bytes(GRID), np.uint8)
+        return cpu_seconds(lambda: cut.patchify(page, GRID, out))
 
     def close(self) -> None:
         """Stop the image workers."""
