@@ -132,11 +132,12 @@ def choose_layers(platform: Platform) -> LayerImplementation:
 
 def choose_compilation(platform: Platform, dtype: torch.dtype) -> bool:
     """Whether SwiGLU is compiled, equal on all ranks: on CUDA, where that works. Collective."""
-    cuda = platform.name == "cuda"
-    problem = _of_any_rank(compilation_problem(platform.device, dtype) if cuda else "")
+    if platform.name != "cuda":
+        return False
+    problem = _of_any_rank(compilation_problem(platform.device, dtype))
     if problem and torch.distributed.get_rank() == 0:
         log.warning("SwiGLU is not compiled: %s", problem)
-    return cuda and not problem
+    return not problem
 
 
 def _of_any_rank(problem: str) -> str:

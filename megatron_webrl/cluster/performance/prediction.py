@@ -71,11 +71,11 @@ def print_prediction(config: Config, prediction: Prediction, console: Console) -
     """Print the prediction in at most WIDTH columns."""
     training, generation = prediction.training, prediction.generation
     if training is not None:
-        console.print(parts_table(f"training, {prediction.card}", "s an update", training.parts))
+        console.print(_parts_table(f"training, {prediction.card}", "s an update", training.parts))
         for line in training_lines(prediction):
             console.print(line, highlight=False)
     milliseconds = {name: 1000 * seconds for name, seconds in generation.parts.items()}
-    console.print(parts_table("generation", "ms a step of an episode", milliseconds))
+    console.print(_parts_table("generation", "ms a step of an episode", milliseconds))
     for line in generation_lines(prediction):
         console.print(line, highlight=False)
     console.print("predicted, not measured; docs/performance.md lists the assumptions", style="dim")
@@ -119,7 +119,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def parts_table(title: str, unit: str, parts: Mapping[str, float]) -> Table:
+def _parts_table(title: str, unit: str, parts: Mapping[str, float]) -> Table:
     """A table of parts with their shares and their sum."""
     table, total = make_table(title, unit, "share", left=title), sum(parts.values())
     for name, value in parts.items():

@@ -40,7 +40,6 @@ class MultimodalPackedSeqParams(PackedSeqParams):
     """
 
     rotation: Rotation | None = None  # of this rank's tokens
-
     segment_boundaries: tuple[int, ...] = ()  # [segments + 1], first token of each segment, then T
     keys: SegmentKeys | None = None  # of segments, if any has a parent
     key_positions: Tensor | None = None  # int64 [keys] of `keys`, on the device
