@@ -8,6 +8,7 @@ import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,9 @@ from tools.make_tiny_model import make_tiny_model
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run in several processes at the same time, and threads that wait for each other keep cores busy.
 torch.set_num_threads(1)
+# On a busy machine an example may wait for a processor.
+hypothesis.settings.register_profile("no_deadline", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("no_deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -114,7 +114,7 @@ class Job(RuleBasedStateMachine):
         assert max(Counter(self.tickets[slot] for slot in self.tickets).values(), default=1) == 1
 
 
-Job.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Job.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestJob = Job.TestCase
 
 

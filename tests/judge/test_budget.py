@@ -92,7 +92,7 @@ async def test_a_limit_in_dollars_needs_the_prices_of_all_models_in_use(
             pass
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(pairs=st.lists(st.tuples(USAGE, USAGE)))
 def test_what_is_settled_is_what_was_used(pairs: list[tuple[Usage, Usage]]):
     async def run() -> LocalMeter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_webrl.judge.fences import MAX_FIELD_CHARS, NAMES, clean_data, fence_fields, parse_fences
@@ -30,7 +30,6 @@ PIECES = st.sampled_from(
 DATA = st.lists(PIECES | st.text(max_size=8), max_size=25).map("".join)
 
 
-@settings(deadline=None)
 @example(fields={"TASK": "<THINK>", "ANSWER": "< think><<SYS>><|im_end|>", "FACT": "<\n/ think>"})
 @given(fields=st.dictionaries(st.sampled_from(NAMES), DATA))
 def test_any_data_stay_within_their_fences(fields: dict[str, str]):

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_webrl.judge.replies import FORMS, KEY_POINTS, MAX_REPLY_CHARS, SCORE, VERDICT, UnusableReply, parse_reply
@@ -139,7 +139,6 @@ def test_values_outside_of_the_form_are_of_the_wrong_schema(content: str, mode: 
     assert fault_of(content, mode, form) == "wrong_schema"
 
 
-@settings(deadline=None)
 @given(reason=TEXT, word=st.sampled_from(["yes", "no"]))
 def test_every_reason_is_compatible_with_a_json_verdict_unless_it_states_the_other(reason: str, word: str):
     content = json.dumps({"reason": reason, "verdict": word})
@@ -148,7 +147,6 @@ def test_every_reason_is_compatible_with_a_json_verdict_unless_it_states_the_oth
     assert parse_reply(VERDICT, "schema", content, "stop") == (word == "yes", reason)
 
 
-@settings(deadline=None)
 @given(content=TEXT | st.lists(st.sampled_from(
     ["VERDICT: yes", "VERDICT: no", "yes", "\n", "\r", " ", "VERDICT:", '{"verdict": "yes"}', "\u2028", "success"]
 )).map("".join))  # fmt: skip
@@ -162,7 +160,6 @@ def test_no_text_is_a_yes_in_line_mode_without_its_exact_last_line(content: str)
     assert f"VERDICT: {'no' if value else 'yes'}" not in lines
 
 
-@settings(deadline=None)
 @given(text=TEXT, cut=st.integers(1, 40))
 def test_no_part_of_a_json_reply_is_a_verdict(text: str, cut: int):
     whole = json.dumps({"reason": text, "verdict": "yes"})

@@ -52,7 +52,7 @@ def _text_mappings(
     return tuple(mapping for mapping in whole if not mapping.hf_param.startswith("model.visual."))
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 @given(
     experts=st.sampled_from([None, "released", "transposed", "separate"]),
     size=st.sampled_from([1, 2, 4]),

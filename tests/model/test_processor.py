@@ -62,7 +62,7 @@ def test_expansion_and_patches_equal_the_processor_of_transformers(processor: Pr
     np.testing.assert_array_equal(processor.image_token_counts(expanded), grids.prod(axis=1) // 4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(width=st.integers(20, 700), height=st.integers(20, 700))
 def test_grids_from_sizes_equal_those_of_the_patches(tiny_model: Path, width: int, height: int) -> None:
     processor = _cached(tiny_model)
@@ -122,7 +122,7 @@ _SPICE = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(parts=st.lists(st.one_of(_SPICE, st.text(max_size=5)), max_size=8))
 def test_page_text_never_becomes_an_added_token(tiny_model: Path, parts: list[str]) -> None:
     processor = _cached(tiny_model)

@@ -60,7 +60,7 @@ queries = st.builds(
 
 
 @given(query=queries, offset=st.integers(0, 70), limit=st.integers(1, 70))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_query_finds_what_a_plain_search_finds(index: EpisodeIndex, query: EpisodeQuery, offset: int, limit: int):
     every = list(iterate(index, EpisodeQuery(sort="ticket", descending=False)))
     assert [row["ticket"] for row in every] == list(range(66))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_webrl.browser.page.keys import is_key_chord
@@ -76,7 +76,6 @@ def test_every_action_survives_formatting_and_parsing(action: Action) -> None:
     assert strict(f"Thought: so be it.\n{format_tool_call(action)}") == (action, None)
 
 
-@settings(deadline=None)  # on a busy machine a case may wait for a processor
 @given(toolsets_and_actions())
 def test_every_action_of_either_tool_survives_formatting_and_parsing(drawn: tuple[Toolset, Action]) -> None:
     toolset, action = drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_webrl.sampling.compact_map import CompactMap
@@ -15,7 +15,6 @@ NAMES = st.sampled_from(["a", "b", "shop.example", "bücher.example", "012345678
 CHANGES = st.lists(st.dictionaries(NAMES, st.none() | st.floats(allow_nan=False)), max_size=6)
 
 
-@settings(deadline=None)
 @given(CHANGES)
 def test_a_compact_map_holds_what_a_dictionary_would(changes: list[dict[str, float | None]]) -> None:
     found, expected = CompactMap(np.dtype(np.float64), float), {}

@@ -70,7 +70,7 @@ class Transfer:
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=layouts.cases(shared_nodes=True))
 def test_every_element_of_every_engine_arrives_once_with_the_right_value(case: layouts.Case) -> None:
     transfer = Transfer(case)
@@ -90,7 +90,7 @@ def test_every_element_of_every_engine_arrives_once_with_the_right_value(case: l
         assert transfer.plan.received_bytes(engine) == sum(m.elements for m in transfer.plan.messages(engine)) * 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=layouts.cases(shared_nodes=True))
 def test_a_slice_is_sent_from_the_receivers_node_if_a_replica_is_there(case: layouts.Case) -> None:
     transfer = Transfer(case)
@@ -102,7 +102,7 @@ def test_a_slice_is_sent_from_the_receivers_node_if_a_replica_is_there(case: lay
                 assert not (transfer.holders[transfer.sent(message)] & near).any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=layouts.cases(shared_nodes=False))
 def test_the_largest_load_of_a_sender_is_nearly_minimal(case: layouts.Case) -> None:
     transfer = Transfer(case, staging=2**11)
@@ -138,7 +138,7 @@ def least_maximum(demands: dict[int, int]) -> int:
     return low
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=layouts.cases(shared_nodes=True))
 def test_both_ends_of_a_pair_have_the_same_messages_in_the_same_order(case: layouts.Case) -> None:
     plan = TransferPlan(case.hf_config, case.trainer, case.engines, 2, STAGING)

@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # of the norm; bfloat1
 GRIDS = st.lists(st.tuples(st.just(1), st.integers(1, 6), st.integers(1, 6)), max_size=5)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(sides=GRIDS, text=st.integers(0, 5), response=st.integers(1, 5))
 def test_positions_equal_those_of_transformers(sides: list[tuple[int, int, int]], text: int, response: int) -> None:
     grids = [[t, h * tiny.MERGE, w * tiny.MERGE] for t, h, w in sides]

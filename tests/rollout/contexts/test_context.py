@@ -219,7 +219,7 @@ def test_a_smaller_limit_drops_steps_then_summary_lines_but_never_the_screenshot
     assert all(count == 0 for count, window in zip(omitted, windows, strict=True) if window > 1)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(st.tuples(st.text(max_size=60), st.text(max_size=30), st.booleans()), max_size=6),
     limit=st.integers(1, 900),

@@ -219,7 +219,7 @@ def test_hostile_pages_give_no_special_token(processor: Processor) -> None:
     assert special_tokens[0].count(processor.image_token_id) == 3
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(st.tuples(st.text(max_size=60), st.text(max_size=30), st.booleans(), st.booleans()), max_size=8),
     limit=st.integers(1, 900),

@@ -66,7 +66,7 @@ def harmless_prompts(processor: Processor, policy: str, rounds: int) -> list[Pro
     return prompts_of(processor, policy, rounds, "words", "words", "words")
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(window=st.sampled_from(WINDOWS), page=PAGE_TEXTS, argument=PAGE_TEXTS, written=MODEL_TEXTS)  # fmt: skip
 @example(window=("sliding", 1), page="words", argument=FORGED, written="words")
 @example(window=("append", 4), page=FORGED, argument="words", written=FORGED)

@@ -236,7 +236,7 @@ def task_or_message(row: dict[str, Any]) -> Task | str:
         return str(error)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from([name for names in WEBGYM.names.values() for name in names]), json_values)
 def test_any_value_of_a_field_gives_a_task_or_names_the_field(name: str, value: Any) -> None:
     found = task_or_message(webgym_row(0, **{name: value}))

@@ -181,7 +181,7 @@ mixed_groups = st.lists(st.tuples(st.booleans(), st.integers(1, 6)), min_size=2,
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(mixed_groups, st.sampled_from(["group_mean", "leave_one_out"]), st.floats(0.3, 1.0))
 def test_the_mean_advantages_of_a_groups_episodes_add_up_to_zero(
     made: list[tuple[bool, int]], baseline: str, discount: float
@@ -192,7 +192,7 @@ def test_the_mean_advantages_of_a_groups_episodes_add_up_to_zero(
         assert sum(each.mean() for each in found.values()) == pytest.approx(0.0, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(mixed_groups, st.sampled_from(["group_mean", "leave_one_out"]), st.sampled_from(["none", "group_std"]))
 def test_a_discount_close_to_one_is_close_to_none(made: list[tuple[bool, int]], baseline: str, scale: str) -> None:
     group = plain_group(*map(list, zip(*made, strict=True)))
@@ -203,7 +203,7 @@ def test_a_discount_close_to_one_is_close_to_none(made: list[tuple[bool, int]], 
         np.testing.assert_allclose(near[index], value, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(mixed_groups)
 def test_leaving_one_out_scales_the_groups_advantages_up(made: list[tuple[bool, int]]) -> None:
     group, n = plain_group(*map(list, zip(*made, strict=True))), len(made)
@@ -213,7 +213,7 @@ def test_leaving_one_out_scales_the_groups_advantages_up(made: list[tuple[bool, 
         np.testing.assert_allclose(out[index], mean[index] * n / (n - 1), rtol=1e-12)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.lists(mixed_groups, min_size=1, max_size=4))
 def test_a_batch_divided_by_its_deviation_has_the_deviation_one(made: list[list[tuple[bool, int]]]) -> None:
     groups = [plain_group(*map(list, zip(*each, strict=True)), ticket=t) for t, each in enumerate(made)]

@@ -45,7 +45,7 @@ def by_definition(rewards: list[float], values: list[float], discount: float, ga
     return found
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(episodes, fractions, fractions)
 def test_advantages_are_the_weighted_mean_of_those_of_n_steps(
     episode: tuple[list[float], list[float]], discount: float, gae_lambda: float
@@ -55,7 +55,7 @@ def test_advantages_are_the_weighted_mean_of_those_of_n_steps(
     np.testing.assert_allclose(found, by_definition(*episode, discount, gae_lambda), atol=1e-12)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(episodes, fractions)
 def test_lambda_one_is_the_return_and_lambda_zero_the_error_of_one_step(
     episode: tuple[list[float], list[float]], discount: float
@@ -68,7 +68,7 @@ def test_lambda_one_is_the_return_and_lambda_zero_the_error_of_one_step(
     np.testing.assert_allclose(generalized_advantages(rewards, values, discount, 0.0), errors, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(episodes, st.floats(0.1, 1.0), fractions)
 def test_values_that_are_the_returns_leave_no_advantage(
     episode: tuple[list[float], list[float]], discount: float, gae_lambda: float

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_webrl.trainer.data.batching import TrainingSample
@@ -44,7 +44,6 @@ def sizes(chains: list[MergedSequence]) -> list[int]:
     return sorted(len(chain.samples) for chain in chains)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_steps_that_extend_each_other_become_one_sequence_in_any_order(lengths: list[int], random) -> None:
     samples = grown(lengths)
@@ -117,7 +116,6 @@ def test_images_are_compared_by_content_and_grid() -> None:
     assert sizes(merge_prefixes([seen(1), seen(2, grid=[1, 2, 8])], PLACEHOLDERS)) == [1, 1]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 3)), max_size=12))
 def test_each_step_is_in_one_sequence_that_holds_its_tokens(shapes: list[tuple[int, int, int]]) -> None:
     """With a vocabulary of one token, nearly every step extends another one."""

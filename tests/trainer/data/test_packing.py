@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_webrl.trainer.data.flops import FlopsEstimator
@@ -53,7 +53,6 @@ def costs(chains: list[MergedSequence], rows: list[list[int]]) -> list[float]:
     return [COST.packed_flops(*(chains[i] for i in row)) for row in rows]
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(500, 2000), st.integers(1, 4), st.integers(1, 3))
 def test_each_sequence_is_packed_once_and_replicas_get_equally_many(
     shapes: list[tuple[int, float]], limit: int, replicas: int, multiple: int
@@ -69,7 +68,6 @@ def test_each_sequence_is_packed_once_and_replicas_get_equally_many(
     assert len(parts[0]) % multiple == 0
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(500, 2000), st.integers(1, 4), st.integers(1, 3))
 def test_none_is_empty_unless_there_are_too_few_sequences(
     shapes: list[tuple[int, float]], limit: int, replicas: int, multiple: int

@@ -81,7 +81,6 @@ def packed_tokens(tree: PrefixTree, sequences: Sequence[MergedSequence]) -> np.n
     return np.concatenate([sequences[s.sequence].tokens[s.start : s.stop] for s in tree.segments])
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 8))
 def test_every_sequence_is_a_path_of_its_own_tokens(shapes: list[tuple], minimum: int) -> None:
     sequences = [sequence(*shape) for shape in shapes]
@@ -97,7 +96,6 @@ def test_every_sequence_is_a_path_of_its_own_tokens(shapes: list[tuple], minimum
             assert units(sequences[segment.sequence])[: segment.stop] == units(each)[: segment.stop]
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 8))
 def test_what_sequences_share_is_computed_once_unless_it_is_short(shapes: list[tuple], minimum: int) -> None:
     sequences = [sequence(*shape) for shape in shapes]
@@ -111,7 +109,6 @@ def test_what_sequences_share_is_computed_once_unless_it_is_short(shapes: list[t
         assert computed_once <= shared(sequences[one], sequences[other])
 
 
-@settings(deadline=None)
 @given(SHAPES, st.randoms())
 def test_the_order_of_sequences_changes_no_count(shapes: list[tuple], rng) -> None:
     sequences = [sequence(*shape) for shape in shapes]
@@ -119,7 +116,6 @@ def test_the_order_of_sequences_changes_no_count(shapes: list[tuple], rng) -> No
     assert sorted(s.length for s in grow(mixed, 3).segments) == sorted(s.length for s in grow(sequences, 3).segments)
 
 
-@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_a_part_of_a_tree_computes_what_its_sequences_had(shapes: list[tuple], data: st.DataObject) -> None:
     sequences = [sequence(*shape) for shape in shapes]
@@ -211,7 +207,7 @@ def test_groups_are_kept_together() -> None:
     assert computed <= 1.15 * tree.tokens
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 500), st.integers(2, 300)), min_size=1, max_size=8),
     st.integers(800, 2000), st.integers(1, 4), st.integers(1, 3),

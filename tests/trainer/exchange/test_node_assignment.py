@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_webrl.trainer.data.merging import MergedSequence
@@ -73,7 +73,6 @@ def test_sequences_that_share_screenshots_move_together() -> None:
     assert len({i // 4 for i in two}) == 2
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 3), st.integers(1, 3))
 def test_each_sequence_is_assigned_once_and_no_move_improves_the_balance(
     shapes: list[tuple[int, int, float]], first: int, second: int
@@ -90,7 +89,6 @@ def test_each_sequence_is_assigned_once_and_no_move_improves_the_balance(
             assert loads[1 - high] + costs[i] / share[1 - high] >= loads[high] * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(
     SHAPES,
     st.integers(500, 2000),
