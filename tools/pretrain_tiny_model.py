@@ -35,6 +35,7 @@ from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import COORDINATE_RANGE
 
 BATCH = 16
+PART = 4  # samples of a forward pass
 LEARNING_RATE = 2e-3
 WARMUP = 0.03  # share of all steps
 JITTER = 0.1  # standard deviation of noise on pixels
@@ -99,8 +100,8 @@ class ClickHeads(torch.nn.Module):
 
 def compute_loss(
     model: Any, heads: ClickHeads, samples: Sequence[DemonstrationSample], processor: Processor
-) -> tuple[torch.Tensor, float]:
-    """Loss to be minimised, and the part that is the answers' mean negative log-likelihood per token."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the samples: negative log-likelihood of the answers' tokens, and the loss of the heads."""
     rows = [torch.cat([sample.prompt, sample.response]) for sample in samples]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.zeros_like(ids)
@@ -116,17 +117,21 @@ def compute_loss(
         image_grid_thw=torch.cat([sample.grids for sample in samples]),
         use_cache=False,
     ).last_hidden_state
-    likelihood, located, tokens = torch.zeros(()), torch.zeros(()), 0
+    likelihood, located = torch.zeros(()), torch.zeros(())
     for number, sample in enumerate(samples):
         first = len(sample.prompt) - 1
         logits = model.lm_head(hidden[number, first : first + len(sample.response)])
         likelihood = likelihood + torch.nn.functional.cross_entropy(logits, sample.response, reduction="sum")
-        tokens += len(sample.response)
         if sample.click is not None:
             _, high, wide = (int(value) for value in sample.grids[-1])
             cells = hidden[number, images[number]][-(high * wide // merge**2) :]
             located = located + heads(cells, high // merge, wide // merge, sample.click)
-    return likelihood / tokens * 4 + located / len(samples), float(likelihood.detach()) / tokens
+    return likelihood, located
+
+
+def sample_length(sample: DemonstrationSample) -> int:
+    """Tokens."""
+    return len(sample.prompt) + len(sample.response)
 
 
 def pretrain(
@@ -148,10 +153,13 @@ def pretrain(
     for _ in range(steps):
         if len(order) < BATCH:
             order += shuffle.sample(range(len(samples)), len(samples))
-        batch, order = [samples[index] for index in order[:BATCH]], order[BATCH:]
-        loss, answers = compute_loss(model, heads, batch, processor)
+        batch, order = sorted((samples[index] for index in order[:BATCH]), key=sample_length), order[BATCH:]
+        tokens, answers = sum(len(sample.response) for sample in batch), 0.0
         optimizer.zero_grad()
-        loss.backward()
+        for first in range(0, BATCH, PART):  # by length: little padding
+            likelihood, located = compute_loss(model, heads, batch[first : first + PART], processor)
+            (likelihood / tokens * 4 + located / BATCH).backward()
+            answers += float(likelihood.detach()) / tokens
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
