@@ -2,8 +2,9 @@
 
 The folder loads in transformers and in vLLM. It is the real architecture with small numbers: interleaved
 m-RoPE, QK-norm, DeepStack, tied embeddings, or a mixture of experts in the layout of released checkpoints.
-Of Qwen3.5 every fourth layer is gated attention and the others are linear attention, whose heads have the width of
-the released models (128), as vLLM's CPU build knows no other; it also computes these models in bfloat16 only.
+Of Qwen3.5 every fourth layer, or every `full_attention_interval`-th, is gated attention and the others are linear
+attention, whose heads have the width of the released models (128), as vLLM's CPU build knows no other; it also computes
+these models in bfloat16 only.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def make_tiny_model(
     expert_intermediate: int = 96,
     linear_key_heads: int = 2,
     linear_value_heads: int = 4,
+    full_attention_interval: int = 4,
     vocabulary: int = 1024,
     max_position_embeddings: int = 4096,
     min_pixels: int = 4096,
@@ -70,8 +72,8 @@ def make_tiny_model(
     """Write the model to `folder` and return it. The same arguments give the same files.
 
     `vision_grid` is the side of the learned position grid, in patches; `experts` 0 makes a dense model;
-    `vocabulary` counts all tokenizer entries. DeepStack is of Qwen3-VL alone, heads of linear attention
-    of Qwen3.5. Raises ValueError for sizes that do not fit each other and
+    `vocabulary` counts all tokenizer entries. DeepStack is of Qwen3-VL alone, linear attention of
+    Qwen3.5. Raises ValueError for sizes that do not fit each other and
     FileExistsError if `folder` has something in it and `force` is not set.
     """
     folder = Path(folder)
@@ -114,6 +116,8 @@ def _check(sizes: dict[str, Any]) -> None:
         )
     if len(sizes["deepstack"]) > sizes["layers"]:
         raise ValueError(f"deepstack={sizes['deepstack']} has more entries than layers={sizes['layers']}")
+    if sizes["full_attention_interval"] < 1:
+        raise ValueError(f"full_attention_interval={sizes['full_attention_interval']} is less than 1")
     inner = sizes["expert_intermediate"]
     if experts and (hidden in (inner, 2 * inner) or sizes["experts_per_token"] > experts):
         raise ValueError(
@@ -196,7 +200,7 @@ def _config(sizes: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerFa
     if qwen3_5:
         text["partial_rotary_factor"] = text["rope_parameters"]["partial_rotary_factor"] = 0.5
         text |= {
-            "full_attention_interval": 4,
+            "full_attention_interval": sizes["full_attention_interval"],
             "linear_num_key_heads": sizes["linear_key_heads"],
             "linear_num_value_heads": sizes["linear_value_heads"],
             "linear_key_head_dim": LINEAR_HEAD_DIM,
