@@ -79,10 +79,10 @@ class ScriptedMistakes:
 
 
 class ScriptedMemory:
-    """The Memory of one scripted episode in the form memory_compact: `480,620; the page; wait;`.
+    """The Memory of one scripted episode in the form memory_compact: `left_click; the page; wait;`.
 
-    Each step adds a slot for its action, the coordinate if it has one, and with GENERIC_SLOT_PROBABILITY a slot that is
-    of no use, up to MEMORY_SLOTS; slots are only added.
+    Each step adds a slot for its action and with GENERIC_SLOT_PROBABILITY a slot that is of no use, up to MEMORY_SLOTS;
+    slots are only added.
     """
 
     def __init__(self, seed: str = "") -> None:
@@ -91,8 +91,7 @@ class ScriptedMemory:
 
     def add(self, action: Action) -> str:
         """The Memory with the slots of this action."""
-        place = action.coordinate
-        added = [action.kind if place is None else f"{place[0]},{place[1]}"]
+        added: list[str] = [action.kind]
         if self._random.random() < GENERIC_SLOT_PROBABILITY:
             added.append(GENERIC_SLOT)
         self.slots = [*self.slots, *added][:MEMORY_SLOTS]

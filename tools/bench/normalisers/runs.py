@@ -37,7 +37,7 @@ ARMS = ("constant", "per_trajectory", "token_mean")
 CONTROL_ENVIRONMENTS = ("click-test", "click-dialog", "focus-text")
 """Pages that one click ends: lengths hardly differ, so no arm should change them."""
 MODEL = Path("runs/models/normalisers")
-PRETRAINING_STEPS = 4000
+PRETRAINING_STEPS = 1000
 PILOT_SEED, PILOT_UPDATES = 1000, 6
 IMITATED = (
     "trainer.warm_start.demonstrations=0", "trainer.warm_start.premature_submit_probability=0",
@@ -134,21 +134,19 @@ class Results:
 
 
 def make_initial_policy(model: Path, quick: bool, report: Callable[[str], None]) -> None:
-    """Record demonstrations of all pages and imitate them, unless `model` is there. Raises RuntimeError."""
+    """Let CONFIG's weights imitate demonstrations of all pages, unless `model` is there. Raises RuntimeError."""
     if (model / "config.json").is_file():
         return
-    tiny, records = Path(parse_config(CONFIG).model.path), model.with_suffix(".records")
+    base, records = parse_config(CONFIG).model.path, model.with_suffix(".records")
     environments = [*parse_config(CONFIG).tasks.environments, *CONTROL_ENVIRONMENTS]
     overrides = [f"tasks.environments=[{','.join(environments)}]"]
     overrides += ["trainer.warm_start.demonstrations=24"] if quick else []
-    if not (tiny / "config.json").is_file():
-        _run_module("tools.make_tiny_model", str(tiny))
     if not records.is_file():  # it is named once it is complete
         report("recording demonstrations ...")
         _run_module("megatron_webrl", "demonstrate", str(CONFIG), "--out", str(records), *overrides)
     report("imitating them ...")
     steps = 20 if quick else PRETRAINING_STEPS
-    _run_module("tools.pretrain_tiny_model", str(tiny), str(records), str(model), f"--steps={steps}")
+    _run_module("tools.pretrain_tiny_model", base, str(records), str(model), f"--steps={steps}")
 
 
 def _run_module(module: str, *arguments: str) -> None:

@@ -6,7 +6,6 @@ and what repeating the last one does. They follow the pages of MiniWoB++ 1.1.0.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,7 +19,7 @@ class SimulatedPage(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether Submit gives the full reward."""
+        """Whether Submit would succeed."""
         ...
 
     def act(self) -> None:
@@ -28,72 +27,28 @@ class SimulatedPage(Protocol):
         ...
 
 
-class GenerateNumber:
-    """Generate draws 0..10; the number must be below 5..8, above 2..5, odd, or even."""
+class Drawing:
+    """A drawing to click; a second click at the same place changes nothing."""
 
-    def __init__(self, seed: random.Random) -> None:
-        self._random, kind, limit = seed, seed.randrange(4), seed.randrange(4)
-        self._fits: Callable[[int], bool] = (
-            lambda number: number < 5 + limit, lambda number: number > 2 + limit,
-            lambda number: number % 2 == 1, lambda number: number % 2 == 0,
-        )[kind]  # fmt: skip
-        self._number: int | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self._number is not None and self._fits(self._number)
+    def __init__(self) -> None:
+        self.is_done = False
 
     def act(self) -> None:
-        self._number = self._random.randrange(11)
+        self.is_done = True
 
 
-class UseSpinner:
-    """Up or down, one at a time, from 0 to -10..9; once more goes too far, and the script goes back."""
+class Section:
+    """A section to unfold; a second click folds it."""
 
-    def __init__(self, seed: random.Random) -> None:
-        self._missing, self._last = seed.randrange(-10, 10), 0
-
-    @property
-    def is_done(self) -> bool:
-        return self._missing == 0
+    def __init__(self) -> None:
+        self.is_done = False
 
     def act(self) -> None:
-        if self._missing:
-            self._last = 1 if self._missing > 0 else -1
-        self._missing -= self._last
+        self.is_done = not self.is_done
 
 
-class OddOrEven:
-    """Three rows to mark; marking one again changes nothing."""
-
-    def __init__(self, seed: random.Random) -> None:
-        self._left = 3
-
-    @property
-    def is_done(self) -> bool:
-        return not self._left
-
-    def act(self) -> None:
-        self._left = max(0, self._left - 1)
-
-
-class ClickCheckboxes:
-    """2..6 boxes, each to be checked with probability 1/2; a second click unchecks one."""
-
-    def __init__(self, seed: random.Random) -> None:
-        self._wrong = sum(seed.random() < 0.5 for _ in range(seed.randrange(2, 7)))
-
-    @property
-    def is_done(self) -> bool:
-        return not self._wrong
-
-    def act(self) -> None:
-        self._wrong = self._wrong - 1 if self._wrong else 1
-
-
-PAGES: dict[str, Callable[[random.Random], SimulatedPage]] = {
-    "generate-number": GenerateNumber, "use-spinner": UseSpinner, "odd-or-even": OddOrEven,
-    "click-checkboxes": ClickCheckboxes,
+PAGES: dict[str, Callable[[], SimulatedPage]] = {
+    "click-collapsible": Section, "circle-center": Drawing, "bisect-angle": Drawing, "right-angle": Drawing,
 }  # fmt: skip
 
 
@@ -123,10 +78,7 @@ def simulate_groups(
     for number in range(groups):
         make_page = list(PAGES.values())[number % len(PAGES)]
         found.append([
-            simulate_episode(
-                make_page(random.Random(f"{seed}/{number}")), ScriptedMistakes(settings, f"{seed}/{number}/{member}"),
-                horizon,
-            )
+            simulate_episode(make_page(), ScriptedMistakes(settings, f"{seed}/{number}/{member}"), horizon)
             for member in range(group_size)
         ])  # fmt: skip
     return found
