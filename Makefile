@@ -40,7 +40,7 @@ system:
 	@PYTHON="$(PYTHON)" tools/install_system.sh
 
 $(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(INSTALLED)
-	$(BIN)/python -m tools.make_tiny_model $(MODEL) --architecture $(ARCHITECTURE) --linear-value-heads 2 --force
+	$(BIN)/python -m tools.make_tiny_model $(MODEL) --architecture $(ARCHITECTURE) --linear-value-heads 2 --full-attention-interval 2 --force
 
 quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chromium, on the CPU
 	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
