@@ -27,7 +27,7 @@ from tools.bench.normalisers.gates import (
     mean_steps,
     share_with_longer_failures,
 )
-from tools.bench.normalisers.simulation import PAGES, simulate_episode, simulate_groups
+from tools.bench.normalisers.simulation import PAGES, SimulatedPage, simulate_episode, simulate_groups
 from tools.bench.normalisers.verdict import EvaluatedEpisode, RunFigures, bootstrap, decide, paired_tables
 
 LONG = [EpisodeLength(3, True), EpisodeLength(5, True), EpisodeLength(16, False), EpisodeLength(2, False)]
@@ -176,7 +176,8 @@ def test_independent_dithering_and_frequent_premature_submits_leave_failures_sho
 
 @pytest.mark.parametrize("environment", PAGES)
 def test_a_simulated_script_without_mistakes_succeeds(environment: str):
-    assert simulate_episode(PAGES[environment](), ScriptedMistakes(WarmStartConfig()), 16) == EpisodeLength(2, True)
+    page = SimulatedPage(PAGES[environment])
+    assert simulate_episode(page, ScriptedMistakes(WarmStartConfig()), 16) == EpisodeLength(2, True)
 
 
 @pytest.mark.parametrize("arm", runs.ARMS)

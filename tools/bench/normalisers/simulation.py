@@ -1,68 +1,42 @@
 """Lengths and outcomes of scripted episodes with their mistakes, without a browser or a model.
 
-The pages are those of configs/normalisers.yaml, reduced to what decides when an episode ends: which actions are left,
-and what repeating the last one does. They follow the pages of MiniWoB++ 1.1.0.
+The pages are those of configs/normalisers.yaml, reduced to what decides when an episode ends: whether the work is done,
+and what repeating it does. They follow the pages of MiniWoB++ 1.1.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.rollout.demonstrations import ScriptedMistakes
 from tools.bench.normalisers.gates import EpisodeLength
 
+PAGES = {"click-collapsible": True, "circle-center": False, "bisect-angle": False, "right-angle": False}
+"""Whether a second click undoes the first, which folds the section again; in a drawing it changes nothing."""
 
-class SimulatedPage(Protocol):
-    """A page that ends at Submit."""
 
-    @property
-    def is_done(self) -> bool:
-        """Whether Submit would succeed."""
-        ...
+@dataclass
+class SimulatedPage:
+    """A page whose work is one click, and that ends at Submit."""
+
+    click_undoes: bool
+    is_done: bool = False  # whether Submit would succeed
 
     def act(self) -> None:
         """The script's next action, or its last one again once the work is done."""
-        ...
-
-
-class Drawing:
-    """A drawing to click; a second click at the same place changes nothing."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-
-    def act(self) -> None:
-        self.is_done = True
-
-
-class Section:
-    """A section to unfold; a second click folds it."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-
-    def act(self) -> None:
-        self.is_done = not self.is_done
-
-
-PAGES: dict[str, Callable[[], SimulatedPage]] = {
-    "click-collapsible": Section, "circle-center": Drawing, "bisect-angle": Drawing, "right-angle": Drawing,
-}  # fmt: skip
+        self.is_done = not (self.is_done and self.click_undoes)
 
 
 def simulate_episode(page: SimulatedPage, mistakes: ScriptedMistakes, horizon: int) -> EpisodeLength:
     """One episode of the script with its mistakes, as `ScriptedGenerator` plays it."""
-    has_worked = False
     for step in range(1, horizon + 1):
         if mistakes.submits_early():
             return EpisodeLength(step, page.is_done)
         if not page.is_done:
             page.act()
-            has_worked = True
             continue
-        choice = mistakes.instead_of_submit() if has_worked else None
+        choice = mistakes.instead_of_submit()
         if choice is None:
             return EpisodeLength(step, True)
         if choice == "repeat":
@@ -76,9 +50,9 @@ def simulate_groups(
     """Groups of episodes of one page each, of every environment in turn. [groups][group_size]"""
     found = []
     for number in range(groups):
-        make_page = list(PAGES.values())[number % len(PAGES)]
+        undoes = list(PAGES.values())[number % len(PAGES)]
         found.append([
-            simulate_episode(make_page(), ScriptedMistakes(settings, f"{seed}/{number}/{member}"), horizon)
+            simulate_episode(SimulatedPage(undoes), ScriptedMistakes(settings, f"{seed}/{number}/{member}"), horizon)
             for member in range(group_size)
         ])  # fmt: skip
     return found
