@@ -136,7 +136,7 @@ def _variants(
             if layers == "transformer_engine":  # its weights' gradients are added to buffers in recomputed layers, too
                 yield ComputeOptions(layers="transformer_engine", recompute="full")
     if platform.name == "cuda":
-        yield ComputeOptions(attention="sdpa", compile_swiglu=True)
+        yield ComputeOptions(attention="sdpa", compile_pointwise=True)
     if experts:  # the others compute them together where that is possible
         yield ComputeOptions(attention="sdpa", experts="sequential")
 
@@ -161,7 +161,7 @@ def _check_variant(
     variant = f"{kind}, {_text(dtype)}, {options.layers}, {options.attention}"
     variant += ", one expert after the other" if options.experts == "sequential" else ""
     variant += ", recomputed" if options.recompute == "full" else ""
-    variant += ", SwiGLU compiled" if options.compile_swiglu else ""
+    variant += ", compiled" if options.compile_pointwise else ""
     try:
         wrapped, _ = _load(folder, dtype, options, platform)
     except Exception as error:  # any failure of a kernel is a result

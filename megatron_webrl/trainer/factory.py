@@ -31,9 +31,10 @@ from megatron_webrl.model.hf_config import choose_prefix_merging, load_hf_config
 from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
+from megatron_webrl.model.vision_language import swiglu, vision_attention
+from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.model import VisionLanguageModel
 from megatron_webrl.model.vision_language.routing_replay import replays_routing
-from megatron_webrl.model.vision_language.swiglu import compilation_problem
 from megatron_webrl.system.text import first_line
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator
@@ -93,7 +94,7 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
         layers=choose_layers(platform) if trainer.layers == "auto" else cast(LayerImplementation, trainer.layers),
         attention=cast(AttentionKernel, trainer.attention),
         experts=cast(ExpertKernel, trainer.experts),
-        compile_swiglu=choose_compilation(platform, getattr(torch, config.model.dtype)),
+        compile_pointwise=choose_compilation(platform, getattr(torch, config.model.dtype)),
         train_vision=trainer.train_vision,
         value_head=_value_head(trainer.critic),
     )
@@ -104,7 +105,8 @@ def describe_fusions(options: ComputeOptions) -> str:
     whose = "Transformer Engine" if options.layers == "transformer_engine" else "PyTorch"
     return (
         f"fused: weight gradients added to float32 buffers in the products ({whose}; head and experts: PyTorch), "
-        f"rotary embedding ({whose}), SwiGLU ({'compiled' if options.compile_swiglu else 'PyTorch'})"
+        f"rotary embedding ({whose}), SwiGLU and the vision tower's rotary embedding "
+        f"({'compiled' if options.compile_pointwise else 'PyTorch'})"
     )
 
 
@@ -131,12 +133,15 @@ def choose_layers(platform: Platform) -> LayerImplementation:
 
 
 def choose_compilation(platform: Platform, dtype: torch.dtype) -> bool:
-    """Whether SwiGLU is compiled, equal on all ranks: on CUDA, where that works. Collective."""
+    """Whether SwiGLU and the vision tower's rotary embedding are compiled, equal on all ranks: on CUDA, if that works.
+
+    Collective.
+    """
     if platform.name != "cuda":
         return False
-    problem = _of_any_rank(compilation_problem(platform.device, dtype))
+    problem = _of_any_rank(compilation_problem((swiglu.example, vision_attention.example), platform.device, dtype))
     if problem and torch.distributed.get_rank() == 0:
-        log.warning("SwiGLU is not compiled: %s", problem)
+        log.warning("SwiGLU and the vision tower's rotary embedding are not compiled: %s", problem)
     return not problem
 
 

@@ -73,7 +73,9 @@ class VisionLanguageModel(GPTModel):
         self._received: Tensor | None = None
         self.value_head: ValueHead | None = None
         if self.pre_process:
-            self.visual = vision.build_vision_tower(hf_config.vision_config, config.params_dtype, platform.device)
+            self.visual = vision.build_vision_tower(
+                hf_config.vision_config, config.params_dtype, platform.device, options.compile_pointwise
+            )
         if self.post_process:
             # The scored positions are selected before the output layer, so the tokens must be gathered before it.
             self.output_layer.sequence_parallel = False

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from megatron_webrl.system.text import first_line
-
-COMPILED_ERROR = 2**-6  # of the norm: two roundings to bfloat16, which has 8 bits
+from megatron_webrl.model.vision_language.compilation import compile_functions
 
 
 class SwiGLU(MegatronModule):
@@ -35,32 +33,18 @@ def swiglu(gate_and_up: Tensor, weights: Tensor | None = None, compiled: bool = 
     return output
 
 
-def compilation_problem(device: torch.device, dtype: torch.dtype) -> str:
-    """Why the compiled kernels cannot be used on this CUDA device; empty if they compute what plain operations do."""
-    import torch._dynamo.config as dynamo
-
-    if dynamo.disable:
-        return "torch.compile is disabled"
+def example(device: torch.device, dtype: torch.dtype, compiled: bool) -> tuple[Tensor, ...]:
+    """Values and gradients of a few rows, without weights and with them."""
     generator = torch.Generator(device).manual_seed(0)
     rows = torch.randn(48, 64, dtype=dtype, device=device, generator=generator)
-    weights = torch.rand(48, device=device, generator=generator)
-    try:
-        for scale in (None, weights):
-            plain, compiled = (_values_and_gradient(rows, scale, each) for each in (False, True))
-            for found, wanted in zip(compiled, plain, strict=True):
-                if not (found - wanted).norm() <= COMPILED_ERROR * wanted.norm():
-                    return "compiled kernels compute other values"
-    except Exception as error:  # any: it needs Triton, a C compiler and a folder to write to
-        return f"{type(error).__name__}: {first_line(error)[:200]}"
-    return ""
-
-
-def _values_and_gradient(rows: Tensor, weights: Tensor | None, compiled: bool) -> tuple[Tensor, Tensor]:
-    leaf = rows.clone().requires_grad_()
-    output = swiglu(leaf, weights, compiled)
-    output.sum().backward()
-    assert leaf.grad is not None
-    return output.detach().float(), leaf.grad.float()
+    found: list[Tensor] = []
+    for weights in (None, torch.rand(48, device=device, generator=generator)):
+        leaf = rows.clone().requires_grad_()
+        output = swiglu(leaf, weights, compiled)
+        output.sum().backward()
+        assert leaf.grad is not None
+        found += [output.detach(), leaf.grad]
+    return tuple(found)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -106,12 +90,7 @@ def _as_rows(gate_and_up: Tensor, weights: Tensor | None) -> tuple[Tensor, Tenso
 @cache
 def compiled_functions(backend: Any = "inductor") -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`product` and `gradients`, compiled when they are first called, for any number of tokens."""
-    import torch._inductor.config as inductor  # takes seconds, and only CUDA needs it
-
-    inductor.compile_threads = 1  # else it starts a pool of processes, for two functions
-    return tuple(  # type: ignore[return-value]
-        torch.compile(function, dynamic=True, backend=backend) for function in (product, gradients)
-    )
+    return compile_functions(product, gradients, backend=backend, dynamic=True)
 
 
 def product(gate_and_up: Tensor, weights: Tensor | None) -> Tensor:

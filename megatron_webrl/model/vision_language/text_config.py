@@ -91,7 +91,7 @@ def make_text_config(
         attention_backend=AttnBackend.local,
         attention_kernel=options.attention,
         expert_kernel=options.experts,
-        compile_swiglu=options.compile_swiglu,
+        compile_swiglu=options.compile_pointwise,
         bias_activation_fusion=False,
         use_te_activation_func=True,  # of the layers' specs, which is swiglu.py
         bias_dropout_fusion=False,

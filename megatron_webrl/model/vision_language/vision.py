@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.vision_language.packed_input import PackedInput, partition_images
+from megatron_webrl.model.vision_language.vision_attention import replace_attention
 from megatron_webrl.system import torchvision_shim
 
 
@@ -31,8 +32,11 @@ class VisualFeatures:
     deepstack: tuple[Tensor, ...]  # [V, hidden] for each of the first layers of the text model
 
 
-def build_vision_tower(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Build a vision tower with arbitrary weights from a transformers vision config, of a dense model or of experts."""
+def build_vision_tower(config: Any, dtype: torch.dtype, device: torch.device, compiled: bool = False) -> nn.Module:
+    """Build a vision tower with arbitrary weights from a transformers vision config, of a dense model or of experts.
+
+    `compiled`: its rotary embedding.
+    """
     torchvision_shim.install()
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
@@ -41,6 +45,7 @@ def build_vision_tower(config: Any, dtype: torch.dtype, device: torch.device) ->
     with torch.device(device):
         # `dtype` keeps the rotary frequencies in float32; a later cast would not.
         tower = kind._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    replace_attention(tower, compiled)
     tower.patch_embed.forward = partial(_embed_patches, tower.patch_embed.proj)
     return tower
 

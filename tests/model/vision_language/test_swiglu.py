@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import silu
 
 from megatron_webrl.model.vision_language import swiglu as module
+from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.swiglu import swiglu
 
 WIDTH = 24
@@ -128,8 +129,8 @@ def test_any_number_of_tokens_takes_the_same_compiled_code(compiler: CompileCoun
 def test_kernels_that_compute_other_values_are_not_used() -> None:
     device, wrong = torch.device("cpu"), (module.product, lambda *given: (2 * given[1], None))
     with mock.patch.object(module, "compiled_functions", return_value=(module.product, module.gradients)):
-        assert module.compilation_problem(device, torch.bfloat16) == ""
+        assert compilation_problem([module.example], device, torch.bfloat16) == ""
     with mock.patch.object(module, "compiled_functions", return_value=wrong):
-        assert module.compilation_problem(device, torch.bfloat16) == "compiled kernels compute other values"
+        assert compilation_problem([module.example], device, torch.bfloat16) == "compiled kernels compute other values"
     with mock.patch.object(module, "compiled_functions", side_effect=RuntimeError("no C compiler")):
-        assert module.compilation_problem(device, torch.bfloat16) == "RuntimeError: no C compiler"
+        assert compilation_problem([module.example], device, torch.bfloat16) == "RuntimeError: no C compiler"

@@ -1,0 +1,106 @@
+"""Attention of the vision tower against transformers' own, by values, gradients and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import vision_utils
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+from megatron_webrl.gpu_check import small_models, small_qwen3_5
+from megatron_webrl.model.vision_language import vision_attention as module
+from megatron_webrl.model.vision_language.compilation import compilation_problem
+from megatron_webrl.model.vision_language.vision import build_vision_tower
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6}  # of the norm; in bfloat16 sums of gradients are rounded
+CPU = torch.device("cpu")
+CONFIGS = {
+    "Qwen3-VL": (Qwen3VLVisionModel, small_models.configuration(small_models.Shape()).vision_config),
+    "Qwen3.5": (Qwen3_5VisionModel, small_qwen3_5.configuration(small_qwen3_5.Shape()).vision_config),
+}
+GRIDS = {"equal": [[1, 4, 6], [1, 6, 4], [1, 4, 6]], "different": [[1, 4, 6], [1, 4, 6], [1, 2, 4], [1, 4, 6]]}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[CompileCounterWithBackend]:
+    """The compiler's graphs of both passes, run without machine code, which takes minutes on a CPU."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = module.compiled_functions(counter)
+    with mock.patch.object(module, "compiled_functions", return_value=compiled):
+        yield counter
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sizes", GRIDS)
+@pytest.mark.parametrize("model", CONFIGS)
+def test_values_and_gradients_are_those_of_transformers(
+    compiler: CompileCounterWithBackend, model: str, sizes: str, dtype: torch.dtype, compiled: bool
+) -> None:
+    kind, config = CONFIGS[model]
+    theirs = kind._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    ours = build_vision_tower(config, dtype, CPU, compiled)
+    ours.load_state_dict(theirs.state_dict())
+    grids = torch.tensor(GRIDS[sizes])
+    width = 3 * config.temporal_patch_size * config.patch_size**2
+    pixels = torch.randn(int(grids.prod(dim=1).sum()), width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    outputs = []
+    for tower in (ours, theirs):
+        output = tower(pixels, grid_thw=grids, cu_seqlens=vision_utils.get_vision_cu_seqlens(grids), return_dict=True)
+        output.pooler_output.float().square().sum().backward()
+        outputs.append([output.pooler_output, *(p.grad for p in tower.parameters() if p.grad is not None)])
+    assert len(outputs[0]) == len(outputs[1]) > 20
+    for found, wanted in zip(*outputs, strict=True):
+        assert (found - wanted).norm() <= TOLERANCE[dtype] * max(wanted.norm(), 1e-3)
+
+
+def test_neighbouring_images_of_equal_size_take_one_call() -> None:
+    config = CONFIGS["Qwen3-VL"][1]
+    tower = build_vision_tower(config, torch.float32, CPU)
+    for sizes, calls in (("equal", 1), ("different", 3)):
+        grids = torch.tensor(GRIDS[sizes])
+        pixels = torch.zeros(int(grids.prod(dim=1).sum()), 3 * config.temporal_patch_size * config.patch_size**2)
+        with mock.patch.object(
+            module, "scaled_dot_product_attention", side_effect=module.scaled_dot_product_attention
+        ) as attention:
+            tower(pixels, grid_thw=grids, return_dict=True)
+        assert attention.call_count == calls * config.depth
+
+
+def test_gradients_of_the_compiled_rotation_are_finite_differences() -> None:
+    qkv = torch.randn(5, 3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    angles = torch.arange(10.0, dtype=torch.float64).view(5, 2).repeat(1, 2)
+    functions = (module.rotated, module.rotated_back)
+    with mock.patch.object(module, "compiled_functions", return_value=functions):
+        assert torch.autograd.gradcheck(
+            lambda x: module.rotate(x, angles.cos(), angles.sin(), True),
+            qkv,
+            eps=1e-2,
+            atol=1e-5,  # float32 inside
+        )
+
+
+def test_any_number_of_patches_takes_the_same_compiled_code(compiler: CompileCounterWithBackend) -> None:
+    def run(patches: int) -> None:
+        qkv = torch.ones(patches, 3, 2, 24, requires_grad=True)
+        sum(x.sum() for x in module.rotate(qkv, torch.ones(patches, 24), torch.ones(patches, 24), True)).backward()  # type: ignore[union-attr]
+
+    run(8)
+    before = compiler.frame_count
+    for patches in (4, 300, 16, 8):
+        run(patches)
+    assert compiler.frame_count == before
+
+
+def test_kernels_that_compute_other_values_are_not_used() -> None:
+    right, wrong = (module.rotated, module.rotated_back), (module.rotated_back, module.rotated_back)
+    with mock.patch.object(module, "compiled_functions", return_value=right):
+        assert compilation_problem([module.example], CPU, torch.bfloat16) == ""
+    wrong = (lambda qkv, cosines, sines: module.rotated(qkv, cosines, -sines), module.rotated_back)
+    with mock.patch.object(module, "compiled_functions", return_value=wrong):
+        assert compilation_problem([module.example], CPU, torch.bfloat16) == "compiled kernels compute other values"
