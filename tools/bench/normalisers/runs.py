@@ -134,19 +134,27 @@ class Results:
 
 
 def make_initial_policy(model: Path, quick: bool, report: Callable[[str], None]) -> None:
-    """Let CONFIG's weights imitate demonstrations of all pages, unless `model` is there. Raises RuntimeError."""
-    if (model / "config.json").is_file():
-        return
-    base, records = parse_config(CONFIG).model.path, model.with_suffix(".records")
-    environments = [*parse_config(CONFIG).tasks.environments, *CONTROL_ENVIRONMENTS]
+    """Let CONFIG's weights imitate demonstrations of all pages, unless `model` is there.
+
+    Raises RuntimeError, and ValueError if `model` was made otherwise than CONFIG says now.
+    """
+    config, records, settings = parse_config(CONFIG), model.with_suffix(".records"), model.with_suffix(".json")
+    environments = [*config.tasks.environments, *CONTROL_ENVIRONMENTS]
     overrides = [f"tasks.environments=[{','.join(environments)}]"]
     overrides += ["trainer.warm_start.demonstrations=24"] if quick else []
+    steps = 20 if quick else PRETRAINING_STEPS
+    wanted = {"base": config.model.path, "steps": steps, "overrides": overrides, **asdict(config.trainer.warm_start)}
+    if settings.is_file() and json.loads(settings.read_text()) != wanted:
+        raise ValueError(f"{model} was made with the settings of {settings}, not with today's; remove {model}*")
+    if (model / "config.json").is_file():
+        return
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    atomic_file.write_json(settings, wanted)
     if not records.is_file():  # it is named once it is complete
         report("recording demonstrations ...")
         _run_module("megatron_webrl", "demonstrate", str(CONFIG), "--out", str(records), *overrides)
     report("imitating them ...")
-    steps = 20 if quick else PRETRAINING_STEPS
-    _run_module("tools.pretrain_tiny_model", base, str(records), str(model), f"--steps={steps}")
+    _run_module("tools.pretrain_tiny_model", config.model.path, str(records), str(model), f"--steps={steps}")
 
 
 def _run_module(module: str, *arguments: str) -> None:
