@@ -59,7 +59,7 @@ def _draw_tokens(axes: Axes, runs: Sequence[Run]) -> None:
             for run in runs
             if run.arm == arm and run.episodes
         ]
-        axes.plot([place] * len(means), means, "o", color=COLOURS[arm])
+        axes.plot([place] * len(means), means, "o", color=COLOURS[arm], clip_on=False)
     axes.set_xticks(range(len(arms)), arms)
     axes.set_xlim(-0.5, max(0.5, len(arms) - 0.5))
     axes.set_ylim(0)
