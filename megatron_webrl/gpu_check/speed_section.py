@@ -122,7 +122,7 @@ def check_tree(tokens: int, tree: float, separate: float, cuda: bool) -> CheckRe
 
 
 def check_compiled(tokens: int, compiled: float, plain: float) -> CheckResult:
-    """Compare the seconds of a pass over `tokens` with compiled and by plain operations; on a GPU."""
+    """Compare the seconds of a pass over `tokens` with compiled kernels and with plain operations; on a GPU."""
     name = f"pass of {tokens} tokens, compiled"
     return not_slower(SECTION, name, compiled, plain, "slower than plain operations: set TORCH_COMPILE_DISABLE=1", True)
 

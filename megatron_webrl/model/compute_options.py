@@ -26,9 +26,7 @@ class ComputeOptions:
     layers: LayerImplementation = "local"  # linear layers and norms: megatron-core or Transformer Engine
     attention: AttentionKernel = "auto"  # PyTorch's per sample, PyTorch's or flash-attn's for variable lengths
     experts: ExpertKernel = "auto"  # of a layer: computed together where PyTorch has a kernel, or one after the other
-    compile_pointwise: bool = (
-        False  # SwiGLU, and the tower's rotary embedding: one kernel each, or PyTorch's operations
-    )
+    compile_pointwise: bool = False  # SwiGLU, the tower's rotary embedding: one kernel each, or PyTorch's operations
     train_vision: bool = True
     value_head: ValueHeadKind = "none"  # of a step critic; detached: its gradient stops before the trunk
 

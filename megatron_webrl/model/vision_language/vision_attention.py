@@ -66,10 +66,8 @@ def rotate(qkv: Tensor, cosines: Tensor, sines: Tensor, compiled: bool = False) 
     if compiled:
         heads: Heads = _Rotate.apply(qkv, cosines, sines)
         return heads
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
-
     query, key, value = qkv.unbind(1)
-    return (*apply_rotary_pos_emb_vision(query, key, cosines, sines), value)
+    return _turned(query, cosines, sines), _turned(key, cosines, sines), value
 
 
 class _Rotate(torch.autograd.Function):

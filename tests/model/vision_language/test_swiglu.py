@@ -13,6 +13,7 @@ from torch.nn.functional import silu
 from megatron_webrl.model.vision_language import swiglu as module
 from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.swiglu import swiglu
+from tests.model.vision_language.compiler import counted_compiler
 
 WIDTH = 24
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # of the norm; bfloat16 has 8 bits
@@ -79,10 +80,7 @@ def test_only_the_input_is_kept_for_the_backward_pass(weighted: bool) -> None:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[CompileCounterWithBackend]:
-    """The compiler's graphs of both passes, run without machine code, which takes minutes on a CPU."""
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = module.compiled_functions(counter)
-    with mock.patch.object(module, "compiled_functions", return_value=compiled):
+    with counted_compiler(module) as counter:
         yield counter
 
 

@@ -1,0 +1,19 @@
+"""torch.compile without machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from unittest import mock
+
+from torch._dynamo.testing import CompileCounterWithBackend
+
+
+@contextmanager
+def counted_compiler(module: ModuleType) -> Iterator[CompileCounterWithBackend]:
+    """The compiler's graphs of both passes of `module`, run without machine code, which takes minutes on a CPU."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = module.compiled_functions(counter)
+    with mock.patch.object(module, "compiled_functions", return_value=compiled):
+        yield counter
