@@ -64,7 +64,8 @@ class WarmStartConfig:
     )
     premature_submit_probability: float = setting(
         0.0,
-        "Probability that a step of a demonstration submits at once where the page has a submit button. "
+        "Probability that a step of a demonstration submits at once where the page has a submit button, or takes any "
+        "free square of tic-tac-toe. "
 "Above 0, failed episodes are imitated too.",
         low=0, high=1,
     )  # fmt: skip

@@ -11,9 +11,9 @@ from megatron_webrl.config.setting import ConfigError
 UNSUPPORTED_ENVIRONMENTS = {"hover-shape": "its page never gives a reward and never ends"}  # reason by environment
 
 STATEFUL_ENVIRONMENTS = frozenset({
-    "book-flight", "book-flight-nodelay", "choose-date", "choose-date-easy", "choose-date-medium",
-    "choose-date-nodelay", "copy-paste", "copy-paste-2", "scroll-text", "scroll-text-2", "use-colorwheel",
-    "use-colorwheel-2", "chase-circle", "drag-cube", "moving-items", "simon-says", "stock-market", "terminal",
+    "book-flight", "book-flight-nodelay", "copy-paste", "copy-paste-2", "scroll-text", "scroll-text-2",
+    "use-colorwheel", "use-colorwheel-2", "chase-circle", "drag-cube", "moving-items", "simon-says", "stock-market",
+    "terminal",
 })  # fmt: skip
 """Their restarted page may differ from a new one: scroll positions and open widgets stay, or animations continue."""
 
@@ -42,6 +42,11 @@ START_SCRIPT = """async ({seed, today, unfoldingMs}) => {
     scrollTo(0, 0);
     getSelection().removeAllRanges();
     document.activeElement.blur();
+    if (window.jQuery?.datepicker) {
+      jQuery.fx.off = true;
+      jQuery(".hasDatepicker").datepicker("hide").datepicker("setDate", null);
+      jQuery.fx.off = false;
+    }
   }
   Math.seedrandom(seed);
   core.startEpisodeReal();

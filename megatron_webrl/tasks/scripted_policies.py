@@ -24,8 +24,16 @@ _FURTHER_ACTIONS: dict[str, tuple[ActionKind, ...]] = {
     "click-menu": ("hover",),
 }
 
-# What ends the episode where it is no Submit button.
-_ENDINGS = {"click-button-sequence": "{element: $('#subbtn2')}"}
+# What a step submits prematurely where that is not the Submit button: the second button without the first, a square
+# without a look at the game; behind an open calendar there is nothing to submit.
+_PREMATURE_TARGETS = {
+    "click-button-sequence": "{element: $('#subbtn2')}",
+    "tic-tac-toe": "{element: any(squares().filter((square) => !square.className))}",
+    **dict.fromkeys(
+        ["choose-date", "choose-date-easy", "choose-date-medium", "choose-date-nodelay"],
+        "shown('#ui-datepicker-div') ? {} : submit()",
+    ),
+}
 
 # Helpers of the expressions: parts of the instruction, and common steps on forms.
 _WITH_HELPERS = r"""(() => {
@@ -34,6 +42,8 @@ _WITH_HELPERS = r"""(() => {
   const asked = (pattern) => query().match(pattern)[1];
   const quoted = (n = 0) => [...query().matchAll(/"([^"]*)"/g)][n][1];
   const ordinal = () => Number(asked(/(\d+)(?:st|nd|rd|th)/));
+  const any = (elements) => elements[Math.floor(Math.random() * elements.length)];
+  const squares = () => all('.ttt-row span');
   const submit = () => ({element: $('#subbtn, #submit, #area button.secondary-action')});
   const fill = (fields, last = submit()) => {
     const next = fields.find(([field, text]) => field.value !== text);
@@ -65,13 +75,14 @@ def required_actions(environment: str) -> tuple[ActionKind, ...]:
 async def next_scripted_action(page: Page, environment: str, premature_submit: bool = False) -> Action:
     """The next action that solves the environment; `premature_submit`: what ends the episode, if the page has that.
 
-    Raises ScriptedPolicyError, and KeyError without a scripted policy.
+    A premature step of tic-tac-toe takes any free square. Raises ScriptedPolicyError, and KeyError without a script.
     """
-    target, ending = _TARGETS[environment], _ENDINGS.get(environment, "submit()")
+    target = _TARGETS[environment]
+    if premature_submit:
+        premature = _PREMATURE_TARGETS.get(environment, "submit()")
+        target = f"((premature) => premature.element?.offsetHeight ? premature : {target})({premature})"
     try:
-        return await resolve_target_with_helpers(
-            page, f"({ending}).element?.offsetHeight ? {ending} : {target}" if premature_submit else target
-        )
+        return await resolve_target_with_helpers(page, target)
     except ScriptedPolicyError as error:
         raise ScriptedPolicyError(f"{environment}: {error}") from error
 

@@ -45,6 +45,15 @@ _WRONG_ITEM = """{by: [0, 25], slack: 3,
 
 _WRONG_BUTTON = """{element: all('#area button').find((b) => b.innerHTML !== quoted())}"""
 
+# Leaves every line of three open, its own and the opponent's.
+_LOST_GAME = r"""(() => {
+  const lines = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 8], [0, 4, 8], [2, 4, 6]];
+  const marks = squares().map((square) => square.className), free = marks.flatMap((mark, i) => mark ? [] : [i]);
+  const closes = (i) => lines.some((line) => line.includes(i)
+    && ['mark-x', 'mark-o'].some((mark) => line.filter((other) => marks[other] === mark).length === 2));
+  return {element: squares()[free.find((i) => !closes(i)) ?? free[0]]};
+})()"""
+
 _SPECIAL = {
     "click-test-2": "{element: $('#subbtn2')}",
     "click-test-transfer": "{element: $('#subbtn2')}",
@@ -94,6 +103,7 @@ _SPECIAL = {
     "search-engine": "{element: $('#page-content a') || $('#search')}",
     "phone-book": r"""{element: say($('#contact .name')) === asked(/^Find (.*) in the contact/)
       ? named('#pagination a', '>') : $('#contact a')}""",
+    "tic-tac-toe": _LOST_GAME,
     "drag-items": _WRONG_ITEM,
     "drag-items-grid": _WRONG_ITEM,
 }

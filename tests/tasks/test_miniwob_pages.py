@@ -11,6 +11,7 @@ from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks import miniwob_page
 from megatron_webrl.tasks.miniwob_page import all_environments, can_reuse_page
+from megatron_webrl.tasks.scripted_policies import next_scripted_action
 from megatron_webrl.types import Action
 from tests.tasks.miniwob_sessions import in_each, pool_of, task_of
 
@@ -119,3 +120,25 @@ async def test_a_restarted_page_is_like_a_new_one(share: int) -> None:
         first, again = await in_each(fleet, environments, fresh), await in_each(fleet, environments, used)
     different = [name for name in environments if first[name] != again[name]]
     assert not different
+
+
+@pytest.mark.parametrize(
+    "environment", ["choose-date", "choose-date-easy", "choose-date-medium", "choose-date-nodelay"]
+)
+async def test_a_restarted_calendar_is_like_a_new_one(environment: str) -> None:
+    async def look(session: Session, seed: int, steps: int) -> list[bytes]:
+        seen = [await session.reset(task_of(environment, seed))]
+        while not seen[-1].done and len(seen) <= steps:
+            seen.append(await session.step(await next_scripted_action(session.page, environment)))
+        return [each.screenshot for each in seen]
+
+    async with pool_of([environment], *SIZE) as fleet:
+        async with fleet.session() as session:
+            new = await look(session, SEED, 4)
+        async with fleet.session() as session:
+            await session.reset(task_of(environment, SEED))
+            await session.page.evaluate("() => { window.opened = true; }")
+            for steps in (4, 1):  # a date is chosen; a calendar is open
+                await look(session, SEED + 1, steps)
+                assert await look(session, SEED, 4) == new
+            assert await session.page.evaluate("() => window.opened")  # never loaded again

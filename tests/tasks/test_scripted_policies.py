@@ -107,7 +107,7 @@ async def test_each_scripted_policy_earns_the_full_reward_and_each_mistake_none(
 
     async with pool_of(supported_environments(), 160, 210) as fleet:
         found = await in_each(fleet, supported_environments(), tried)
-    assert len(found) == 102
+    assert len(found) == 103
     for name, (episodes, failed) in found.items():
         rewards = [seen.reward for seen, _ in episodes]
         least = 0.8 if name in SHARES else 1.0
@@ -123,7 +123,7 @@ async def test_each_scripted_policy_earns_the_full_reward_and_each_mistake_none(
 
 def test_only_environments_without_a_failure_lack_a_mistake() -> None:
     assert {*MISTAKES, *CANNOT_FAIL} == set(supported_environments())
-    assert len(MISTAKES) == 96
+    assert len(MISTAKES) == 97
 
 
 async def test_small_targets_of_a_large_viewport_get_exact_coordinates() -> None:
