@@ -12,6 +12,9 @@ OTHER := $(filter-out qwen3_vl,$(ARCHITECTURE))
 MODEL := runs/models/tiny$(addprefix -,$(OTHER))
 WARM_MODEL := models/quickstart$(addprefix -,$(OTHER))
 WARM_SETTINGS := $(if $(OTHER),rollout.dtype=bfloat16)
+ROUNDS := runs/warm_start$(addprefix -,$(OTHER))
+DEMONSTRATE = $(BIN)/webrl demonstrate configs/warm_start.yaml model.path=$(MODEL) $(WARM_SETTINGS)
+PRETRAIN = $(BIN)/python -m tools.pretrain_tiny_model
 # An environment of `make install-gpu` stays one: every later target installs CUDA builds into it.
 PLATFORM := $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
 INSTALLED := $(VENV)/.installed-$(PLATFORM)
@@ -45,9 +48,21 @@ $(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(INSTA
 quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chromium, on the CPU
 	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
 
-warm-start: install $(MODEL)/config.json ## rebuild models/quickstart, the weights that quickstart starts from (half an hour)
-	$(BIN)/webrl demonstrate configs/warm_start.yaml --out runs/warm_start.records model.path=$(MODEL) $(WARM_SETTINGS)
-	$(BIN)/python -m tools.pretrain_tiny_model $(MODEL) runs/warm_start.records $(WARM_MODEL)
+# Another architecture takes the first round only.
+warm-start: install $(MODEL)/config.json ## rebuild models/quickstart, the weights that quickstart starts from (an hour and a half)
+	$(DEMONSTRATE) --out $(ROUNDS)/clicks.records
+	$(PRETRAIN) $(MODEL) $(ROUNDS)/clicks.records $(if $(OTHER),$(WARM_MODEL),$(ROUNDS)/first)
+ifeq ($(OTHER),)
+	$(DEMONSTRATE) --out $(ROUNDS)/pages.records run.seed=1 trainer.warm_start.demonstrations=2700
+	$(DEMONSTRATE) --out $(ROUNDS)/game.records tasks.max_steps=6 trainer.warm_start.demonstrations=1500 \
+		"tasks.environments=[tic-tac-toe]"
+	$(DEMONSTRATE) --out $(ROUNDS)/date.records tasks.max_steps=6 trainer.warm_start.demonstrations=2500 \
+		"tasks.environments=[choose-date-easy]" trainer.warm_start.premature_submit_probability=0.5
+	$(DEMONSTRATE) --out $(ROUNDS)/form.records tasks.max_steps=6 trainer.warm_start.demonstrations=2500 \
+		"tasks.environments=[form-sequence-2]" trainer.warm_start.premature_submit_probability=0.5
+	$(PRETRAIN) $(ROUNDS)/first $(ROUNDS)/{pages,game,date,form}.records $(ROUNDS)/second --steps 3600
+	$(PRETRAIN) $(ROUNDS)/second $(ROUNDS)/{pages,game,date}.records $(WARM_MODEL) --steps 3200
+endif
 	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
 
 test: install slurm lint ## lint, then run all tests; what fails runs twice more and is listed

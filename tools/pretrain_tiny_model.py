@@ -183,6 +183,7 @@ def save_model(model: Any, source: Path, out: Path) -> None:
         made = Path(temporary) / "model"
         shutil.copytree(source, made)
         model.to(torch.bfloat16).save_pretrained(made)
+        (made / WEIGHTS_FILE).chmod(0o644)  # written for its owner alone otherwise
         if out.exists():
             shutil.rmtree(out)
         made.rename(out)
