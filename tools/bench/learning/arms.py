@@ -71,7 +71,7 @@ _OF_REWARDS = _ablations("rewards", (), {
     "raft_plus_plus": "loss.name=raft_plus_plus @clip_fraction",
     "kl_to_reference": "loss.kl_coefficient=0.01 @reference_kl",
     "entropy_bonus": "loss.entropy_coefficient=0.01 @entropy",
-    "uniform": "tasks.sampler.name=uniform",
+    "curriculum": "tasks.sampler.name=curriculum",
     "near_target": "tasks.sampler.name=near_target",
     "ratio": "tasks.sampler.name=ratio tasks.sampler.weights.circle-center=2 tasks.sampler.weights.tic-tac-toe=2",
     "growing_steps": "tasks.max_steps=10 tasks.growing_steps.interval=20 tasks.growing_steps.initial=2"
