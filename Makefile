@@ -50,6 +50,7 @@ quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chrom
 
 # Another architecture takes the first round only.
 warm-start: install $(MODEL)/config.json ## rebuild models/quickstart, the weights that quickstart starts from (an hour and a half)
+	mkdir -p $(ROUNDS)
 	$(DEMONSTRATE) --out $(ROUNDS)/clicks.records
 	$(PRETRAIN) $(MODEL) $(ROUNDS)/clicks.records $(if $(OTHER),$(WARM_MODEL),$(ROUNDS)/first)
 ifeq ($(OTHER),)
