@@ -35,7 +35,7 @@ _PREMATURE_TARGETS = {
     ),
 }
 
-# Helpers of the expressions: parts of the instruction, and common steps on forms.
+# Helpers of the expressions: parts of the instruction, tic-tac-toe's squares and lines of three, common steps on forms.
 _WITH_HELPERS = r"""(() => {
   const say = (e) => e.textContent.trim();
   const named = (selector, text) => all(selector).find((e) => say(e) === text);
@@ -44,6 +44,7 @@ _WITH_HELPERS = r"""(() => {
   const ordinal = () => Number(asked(/(\d+)(?:st|nd|rd|th)/));
   const any = (elements) => elements[Math.floor(Math.random() * elements.length)];
   const squares = () => all('.ttt-row span');
+  const lines = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 8], [0, 4, 8], [2, 4, 6]];
   const submit = () => ({element: $('#subbtn, #submit, #area button.secondary-action')});
   const fill = (fields, last = submit()) => {
     const next = fields.find(([field, text]) => field.value !== text);

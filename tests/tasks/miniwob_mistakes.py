@@ -47,7 +47,6 @@ _WRONG_BUTTON = """{element: all('#area button').find((b) => b.innerHTML !== quo
 
 # Leaves every line of three open, its own and the opponent's.
 _LOST_GAME = r"""(() => {
-  const lines = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 8], [0, 4, 8], [2, 4, 6]];
   const marks = squares().map((square) => square.className), free = marks.flatMap((mark, i) => mark ? [] : [i]);
   const closes = (i) => lines.some((line) => line.includes(i)
     && ['mark-x', 'mark-o'].some((mark) => line.filter((other) => marks[other] === mark).length === 2));

@@ -90,7 +90,6 @@ _DATE = r"""(() => {
 # Completes a line of three, or blocks one, or takes the middle, a corner, a side.
 _GAME = r"""(() => {
   const mark = (square) => squares()[square].className;
-  const lines = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 8], [0, 4, 8], [2, 4, 6]];
   const third = (marked) => lines.filter((line) => line.filter((square) => mark(square) === marked).length === 2)
     .map((line) => line.find((square) => !mark(square))).find((square) => square !== undefined);
   const free = [4, 0, 2, 6, 8, 1, 3, 5, 7].filter((square) => !mark(square));
