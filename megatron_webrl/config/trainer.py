@@ -65,10 +65,10 @@ class WarmStartConfig:
     premature_submit_probability: float = setting(
         0.0,
         "Probability that a step of a demonstration submits at once where the page has a submit button, or takes any "
-        "free square of tic-tac-toe. "
-"Above 0, failed episodes are imitated too.",
-        low=0, high=1,
-    )  # fmt: skip
+        "free square of tic-tac-toe. Above 0, failed episodes are imitated too.",
+        low=0,
+        high=1,
+    )
     dither_probability: float = setting(
         0.0,
         "Probability that an episode dithers: once its work is done, it acts again or waits instead of submitting. For "
