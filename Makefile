@@ -49,7 +49,7 @@ quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chrom
 	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
 
 # Another architecture takes the first round only.
-warm-start: install $(MODEL)/config.json ## rebuild models/quickstart, the weights that quickstart starts from (an hour and a half)
+warm-start: install $(MODEL)/config.json ## rebuild models/quickstart, the weights that quickstart starts from (two hours)
 	mkdir -p $(ROUNDS)
 	$(DEMONSTRATE) --out $(ROUNDS)/clicks.records
 	$(PRETRAIN) $(MODEL) $(ROUNDS)/clicks.records $(if $(OTHER),$(WARM_MODEL),$(ROUNDS)/first)
@@ -62,7 +62,12 @@ ifeq ($(OTHER),)
 	$(DEMONSTRATE) --out $(ROUNDS)/form.records tasks.max_steps=6 trainer.warm_start.demonstrations=2500 \
 		"tasks.environments=[form-sequence-2]" trainer.warm_start.premature_submit_probability=0.5
 	$(PRETRAIN) $(ROUNDS)/first $(ROUNDS)/{pages,game,date,form}.records $(ROUNDS)/second --steps 3600
-	$(PRETRAIN) $(ROUNDS)/second $(ROUNDS)/{pages,game,date}.records $(WARM_MODEL) --steps 3200
+	$(PRETRAIN) $(ROUNDS)/second $(ROUNDS)/{pages,game,date}.records $(ROUNDS)/third --steps 3200
+	$(DEMONSTRATE) --out $(ROUNDS)/circle.records run.seed=2 trainer.warm_start.demonstrations=4000 \
+		"tasks.environments=[circle-center]"
+	$(DEMONSTRATE) --out $(ROUNDS)/games.records run.seed=2 tasks.max_steps=6 trainer.warm_start.demonstrations=2000 \
+		"tasks.environments=[tic-tac-toe]"
+	$(PRETRAIN) $(ROUNDS)/third $(ROUNDS)/{pages,game,games,date,circle,circle}.records $(WARM_MODEL) --steps 3600
 endif
 	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
 
