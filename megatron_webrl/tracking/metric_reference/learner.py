@@ -47,7 +47,11 @@ SECTIONS = (
         ("policy_ratio", "ratio", "r = theta / prox (theta / behave if not decoupled), mean."),
         ("behaviour_importance_weight", "ratio", "w = prox / behave as used, within its bounds and 0 if masked, mean."),
         ("approx_kl", "nats", "r - 1 - log r, mean: distance of theta from prox (from behave if not decoupled)."),
-        ("reference_kl", "nats", "q - 1 - log q, q = reference / theta, mean; with `kl_coefficient` only."),
+        (
+            "reference_kl",
+            "nats",
+            "q - 1 - log q, q = reference / theta, mean, beyond q = 10 along its tangent; with `kl_coefficient` only.",
+        ),
         ("behaviour_kl_k1", "nats", "log behave - log theta, mean: unbiased estimate of KL(behave, theta)."),
         (
             "behaviour_kl_k3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -17,6 +18,9 @@ from megatron_webrl.trainer.loss.off_policy import off_policy_correction
 from megatron_webrl.trainer.loss.surrogates import SURROGATES, PolicyRatio
 from megatron_webrl.trainer.loss.token_data import Objective, TokenData, clamp_log_ratio, k3, mean_per_step
 from megatron_webrl.trainer.metrics.moments import moments
+
+REFERENCE_RATIO_LIMIT = 10.0
+"""Of pi_ref / pi_theta: a token whose ratio is in the millions would otherwise be all that an update learns from."""
 
 
 def make_objective(
@@ -110,12 +114,19 @@ def negative_log_likelihood(current: Tensor, data: TokenData) -> tuple[Tensor, d
 
 
 def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
-    """KL estimate: sum weight * k3 of pi_ref / pi_theta (arXiv 2402.03300, eq. 4). Raises ValueError without pi_ref."""
+    """KL estimate: sum weight * k3 of q = pi_ref / pi_theta (arXiv 2402.03300, eq. 4).
+
+    Beyond REFERENCE_RATIO_LIMIT it continues along its tangent in log q: a token pulls by that limit less 1 at most,
+    where k3 pulls by q - 1, without a bound. Raises ValueError without pi_ref.
+    """
     if data.reference_logprobs is None:
         raise ValueError(
             "trainer.loss.kl_coefficient needs the reference's log-probabilities; Learner.reference is None"
         )
-    divergence = k3(data.reference_logprobs - current)
+    log_ratio = data.reference_logprobs - current
+    limit = math.log(REFERENCE_RATIO_LIMIT)
+    within = torch.where(log_ratio > limit, torch.full_like(log_ratio, limit), log_ratio)
+    divergence = k3(within) + (REFERENCE_RATIO_LIMIT - 1) * (log_ratio - within)
     counted = (data.weight > 0).to(current.dtype)
     return (data.weight * divergence).sum(), {"reference_kl": (counted * divergence.detach()).sum()}
 

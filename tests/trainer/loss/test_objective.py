@@ -218,10 +218,26 @@ def test_a_penalty_without_a_reference_is_refused() -> None:
 def test_the_reference_divergence_is_the_expectation_of_its_estimate() -> None:
     """Over all tokens of a small vocabulary, weighted by the policy, k3 adds up to the divergence itself."""
     rng = np.random.default_rng(0)
-    now, start = (values - np.log(np.exp(values).sum()) for values in rng.normal(0, 1, (2, 50)))
+    now, start = (values - np.log(np.exp(values).sum()) for values in rng.normal(0, 0.5, (2, 50)))
     data = example(0, (50,)) | {"weight": np.exp(now), "reference_logprobs": start}
     value, _ = reference_kl(torch.from_numpy(now), tensors(data))
     assert value.item() == pytest.approx((np.exp(now) * (now - start)).sum(), rel=1e-9)
+
+
+def test_a_token_that_the_policy_unlearned_pulls_no_more_than_the_limit() -> None:
+    log_ratios = np.array([-3.0, 0.0, 1.0, math.log(9.99), math.log(10.01), 5.0, 17.0, 40.0])
+    data = example(0, (len(log_ratios),))
+    data |= {"weight": np.full(len(log_ratios), 0.5), "reference_logprobs": data["current"] + log_ratios}
+    now = torch.from_numpy(data["current"]).requires_grad_()
+    value, metrics = reference_kl(now, tensors(data))
+    value.backward()
+    ratios = np.exp(log_ratios)
+    exact = ratios - 1 - log_ratios
+    beyond = 9 - math.log(10) + 9 * (log_ratios - math.log(10))
+    wanted = np.where(ratios > 10, beyond, exact)
+    assert value.item() == pytest.approx(0.5 * wanted.sum())
+    assert metrics["reference_kl"].item() == pytest.approx(wanted.sum())
+    np.testing.assert_allclose(now.grad.numpy(), -0.5 * (np.minimum(ratios, 10) - 1), atol=1e-12)
 
 
 def test_likelihood_counts_tokens_with_positive_advantage_only() -> None:
