@@ -138,7 +138,7 @@ def by_hand(current: np.ndarray, data: Arrays, config: LossConfig, frozen: np.nd
                 value = surrogate(advantage, current[t], old[t], frozen[t], config)
             back = math.exp(data["reference_logprobs"][t]) / math.exp(current[t])
             total -= data["weight"][t] * off * value
-            pull = back - 1 - math.log(back) if back <= 10 else 9 - math.log(10) + 9 * (math.log(back) - math.log(10))
-            total += config.kl_coefficient * data["weight"][t] * pull
+            divergence = back - 1 - math.log(back) if back <= 10 else 9 - math.log(10) + 9 * math.log(back / 10)
+            total += config.kl_coefficient * data["weight"][t] * divergence
             total -= config.entropy_coefficient * data["weight"][t] * data["entropy"][t]
     return total

@@ -216,7 +216,7 @@ def test_a_penalty_without_a_reference_is_refused() -> None:
 
 
 def test_the_reference_divergence_is_the_expectation_of_its_estimate() -> None:
-    """Over all tokens of a small vocabulary, weighted by the policy, k3 adds up to the divergence itself."""
+    """Over all tokens of a small vocabulary, weighted by the policy; here no ratio is beyond the limit."""
     rng = np.random.default_rng(0)
     now, start = (values - np.log(np.exp(values).sum()) for values in rng.normal(0, 0.5, (2, 50)))
     data = example(0, (50,)) | {"weight": np.exp(now), "reference_logprobs": start}
