@@ -65,9 +65,9 @@ ifeq ($(OTHER),)
 	$(PRETRAIN) $(ROUNDS)/second $(ROUNDS)/{pages,game,date}.records $(ROUNDS)/third --steps 3200
 	$(DEMONSTRATE) --out $(ROUNDS)/circle.records run.seed=2 trainer.warm_start.demonstrations=4000 \
 		"tasks.environments=[circle-center]"
-	$(DEMONSTRATE) --out $(ROUNDS)/games.records run.seed=2 tasks.max_steps=6 trainer.warm_start.demonstrations=2000 \
+	$(DEMONSTRATE) --out $(ROUNDS)/more_games.records run.seed=2 tasks.max_steps=6 trainer.warm_start.demonstrations=2000 \
 		"tasks.environments=[tic-tac-toe]"
-	$(PRETRAIN) $(ROUNDS)/third $(ROUNDS)/{pages,game,games,date,circle,circle}.records $(WARM_MODEL) --steps 3600
+	$(PRETRAIN) $(ROUNDS)/third $(ROUNDS)/{pages,game,more_games,date,circle,circle}.records $(WARM_MODEL) --steps 3600
 endif
 	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
 
