@@ -12,7 +12,7 @@ FILE_SOURCES = ("webgym", "online_mind2web", "webvoyager", "file")  # formats of
 
 @dataclass
 class LatencyConfig:
-    median_seconds: float = setting(0.0, "Median response time of the sites; 0: no delay.", low=0)
+    median_seconds: float = setting(0.0, "Median response time of local pages; 0: no delay.", low=0)
     sigma: float = setting(
         1.0, "Heaviness of the tail: standard deviation of the logarithm of the response time.", low=0
     )

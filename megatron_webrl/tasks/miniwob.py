@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import weakref
 from collections.abc import Sequence
 
-from playwright.async_api import Page
+from playwright.async_api import BrowserContext, Page
 
-from megatron_webrl.config.tasks import SamplerConfig
+from megatron_webrl.config.tasks import LatencyConfig, SamplerConfig
 from megatron_webrl.tasks import miniwob_page, scripted_policies
+from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.server import FolderServer
 from megatron_webrl.tasks.source import LocalTaskSource, StepLimits, check_environments
 from megatron_webrl.types import Action, Task
@@ -25,6 +28,7 @@ class MiniWobTaskSource(LocalTaskSource):
         self,
         environments: Sequence[str],
         max_steps: int,
+        latency: LatencyConfig | None = None,
         *,
         limits: StepLimits | None = None,
         sampler: SamplerConfig | None = None,
@@ -35,6 +39,8 @@ class MiniWobTaskSource(LocalTaskSource):
         check_environments("MiniWoB++ has", environments, miniwob_page.all_environments(folder))
         difficulties = [DIFFICULTY] * len(environments)
         super().__init__(environments, max_steps, FolderServer(folder), difficulties, limits or StepLimits(), sampler)
+        self._delays = EpisodeDelays(latency or LatencyConfig())
+        self._open: weakref.WeakKeyDictionary[BrowserContext, ResponseDelays] = weakref.WeakKeyDictionary()
 
     @property
     def origins(self) -> frozenset[str]:
@@ -57,6 +63,7 @@ class MiniWobTaskSource(LocalTaskSource):
 
     async def open(self, page: Page, task: Task) -> str:
         """Start the episode, on the environment's page if it is open already; returns the instruction."""
+        self._open[page.context] = self._delays.start(f"{task.environment}/{task.seed}")
         address = ORIGIN + miniwob_page.page_path(task.environment)
         if (
             page.url != address
@@ -68,7 +75,11 @@ class MiniWobTaskSource(LocalTaskSource):
         return str(await page.evaluate(miniwob_page.START_SCRIPT, start))
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
-        """The page's reward, None while there is none, and whether the page has ended the episode."""
+        """The page's reward, None while there is none, and whether the page has ended the episode.
+
+        Pages answer without a request, so that the simulated response time of an action passes here.
+        """
+        await asyncio.sleep(self._open[page.context].next())
         if not page.url.startswith(ORIGIN + "/"):
             return None, False
         reward, done = await page.evaluate(miniwob_page.RESULT_SCRIPT)

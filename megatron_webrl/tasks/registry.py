@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.sampling.source_checks import check_source_name
 from megatron_webrl.tasks import miniwob, miniwob_page, scripted_policies
@@ -20,9 +19,9 @@ def make_source(tasks: TasksConfig) -> TaskSource:
     """Start the configured source; the caller closes it. Raises ConfigError."""
     limits = StepLimits.from_config(tasks)
     if tasks.source == "miniwob":
-        if tasks.latency.median_seconds:
-            raise ConfigError("tasks.latency has no effect on tasks.source=miniwob; leave it out, or use sites")
-        return MiniWobTaskSource(tasks.environments, tasks.max_steps, limits=limits, sampler=tasks.sampler)
+        return MiniWobTaskSource(
+            tasks.environments, tasks.max_steps, tasks.latency, limits=limits, sampler=tasks.sampler
+        )
     if tasks.source == "sites":
         return SiteTaskSource(tasks.environments, tasks.max_steps, tasks.latency, limits=limits, sampler=tasks.sampler)
     if tasks.from_files:
@@ -37,7 +36,9 @@ def make_all_sources(tasks: TasksConfig) -> dict[str, TaskSource]:
     """
     limits = StepLimits.from_config(tasks)
     found: dict[str, TaskSource] = {
-        miniwob.SOURCE_NAME: MiniWobTaskSource(miniwob_page.all_environments(), tasks.max_steps, limits=limits),
+        miniwob.SOURCE_NAME: MiniWobTaskSource(
+            miniwob_page.all_environments(), tasks.max_steps, tasks.latency, limits=limits
+        ),
         sites.SOURCE_NAME: SiteTaskSource(tuple(ENVIRONMENTS), tasks.max_steps, tasks.latency, limits=limits),
     }
     if tasks.from_import_path:

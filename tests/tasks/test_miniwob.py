@@ -15,7 +15,8 @@ from PIL import Image
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
+from megatron_webrl.tasks.latency import response_delay
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.miniwob_page import UNSUPPORTED_ENVIRONMENTS, all_environments, pages_folder
 from megatron_webrl.tasks.registry import make_source
@@ -117,6 +118,17 @@ async def test_reloading_the_page_leaves_the_episode_and_earns_nothing() -> None
             await session.step(Action("left_click", coordinate=(500, 500)))  # the page's own START
             seen = await session.step(await next_scripted_action(session.page, "click-test"))
     assert (seen.done, seen.reward, seen.error) == (False, None, None)
+
+
+async def test_pages_answer_after_the_simulated_response_time() -> None:
+    settings = LatencyConfig(median_seconds=0.4, sigma=0.5)
+    with MiniWobTaskSource(["click-test"], 4, settings) as source:
+        async with pool_on(source) as fleet, fleet.session() as session:
+            for number in range(2):  # a reused page
+                seen = [await session.reset(miniwob_task("click-test", 1))]
+                seen.append(await session.step(await next_scripted_action(session.page, "click-test")))
+                for request, each in enumerate(seen):
+                    assert each.seconds.capturing >= response_delay(settings, f"click-test/1/{number}", request)
 
 
 def test_the_server_serves_nothing_outside_its_folder(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_webrl.config.tasks import LatencyConfig
 from megatron_webrl.judge.outcome import ANSWER, DONE, STEPS_EXHAUSTED, outcome
+from megatron_webrl.tasks.latency import ResponseDelays
 from megatron_webrl.tasks.server import PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, route
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITE_APPS, get_goal
@@ -336,7 +337,7 @@ def test_an_exception_of_a_site_masks_the_episode(sites: SiteTaskSource) -> None
     broken = Goal(
         "", "/", lambda app, view: GiveAnswer(""), answer="x", make_app=lambda: Broken(data, InitialSiteState())
     )
-    episode = SiteEpisode(broken, "shop", "0", LatencyConfig())
+    episode = SiteEpisode(broken, "shop", ResponseDelays(LatencyConfig(), "0"))
     with pytest.raises(ZeroDivisionError):
         episode.handle_request(PageRequest("GET", "shop.localhost", "/", {}, {}, {}))
     reward, done = episode.result()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl.config.tasks import LatencyConfig
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
+from megatron_webrl.tasks.latency import ResponseDelays
 from megatron_webrl.tasks.offline.bar_code import BarCode, draw_bar_code, effects_digest, page_digest
 from megatron_webrl.tasks.offline.goals import website_goal
 from megatron_webrl.tasks.offline.hosts import Website, get_website, is_offline_host, offline_host, page_key
@@ -18,7 +19,6 @@ from megatron_webrl.tasks.sites.app import Effect
 from megatron_webrl.tasks.sites.catalog import SITE_APPS
 from megatron_webrl.tasks.sites.goal import Goal
 from megatron_webrl.tasks.sites.high_level_actions import HighLevelAction, PageLinks, first_action, read_page_links
-from megatron_webrl.tasks.sites.latency import response_delay
 from megatron_webrl.types import Action, Task
 
 if TYPE_CHECKING:
@@ -44,14 +44,13 @@ class Visitor:
         self.denied = _uniform(f"{website.host}/{number}") < website.denial_probability
         self.secret = secrets.token_urlsafe(18)
         self._app = website.app_class(website.data, website.start)
-        self._name, self._latency, self._requests = f"{website.host}/{number}", latency, 0
+        self._delays = ResponseDelays(latency, f"{website.host}/{number}")
         self._lock = threading.Lock()
 
     def handle_request(self, request: PageRequest) -> PageResponse:
         """Answer a request; pages carry a bar code."""
         with self._lock:
-            delay = response_delay(self._latency, self._name, self._requests)
-            self._requests += 1
+            delay = self._delays.next()
             response = PageResponse(403, _DENIED.encode()) if self.denied else self._app.handle_request(request)
             page = page_key(self.website.host, request.path, request.query)
             code = BarCode(page_digest(page), effects_digest(self._app.effects), self.denied)

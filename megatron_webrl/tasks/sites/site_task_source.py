@@ -5,38 +5,34 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from playwright.async_api import BrowserContext, Page, Response
 
 from megatron_webrl.config.tasks import LatencyConfig, SamplerConfig
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
+from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, get_goal
 from megatron_webrl.tasks.sites.goal import SITE_ERROR_RESULT, Goal, reward_and_done
 from megatron_webrl.tasks.sites.high_level_actions import HighLevelAction, PageLinks, first_action, read_page_links
-from megatron_webrl.tasks.sites.latency import response_delay
 from megatron_webrl.tasks.source import LocalTaskSource, StepLimits, check_environments
 from megatron_webrl.types import Action, Task
 
 SOURCE_NAME = "sites"
 SESSION_COOKIE = "session"
-MAX_COUNTED_TASKS = 1024
 RESULT_HEADER = "webrl-result"  # reward of an episode that has ended, in the response that ended it and later ones
 
 
 class SiteEpisode:
     """One episode's copy of a site, identified by a secret cookie of its browser context."""
 
-    def __init__(self, goal: Goal, site: str, number: str, latency: LatencyConfig) -> None:
-        """`number` identifies the episode; its delays are a function of it."""
+    def __init__(self, goal: Goal, site: str, delays: ResponseDelays) -> None:
         self.goal, self.site = goal, site
         self.secret = secrets.token_urlsafe(18)
         assert goal.make_app is not None, "the goal was not made by an Environment"
         self._app = goal.make_app()
-        self._number, self._latency = number, latency
-        self._requests = 0
+        self._delays = delays
         self._failed = False
         self._replayed_reward: float | None = None
         self._lock = threading.Lock()
@@ -44,8 +40,7 @@ class SiteEpisode:
     def handle_request(self, request: PageRequest) -> PageResponse:
         """Answer a request. Thread-safe."""
         with self._lock:
-            delay = response_delay(self._latency, self._number, self._requests)
-            self._requests += 1
+            delay = self._delays.next()
             self._failed = True  # unless the site answers
             response = self._app.handle_request(request)
             self._failed = False
@@ -89,12 +84,11 @@ class SiteTaskSource(LocalTaskSource):
         difficulties = [ENVIRONMENTS[name].difficulty for name in environments]
         server = LocalServer(self._respond, "sites-server")
         super().__init__(environments, max_steps, server, difficulties, limits or StepLimits(), sampler)
-        self._latency = latency or LatencyConfig()
+        self._delays = EpisodeDelays(latency or LatencyConfig())
         self._lock = threading.Lock()
         # An episode is kept as long as its browser context, or any other reference to it, exists.
         self._episodes: weakref.WeakValueDictionary[str, SiteEpisode] = weakref.WeakValueDictionary()
         self._open: weakref.WeakKeyDictionary[BrowserContext, SiteEpisode] = weakref.WeakKeyDictionary()
-        self._episode_counts: OrderedDict[str, int] = OrderedDict()  # by task
 
     @property
     def origins(self) -> frozenset[str]:
@@ -116,13 +110,9 @@ class SiteTaskSource(LocalTaskSource):
 
     def start_episode(self, task: Task) -> SiteEpisode:
         """A new copy of the task's site, dropped with the last reference to it. Raises KeyError."""
-        number = self._episode_counts.pop(task.id, 0)
-        self._episode_counts[task.id] = number + 1
-        if len(self._episode_counts) > MAX_COUNTED_TASKS:
-            self._episode_counts.popitem(last=False)
         site = ENVIRONMENTS[task.environment].app_class.name
         goal = get_goal(task.environment, task.seed)
-        episode = SiteEpisode(goal, site, f"{task.environment}/{task.seed}/{number}", self._latency)
+        episode = SiteEpisode(goal, site, self._delays.start(f"{task.environment}/{task.seed}"))
         with self._lock:
             self._episodes[episode.secret] = episode
         return episode

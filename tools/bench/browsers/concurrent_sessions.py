@@ -18,8 +18,8 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.tasks import LatencyConfig
+from megatron_webrl.tasks.latency import MAX_DELAY_SECONDS
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
-from megatron_webrl.tasks.sites.latency import MAX_DELAY_SECONDS
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
 from megatron_webrl.types import Task
 from tools.bench.browsers.bare_playwright import BrowserBenchSize, cpu_seconds, proportional_mib

@@ -1,4 +1,4 @@
-"""Simulated latency of the sites, and settings."""
+"""Simulated latency of local pages, and settings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
+from megatron_webrl.tasks import latency
+from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays, response_delay
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.server import LocalServer, PageResponse
-from megatron_webrl.tasks.sites import latency
-from megatron_webrl.tasks.sites.latency import response_delay
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
 from megatron_webrl.types import Task
 from tests.tasks.site_client import Client
@@ -48,8 +48,15 @@ def test_the_server_waits_as_long_as_the_delay_says() -> None:
             started = time.monotonic()
             client.go("/")
             assert time.monotonic() - started >= response_delay(settings, "shop-find-price/1/0", request)
-        again = source.start_episode(TASK)
-        assert again._number == "shop-find-price/1/1"
+
+
+def test_episodes_of_a_task_are_answered_after_other_times() -> None:
+    settings = LatencyConfig(median_seconds=0.5)
+    delays = EpisodeDelays(settings)
+    first, second, other = delays.start("a/1"), delays.start("a/1"), delays.start("b/1")
+    assert [each.episode for each in (first, second, other)] == ["a/1/0", "a/1/1", "b/1/0"]
+    assert [first.next(), first.next()] == [response_delay(settings, "a/1/0", request) for request in (0, 1)]
+    assert second.next() == ResponseDelays(settings, "a/1/1").next() != other.next()
 
 
 def test_closing_does_not_wait_for_slow_answers() -> None:
@@ -78,8 +85,6 @@ def test_invalid_settings_are_refused() -> None:
         make_source(TasksConfig(source="sites", environments=["shop-find-prize"]))
     with pytest.raises(ConfigError, match="environments is empty"):
         make_source(TasksConfig(source="sites", environments=[]))
-    with pytest.raises(ConfigError, match=r"tasks.latency has no effect on tasks.source=miniwob"):
-        make_source(TasksConfig(latency=LatencyConfig(median_seconds=1.0)))
 
 
 def test_the_configured_source_serves_the_sites_of_its_environments() -> None:
