@@ -26,7 +26,7 @@ from tools.arguments import bounded_number, make_bench_parser, write_json
 from tools.bench.modes.runs import CONFIG, MODES, QUICK, Bench, Target, measure
 from tools.bench.modes.table import make_table, mode_figures
 
-SUCCESS, WINDOW = 0.6, 5
+SUCCESS, WINDOW = 0.7, 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
