@@ -59,6 +59,10 @@ PAGES = {
     "moving": """<title>Moving</title><div style='height:100px;background:red' onclick="
         let n = 0; const move = () => { this.style.height = 100 + 10 * ++n + 'px';
         if (n < 20) requestAnimationFrame(move); else document.title = 'at rest'; }; move()"></div>""",
+    "timed": """<title>Timed</title><div style='height:100px;background:red' onclick="
+        document.title = 'moving'; let n = 0; const timer = setInterval(() => {
+        this.style.height = 100 + 10 * ++n + 'px';
+        if (n === 8) { clearInterval(timer); document.title = 'at rest'; } }, 13)"></div>""",
     "popup": """<title>Popup</title><div style='height:100px;background:red'
         onclick="window.open('second.html')"></div>""",
     "store": """<title>Store</title><script>document.title = localStorage.getItem('seen') || 'fresh';

@@ -187,6 +187,14 @@ async def test_a_moving_page_is_shown_once_it_is_idle(pool: BrowserPool) -> None
         assert (await session.step(click(*TOP_LEFT))).title == "at rest"
 
 
+async def test_a_page_moved_by_timers_is_shown_once_it_is_idle_on_a_slow_machine(pool: BrowserPool) -> None:
+    async with opened(pool, "timed") as (session, _):
+        cdp = await session.page.context.new_cdp_session(session.page)
+        await cdp.send("Emulation.setCPUThrottlingRate", {"rate": 6})
+        for _ in range(30):  # without waiting for timers, about one in ten is seen in motion
+            assert (await session.step(click(*TOP_LEFT))).title == "at rest"
+
+
 async def test_the_page_decides_on_reward_and_end(pool: BrowserPool) -> None:
     async with opened(pool, "win") as (session, _):
         seen = await session.step(Action("answer", text="done"))

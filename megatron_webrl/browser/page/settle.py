@@ -10,6 +10,7 @@ from megatron_webrl.types import Scroll
 
 QUIET_LIMIT_MS = 1000  # for a page that never stops changing, such as an endless animation
 READY_LIMIT_MS = 10_000  # for a document to load; for one whose loading was aborted it is QUIET_LIMIT_MS
+TIMER_MS = 14  # after the 13 ms of an animation of jQuery
 BUBBLE_MS = 1300  # for Chromium's message about an invalid field to appear, which is no part of the document
 NETWORK_IDLE_SECONDS = 3.0  # limit for all pending requests together, once nothing else changes
 SETTLE_SECONDS = 15.0  # limit for a page that is replaced over and over
@@ -43,7 +44,9 @@ _END_ANIMATION = """const endAnimation = (animation) => {
 
 # Resolves to [title, URL, scrollX, scrollY, page height] once the document is complete and two animation frames in a
 # row have passed without a change of the document or a scroll: the first frame lets handlers run, the second has
-# painted their changes. Timers replace animation frames that never come, as in a page that is being replaced.
+# painted their changes. Between them a timer must have run: on a busy machine frames overtake the timers that an
+# animation by script is made of. A later timer replaces animation frames that never come, as in a page that is being
+# replaced.
 _SETTLE = f"""(quietLimit, readyLimit, still) => new Promise((resolve) => {{
   {_NATIVE}
   {_END_ANIMATION}
@@ -61,10 +64,11 @@ _SETTLE = f"""(quietLimit, readyLimit, still) => new Promise((resolve) => {{
              Math.round(scrollX), Math.round(scrollY), root ? root.scrollHeight : 0]);
   }};
   const next = () => {{
-    let called = false;
-    const once = () => {{ if (!called) {{ called = true; frame(); }} }};
-    requestAnimationFrame(once);
-    setTimeout(once, 200);
+    let pending = quiet ? 2 : 1;
+    const pass = () => {{ pending -= 1; if (!pending) frame(); }};
+    requestAnimationFrame(pass);
+    if (quiet) setTimeout(pass, {TIMER_MS});
+    setTimeout(() => {{ if (pending > 0) {{ pending = 0; frame(); }} }}, 200);
   }};
   const frame = () => {{
     const ready = native("readyState") === "complete";
