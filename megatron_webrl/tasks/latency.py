@@ -37,16 +37,17 @@ class ResponseDelays:
 
 
 class EpisodeDelays:
-    """Delays of a source's episodes: episodes of one task differ, by their number."""
+    """Delays of a source's episodes: episodes of one task differ, by their number. Not thread-safe."""
 
-    def __init__(self, settings: LatencyConfig) -> None:
-        self._settings = settings
+    def __init__(self, settings: LatencyConfig, max_counted: int = MAX_COUNTED_TASKS) -> None:
+        """`max_counted`: tasks whose episodes are counted; the one that was started longest ago is forgotten first."""
+        self._settings, self._max_counted = settings, max_counted
         self._counts: OrderedDict[str, int] = OrderedDict()  # of episodes, by task
 
     def start(self, task: str) -> ResponseDelays:
         """The delays of the next episode of a task."""
         number = self._counts.pop(task, 0)
         self._counts[task] = number + 1
-        if len(self._counts) > MAX_COUNTED_TASKS:
+        if len(self._counts) > self._max_counted:
             self._counts.popitem(last=False)
         return ResponseDelays(self._settings, f"{task}/{number}")

@@ -14,16 +14,18 @@ from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
 from megatron_webrl.tasks.source import StepLimits, TaskSource
 from megatron_webrl.types import ActionKind
 
+LOCAL_SOURCES: dict[str, type[MiniWobTaskSource] | type[SiteTaskSource]] = {
+    miniwob.SOURCE_NAME: MiniWobTaskSource,
+    sites.SOURCE_NAME: SiteTaskSource,
+}
+"""Sources with pages of their own."""
+
 
 def make_source(tasks: TasksConfig) -> TaskSource:
     """Start the configured source; the caller closes it. Raises ConfigError."""
     limits = StepLimits.from_config(tasks)
-    if tasks.source == "miniwob":
-        return MiniWobTaskSource(
-            tasks.environments, tasks.max_steps, tasks.latency, limits=limits, sampler=tasks.sampler
-        )
-    if tasks.source == "sites":
-        return SiteTaskSource(tasks.environments, tasks.max_steps, tasks.latency, limits=limits, sampler=tasks.sampler)
+    if local := LOCAL_SOURCES.get(tasks.source):
+        return local(tasks.environments, tasks.max_steps, tasks.latency, limits=limits, sampler=tasks.sampler)
     if tasks.from_files:
         return FileTaskSource(tasks)
     check_source_name(tasks.source)

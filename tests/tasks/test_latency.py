@@ -48,6 +48,8 @@ def test_the_server_waits_as_long_as_the_delay_says() -> None:
             started = time.monotonic()
             client.go("/")
             assert time.monotonic() - started >= response_delay(settings, "shop-find-price/1/0", request)
+        again = source.start_episode(TASK)
+        assert again._delays.episode == "shop-find-price/1/1"
 
 
 def test_episodes_of_a_task_are_answered_after_other_times() -> None:

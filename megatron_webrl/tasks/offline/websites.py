@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl.config.tasks import LatencyConfig
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
-from megatron_webrl.tasks.latency import ResponseDelays
+from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.offline.bar_code import BarCode, draw_bar_code, effects_digest, page_digest
 from megatron_webrl.tasks.offline.goals import website_goal
 from megatron_webrl.tasks.offline.hosts import Website, get_website, is_offline_host, offline_host, page_key
@@ -38,13 +38,13 @@ robot to continue.</p><p class="check">&#9744; I am not a robot</p><p>The CAPTCH
 class Visitor:
     """One browser context's copy of a website. Thread-safe."""
 
-    def __init__(self, website: Website, number: int, latency: LatencyConfig) -> None:
-        """`number`: of earlier visitors of the website; refusals and delays are a function of it."""
+    def __init__(self, website: Website, delays: ResponseDelays) -> None:
+        """A refusal is a function of the name of the episode, as the delays are."""
         self.website = website
-        self.denied = _uniform(f"{website.host}/{number}") < website.denial_probability
+        self.denied = _uniform(delays.episode) < website.denial_probability
         self.secret = secrets.token_urlsafe(18)
         self._app = website.app_class(website.data, website.start)
-        self._delays = ResponseDelays(latency, f"{website.host}/{number}")
+        self._delays = delays
         self._lock = threading.Lock()
 
     def handle_request(self, request: PageRequest) -> PageResponse:
@@ -76,10 +76,9 @@ class OfflineWebsites:
 
     def __init__(self, latency: LatencyConfig | None = None) -> None:
         self._server = LocalServer(self._respond, "offline-websites")
-        self._latency = latency or LatencyConfig()
+        self._delays = EpisodeDelays(latency or LatencyConfig(), MAX_COUNTED_HOSTS)
         self._lock = threading.Lock()
         self._visitors: OrderedDict[str, Visitor] = OrderedDict()  # by secret, longest idle first
-        self._visitor_counts: OrderedDict[str, int] = OrderedDict()  # by host
 
     @property
     def origins(self) -> frozenset[str]:
@@ -148,14 +147,10 @@ class OfflineWebsites:
     def _new_visitor(self, host: str) -> Visitor:
         website = get_website(host)
         with self._lock:
-            number = self._visitor_counts.pop(host, 0)
-            self._visitor_counts[host] = number + 1
-            visitor = Visitor(website, number, self._latency)
+            visitor = Visitor(website, self._delays.start(host))
             self._visitors[visitor.secret] = visitor
             if len(self._visitors) > MAX_VISITORS:
                 self._visitors.popitem(last=False)
-            if len(self._visitor_counts) > MAX_COUNTED_HOSTS:
-                self._visitor_counts.popitem(last=False)
         return visitor
 
 
