@@ -78,10 +78,15 @@ def make_job_folder(
 
 
 def resume_overrides(path: str, overrides: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Overrides that make a requeued job resume from its newest checkpoint, if any."""
+    """Overrides that make a requeued job resume from its newest checkpoint, if any.
+
+    A job that Slurm requeued before it had prepared its run finds an earlier run of the name at most.
+    """
     if environment.get("SLURM_RESTART_COUNT", "0") == "0":
         return []
-    return ["run.resume=true"] if requeue.latest_checkpoint_name(parse_config(path, overrides).run_folder) else []
+    folder = parse_config(path, overrides).run_folder
+    own = any(launch.slurm_job_id == environment["SLURM_JOB_ID"] for launch in requeue.read_launches(folder))
+    return ["run.resume=true"] if own and requeue.latest_checkpoint_name(folder) else []
 
 
 def farm_overrides(url: str) -> list[str]:

@@ -63,12 +63,14 @@ def record_launch(config: Config, environment: Mapping[str, str]) -> list[JobLau
     if "SLURM_JOB_ID" not in environment:
         return earlier
     job, restart = environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT", "0"))
-    previous_outcome = None
-    if restart:
+    own = [each for each in earlier if each.slurm_job_id == job]
+    previous_outcome = UNKNOWN_OUTCOME if restart else None
+    if own:
         path = folder / "summary.json"
         previous_outcome = json.loads(path.read_text())["outcome"] if path.is_file() else UNKNOWN_OUTCOME
-    launch = JobLaunch(job, restart, latest_checkpoint_name(folder), previous_outcome, time.time())
-    same = [each for each in earlier if (each.slurm_job_id, each.checkpoint) == (job, launch.checkpoint)]
+    checkpoint = latest_checkpoint_name(folder) if own or config.run.resume else None  # otherwise an earlier run's
+    launch = JobLaunch(job, restart, checkpoint, previous_outcome, time.time())
+    same = [each for each in own if each.checkpoint == checkpoint]
     if restart and len(same) > config.run.max_requeues:
         outcomes = "; ".join(filter(None, [*(each.previous_outcome for each in same), previous_outcome]))
         reason = (
