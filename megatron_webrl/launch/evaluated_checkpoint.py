@@ -16,6 +16,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.model.convert.conversion import HF_FOLDER, ConversionOptions, find_checkpoint, megatron_to_hf
 from megatron_webrl.system.text import metric_label
+from megatron_webrl.tracking.latest_checkpoint import FALLBACK_PREFIX, fallback_links, find_latest_checkpoint
 
 SHARD_BYTES = 5 * 10**9
 
@@ -34,7 +35,7 @@ class EvaluatedCheckpoint:
         if (path / "config.json").is_file():
             return cls(path, is_megatron=False, version=0)
         try:
-            checkpoint = find_checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+            checkpoint = find_checkpoint(_newest_in_run(path) or path)
         except ValueError as error:
             raise ConfigError(
                 f"{path} is neither a Hugging Face folder (no config.json) nor a checkpoint: {error}"
@@ -45,7 +46,9 @@ class EvaluatedCheckpoint:
     @property
     def run_config_path(self) -> Path:
         """Configuration of the run that owns the checkpoint. Raises ConfigError without one."""
-        path = self.path.resolve().parent.parent / "config.yaml"
+        link = self.path.absolute().parents[1]
+        run = link.parent if link.name.startswith(FALLBACK_PREFIX) else self.path.resolve().parents[1]
+        path = run / "config.yaml"
         if not self.is_megatron or not path.is_file():
             raise ConfigError(f"{self.path} is not in a run's checkpoints folder; name a configuration after it")
         return path
@@ -62,6 +65,15 @@ class EvaluatedCheckpoint:
             raise ConfigError(str(error)) from error
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def _newest_in_run(folder: Path) -> Path | None:
+    """A run's newest checkpoint, one in a fallback folder by way of the run's link to it; None without one."""
+    newest = find_latest_checkpoint(folder)
+    for link in fallback_links(folder):
+        if newest is not None and newest.is_relative_to(link.resolve()):
+            return link / newest.relative_to(link.resolve())
+    return newest
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -198,7 +198,9 @@ def test_the_folder_of_a_running_evaluation_is_left_alone(run_folder: Path, caps
     assert renamed.is_dir()
 
 
-def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(run_folder: Path, tiny_model: Path):
+def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(
+    run_folder: Path, tiny_model: Path, tmp_path: Path
+):
     checkpoint = EvaluatedCheckpoint.resolve(run_folder)
     assert (checkpoint.path.name, checkpoint.is_megatron, checkpoint.version) == ("version-000007", True, 7)
     assert (
@@ -211,6 +213,15 @@ def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(ru
         "trained-evaluation-version-000007", 5, False,
     )  # fmt: skip
     assert config.model.path == str(checkpoint.path / "hf")
+    saved = "checkpoints/version-000008"  # newer, in a fallback folder
+    shutil.copytree(checkpoint.path, tmp_path / "elsewhere" / saved)
+    (tmp_path / "elsewhere" / "checkpoints" / "latest").write_text("version-000008\n")
+    link = run_folder / "fallback-5f0c"
+    link.symlink_to(tmp_path / "elsewhere")
+    newest = EvaluatedCheckpoint.resolve(run_folder)
+    assert newest == EvaluatedCheckpoint.resolve(link) == EvaluatedCheckpoint.resolve(link / saved)
+    assert (newest.path, newest.run_config_path) == (link / saved, checkpoint.run_config_path)
+    link.unlink()
     folder = EvaluatedCheckpoint.resolve(tiny_model)
     assert (folder.is_megatron, folder.version) == (False, 0)
     assert evaluation_config(folder, [str(run_folder / "config.yaml")]).model.path == str(tiny_model)
