@@ -8,7 +8,6 @@ import pwd
 import shlex
 import shutil
 import socket
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,9 +67,7 @@ class Isolation:
 
     def make_home(self, executable: str) -> Path:
         """Make a folder with a `chromium` that starts `executable` isolated; remove it after its end."""
-        # Not in TMPDIR, which other users need not reach; the name lets `sweep_scratch` find it.
-        name = f"{child_process.SCRATCH_PREFIX}{os.getpid()}-{child_process.start_time(os.getpid())}-"
-        home = Path(tempfile.mkdtemp(prefix=name, dir="/tmp"))
+        home = child_process.make_scratch_folder(parent="/tmp")  # TMPDIR is out of reach for other users
         home.chmod(0o711)
         profile = home / "profile"
         profile.mkdir(mode=0o700)

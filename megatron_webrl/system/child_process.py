@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -272,22 +274,31 @@ def describe_exit(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def make_scratch_folder(prefix: str = SCRATCH_PREFIX) -> Path:
-    """Make a folder for temporary files of this process or its roles; its name contains the owner."""
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-{start_time(os.getpid())}-"))
+def make_scratch_folder(prefix: str = SCRATCH_PREFIX, parent: str | None = None) -> Path:
+    """Make a folder, in TMPDIR or `parent`, for temporary files of this process or its roles; its name has the owner.
+
+    The owner is a process and its machine: nodes may share a TMPDIR.
+    """
+    owner = f"{os.getpid()}-{start_time(os.getpid())}-{_machine()}"
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{owner}-", dir=parent))
 
 
 def sweep_scratch(prefix: str = SCRATCH_PREFIX) -> list[str]:
-    """Remove this user's scratch folders with this prefix whose owner has ended; return their names."""
+    """Remove this user's scratch folders with this prefix whose owner ended on this machine; return their names."""
     removed = []
-    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*-*-*")):
-        pid, started, _ = folder.name.removeprefix(prefix).split("-", 2)
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*-*-{_machine()}-*")):
+        pid, started = folder.name.removeprefix(prefix).split("-")[:2]
         if not (pid.isdigit() and started.isdigit()) or is_alive(int(pid), int(started)):
             continue
         if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder.name)
     return removed
+
+
+def _machine() -> str:
+    """Where a pid means the same process: a hash of the host name, which outlives a reboot, and the pid namespace."""
+    return hashlib.sha256(f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:6]
 
 
 def _is_orphan(pid: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -270,8 +271,12 @@ def test_scratch_folders_of_dead_processes_are_swept_and_those_of_live_ones_stay
     code = "from megatron_webrl.system import child_process; (child_process.make_scratch_folder() / 'socket').touch()"
     code += "; child_process.make_scratch_folder()"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TMPDIR": str(tmp_path)})
-    (tmp_path / "webrl-other-1").mkdir()
-    dead = [folder.name for folder in tmp_path.iterdir() if folder not in (mine, tmp_path / "webrl-other-1")]
+    dead = [folder.name for folder in tmp_path.iterdir() if folder != mine]
     assert len(dead) == 2
+    with monkeypatch.context() as elsewhere:  # another node with the same TMPDIR
+        elsewhere.setattr(socket, "gethostname", lambda: "another-node")
+        others = child_process.make_scratch_folder()
+        assert child_process.sweep_scratch() == []
+    (tmp_path / "webrl-other-1").mkdir()
     assert child_process.sweep_scratch() == sorted(dead)
-    assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "webrl-other-1"])
+    assert sorted(tmp_path.iterdir()) == sorted([mine, others, tmp_path / "webrl-other-1"])
