@@ -142,3 +142,7 @@ CALL(int, stat, AT_FDCWD, path, -1, 0, (const char *path, struct stat *found), (
 CALL(int, lstat, AT_FDCWD, path, -1, 0, (const char *path, struct stat *found), (path, found))
 CALL(int, fstatat, dir, path, -1, 0, (int dir, const char *path, struct stat *found, int flags),
      (dir, path, found, flags))
+CALL(int, stat64, AT_FDCWD, path, -1, 0, (const char *path, struct stat64 *found), (path, found))
+CALL(int, lstat64, AT_FDCWD, path, -1, 0, (const char *path, struct stat64 *found), (path, found))
+CALL(int, fstatat64, dir, path, -1, 0, (int dir, const char *path, struct stat64 *found, int flags),
+     (dir, path, found, flags))

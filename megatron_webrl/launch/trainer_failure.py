@@ -63,9 +63,12 @@ def record_failure(
     infrastructure: bool = False,
 ) -> TrainerFailure:
     """Record the failure of an attempt and add it to `journal`, unless one is recorded; returns the recorded one."""
-    newest = find_latest_checkpoint(config.run_folder)
-    checkpoint = newest.name if newest else ""
     previous = failure_of_attempt(control, attempt - 1)
+    try:
+        newest = find_latest_checkpoint(config.run_folder)
+        checkpoint = newest.name if newest else ""
+    except OSError:  # perhaps what the rank died of: no progress is known
+        checkpoint = previous.checkpoint if previous else ""
     same = previous is not None and previous.checkpoint == checkpoint
     count = previous.consecutive_failures + 1 if previous is not None and same else 1
     delay = restart_delay(count, random.random())

@@ -59,10 +59,11 @@ def request_stack_dump(folder: Path, reason: str, targets: Mapping[str, Liveness
 
 
 def latest_request(folder: Path) -> KillRequest | None:
-    path = folder / REQUEST_FILE
-    if not path.is_file():
+    """The newest request; None without one, and while the file system does not answer."""
+    try:
+        fields = json.loads((folder / REQUEST_FILE).read_text())
+    except OSError:
         return None
-    fields = json.loads(path.read_text())
     targets = {role: (kind, value) for role, (kind, value) in fields["targets"].items()}
     return KillRequest(fields["request_id"], fields["reason"], targets)
 

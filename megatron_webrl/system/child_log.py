@@ -35,9 +35,10 @@ class ChildLog:
     """Life cycle: made, `write_fd` given to the child, `start`; it ends with the last process that can write to it."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: a file, or what can be opened as one, such as this process's own output. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self._file = path, _open(path)
+        """`path`: a file, or what can be opened as one, such as this process's own output."""
+        self.path, self._file = path, -1
+        with suppress(OSError):  # `_write` tries again
+            self._file = _open(path)
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         with suppress(PermissionError):  # beyond the user's limit of pipe memory
@@ -89,7 +90,8 @@ class ChildLog:
         else:
             self._open = False
             os.close(self._read_fd)
-            os.close(self._file)
+            if self._file >= 0:
+                os.close(self._file)
         return len(chunk)
 
     def _write(self, chunk: bytes) -> None:
@@ -97,6 +99,8 @@ class ChildLog:
         if not self._open:
             return
         try:
+            if self._file < 0:
+                self._file = _open(self.path)
             line, newline, rest = chunk.partition(b"\n")
             if self._size() >= (MAX_LOG_BYTES if newline else 2 * MAX_LOG_BYTES):  # lines stay whole
                 self._append(line + newline)
@@ -130,4 +134,5 @@ class ChildLog:
 
 
 def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -39,7 +39,8 @@ def dump_stacks(leader: int, log: Path, why: str) -> list[str]:
             _append(log, f"stacks of {name}: {why}")
             with suppress(ProcessLookupError):
                 os.kill(pid, DUMP_SIGNAL)
-            _wait_until_complete(log)
+            with suppress(OSError):
+                _wait_until_complete(log)
         elif pid == leader:
             missing.append(f"{name} does not show its stacks yet: it has only just started")
             _append(log, missing[-1])
@@ -47,7 +48,7 @@ def dump_stacks(leader: int, log: Path, why: str) -> list[str]:
 
 
 def _append(log: Path, message: str) -> None:
-    with log.open("a") as file:
+    with suppress(OSError), log.open("a") as file:  # a disk that fails is no reason not to kill
         file.write(f"-- {message} --\n")
 
 

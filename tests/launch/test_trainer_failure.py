@@ -61,6 +61,18 @@ def test_a_complete_checkpoint_resets_the_count_of_failures(control: ControlClie
     assert events.read_events(config.run_folder)[-1].event == events.FAILED
 
 
+def test_a_run_folder_that_fails_hides_no_failure_and_is_no_progress(
+    control: ControlClient, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(config, "version-000002")
+    journal = EventLog(config.run_folder)
+    trainer_failure.record_failure(control, config, journal, 0, "trainer-0", "failure 0")
+    unreadable = config.run_folder / ("x" * 300)  # any look at it raises OSError
+    monkeypatch.setattr(Config, "run_folder", property(lambda self: unreadable))
+    failure = trainer_failure.record_failure(control, config, journal, 1, "trainer-0", "failure 1")
+    assert (failure.checkpoint, failure.consecutive_failures) == ("version-000002", 2)
+
+
 def test_every_machine_sees_the_failure_that_was_recorded_first(control: ControlClient, config: Config) -> None:
     assert trainer_failure.failure_of_attempt(control, 0) is None
     first = trainer_failure.record_failure(control, config, EventLog(config.run_folder), 0, "trainer-3", "killed")

@@ -176,6 +176,10 @@ def test_a_kill_request_from_an_earlier_launch_is_ignored(tmp_path: Path) -> Non
     assert messages == []
 
 
+def test_a_folder_that_cannot_be_read_holds_no_request(tmp_path: Path) -> None:
+    assert watchdog.latest_request(tmp_path / ("x" * 300)) is None
+
+
 def test_a_suspended_job_has_no_hang_when_it_continues(tmp_path: Path) -> None:
     config = parse_config(
         None,

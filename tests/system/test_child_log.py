@@ -100,6 +100,24 @@ def test_a_child_runs_on_while_its_log_cannot_be_written_and_the_lost_bytes_are_
     os.close(writable)
 
 
+def test_a_child_starts_although_its_log_cannot_be_opened_yet(tmp_path: Path) -> None:
+    folder, opened = tmp_path / "logs", tmp_path / "opened"
+    folder.touch()  # in place of the folder
+    code = (
+        "import pathlib, time\n"
+        "print('lost')\n"
+        f"while not pathlib.Path({str(opened)!r}).exists(): time.sleep(0.01)\n"
+        "print('written')"
+    )
+    process = child(folder / "child.log", code)
+    until(lambda: process.output._lost == 5, "the loss of its first line")
+    folder.unlink()
+    opened.touch()
+    assert process.wait(60) == 0
+    written = (folder / "child.log").read_text()
+    assert written == "ERROR 5 bytes of output were lost: the log was not writable\nwritten\n"
+
+
 def test_a_child_of_a_dead_child_neither_holds_up_its_parent_nor_the_log(tmp_path: Path) -> None:
     code = "import subprocess, sys\nsubprocess.Popen(['sleep', '60'])\nprint('done')"
     process = child(tmp_path / "log", code)
