@@ -197,7 +197,8 @@ class WeightSyncer:
         if self._rank == 0:
             path = "from GPU to GPU by NCCL" if self._backend == "nccl" else "through the host's memory by gloo"
             log.info("weights planned in %.2f s; they travel %s", time.monotonic() - started, path)
-            self.control.put_json("weights/description", plan.to_json() | {"dtype": dtype, "backend": self._backend})
+            description = {"dtype": dtype, "backend": self._backend, "workers": self._workers}  # in the plan's order
+            self.control.put_json("weights/description", plan.to_json() | description)
 
     def _join_all(self, pending: Mapping[str, EngineAnnouncement]) -> TransferFailures:
         failures = {}

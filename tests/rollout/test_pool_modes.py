@@ -125,7 +125,7 @@ class Job:
         self.accounting = Accounting()
         self.source = GroupSource(self.ring, self.config, ResumePoint.for_new_job(), self.accounting)
         self.trainer.put_json("weights/trainer", 1)
-        self.trainer.put_json("weights/description", {})
+        self.trainer.put_json("weights/description", {"workers": self.config.worker_names})
 
     def open(self, limit: int) -> None:
         self.trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit)

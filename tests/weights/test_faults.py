@@ -127,19 +127,21 @@ async def test_a_killed_engine_blocks_no_one_and_restarts_with_complete_weights(
 
 
 async def test_the_trainer_does_not_wait_for_an_engine_whose_worker_restarted(tmp_path: Path, model: Path) -> None:
-    config = configuration(tmp_path, model)
+    """The other worker was given up before the first update: the plan has one engine, and it is that of rollout-1."""
+    config = configuration(tmp_path, model, engines=2)
     config.weights.timeout_seconds = config.run.heartbeat_timeout_seconds = 300.0
     stage = Stage(tmp_path, config)
+    stage.control.give_up_worker("rollout-0", "its GPU is gone")
     try:
-        async with served(stage, 0, requests=0) as found:
+        async with served(stage, 1, requests=0) as found:
             stage.start_trainer(changed_folders(tmp_path, model, 1))
             await stage.until(lambda: found.engine.version == 0, "the engine's first weights")
             await stage.until(lambda: stage.control.get_json("sent/0"), "the end of the first update")
-        stage.control.clear_heartbeat("rollout-0")
+        stage.control.clear_heartbeat("rollout-1")
         offered = stage.control.get_json("weights/offer")
         stage.control.put_json("go/1", True)
         await stage.until(lambda: stage.control.get_json("weights/offer") != offered, "the next offer", 30)
-        assert stage.connect("rollout-0").register_instance() == 2
+        assert stage.connect("rollout-1").register_instance() == 2
         sent = await stage.until(lambda: stage.control.get_json("sent/1"), "an update without the engine", 30)
         assert sent["lost"] == 1
     finally:

@@ -149,16 +149,16 @@ class VLLMEngine:
         return vllm_requests.to_generation(output, self.processor, expanded, grids, self._worker)
 
     async def join_weight_link(self, control: Path, name: str, description: dict[str, Any]) -> None:
-        """Join the trainer's link `name`, given its `description`. Raises WeightUpdateError: timeout, plans differ.
+        """Join the trainer's link `name`. Raises WeightUpdateError: timeout, plans differ.
 
-        `control`: file with the address of the job's control service.
+        `control`: file with the address of the job's control service. `description`: of the trainer's plan, with the
+        index of this "engine" in it.
         """
         self.check_alive()
         seconds = self._config.weights.timeout_seconds
         info = description | {
             "control": str(control),
             "name": name,
-            "engine": self._worker,
             "timeout_seconds": seconds,
             "join_timeout_seconds": seconds,
         }

@@ -66,6 +66,7 @@ class Sender:
         facts = FactStore(self.control, "trainer-0", 30.0)
         joining = asyncio.to_thread(transport.join_link, facts, name, 0, 2, 30.0, "gloo")
         description = self.plan.to_json() | {"dtype": str(self.dtype).removeprefix("torch."), "backend": "gloo"}
+        description["engine"] = 0
         joined = engine.join_weight_link(self.control, name, description)
         return await asyncio.gather(joining, joined, return_exceptions=True)
 
