@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -73,8 +72,8 @@ async def run_episode(
     try:
         async with deadline.scope(deadline.timeout_seconds) as scope:
             end_reason = await _run_steps(
-                episode, generator, session, processor, task, toolset, settings.operation_timeout_seconds, stepper,
-                max_go_backs, settings.lenient_actions, live, track,
+                episode, generator, session, processor, task, toolset, stepper, max_go_backs, settings.lenient_actions,
+                live, track,
             )  # fmt: skip
     except TimeoutError:
         if scope is None or not scope.expired():
@@ -88,7 +87,7 @@ async def run_episode(
 
 async def _run_steps(
     episode: _Episode, generator: Generator, session: RemoteSession, processor: Processor, task: Task, toolset: Toolset,
-    timeout_seconds: float, stepper: EpisodeStepper, max_go_backs: int, lenient: bool, live: LiveRollout, track: Track,
+    stepper: EpisodeStepper, max_go_backs: int, lenient: bool, live: LiveRollout, track: Track,
 ) -> str:  # fmt: skip
     """Observe, generate and act until page, agent or a limit end the episode; returns the end reason."""
     live.set(rollout_table.NAVIGATING)
@@ -105,7 +104,8 @@ async def _run_steps(
         async with stepper.generation_phase():
             live.set(rollout_table.WAITING_FOR_MODEL)
             with track.span("generate", step=len(episode.steps) + 1) as generating:
-                generation = await _generate(generator, session, prompt, episode.context, timeout_seconds)
+                images = [episode.context.screenshots[index] for index in prompt.image_indices]
+                generation = await generator.generate(session, prompt.token_ids, images)
                 generating.facts["tokens"] = len(generation.response_token_ids)
             live.set(rollout_table.WAITING_FOR_STEP)
         with track.span("act", step=len(episode.steps) + 1) as acting:
@@ -145,17 +145,6 @@ def _parse(generation: Generation, processor: Processor, toolset: Toolset, lenie
     if processor.has_special_tokens(generation.response_token_ids):
         return ParsedCall(None, "special_token")
     return parse_tool_call(generation.text, toolset, lenient)
-
-
-async def _generate(
-    generator: Generator, session: RemoteSession, prompt: Prompt, context: PromptContext, timeout_seconds: float
-) -> Generation:
-    images = [context.screenshots[index] for index in prompt.image_indices]
-    try:
-        async with asyncio.timeout(timeout_seconds):
-            return await generator.generate(session, prompt.token_ids, images)
-    except TimeoutError as error:
-        raise GenerationError(f"no answer within {timeout_seconds} s (rollout.operation_timeout_seconds)") from error
 
 
 def _step(

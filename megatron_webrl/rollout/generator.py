@@ -35,5 +35,8 @@ class Generator(Protocol):
     """Generates responses. A scripted generator asks `session` for a demonstration; others ignore it."""
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """Respond to `token_ids` (int32, one placeholder per image) and the encoded images. Raises GenerationError."""
+        """Respond to `token_ids` (int32, one placeholder per image) and the encoded images.
+
+        Raises GenerationError, also after rollout.operation_timeout_seconds, in which pauses for weights do not count.
+        """
         ...

@@ -246,14 +246,17 @@ async def test_an_engine_error_masks_the_episode_and_keeps_its_steps(
     assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("engine_error", False, 1)
 
 
-async def test_an_engine_without_a_response_masks_the_episode(browsers: BrowserClient, processor: Processor) -> None:
-    class Silent:
+async def test_only_the_engine_limits_a_generation_as_it_knows_its_pauses(
+    browsers: BrowserClient, processor: Processor
+) -> None:
+    class Paused(Answers):
         async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-            await asyncio.Event().wait()
-            raise AssertionError("nobody sets the event")
+            await asyncio.sleep(0.5)
+            return await super().generate(session, token_ids, images)
 
-    trajectory = await episode(browsers, processor, Silent(), task(), replace(SETTINGS, operation_timeout_seconds=0.3))
-    assert (trajectory.outcome, trajectory.steps) == ("engine_error", ())
+    settings = replace(SETTINGS, operation_timeout_seconds=0.2)
+    trajectory = await episode(browsers, processor, Paused(processor, []), task(), settings)
+    assert trajectory.outcome == "success"
 
 
 async def test_a_crashed_browser_masks_the_episode_and_keeps_its_steps(
