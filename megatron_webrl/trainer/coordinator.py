@@ -93,6 +93,7 @@ class Coordinator:
         self.accounting = Accounting.from_state_dict(state.accounting)
         self.resume_point, self.ticket_epoch = resume_point, resume_point.ticket_epoch
         self.tickets_dropped_before = state.dropped_tickets
+        self._resumed_version = state.version if state.restart_epoch else None  # of a checkpoint of this run
         self.task_sampler = TaskSampler(
             config.tasks,
             self.ticket_epoch.next_ticket,
@@ -263,7 +264,8 @@ class Coordinator:
         self.control.report_status(f"writing checkpoint {version}{self._problems()}")
         self.checkpoints.wait_for_save()
         last, completed = self.config.trainer.checkpoint.last, self.checkpoints.last_completed
-        if last and (completed is None or completed[0] != version):
+        saved = completed[0] if completed is not None else self._resumed_version
+        if last and saved != version:
             self.checkpoints.start_save(learner, self.trainer_state(version))
         self.checkpoints.close()
         if last and self.checkpoints.last_error is not None and self._fallback and self._lease:
@@ -287,10 +289,13 @@ class Coordinator:
             episode_log_bytes=self.episode_log.size if self.episode_log else None,
         )
 
-    def end_job(self, version: int) -> None:
-        """Stop the workers and write the summary; then raises JobFailed if the final checkpoint failed. Collective."""
+    def end_job(self, version: int, complete: bool) -> None:
+        """Stop the workers and write the summary; then raises JobFailed if the final checkpoint failed. Collective.
+
+        `complete`: all updates and evaluations were made; otherwise the outcome is that of the requested end.
+        """
         if self.tracker is not None:
-            outcome = "finished" if version >= self.config.trainer.updates else self.control.requested_outcome()
+            outcome = "finished" if complete else self.control.requested_outcome()
             with self.control.keep_alive():
                 self.control.end_job(outcome)
                 self._write_summary(outcome, version)

@@ -53,6 +53,7 @@ class EvaluationScheduler:
         self.restart_epoch = restart_epoch
         self._collector: ResultCollector | None = None
         self._started = 0.0
+        self.cut_short = False  # whether an early end has cost an evaluation; first rank
         if tracker is not None:
             result_files.truncate_after(config.run_folder, version)
             evaluation_queue.withdraw_request(control)  # a request that an earlier trainer left
@@ -89,28 +90,32 @@ class EvaluationScheduler:
                 self._cancel("the run was stopped")
             return
         self._wait(version, weight_syncer)
-        if self.config.evaluation.after:
-            if weight_syncer.version != version:  # in mode one_step_off the engines lag behind
-                weight_syncer.sync(version)
+        settings = self.config.evaluation
+        if (settings.after or settings.every) and weight_syncer.version != version:  # mode one_step_off
+            weight_syncer.sync(version)
+            self.poll_during_training(version)
+            self._wait(version, weight_syncer)
+        if settings.after:
             self._run_variants("after", version, weight_syncer)
 
     def _run_variants(self, kind: str, version: int, weight_syncer: WeightSyncer) -> None:
         """Run the evaluations before or after training that the run has no result of, one by one. Collective."""
         for variant in requested_variants(self.config.evaluation):
-            if self.tracker is not None and not self.control.stop_requested() and self._is_due(kind, variant, version):
-                self._submit(kind, version, variant, exclusive=True)
+            if self.tracker is not None and self._is_due(kind, variant, version):
+                if self.control.stop_requested():
+                    self.cut_short = True
+                else:
+                    self._submit(kind, version, variant, exclusive=True)
             self._wait(version, weight_syncer)
 
     def _is_due(self, kind: str, variant: str, version: int) -> bool:
-        """Whether the run has no result of this policy, tasks and sampling. One from before training counts at every
-        version; its other variants are not added once training has changed the policy.
+        """Whether the run has no result of this policy, tasks and sampling. None from before training is added once
+        training has changed the policy.
         """
-        lines = [line for line in result_files.read_evaluations(self.config.run_folder) if line["kind"] == kind]
-        if kind == "before":
-            if variant and any(line["version"] != version for line in lines):
-                return False
-        else:
-            lines = [line for line in lines if line["version"] == version]
+        if kind == "before" and version:
+            return False
+        lines = result_files.read_evaluations(self.config.run_folder)
+        lines = [line for line in lines if (line["kind"], line["version"]) == (kind, version)]
         request = self._make_request(0, kind, version, variant, exclusive=True)
         fields = ("variant", "temperature", "samples", "first_task")
         wanted = {"tasks_requested": request.tasks} | {name: getattr(request, name) for name in fields}
@@ -185,6 +190,7 @@ class EvaluationScheduler:
 
     def _cancel(self, reason: str) -> None:
         assert self._collector is not None
+        self.cut_short = True
         log.info("evaluation %s cancelled: %s", self._collector.request.name, reason)
         self._collector = None
         evaluation_queue.withdraw_request(self.control)

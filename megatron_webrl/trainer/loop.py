@@ -89,11 +89,13 @@ def train(context: TrainingContext) -> None:
             coordinator.close_update(groups, context.version)
         with timeline.span("checkpoint"):
             coordinator.checkpoint_if_due(context.learner, context.version)
-        context.evaluation_scheduler.poll_during_training(context.version)
+        if not one_step_off:
+            context.evaluation_scheduler.poll_during_training(context.version)
     with timeline.span("checkpoint"):
         coordinator.final_checkpoint(context.learner, context.version)
     context.evaluation_scheduler.run_after_training(context.version, weight_syncer)
-    coordinator.end_job(context.version)
+    complete = context.version >= config.trainer.updates and not context.evaluation_scheduler.cut_short
+    coordinator.end_job(context.version, complete)
 
 
 def train_batch(
@@ -167,8 +169,10 @@ def _facts(version: int, groups: Sequence[Group]) -> dict[str, Any]:
 
 def _sync_before_training(context: TrainingContext) -> float:
     """Mode one_step_off: send the weights while no group is in flight, then open the next batch; returns seconds."""
-    version, weight_syncer = context.version, context.weight_syncer
-    seconds = weight_syncer.sync(version) if weight_syncer.version != version else 0.0
+    version, weight_syncer, seconds = context.version, context.weight_syncer, 0.0
+    if weight_syncer.version != version:
+        seconds = weight_syncer.sync(version)
+        context.evaluation_scheduler.poll_during_training(version)
     if version + 1 < context.config.trainer.updates:
         context.coordinator.open_next_batch(version)
     return seconds

@@ -26,7 +26,7 @@ from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
-from megatron_webrl.types import BUDGET_SPENT
+from megatron_webrl.types import BUDGET_SPENT, PREEMPTED
 from tests.job_control import control_service
 from tests.waiting import until
 
@@ -299,6 +299,38 @@ def test_an_evaluation_that_a_spent_budget_ends_is_not_recorded_and_runs_again(
     assert result_files.read_evaluations(config.run_folder) == []
     assert evaluation_queue.current_request(stopped) is None
     assert all(evaluation._is_due("before", variant, 0) for variant in VARIANTS)
+    assert not any(evaluation._is_due("before", variant, 2) for variant in VARIANTS)  # no longer the initial policy
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_final_evaluation_that_an_early_end_costs_is_known(
+    address: Path, config: Config, one_rank: None, running: bool
+):
+    control, engines = connect(address, "trainer-0"), Engines()  # type: ControlClient, Any
+    engines.waiting, engines.version = 0, 4
+    evaluation = EvaluationScheduler(config, control, MLflowTracker(config, None), restart_epoch=0, version=4)
+    stop = threading.Timer(0.5 if running else 0, lambda: control.request_stop(PREEMPTED))
+    stop.start()
+    if not running:
+        stop.join()
+    evaluation.run_after_training(4, engines)
+    stop.join()
+    control.put_json("stop", None)
+    assert evaluation.cut_short
+    assert recorded(config) == []
+
+
+def test_an_evaluation_of_engines_that_lag_behind_waits_for_the_weights(address: Path, config: Config, one_rank: None):
+    """Mode one_step_off: the last update's weights are sent for the evaluation alone."""
+    control, engines = connect(address, "trainer-0"), Engines()  # type: ControlClient, Any
+    engines.waiting, engines.version, config.evaluation.after = 0, 3, False
+    evaluation = EvaluationScheduler(config, control, MLflowTracker(config, None), restart_epoch=0, version=3)
+    worker = Worker(address, "rollout-lagging", engines, last="during")
+    worker.start()
+    evaluation.run_after_training(4, engines)
+    worker.join(LIMIT)
+    assert (engines.version, worker.asked["during"].version) == (4, 4)
+    assert (recorded(config), evaluation.cut_short) == (["during"], False)
 
 
 def test_the_evaluation_of_a_checkpoint_ends_without_a_result_when_the_budget_is_spent(
@@ -331,7 +363,7 @@ def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_trainin
     assert result_files.read_evaluations(config.run_folder) == []
     assert evaluation_queue.current_request(control) is None
     config.evaluation.timeout_seconds = 0.5
-    config.evaluation.after = False
+    config.evaluation.after, engines.version = False, 4
     evaluation.poll_during_training(4)
     evaluation.run_after_training(4, engines)
     [line] = result_files.read_evaluations(config.run_folder)

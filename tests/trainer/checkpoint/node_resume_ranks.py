@@ -77,7 +77,7 @@ def trainer_rank(rank: int, folder: str, address: Path, names: list[str], resume
                 (config.run_folder / "state.json").write_text(
                     json.dumps(asdict(coordinator.trainer_state(version + 1)))
                 )
-    coordinator.end_job(UPDATES)
+    coordinator.end_job(UPDATES, True)
 
 
 def work(address: Path, name: str, worker: int) -> None:

@@ -140,7 +140,7 @@ class _Trainer:
             self.versions["now"] = version
             if version % SAVE_EVERY == 0:
                 self.saved = json.dumps(asdict(coordinator.trainer_state(version)))
-        coordinator.end_job(version)
+        coordinator.end_job(version, True)
         return resume_point
 
 
