@@ -126,7 +126,7 @@ def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Te
     log_ratio = data.reference_logprobs - current
     limit = math.log(REFERENCE_RATIO_LIMIT)
     within = torch.where(log_ratio > limit, limit, log_ratio)  # clamp would hide NaN from the gradient
-    divergence = k3(within) + (REFERENCE_RATIO_LIMIT - 1) * (log_ratio - within)
+    divergence = torch.exp(within) - 1 - within + (REFERENCE_RATIO_LIMIT - 1) * (log_ratio - within)
     counted = (data.weight > 0).to(current.dtype)
     return (data.weight * divergence).sum(), {"reference_kl": (counted * divergence.detach()).sum()}
 

@@ -225,7 +225,8 @@ def test_the_reference_divergence_is_the_expectation_of_its_estimate() -> None:
 
 
 def test_a_token_that_the_policy_unlearned_pulls_no_more_than_the_limit() -> None:
-    log_ratios = np.array([-3.0, 0.0, 1.0, math.log(9.99), math.log(10.01), 5.0, 17.0, 40.0])
+    """And one of which the policy is too sure pulls as the estimate says."""
+    log_ratios = np.array([-40.0, -3.0, 0.0, 1.0, math.log(9.99), math.log(10.01), 5.0, 17.0, 40.0])
     data = example(0, (len(log_ratios),))
     data |= {"weight": np.full(len(log_ratios), 0.5), "reference_logprobs": data["current"] + log_ratios}
     now = torch.from_numpy(data["current"]).requires_grad_()
