@@ -72,6 +72,10 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
             "trainer.profile={updates: [1], ranks: [0,1]}",
             "trainer.profile.ranks=[0, 1]: 1 is not between 0 and 0",
         ),
+        (
+            "trainer.minibatches=9",
+            "trainer.minibatches=9 exceeds trainer.groups_per_update=8, and groups stay whole; lower it",
+        ),
         ("trainer.min_group=99", "trainer.min_group=99 exceeds rollout.group_size=8; lower it"),
         ("trainer.loss.dual_clip=0.9", "trainer.loss.dual_clip=0.9 would clip the ratio 1 itself"),
         ("trainer.loss.raft_versions=3", "raft_versions=3 has no effect with trainer.loss.name=grpo"),
