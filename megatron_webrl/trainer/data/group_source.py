@@ -36,8 +36,8 @@ class GroupSource:
     at once and counted by reason) or returned by `wait_for_groups`; `close_group` acknowledges it after the update. A
     record of another job is acknowledged and not counted: its ticket is issued again. A second record of an episode is
     dropped as a duplicate: its worker died after writing the first one, and the ticket was issued again. A damaged
-    record is set aside and acknowledged; its group is never complete, so another ticket takes its place, and
-    its own stays open: the next restart issues it again.
+    record is set aside and acknowledged; its group is never complete, so another ticket takes its place. What has
+    arrived of it is dropped as stale once it would be, and its ticket closed; at a restart before, it is issued again.
     Invariant: every record read is in exactly one of partial, ready, in use, or closed.
     """
 
@@ -68,6 +68,8 @@ class GroupSource:
         self._in_use: set[int] = set()  # tickets returned by wait_for_groups and not closed
         # Ticket -> index -> number and content of a record, whose arrays are views of it until it is acknowledged.
         self._partial: dict[int, dict[int, tuple[int, Trajectory]]] = defaultdict(dict)
+        self._partial_since: dict[int, int] = {}  # ticket -> policy version when its first record was read
+        self._has_damage = False
         self._ready: dict[int, list[int]] = {}  # ticket -> sequences, in the order of completion
         self._groups: dict[int, Group] = {}
         self._unacknowledged: set[int] = set()  # sequences read and not acknowledged
@@ -117,6 +119,8 @@ class GroupSource:
             self._add_record(sequence, version)
         for ticket in [t for t, group in self._groups.items() if self._stale(group, version)]:
             self._drop(self._groups.pop(ticket), self._ready.pop(ticket), "stale")
+        if self._has_damage:
+            self._drop_incomplete(version)
 
     def close_group(self, group: Group, sequences: list[int]) -> None:
         """Count a trained group and free its records."""
@@ -139,6 +143,7 @@ class GroupSource:
         trajectory = read_trajectory(self.records, sequence, self.config.run_folder / DAMAGED_FOLDER)
         if trajectory is None:
             self._on_damaged()
+            self._has_damage = True
             self.lost_tickets += 1
             self._acknowledge([sequence])
             return
@@ -151,11 +156,24 @@ class GroupSource:
             self._acknowledge([sequence])
             return
         members = self._partial[trajectory.ticket]
+        self._partial_since.setdefault(trajectory.ticket, version)
         members[trajectory.index] = sequence, trajectory
         if len(members) == trajectory.group_size:
-            del self._partial[trajectory.ticket]
-            sequences, trajectories = zip(*(members[index] for index in sorted(members)), strict=True)
-            self._complete_group(Group(trajectory.ticket, trajectories), list(sequences), version)
+            self._complete_group(*self._take_partial(trajectory.ticket), version)
+
+    def _take_partial(self, ticket: int) -> tuple[Group, list[int]]:
+        """The group so far, in the order of its indices, and its sequences."""
+        members = self._partial.pop(ticket)
+        del self._partial_since[ticket]
+        sequences, trajectories = zip(*(members[index] for index in sorted(members)), strict=True)
+        return Group(ticket, trajectories), list(sequences)
+
+    def _drop_incomplete(self, version: int) -> None:
+        """Drop groups that miss a member for so long that they are stale: the ring frees its space in order."""
+        limit = self.config.staleness_limit
+        for ticket in [t for t, since in self._partial_since.items() if version - since > limit]:
+            self._drop(*self._take_partial(ticket), "stale")
+            self.lost_tickets = max(0, self.lost_tickets - 1)  # this one is closed now
 
     def _is_duplicate(self, trajectory: Trajectory) -> bool:
         ticket = trajectory.ticket

@@ -85,6 +85,14 @@ def test_a_damaged_record_costs_its_episode_and_neither_the_job_nor_the_room_of_
     assert (source.lost_tickets, source.waiting_episodes(), ring.usage().records) == (4, 1, 3)
     assert source.closed_tickets == set()  # open: a restart issues them again
     assert len(list((config.run_folder / "damaged_records").iterdir())) == 4
+    limit = config.rollout.max_staleness
+    source.poll(limit)
+    assert source.waiting_episodes() == 1
+    source.poll(limit + 1)  # what is left of group 0 could not be trained any more, and blocks the ring
+    source.close_group(*taken[0])
+    assert (source.lost_tickets, source.waiting_episodes(), ring.usage().records) == (3, 0, 0)
+    assert source.closed_tickets == {0, 1}
+    assert source.accounting.dropped == {"stale": 1}
 
 
 def test_each_record_is_read_and_decoded_once(ring: Ring, source: GroupSource, monkeypatch: pytest.MonkeyPatch) -> None:
