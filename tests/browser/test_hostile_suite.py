@@ -141,7 +141,7 @@ names = NameService()
 
 @pytest.fixture(autouse=True)
 def low_limits(first_loopback_is_public: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    low = {"READY_LIMIT_MS": 1000, "QUIET_LIMIT_MS": 300, "NETWORK_IDLE_SECONDS": 0.3, "SETTLE_SECONDS": 1.0}
+    low = {"LOAD_SECONDS": 1.0, "QUIET_LIMIT_MS": 300, "NETWORK_IDLE_SECONDS": 0.3, "SETTLE_SECONDS": 1.0}
     for name, value in low.items():
         monkeypatch.setattr(settle, name, value)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron_webrl.browser.page.tab import DocumentReplaced, Tab
 from megatron_webrl.types import Scroll
 
-QUIET_LIMIT_MS = 1000  # for a page that never stops changing, such as an endless animation
-READY_LIMIT_MS = 10_000  # for a document to load; for one whose loading was aborted it is QUIET_LIMIT_MS
+LOAD_SECONDS = 10.0  # for a document to load
+QUIET_LIMIT_MS = 1000  # after that, for a page that never stops changing, such as an endless animation
 TIMER_MS = 14  # after the 13 ms of an animation of jQuery
 BUBBLE_MS = 1300  # for Chromium's message about an invalid field to appear, which is no part of the document
 NETWORK_IDLE_SECONDS = 3.0  # limit for all pending requests together, once nothing else changes
@@ -47,7 +47,7 @@ _END_ANIMATION = """const endAnimation = (animation) => {
 # painted their changes. Between them a timer must have run: on a busy machine frames overtake the timers that an
 # animation by script is made of. A later timer replaces animation frames that never come, as in a page that is being
 # replaced.
-_SETTLE = f"""(quietLimit, readyLimit, still) => new Promise((resolve) => {{
+_SETTLE = f"""(quietLimit, still) => new Promise((resolve) => {{
   {_NATIVE}
   {_END_ANIMATION}
   const start = performance.now();
@@ -78,7 +78,7 @@ _SETTLE = f"""(quietLimit, readyLimit, still) => new Promise((resolve) => {{
     const bubble = still && waited < {BUBBLE_MS} && field && field.matches(":invalid");
     quiet = ready && !moved && !bubble ? quiet + 1 : 0;
     moved = false;
-    if (quiet >= 2 || !bubble && waited > (ready ? quietLimit : readyLimit)) finish(); else next();
+    if (quiet >= 2 || !bubble && waited > quietLimit) finish(); else next();
   }};
   next();
 }})"""
@@ -117,12 +117,10 @@ async def wait_until_idle(tab: Tab, until: float | None = None, still: bool = Fa
     clock = asyncio.get_running_loop().time
     limit, network_seconds = clock() + SETTLE_SECONDS if until is None else until, NETWORK_IDLE_SECONDS
     while True:
-        loaded = await _loaded(tab, min(READY_LIMIT_MS / 1000, max(0.0, limit - clock())))
+        loaded = await _loaded(tab, min(LOAD_SECONDS, max(0.0, limit - clock())))
         try:
-            ready_limit = QUIET_LIMIT_MS if loaded else READY_LIMIT_MS
-            title, url, *scroll = await tab.evaluate(
-                f"() => ({_SETTLE})({QUIET_LIMIT_MS}, {ready_limit}, {str(still).lower()})"
-            )
+            script = f"() => ({_SETTLE})({QUIET_LIMIT_MS}, {str(still).lower()})"
+            title, url, *scroll = await tab.evaluate(script)
         except DocumentReplaced:
             if clock() < limit:
                 continue  # with the next document
