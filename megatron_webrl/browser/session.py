@@ -171,6 +171,9 @@ class Session:
             instruction = await self._open_repeatably(site, task)
         else:
             instruction = await site.open(self.page, task)
+        if urldefrag(self.page.url).url in self.network.refused_urls:
+            reasons = "; ".join(self.network.take_errors(self.page.url))
+            raise BrowserError(f"the first page of {task.id}, {self.page.url}, is refused: {reasons}")
         self._messages.clear()
         cdp = self._tabs.active.cdp
         await retry_if_replaced(lambda: cdp.send("Page.resetNavigationHistory"))  # no way back to the empty page

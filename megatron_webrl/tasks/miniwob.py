@@ -70,7 +70,7 @@ class MiniWobTaskSource(LocalTaskSource):
             or not self.can_reuse_page(task)
             or not await page.evaluate(miniwob_page.IS_STARTED_SCRIPT)
         ):
-            await page.goto(address, wait_until="load")
+            await page.goto(address, wait_until="load", timeout=0)
         start = miniwob_page.start_arguments(task.environment, task.seed)
         return str(await page.evaluate(miniwob_page.START_SCRIPT, start))
 

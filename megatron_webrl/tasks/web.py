@@ -50,10 +50,10 @@ class OpenWeb:
         return False
 
     async def open(self, page: Page, task: Task) -> str:
-        """Load the page; returns the task's instruction. Raises ValueError for a task without a URL."""
+        """Begin to load the page; returns the task's instruction. Raises ValueError for a task without a URL."""
         if task.url is None:
             raise ValueError(f"task {task.id} of the source {SOURCE_NAME} has no url")
-        await page.goto(task.url, wait_until="load")
+        await page.goto(task.url, wait_until="commit", timeout=0)  # the session has limits
         return task.instruction or ""
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:

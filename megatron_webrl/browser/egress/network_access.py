@@ -47,6 +47,7 @@ class NetworkAccess:
         self.requests = self.bytes = self.replayed = 0
         self.replayer: HARReplayer | None = None  # during replay, from the reset on
         self.unrecorded_urls: set[str] = set()  # requested during replay
+        self.refused_urls: set[str] = set()  # of plain requests, which got an error page
         self.refused: Counter[str] = Counter()
         self.errors: deque[NetworkError] = deque(maxlen=MAX_ERRORS)  # not yet reported
         self.lookup_semaphore = asyncio.Semaphore(MAX_LOOKUPS)
@@ -113,6 +114,7 @@ class NetworkAccess:
         """Clear counts and messages for another episode."""
         self.requests = self.bytes = self.replayed = 0
         self.refused.clear()
+        self.refused_urls.clear()
         self.errors.clear()
 
     async def close(self) -> None:

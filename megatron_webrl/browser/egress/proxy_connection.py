@@ -53,7 +53,7 @@ class ProxyConnection:
         self._browser = HTTPStream(h11.SERVER, reader, writer, network.count_bytes)
         self._upstream: UpstreamConnection | None = None
         self._reused = False  # the upstream connection has served an earlier request
-        self._host = ""  # of the current request
+        self._host = self._url = ""  # of the current request; no URL: a tunnel
 
     async def run(self) -> None:
         """Serve requests until the connection closes."""
@@ -75,6 +75,7 @@ class ProxyConnection:
                 pass
         except EgressDenied as refused:
             self._network.record_refusal(self._host, refused)
+            self._network.refused_urls.add(self._url)
             if refused.reason in ("requests", "bytes"):
                 await asyncio.sleep(THROTTLE_SECONDS)
             await self._send_error_page(403, "Forbidden", str(refused))
@@ -87,7 +88,7 @@ class ProxyConnection:
 
     async def _next(self) -> bool:
         """Serve the next request; returns whether another may follow."""
-        self._host = ""
+        self._host = self._url = ""
         try:
             async with asyncio.timeout(IDLE_SECONDS):
                 request = await self._browser.receive()
@@ -104,7 +105,8 @@ class ProxyConnection:
             await self._connect_through(request.target.decode())
             return False
         async with asyncio.timeout(REQUEST_SECONDS):
-            scheme, endpoint, path = split_url(request.target.decode())
+            self._url = request.target.decode()
+            scheme, endpoint, path = split_url(self._url)
             self._host = endpoint.host
             if scheme not in ("http", "ws"):
                 raise EgressDenied("scheme", f"{scheme}: needs a tunnel")

@@ -126,7 +126,7 @@ class SiteTaskSource(LocalTaskSource):
         await page.context.add_cookies(
             [{"name": SESSION_COOKIE, "value": episode.secret, "url": origin, "httpOnly": True}]
         )
-        await page.goto(origin + episode.goal.start_path, wait_until="load")
+        await page.goto(origin + episode.goal.start_path, wait_until="load", timeout=0)
         return episode.goal.instruction
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
