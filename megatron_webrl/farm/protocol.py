@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 from urllib.parse import quote
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action, Observation, Task
@@ -171,7 +171,7 @@ class RouterState:
 
 
 action_adapter = TypeAdapter(Action)
-_observation_adapter = TypeAdapter(Observation)
+_observation_adapter = TypeAdapter(with_config(ConfigDict(ser_json_inf_nan="strings"))(Observation))
 _fields = TypeAdapter(dict[str, Any])
 
 

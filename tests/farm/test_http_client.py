@@ -22,7 +22,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm import protocol
 from megatron_webrl.farm.client import BrowserClient
 from megatron_webrl.farm.http_client import BrowserBusy, ServerUnreachable, to_browser_error
-from megatron_webrl.types import Action
+from megatron_webrl.types import Action, Observation
 from tests.farm.servers import LIMIT
 
 
@@ -32,6 +32,13 @@ async def test_an_unreachable_farm_is_named() -> None:
             ServerUnreachable, match=r"no browser farm within 0 s: http://127.0.0.1:9 cannot be reached"
         ):
             await browsers.wait_until_ready(0.2)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 0.5, None])
+def test_a_reward_that_is_no_number_stays_so(reward: float | None) -> None:
+    """It must not become a missing one, which does not mask the episode."""
+    seen = protocol.decode_observation(protocol.encode_observation(Observation(b"x", "", "", False, reward=reward)))
+    assert repr(seen.reward) == repr(reward)
 
 
 @asynccontextmanager
