@@ -240,7 +240,7 @@ def _encodable(verdict: Verdict) -> Verdict:
 
 def _opinion(path: str, found: Any) -> Opinion:
     if isinstance(found, Verdict):
-        return Opinion(_encodable(replace(found, evaluator=path)), found.outcome in TRAINABLE_OUTCOMES)
+        return Opinion(_encodable(replace(found, evaluator=path)), found.outcome not in (NO_DECISION, JUDGE_ERROR))
     if found is None:
         return Opinion(Verdict(NO_DECISION, evaluator=path), False)
     if isinstance(found, bool):

@@ -69,6 +69,10 @@ def says_verdict(trajectory: Trajectory) -> Verdict:
     return Verdict("failure", "mine", reason="because", dollars=0.5)
 
 
+def says_masked_by_verdict(trajectory: Trajectory) -> Verdict:
+    return Verdict("odd_site", "mine", reason="a captcha")
+
+
 def says_half_a_character(trajectory: Trajectory) -> Verdict:
     return Verdict("failure", "mine", reason=HALF)
 
@@ -180,6 +184,7 @@ async def test_a_function_may_return_a_verdict():
         ("first", "raises says_yes", "success", "says_yes"),
         ("first", "raises says_nothing", "judge_error", "raises"),
         ("first", "says_masked says_yes", "odd_site", "says_masked"),
+        ("first", "says_masked_by_verdict says_yes", "odd_site", "says_masked_by_verdict"),
         ("all", "says_yes says_yes_later", "success", None),
         ("all", "says_yes says_no", "failure", None),
         ("all", "raises says_no", "failure", None),
