@@ -120,13 +120,11 @@ class Tabs:
         """All tabs in order; `title` and `url` are those of the active tab. Empty if only one tab is allowed."""
         if self._limit == 1:
             return ()
-        titles = await asyncio.gather(*(_title(tab) for tab in self._tabs if tab is not self.active))
-        others = iter(titles)
+        tabs, active = list(self._tabs), self.active  # they can change while titles are read
+        others = iter(await asyncio.gather(*(_title(tab) for tab in tabs if tab is not active)))
         return tuple(
-            OpenTab(title, url, True)
-            if tab is self.active
-            else OpenTab(next(others), shorten(tab.page.url, 2000), False)
-            for tab in self._tabs
+            OpenTab(title, url, True) if tab is active else OpenTab(next(others), shorten(tab.page.url, 2000), False)
+            for tab in tabs
         )
 
     def close(self) -> None:

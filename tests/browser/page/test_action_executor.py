@@ -9,6 +9,8 @@ import pytest
 import pytest_asyncio
 
 from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.page import tabs
+from megatron_webrl.browser.page.tab import Tab
 from megatron_webrl.browser.session import Session
 from megatron_webrl.types import OPTIONAL_ACTION_KINDS, Action, Observation
 from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on, write_pages
@@ -198,6 +200,23 @@ async def test_tabs_are_opened_up_to_their_limit_and_only_on_allowed_places(sess
     assert seen.error == "a new window was closed; no more than 3 tabs can be open"
     assert (await gym.act("close_tab")).title == ""
     assert [tab.title for tab in gym.seen.tabs] == ["Other", ""]
+
+
+async def test_a_window_that_opens_while_titles_are_read_is_not_listed_yet(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gym = await Gym.open(session)
+    await gym.act("click" if gym.marks else "left_click", **await gym.target("link"))
+    known, real = session._tabs._tabs, tabs._title
+
+    async def opens_another(tab: Tab) -> str:
+        known.append(tab)
+        return await real(tab)
+
+    monkeypatch.setattr(tabs, "_title", opens_another)
+    seen = await gym.act("wait", time=0)
+    known.pop()
+    assert [tab.title for tab in seen.tabs] == ["Gym", "Other"]
 
 
 async def test_a_tab_that_closes_itself_leaves_the_one_before(session: Session) -> None:
