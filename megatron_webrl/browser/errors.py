@@ -37,5 +37,11 @@ class NotRecorded(BrowserError):
     outcome = "not_recorded"
 
 
+class TaskRefused(BrowserError):
+    """The browser server does not know the task, or not its kind of page."""
+
+    outcome = "task_refused"
+
+
 class HostUnreachable(Exception):
     """No connection to a server that the policy permits. The message is one sentence for the agent."""

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import asdict, dataclass, field, replace
 
-from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.browser.errors import BrowserError, TaskRefused
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge import outcome as judge
@@ -92,7 +92,10 @@ async def _run_steps(
     """Observe, generate and act until page, agent or a limit end the episode; returns the end reason."""
     live.set(rollout_table.NAVIGATING)
     with track.span("reset") as resetting:
-        observation = await session.reset(task)
+        try:
+            observation = await session.reset(task)
+        except ValueError as error:  # one row of a file is no reason to end a worker
+            raise TaskRefused(str(error)) from error
         _add_seconds(resetting, observation)
     live.set(rollout_table.OBSERVING)
     start_url, go_backs = observation.url, 0

@@ -273,6 +273,13 @@ async def test_a_crashed_browser_masks_the_episode_and_keeps_its_steps(
     assert (trajectory.outcome, trajectory.trainable, len(trajectory.steps)) == ("browser_crashed", False, 1)
 
 
+async def test_a_task_that_no_browser_server_takes_masks_the_episode(
+    browsers: BrowserClient, processor: Processor
+) -> None:
+    trajectory = await episode(browsers, processor, Answers(processor, []), task("click-tset"))
+    assert (trajectory.outcome, trajectory.trainable, trajectory.steps) == ("task_refused", False, ())
+
+
 async def test_an_episode_over_its_time_limit_is_masked(browsers: BrowserClient, processor: Processor) -> None:
     wait = format_tool_call(Action("wait", time=5))
     settings = replace(SETTINGS, episode_timeout_seconds=2.0)
