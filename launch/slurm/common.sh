@@ -21,6 +21,7 @@ set -euo pipefail
 umask 077 # what a job writes is its owner's
 
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+FARM_STEPS=()
 STEP_EXIT_SECONDS=${STEP_EXIT_SECONDS:-120}
 
 log() { echo "job: $*"; }
@@ -108,8 +109,11 @@ start_browser_farm() {
     log "browsers on ${#nodes[@]} nodes: $SLURM_JOB_NODELIST_HET_GROUP_1, router $FARM"
     GROUP=1 create_containers "${nodes[*]}"
     WEBRL_BROWSERS_SERVER_TOKEN=$secret GROUP=1 run_on "${nodes[0]}" browsers route --die-with-parent --host "$address" --port "$port" &
-    WEBRL_BROWSERS_SERVER_TOKEN=$secret GROUP=1 run_on "${nodes[*]}" node browsers "$@" --router "$FARM" \
-        --port $((port + 1)) --nodes "${#nodes[@]}" &
+    FARM_STEPS=($!)
+    # The router does without a server that has ended.
+    WEBRL_BROWSERS_SERVER_TOKEN=$secret GROUP=1 SRUN_OPTIONS=--kill-on-bad-exit=0 run_on "${nodes[*]}" node browsers "$@" \
+        --router "$FARM" --port $((port + 1)) --nodes "${#nodes[@]}" &
+    FARM_STEPS+=($!)
 }
 
 # job_field FIELD: prints a field of this job from scontrol.
@@ -161,8 +165,18 @@ deadline_passed() {
     requeue "$reason: resuming from the last one"
 }
 
+# requeue_if_ending: requeues the job if a notice of its end has come before its start, of which its steps may have died.
+requeue_if_ending() { if [ -n "$NOTICE" ] || preempted; then requeue "${NOTICE:-pre-empted} before the start"; fi; }
+
+# exit_unprepared CODE: exits because the preparation failed.
+exit_unprepared() {
+    requeue_if_ending
+    exit "$1"
+}
+
 # exit_without_nodes CODE: exits because no nodes were chosen. A requeued job is held instead, and keeps its queue position.
 exit_without_nodes() {
+    requeue_if_ending
     if [ "$1" = 76 ] && [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then
         trap '' USR1 TERM
         log "holding the job; to continue: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=NODES; scontrol release $SLURM_JOB_ID"
@@ -205,7 +219,7 @@ choose_nodes() {
 run_processes() {
     local host=$1 role steps=() outcome=0
     shift
-    [ -z "$NOTICE" ] || requeue "$NOTICE before the start"
+    requeue_if_ending
     run_on "$FIRST" node "$host" "$SETTINGS" --host "$(address_of "$FIRST")" &
     CONTROL=$!
     for role in "$@"; do
@@ -214,6 +228,10 @@ run_processes() {
     done
     while kill -0 "$CONTROL" 2>/dev/null; do # a signal would interrupt `wait`
         [ -z "$NOTICE" ] || ((SECONDS < DEADLINE)) || deadline_passed
+        if one_ended "${FARM_STEPS[@]}"; then
+            FARM_STEPS=()
+            run_on "$FIRST" node stop "$SETTINGS" --lost "the browsers' router, or all of their servers, ended" &
+        fi
         sleep 1
     done
     wait "$CONTROL" || outcome=$?
@@ -243,6 +261,15 @@ any_runs() {
     return 1
 }
 
+# one_ended PROCESSES: whether one of these processes of the script has ended.
+one_ended() {
+    local process
+    for process in "$@"; do
+        kill -0 "$process" 2>/dev/null || return 0
+    done
+    return 1
+}
+
 # run_job CONFIG OVERRIDES: trains on the nodes that Slurm allocated.
 run_job() {
     STUB_ARGUMENTS=(${STUB_COMMAND:+--stub-command "$STUB_COMMAND"}) SAVES=1
@@ -252,7 +279,8 @@ run_job() {
         return
     fi
     begin_job
-    SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare "$@" "${STUB_ARGUMENTS[@]}" ${FARM:+--farm "$FARM"} | tail -n 1)
+    SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare "$@" "${STUB_ARGUMENTS[@]}" ${FARM:+--farm "$FARM"} | tail -n 1) ||
+        exit_unprepared "$?"
     choose_nodes
     run_processes control rollout trainer
 }
@@ -267,9 +295,10 @@ run_evaluation() {
         return
     fi
     begin_job
-    SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare-eval "$@" "${size[@]}" "${STUB_ARGUMENTS[@]}" | tail -n 1)
+    SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare-eval "$@" "${size[@]}" "${STUB_ARGUMENTS[@]}" | tail -n 1) ||
+        exit_unprepared "$?"
     choose_nodes
-    run_on "$FIRST" node convert "$SETTINGS"
+    run_on "$FIRST" node convert "$SETTINGS" || exit_unprepared "$?"
     run_processes eval rollout
 }
 

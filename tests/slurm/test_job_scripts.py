@@ -1,4 +1,4 @@
-"""Jobs in a container of pyxis: `srun` and `scontrol` are stand-ins that record how they are called."""
+"""The scripts of jobs alone: `srun` and `scontrol` are stand-ins that record how they are called."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tests.waiting import until
 SRUN = """#!/bin/bash
 printf '%q ' "$@" >>"$CALLS"; echo >>"$CALLS"
 case " $* " in
+    *" node ${DIES_AT:-none} "*) exit "$CODE" ;;
+    *" browsers route "*) while [ ! -e "$CALLS.stop" ]; do sleep 0.05; done ;;
     *" node prepare "*) echo runs/contained/config.yaml ;;
     *" node choose "*) echo n1 n2 ;;
     *" node control "*) while [ ! -e "$CALLS.stop" ]; do sleep 0.05; done; exit 75 ;;
@@ -27,7 +29,7 @@ SCONTROL = """#!/bin/bash
 case "$*" in
     "show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
     "show node"*) echo "NodeName=$4 NodeAddr=127.0.0.1" ;;
-    "show job"*) echo "JobId=4711 JobState=RUNNING EndTime=Unknown PreemptTime=None" ;;
+    "show job"*) echo "JobId=4711 JobState=RUNNING EndTime=Unknown PreemptTime=${PREEMPT_TIME:-None}" ;;
     requeue*) touch "$CALLS.requeued" ;;
 esac
 """
@@ -84,3 +86,33 @@ def test_a_job_without_a_container_makes_none(tmp_path: Path, environment: dict[
     found = run_until_preempted("train_nodes.sh", tmp_path, environment)
     assert found[0][found[0].index("node") + 1] == "prepare"
     assert not [word for call in found for word in call if word.startswith("--container")]
+
+
+@pytest.mark.parametrize(("step", "code"), [("prepare", 143), ("choose", 76)])
+def test_a_job_that_is_preempted_before_its_start_is_requeued(
+    tmp_path: Path, environment: dict[str, str], step: str, code: int
+) -> None:
+    """The signal ends the steps of the job, too; without a report of a check no node can be chosen."""
+    given = {"DIES_AT": step, "CODE": str(code), "SLURM_RESTART_COUNT": "1"}
+    job = ["bash", str(SCRIPTS / "train_nodes.sh"), "run.name=contained"]
+    preempted = environment | given | {"PREEMPT_TIME": "2026-01-01T00:00:00"}
+    assert subprocess.run(job, cwd=ROOT, env=preempted, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "calls.requeued").exists()
+    (tmp_path / "calls.requeued").unlink()
+    held = code == 76  # too few good nodes
+    assert subprocess.run(job, cwd=ROOT, env=environment | given, timeout=60, check=False).returncode == code * (
+        not held
+    )
+    assert (tmp_path / "calls.requeued").exists() == held
+
+
+def test_a_job_whose_browsers_all_end_is_requeued(tmp_path: Path, environment: dict[str, str]) -> None:
+    components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-3]", "SLURM_JOB_NODELIST_HET_GROUP_1": "b[1-3]"}
+    given = components | {"DIES_AT": "browsers", "CODE": "1"}
+    job = ["bash", str(SCRIPTS / "train_split.sh"), "run.name=contained"]
+    assert subprocess.run(job, cwd=ROOT, env=environment | given, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "calls.requeued").exists()
+    [servers] = [call for call in calls(tmp_path) if "browsers" in call and "node" in call]
+    assert "--kill-on-bad-exit=0" in servers
+    [stop] = [call for call in calls(tmp_path) if "stop" in call]
+    assert stop[-2:] == ["--lost", "the browsers' router, or all of their servers, ended"]
