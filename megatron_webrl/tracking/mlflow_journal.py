@@ -11,8 +11,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_webrl.system.clock import steady_time
+from megatron_webrl.system.history import append_shared
+
 FILE = "mlflow.jsonl"
 _READ_BYTES = 2**20
+_ENDED = ("FINISHED", "KILLED", "FAILED")
 
 Entry = dict[str, Any]
 
@@ -47,6 +51,24 @@ def _entry(line: bytes) -> Entry | None:
     except ValueError:
         return None
     return entry if isinstance(entry, dict) else None
+
+
+def end_as_failed(folder: Path) -> None:
+    """End the run as FAILED, with its summary, for a trainer that was killed. Does nothing without entries, or if the
+    last of them ends the run. No trainer may write any more. Raises OSError.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _READ_BYTES))
+        lines = file.read().splitlines(keepends=True)
+    last = next((entry for line in reversed(lines) if (entry := _entry(line)) is not None), {})
+    if last.get("status") in _ENDED:
+        return
+    now = int(steady_time() * 1000)
+    ending: list[Entry] = [{"artifact": "summary.json", "folder": ""}, {"status": "FAILED", "time": now}]
+    append_shared(path, [json.dumps(entry).encode() + b"\n" for entry in ending])
 
 
 def count_entries(folder: Path, position: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_webrl.evaluation import result_files
 from megatron_webrl.system import atomic_file, history
 from megatron_webrl.system.history import History, Tail
-from megatron_webrl.tracking import events, learning_plot
+from megatron_webrl.tracking import events, learning_plot, mlflow_journal
 from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
 
@@ -99,6 +99,9 @@ def ensure_written(folder: Path, outcome: str) -> None:
         with suppress(OSError, ValueError):  # a disk that fails is no reason to fail here
             accounting = read_summary(folder)["accounting"]
     write_summary(folder, outcome, accounting)
+    if outcome not in CLEAN_JOB_OUTCOMES:
+        with suppress(OSError):
+            mlflow_journal.end_as_failed(folder)
 
 
 def _restarts(folder: Path) -> list[dict[str, Any]]:

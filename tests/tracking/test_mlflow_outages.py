@@ -12,7 +12,7 @@ from megatron_webrl.cli import main
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.system.history import History
-from megatron_webrl.tracking import mlflow_run
+from megatron_webrl.tracking import mlflow_run, summary
 from megatron_webrl.tracking.mlflow_journal import FILE
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.tracking.mlflow_upload import Uploader, UploadState
@@ -127,6 +127,24 @@ def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_ch
         pass
     assert again.state.run_id == first.run_id
     assert history(server.uri, first.run_id) == [1, 2, 3, 4, 5]
+
+
+def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(tmp_path: Path, server: MLflowServer):
+    config = make_config(tmp_path, server.uri)
+    killed = MLflowTracker(config, None)
+    log_updates(killed, range(1, 4))
+    until(lambda: not killed.uploader.pending(), "the updates in MLflow")
+    with (config.run_folder / FILE).open("a") as file:
+        file.write('{"metrics": {"rew')  # cut off by the kill
+    for _ in range(2):  # once for each launch that fails
+        summary.ensure_written(config.run_folder, "failed: trainer-0 killed by SIGKILL")
+    assert main(["upload", str(config.run_folder)]) == 0
+    client = MlflowClient(server.uri)
+    assert killed.run_id is not None
+    assert client.get_run(killed.run_id).info.status == "FAILED"
+    assert "summary.json" in [each.path for each in client.list_artifacts(killed.run_id)]
+    ends = [line for line in (config.run_folder / FILE).read_text().splitlines() if '"FAILED"' in line]
+    assert len(ends) == 1
 
 
 def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
