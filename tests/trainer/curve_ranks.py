@@ -60,6 +60,7 @@ def _qwen(model: str, sizes: Any, platform: Any) -> tuple[Any, Any]:
 
     config = learner_ranks.make_config(model)
     config.trainer.loss.name, config.trainer.updates = "raft", 4
+    config.trainer.epochs = config.trainer.minibatches = 1
     config.trainer.tensor_parallel, config.trainer.pipeline_parallel = sizes.tensor, sizes.pipeline
     config.trainer.data_parallel = 2 // (sizes.tensor * sizes.pipeline)
     learner, builder = learner_ranks.make_learner(config, platform), make_sequence_packer(config, platform)

@@ -39,6 +39,7 @@ from tools.drills.report import Findings, run
 RECORDS, MUTATED = 200, 10_000
 SHORT_RECORDS, SHORT_MUTATED = 5, 500
 FILE_RECORDS = 2  # of a file, each byte of which is damaged
+MEMORY = "/dev/shm"  # for files that are written thousands of times
 VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 2**31, 2**63, 2**70, -(2**63), 1.5, float("nan"), float("inf"), "", "x", "\ud800", "7", [], [[]],
     [1, 2, 3], [-1, -1, -1], [2**40, 0, 0], {}, {"kind": "left_click"}, {"a": {"b": [None]}}, "x" * 5000,
@@ -107,7 +108,7 @@ def _damage_in_ring(records: list[bytes], rng: random.Random, counts: Counter[st
     problems = []
     with (
         Ring.create_or_attach(f"webrl-drill-{os.getpid()}", 2**20, "drill") as ring,
-        tempfile.TemporaryDirectory() as name,
+        tempfile.TemporaryDirectory(dir=MEMORY) as name,
     ):
         for data in records:
             number = ring.write([data], 1)
@@ -132,7 +133,7 @@ def _damage_in_ring(records: list[bytes], rng: random.Random, counts: Counter[st
 
 def _damage_file(records: list[bytes], rng: random.Random, counts: Counter[str]) -> list[str]:
     problems = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         path = Path(name, "records")
         with RecordFileWriter(path) as file:
             for data in records:
