@@ -106,9 +106,9 @@ class WeightClient:
             return
         description = self.control.get_json("weights/description")
         assert isinstance(description, dict)  # published before the first link
-        engine = description.pop("workers").index(f"rollout-{self._worker}")  # the plan leaves out those given up
-        info = description | {"engine": engine}
-        await self.engine.join_weight_link(self.control.address_file, f"weights/{self.link_id}", info)
+        plan = {name: value for name, value in description.items() if name != "workers"}
+        plan["engine"] = description["workers"].index(f"rollout-{self._worker}")  # those given up are not in the plan
+        await self.engine.join_weight_link(self.control.address_file, f"weights/{self.link_id}", plan)
         ranks = await self.engine.weight_load_paths()
         self._parameters = {path: sum(rank[path]["parameters"] for rank in ranks) for path in ("in_place", "reload")}
         self._linked, self._transfer = True, 0
