@@ -60,6 +60,7 @@ class VLLMEngine:
         followers: EngineFollowers | None = None,
     ) -> None:
         self.version = -1  # of the served weights; -1: none yet
+        self._weights = 0  # updates of the weights so far
         self.partially_updated = False
         self.processor = processor
         ranks = config.ranks_per_engine
@@ -141,7 +142,7 @@ class VLLMEngine:
             raise GenerationError(
                 f"the prompt has {len(expanded)} tokens; rollout.max_model_len={limit} leaves no room for a response"
             )
-        prompt = vllm_requests.vllm_prompt(self._config, self.version, token_ids, images, decoded)
+        prompt = vllm_requests.vllm_prompt(self._config, self._weights, token_ids, images, decoded)
         sampling = self._sampling
         if temperature is not None:
             sampling = vllm_requests.sampling_params(self._config, self.processor, temperature)
@@ -191,6 +192,7 @@ class VLLMEngine:
             await self._llm.engine_core.set_weight_version_async(str(version))
             await self._llm.resume_generation()
             self.version, self.partially_updated = version, False
+            self._weights += 1
             seconds = time.monotonic() - self._paused_since
             self._paused_seconds, self._paused_since = self._paused_seconds + seconds, None
         return seconds

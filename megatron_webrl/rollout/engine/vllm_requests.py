@@ -34,15 +34,18 @@ def sampling_params(config: Config, processor: Processor, temperature: float) ->
 
 
 def vllm_prompt(
-    config: Config, version: int, token_ids: np.ndarray, images: Sequence[bytes], decoded: Sequence[Any]
+    config: Config, weights: int, token_ids: np.ndarray, images: Sequence[bytes], decoded: Sequence[Any]
 ) -> dict[str, Any]:
-    """vLLM's form of a prompt, from tokens with one placeholder per image and the encoded and decoded images."""
+    """vLLM's form of a prompt, from tokens with one placeholder per image and the encoded and decoded images.
+
+    `weights`: number of the engine's weights. Versions are no keys of a cache: a trainer that resumes repeats them.
+    """
     prompt: dict[str, Any] = {"prompt_token_ids": np.asarray(token_ids).tolist()}
     image_salt = ""
     if config.weights.cache_invalidation == "salt":
-        prompt["cache_salt"] = str(version)
+        prompt["cache_salt"] = str(weights)
         if config.trainer.train_vision:
-            image_salt = f"-{version}"
+            image_salt = f"-{weights}"
     if decoded:
         prompt["multi_modal_data"] = {"image": decoded}
         # Keys of the caches: hashing the encoded images is cheaper than hashing the pixels.
