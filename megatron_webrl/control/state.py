@@ -171,8 +171,8 @@ class JobState:
 
         Returns slots, or [slot, ticket, restart epoch] for tickets.
         """
-        if name not in self.counters:
-            return []
+        if name not in self.counters or (name == TICKETS and owner in self.facts.get("workers/given_up", {})):
+            return []  # a worker that was given up may not know it yet
         counter = self.counters[name]
         return self._described(name, counter.claim(owner, min(count, -(-counter.free // sharers))))
 
