@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron_webrl.ring.errors import RingFull
 from megatron_webrl.ring.record import encode_trajectory
@@ -13,6 +14,7 @@ from megatron_webrl.types import Trajectory
 
 TIMEOUT_SECONDS = 900.0  # limit of one write into a full ring
 RING_POLL_SECONDS = 1.0
+MAX_WRITES = 32  # at once; more wait
 
 
 class TrajectoryWriter:
@@ -21,18 +23,20 @@ class TrajectoryWriter:
     def __init__(self, ring: Ring, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.written_episodes = 0
         self._ring, self._timeout_seconds = ring, timeout_seconds
-        self._writes: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Future[None]] = set()
+        # Not the event loop's own threads, which engine, judge and control client need while the ring is full.
+        self._threads = ThreadPoolExecutor(MAX_WRITES, "write to the ring")
         self._closed = False
 
     async def write(self, trajectories: Sequence[Trajectory]) -> None:
         """Write them in order; cancelling does not interrupt the current write. Raises RingFull."""
         for trajectory in trajectories:
-            writing = asyncio.create_task(asyncio.to_thread(self._write_one, trajectory))
+            writing = asyncio.get_running_loop().run_in_executor(self._threads, self._write_one, trajectory)
             self._writes.add(writing)
             writing.add_done_callback(self._writes.discard)
             await asyncio.shield(writing)
 
-    def close(self) -> list[asyncio.Task[None]]:
+    def close(self) -> list[asyncio.Future[None]]:
         """Stop waiting for space; returns the writes in progress."""
         self._closed = True
         return list(self._writes)

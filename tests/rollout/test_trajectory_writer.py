@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -50,6 +52,17 @@ def test_writing_into_a_full_ring_waits_for_space(ring: Ring) -> None:
 def test_a_ring_that_stays_full_is_an_error_after_the_limit(ring: Ring) -> None:
     with pytest.raises(RingFull):
         TrajectoryWriter(ring, 0.3)._write_one(LARGE)
+
+
+async def test_a_full_ring_leaves_the_threads_of_the_loop_free(ring: Ring) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    writer = TrajectoryWriter(ring, 30.0)
+    writing = [asyncio.create_task(writer.write([LARGE])) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
+    writer.close()
+    await asyncio.wait_for(asyncio.gather(*writing), 10)
+    assert writer.written_episodes == 0
 
 
 def test_closing_ends_the_wait_and_the_trajectory_does_not_count_as_written(ring: Ring) -> None:
