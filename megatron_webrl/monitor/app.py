@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -33,6 +34,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.evaluation.result_files import read_evaluations
 from megatron_webrl.monitor.dataset import write_dataset
 from megatron_webrl.monitor.episode_index import FACETS, RANGES, EpisodeIndex, EpisodeQuery, QueryError, iterate
@@ -61,17 +63,28 @@ class RunPages:
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError."""
         self.folder = folder
-        self.config = read_config(folder)
-        self.index = EpisodeIndex(folder)
-        self._texts = TokenTexts(Path(self.config.model.path))
+        self._open()
         self.live = LiveRollouts(folder, self._texts)
-        self._updates = summary.tail_updates(folder)
+
+    def _open(self) -> None:
+        self._number = self.folder.stat().st_ino
+        self.config = read_config(self.folder)
+        self.index = EpisodeIndex(self.folder)
+        self._texts = TokenTexts(Path(self.config.model.path))
+        self._updates = summary.tail_updates(self.folder)
         self._update_lines: dict[int, dict[str, Any]] = {}  # by version
         self._read = lru_cache(maxsize=8)(self._read_episode)
 
     def refresh(self) -> None:
+        with suppress(OSError, ConfigError):  # between two runs of the name there is none
+            if self.folder.stat().st_ino != self._number:
+                self._open()
         self.index.refresh()
-        self._update_lines.update({line["version"]: line for line in self._updates.poll()})
+        lines = self._updates.poll()
+        if lines:  # a trainer that rolled back makes later versions again
+            first = lines[0]["version"]
+            self._update_lines = {version: line for version, line in self._update_lines.items() if version < first}
+        self._update_lines.update({line["version"]: line for line in lines})
 
     def app(self) -> Starlette:
         """The application, without its access control."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import groupby
@@ -48,7 +49,7 @@ def episode_json(
     """`row`: of the index; `advantage`: mean of the steps, as if the group were the batch; None if
     the episode is masked or alone.
     """
-    task, verdict = trajectory.task, trajectory.verdict
+    task, verdict, reward = trajectory.task, trajectory.verdict, trajectory.page_reward
     return {
         **row,
         "instruction": cut(trajectory.instruction),
@@ -56,7 +57,7 @@ def episode_json(
         "group_size": trajectory.group_size,
         "temperature": trajectory.temperature,
         "discarded_tokens": trajectory.discarded_tokens,
-        "page_reward": trajectory.page_reward,
+        "page_reward": reward if reward is not None and math.isfinite(reward) else None,
         "answer": None if trajectory.answer is None else cut(trajectory.answer),
         "advantage": advantage,
         "verdict": None if verdict is None else asdict(verdict),

@@ -1,4 +1,4 @@
-"""Answers of the pages: JSON that no browser keeps, and screenshots, which never change."""
+"""Answers of the pages, JSON and screenshots. No browser keeps any: runs have the same addresses."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 def image_response(image: bytes | memoryview) -> Response:
     data = bytes(image)
-    headers = {"cache-control": "private, max-age=3600"}
+    headers = {"cache-control": "no-store"}
     return Response(data, media_type=image_type(data) or "application/octet-stream", headers=headers)

@@ -69,6 +69,29 @@ async def test_the_run_its_updates_and_new_ones(served: tuple[httpx.AsyncClient,
     assert [line["version"] for line in await get(client, "/api/updates")] == [1, 2, 3, 4]
 
 
+async def test_a_run_that_rolled_back_or_began_again_shows_what_its_folder_holds(
+    served: tuple[httpx.AsyncClient, RunPages], run: Config, tmp_path: Path
+):
+    client, pages = served
+    write_updates(run, 2)
+    lines = (run.run_folder / "updates.jsonl").read_text().splitlines()
+    with (run.run_folder / "updates.jsonl").open("w") as file:  # from version 1 on it went another way
+        file.write(lines[0] + "\n" + lines[1].replace("31.5", "40.5") + "\n")
+    pages.refresh()
+    found = await get(client, "/api/updates")
+    assert [(line["version"], line["response_tokens_mean"]) for line in found] == [(1, 31.5), (2, 40.5)]
+    run.run_folder.rename(tmp_path / "before")
+    pages.refresh()
+    again = write_run(tmp_path, run.model.path)
+    store(again, [episode(7, 0)], kind="training")
+    write_updates(again, 1)
+    pages.refresh()
+    assert [line["version"] for line in await get(client, "/api/updates")] == [1]
+    rows = (await get(client, "/api/episodes"))["rows"]
+    assert [row["ticket"] for row in rows] == [7]
+    assert (await get(client, f"/api/episodes/{rows[0]['id']}"))["ticket"] == 7
+
+
 async def test_several_runs_are_served_side_by_side_with_the_settings_in_which_they_differ(run: Config, tmp_path: Path):
     other = write_run(tmp_path / "elsewhere")  # its folder has the same name
     other.trainer.optimizer.learning_rate = 0.5
@@ -113,6 +136,7 @@ async def test_an_episode_shows_what_the_model_saw_and_its_advantage(served: tup
     assert [each["index"] for each in related["group"]] == [0, 1]
     image = await client.get(f"/api/episodes/{row['id']}/images/3")
     assert (image.headers["content-type"], image.content[:4]) == ("image/png", b"\x89PNG")
+    assert image.headers["cache-control"] == "no-store", "another run has an image at the same address"
     page = await client.get(f"/api/episodes/{row['id']}/page")
     assert page.headers["content-disposition"] == "attachment; filename*=utf-8''look-ticket-1-0.html"
     assert page.text.count("data:image/png;base64,") == 4
@@ -166,6 +190,15 @@ async def test_an_episode_that_was_deleted_or_damaged_is_said_to_be(served: tupl
     assert [row["stored"] for row in rows] == [False, False, True]
     assert "tracking.episodes_gib" in (await get(client, f"/api/episodes/{rows[0]['id']}", 410))["error"]
     assert "checksum" in (await get(client, f"/api/episodes/{rows[2]['id']}", 500))["error"]
+
+
+async def test_an_episode_whose_reward_is_no_number_can_be_shown(run: Config):
+    store(run, [replace(episode(3, 0), page_reward=float("nan"), outcome="bad_reward")], kind="training")
+    async with serve(run) as (address, _), httpx.AsyncClient(base_url=address.partition("/?")[0]) as client:
+        client.headers["authorization"] = f"Bearer {TOKEN}"
+        (row,) = (await get(client, "/api/episodes?outcome=bad_reward"))["rows"]
+        answer = await client.get(f"/api/episodes/{row['id']}")
+    assert json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["page_reward"] is None
 
 
 async def test_a_long_text_is_cut_and_a_lone_surrogate_survives(run: Config):

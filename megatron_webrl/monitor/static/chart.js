@@ -2,13 +2,14 @@
 import { h, svg, visible } from "./dom.js";
 
 const WIDTH = 420, HEIGHT = 180, LEFT = 54, BOTTOM = 34, TOP = 8, RIGHT = 10;
-const MOST_POINTS = 400; // of a line; more are averaged
+const MOST_POINTS = 400; // of a line; more are averaged, of a line of largest values the largest is kept
+const LARGEST = /largest|peak/;
 const FEW_POINTS = 12; // of a line whose points are marked
 const STYLES = 6;
 
 // series: [{name, points, place?}], place: number of its style. axis: {name, format} of x.
 export function chart(title, series, format, axis = { name: "policy version", format: (value) => String(Math.round(value)) }) {
-  const lines = series.map((each, place) => ({ ...each, points: thin(each.points), style: lineStyle(each.place ?? place) }));
+  const lines = series.map((each, place) => ({ ...each, points: thin(each.points, LARGEST.test(each.name)), last: each.points.at(-1)[1], style: lineStyle(each.place ?? place) }));
   const all = lines.flatMap((each) => each.points);
   const [x0, x1] = range(all.map(([x]) => x)), [y0, y1] = range(all.map(([, y]) => y));
   const x = (value) => LEFT + ((value - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);
@@ -23,7 +24,7 @@ export function chart(title, series, format, axis = { name: "policy version", fo
   const dots = lines.filter((each) => each.points.length <= FEW_POINTS).flatMap((each) => each.points.map(([a, b]) => svg("circle", { class: `dot ${each.style}`, cx: x(a), cy: y(b), r: 2.6 })));
   return h("figure", { class: "chart" }, h("figcaption", {}, visible(title)),
     svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${visible(title)} over ${axis.name} ${axis.format(x0)} to ${axis.format(x1)}` }, levels, ends, name, paths, dots),
-    h("ul", { class: "legend" }, lines.map((each, place) => h("li", { class: each.style }, lineKey(each.place ?? place), visible(each.name), " ", h("b", {}, format(each.points.at(-1)[1]))))));
+    h("ul", { class: "legend" }, lines.map((each, place) => h("li", { class: each.style }, lineKey(each.place ?? place), visible(each.name), " ", h("b", {}, format(each.last))))));
 }
 
 // The classes of line number `place`; the seventh has the first colour with the second dashes.
@@ -42,11 +43,12 @@ function range(values) {
   return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
 }
 
-function thin(points) {
+function thin(points, largest) {
   const size = Math.ceil(points.length / MOST_POINTS);
   if (size <= 1) return points;
   return Array.from({ length: Math.ceil(points.length / size) }, (_, place) => {
     const part = points.slice(place * size, (place + 1) * size);
-    return [part.at(-1)[0], part.reduce((sum, [, value]) => sum + value, 0) / part.length];
+    const values = part.map(([, value]) => value);
+    return [part.at(-1)[0], largest ? Math.max(...values) : values.reduce((sum, value) => sum + value, 0) / part.length];
   });
 }

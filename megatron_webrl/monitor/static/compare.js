@@ -1,11 +1,11 @@
 // Several runs in one chart each, the figures that they reach, and the settings in which they differ.
 // The address holds the choice: #/compare?x=hours&curve=Success: greedy&without=NAME.
 import { chart, lineKey } from "./chart.js";
-import { chartsOf } from "./curves.js";
+import { chartsOf, gain } from "./curves.js";
 import { foreign, getJson, h, number, rowsTable, visible } from "./dom.js";
 
 const REFRESH_MS = 5000;
-const FIRST_CHOICE = ["Success: sampled, temperature 1", "Success: evaluated at temperature 1", "Success: greedy", "Reward of trained episodes: mean", "Entropy, nats per token: entropy",
+const FIRST_CHOICE = ["Success: sampled in training", "Success: evaluated at temperature 1", "Success: greedy", "Reward of trained episodes: mean", "Entropy, nats per token: entropy",
   "Log-probability mismatch, nats: largest", "Trained tokens per second: tokens"];
 const whole = (value) => number(Math.round(value));
 const AXES = {
@@ -43,12 +43,8 @@ export async function comparePage(_, query) {
 // Take in what the runs have gained; whether that was anything.
 async function load(runs) {
   const gained = await Promise.all(runs.map(async (run) => {
-    const added = await getJson(`/api/updates?after=${run.updates.at(-1)?.version ?? -1}`, address(run.name));
-    const evaluations = await getJson("/api/evaluations", address(run.name));
-    const news = added.length > 0 || evaluations.length !== run.evaluations?.length;
-    run.updates.push(...added);
-    run.evaluations = evaluations;
-    if (news) run.charts = chartsOf(run.updates, evaluations);
+    const news = await gain(run, address(run.name));
+    if (news) run.charts = chartsOf(run.updates, run.evaluations);
     return news;
   }));
   return gained.some(Boolean);

@@ -1,5 +1,5 @@
 // What can be drawn of a run: curves over its updates, from updates.jsonl, and its evaluations, from evaluations.jsonl.
-import { number, percent } from "./dom.js";
+import { getJson, number, percent } from "./dom.js";
 
 const extra = (name) => (update) => update.extra[name];
 const evaluated = (line) => (line.temperature === 0 ? "greedy" : `evaluated at temperature ${line.temperature}`);
@@ -7,7 +7,7 @@ const MOST_OF_PATTERN = 12; // lines of one chart
 
 // [title, lines by name, format, better: 1 if more is better, -1 if less is, 0 if neither]
 const CHARTS = [
-  ["Success", { "sampled, temperature 1": extra("rollout_success_rate"), "within trained groups": extra("success_rate") }, percent, 1],
+  ["Success", { "sampled in training": extra("rollout_success_rate"), "within trained groups": extra("success_rate") }, percent, 1],
   ["Reward of trained episodes", { mean: (u) => u.reward_mean }, number, 1],
   ["Steps per episode", { mean: (u) => u.steps_mean }, number, 0],
   ["Response tokens per step", { mean: (u) => u.response_tokens_mean }, number, 0],
@@ -27,10 +27,23 @@ const CHARTS = [
 const PATTERNS = [
   ["Masked episodes, by reason", /^masked_rate\/(.+)/, percent, -1],
   ["Log-probability mismatch by version lag, mean, nats", /^logprob_mismatch\/mean\/(.+)/, number, -1],
-  ["Dropped episodes, by reason", /^dropped\/(.+)/, number, -1],
+  ["Dropped episodes since the start, by reason", /^dropped\/(.+)/, number, 0],
   ["Success by difficulty", /^difficulty\/(.+)\/success_rate$/, percent, 1],
   ["Success by site", /^rollout_success_rate\/(.+)/, percent, 1],
 ];
+
+// Take in what a run has gained since the last call, {updates, evaluations}; whether that was anything. An address: of the run.
+export async function gain(run, ...from) {
+  const { version } = await getJson("/api/run", ...from);
+  const again = version < (run.updates.at(-1)?.version ?? -1); // rolled back, or another run of the name
+  if (again) run.updates.length = 0;
+  const added = await getJson(`/api/updates?after=${run.updates.at(-1)?.version ?? -1}`, ...from);
+  const evaluations = await getJson("/api/evaluations", ...from);
+  const news = again || added.length > 0 || evaluations.length !== run.evaluations?.length;
+  run.updates.push(...added);
+  run.evaluations = evaluations;
+  return news;
+}
 
 // The charts of a run that have points: {title, format, better, series: [{name, points: [version, value]}]}.
 export function chartsOf(updates, evaluations) {

@@ -1,32 +1,24 @@
 // How the run learns: figures over policy versions, and the evaluations.
 import { chart } from "./chart.js";
-import { chartsOf } from "./curves.js";
+import { chartsOf, gain } from "./curves.js";
 import { foreign, getJson, h, number, percent, rowsTable } from "./dom.js";
 
 const REFRESH_MS = 5000;
 
 export async function runPage() {
-  const run = await getJson("/api/run");
-  const updates = await getJson("/api/updates");
+  const run = { ...(await getJson("/api/run")), updates: [] };
   const element = h("article", {}, h("h1", {}, "Run"));
   const figures = h("div", { class: "charts" });
   const evaluations = h("div", {});
   element.append(h("p", { class: "quiet" }, `${run.model}, mode ${run.mode}, groups of ${run.group_size}`), tracking(run), evaluations, figures);
-  const draw = async () => {
-    const lines = await getJson("/api/evaluations");
-    const charts = chartsOf(updates, lines).map(({ title, series, format }) => chart(title, series, format));
-    figures.replaceChildren(...(updates.length ? charts : [h("p", {}, "No update has been made so far. This page shows each as soon as it is made.")]));
-    evaluations.replaceChildren(...evaluationTable(lines));
+  const draw = () => {
+    const charts = chartsOf(run.updates, run.evaluations).map(({ title, series, format }) => chart(title, series, format));
+    figures.replaceChildren(...(run.updates.length ? charts : [h("p", {}, "No update has been made so far. This page shows each as soon as it is made.")]));
+    evaluations.replaceChildren(...evaluationTable(run.evaluations));
   };
-  await draw();
-  const timer = setInterval(async () => {
-    try {
-      const added = await getJson(`/api/updates?after=${updates.at(-1)?.version ?? -1}`);
-      if (!added.length) return;
-      updates.push(...added);
-      await draw();
-    } catch { /* the header says that the server does not answer */ }
-  }, REFRESH_MS);
+  await gain(run);
+  draw();
+  const timer = setInterval(() => gain(run).then((news) => news && draw(), () => { /* the header says that the server does not answer */ }), REFRESH_MS);
   return { element, leave: () => clearInterval(timer) };
 }
 
