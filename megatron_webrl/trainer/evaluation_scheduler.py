@@ -93,20 +93,24 @@ class EvaluationScheduler:
         settings = self.config.evaluation
         if (settings.after or settings.every) and weight_syncer.version != version:  # mode one_step_off
             weight_syncer.sync(version)
-            self.poll_during_training(version)
-            self._wait(version, weight_syncer)
         if settings.after:
             self._run_variants("after", version, weight_syncer)
+        elif version and settings.every and version % settings.every == 0:  # unless it has been made
+            self._run_if_due("during", "", version, weight_syncer, exclusive=False)
 
     def _run_variants(self, kind: str, version: int, weight_syncer: WeightSyncer) -> None:
         """Run the evaluations before or after training that the run has no result of, one by one. Collective."""
         for variant in requested_variants(self.config.evaluation):
-            if self.tracker is not None and self._is_due(kind, variant, version):
-                if self.control.stop_requested():
-                    self.cut_short = True
-                else:
-                    self._submit(kind, version, variant, exclusive=True)
-            self._wait(version, weight_syncer)
+            self._run_if_due(kind, variant, version, weight_syncer, exclusive=True)
+
+    def _run_if_due(self, kind: str, variant: str, version: int, weight_syncer: WeightSyncer, exclusive: bool) -> None:
+        """Run an evaluation and wait for it, unless the run has its result. Collective."""
+        if self.tracker is not None and self._is_due(kind, variant, version):
+            if self.control.stop_requested():
+                self.cut_short = True
+            else:
+                self._submit(kind, version, variant, exclusive)
+        self._wait(version, weight_syncer)
 
     def _is_due(self, kind: str, variant: str, version: int) -> bool:
         """Whether the run has no result of this policy, tasks and sampling. None from before training is added once
