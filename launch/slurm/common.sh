@@ -228,9 +228,9 @@ run_processes() {
     done
     while kill -0 "$CONTROL" 2>/dev/null; do # a signal would interrupt `wait`
         [ -z "$NOTICE" ] || ((SECONDS < DEADLINE)) || deadline_passed
-        if one_ended "${FARM_STEPS[@]}"; then
-            FARM_STEPS=()
-            run_on "$FIRST" node stop "$SETTINGS" --lost "the browsers' router, or all of their servers, ended" &
+        if one_ended "${FARM_STEPS[@]}" &&
+            run_on "$FIRST" node stop "$SETTINGS" --lost "the browsers' router, or all of their servers, ended"; then
+            FARM_STEPS=() # otherwise again: the control service may only be starting
         fi
         sleep 1
     done

@@ -46,8 +46,9 @@ class EvaluatedCheckpoint:
     @property
     def run_config_path(self) -> Path:
         """Configuration of the run that owns the checkpoint. Raises ConfigError without one."""
-        link = self.path.absolute().parents[1]
-        run = link.parent if link.name.startswith(FALLBACK_PREFIX) else self.path.resolve().parents[1]
+        link = self.path.absolute().parent.parent
+        in_fallback = link.name.startswith(FALLBACK_PREFIX) and link.is_symlink()
+        run = link.parent if in_fallback else self.path.resolve().parent.parent
         path = run / "config.yaml"
         if not self.is_megatron or not path.is_file():
             raise ConfigError(f"{self.path} is not in a run's checkpoints folder; name a configuration after it")

@@ -199,7 +199,7 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError(
             f"trainer.min_group={trainer.min_group} exceeds rollout.group_size={rollout.group_size}; lower it"
         )
-    if trainer.minibatches > trainer.groups_per_update and needs_baseline:
+    if trainer.minibatches > trainer.groups_per_update and needs_baseline and not config.evaluation.only:
         raise ConfigError(
             f"trainer.minibatches={trainer.minibatches} exceeds trainer.groups_per_update={trainer.groups_per_update}, "
             "and groups stay whole; lower it"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from megatron_webrl.browser.errors import BrowserError, TaskRefused
 from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge import outcome as judge
 from megatron_webrl.model.processor import Processor
@@ -94,6 +95,8 @@ async def _run_steps(
     with track.span("reset") as resetting:
         try:
             observation = await session.reset(task)
+        except ConfigError:
+            raise
         except ValueError as error:  # one row of a file is no reason to end a worker
             raise TaskRefused(str(error)) from error
         _add_seconds(resetting, observation)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # tasks of a file are read where there is no browser
 
 SOURCE_NAME = "web"
 ENVIRONMENT_NAME = "page"
+RESPONSE_SECONDS = 20  # for a site to respond, as to a navigation of the agent
 
 
 class OpenWeb:
@@ -53,7 +54,7 @@ class OpenWeb:
         """Begin to load the page; returns the task's instruction. Raises ValueError for a task without a URL."""
         if task.url is None:
             raise ValueError(f"task {task.id} of the source {SOURCE_NAME} has no url")
-        await page.goto(task.url, wait_until="commit", timeout=0)  # the session has limits
+        await page.goto(task.url, wait_until="commit", timeout=1000 * RESPONSE_SECONDS)
         return task.instruction or ""
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:

@@ -22,6 +22,9 @@ case " $* " in
     *" node prepare "*) echo runs/contained/config.yaml ;;
     *" node choose "*) echo n1 n2 ;;
     *" node control "*) while [ ! -e "$CALLS.stop" ]; do sleep 0.05; done; exit 75 ;;
+    *" node stop "*"--lost"*)
+        if [ ! -e "$CALLS.refused" ]; then touch "$CALLS.refused"; exit 1; fi # as if the control service were starting
+        touch "$CALLS.stop" ;;
     *" node stop "*) touch "$CALLS.stop" ;;
 esac
 """
@@ -114,5 +117,6 @@ def test_a_job_whose_browsers_all_end_is_requeued(tmp_path: Path, environment: d
     assert (tmp_path / "calls.requeued").exists()
     [servers] = [call for call in calls(tmp_path) if "browsers" in call and "node" in call]
     assert "--kill-on-bad-exit=0" in servers
-    [stop] = [call for call in calls(tmp_path) if "stop" in call]
-    assert stop[-2:] == ["--lost", "the browsers' router, or all of their servers, ended"]
+    stops = [call for call in calls(tmp_path) if "stop" in call]
+    assert len(stops) == 2
+    assert stops[-1][-2:] == ["--lost", "the browsers' router, or all of their servers, ended"]
