@@ -97,8 +97,8 @@ async def _run_steps(
             observation = await session.reset(task)
         except ConfigError:
             raise
-        except ValueError as error:  # one row of a file is no reason to end a worker
-            raise TaskRefused(str(error)) from error
+        except ValueError as refused:  # one row of a file is no reason to end a worker
+            raise TaskRefused(str(refused)) from refused
         _add_seconds(resetting, observation)
     live.set(rollout_table.OBSERVING)
     start_url, go_backs = observation.url, 0
