@@ -23,12 +23,10 @@ from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.rollout.engine.vllm_environment import engine_environment
-from megatron_webrl.slurm import requeue
 from megatron_webrl.slurm.browser_farm import local_address_towards, sessions_per_server
 from megatron_webrl.slurm.commands import node_number
 from megatron_webrl.slurm.prepare import farm_overrides, plan_job, prepare_job, resume_overrides
 from megatron_webrl.slurm.process_specs import ProcessSpec, process_specs
-from megatron_webrl.system import atomic_file
 from megatron_webrl.tracking import events
 from tests.job_control import connect, control_service
 from tests.waiting import until
@@ -190,19 +188,6 @@ def test_a_requeued_job_resumes_from_its_checkpoint(tmp_path: Path, tiny_model: 
     added = resume_overrides(str(empty), more, again)
     assert load_config(prepare_job(str(empty), [*more, *added], False, print, again)).run.resume
     assert (folder / "checkpoints" / "latest").is_file()
-
-
-def test_a_job_requeued_before_it_had_a_folder_leaves_an_earlier_run_alone(tmp_path: Path) -> None:
-    empty, name = tmp_path / "empty.yaml", [f"run.directory={tmp_path}", "run.name=here"]
-    empty.write_text("{}\n")
-    (tmp_path / "here" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "here" / "checkpoints" / "latest").write_text("version-000100\n")
-    atomic_file.write_json(tmp_path / "here" / "summary.json", {"outcome": "finished"})
-    requeue.write_launches(tmp_path / "here", [requeue.JobLaunch("7", 0, None, None, 1.0)])
-    other = {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}
-    assert resume_overrides(str(empty), name, other) == []
-    launch = requeue.record_launch(parse_config(empty, name), other)[-1]
-    assert (launch.checkpoint, launch.previous_outcome) == (None, requeue.UNKNOWN_OUTCOME)
 
 
 def test_a_farm_replaces_the_jobs_own_browsers(tmp_path: Path, tiny_model: Path) -> None:

@@ -20,7 +20,9 @@ from megatron_webrl.launch.role_process import config_path
 from megatron_webrl.preflight import node_report
 from megatron_webrl.slurm import requeue
 from megatron_webrl.slurm.commands import TOO_FEW_NODES_EXIT_CODE
+from megatron_webrl.slurm.prepare import resume_overrides
 from megatron_webrl.slurm.signals import is_notice
+from megatron_webrl.system import atomic_file
 from tests.slurm.slurm_jobs import ROOT, log, overrides, submit
 from tests.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
 from tests.waiting import until
@@ -199,3 +201,16 @@ def test_launches_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"job 7 was launched 2 times from version-000004 .*run.max_requeues=1"):
         start("7", 4)
     assert json.loads((config.run_folder / "summary.json").read_text())["outcome"].startswith("failed: job 7 was")
+
+
+def test_a_job_requeued_before_it_had_a_folder_leaves_an_earlier_run_alone(tmp_path: Path) -> None:
+    empty, name = tmp_path / "empty.yaml", [f"run.directory={tmp_path}", "run.name=here"]
+    empty.write_text("{}\n")
+    (tmp_path / "here" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "here" / "checkpoints" / "latest").write_text("version-000100\n")
+    atomic_file.write_json(tmp_path / "here" / "summary.json", {"outcome": "finished"})
+    requeue.write_launches(tmp_path / "here", [requeue.JobLaunch("7", 0, None, None, 1.0)])
+    other = {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}
+    assert resume_overrides(str(empty), name, other) == []
+    launch = requeue.record_launch(parse_config(empty, name), other)[-1]
+    assert (launch.checkpoint, launch.previous_outcome) == (None, requeue.UNKNOWN_OUTCOME)

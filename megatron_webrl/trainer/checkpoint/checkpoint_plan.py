@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,10 +80,22 @@ def plan_checkpoint(state: dict[str, Any], folder: Path, *, validate: bool) -> C
     filesystem_async._results_queue = queue.SimpleQueue()
     shards, common = save_preprocess(state, validate)
     strategy = _Strategy(*SAVE_STRATEGY, thread_count=1)
-    request = strategy.async_save(shards, str(folder / "megatron"), **_OWN_WRITER)
+    with _no_look_at_the_folder():
+        request = strategy.async_save(shards, str(folder / "megatron"), **_OWN_WRITER)
     buckets = request.preload_fn() if request.preload_fn else []
     strategy.writer.write_buckets = None  # the tensors on the device
     return CheckpointPlan(folder, common, buckets, strategy.writer, strategy.index)
+
+
+@contextmanager
+def _no_look_at_the_folder() -> Iterator[None]:
+    """While Megatron plans, which makes the folder, that is there, on each rank: an error of one would end them all."""
+    original = FileSystemWriterAsync.prepare_local_plan
+    FileSystemWriterAsync.prepare_local_plan = lambda self, plan: plan  # as the original returns it
+    try:
+        yield
+    finally:
+        FileSystemWriterAsync.prepare_local_plan = original
 
 
 def write_metadata(folder: Path, common: dict[str, Any], state: dict[str, Any], model: Path) -> None:
