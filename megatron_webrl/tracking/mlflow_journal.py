@@ -19,6 +19,17 @@ _READ_BYTES = 2**20
 _ENDED = ("FINISHED", "KILLED", "FAILED")
 
 Entry = dict[str, Any]
+SUMMARY: Entry = {"artifact": "summary.json", "folder": ""}
+
+
+def now_ms() -> int:
+    """Unix time, ms."""
+    return int(steady_time() * 1000)
+
+
+def status_entry(status: str) -> Entry:
+    """The entry of a run's status in MLflow, from now on."""
+    return {"status": status, "time": now_ms()}
 
 
 def read_entries(folder: Path, position: int) -> list[tuple[int, Entry | None]]:
@@ -66,9 +77,7 @@ def end_as_failed(folder: Path) -> None:
     last = next((entry for line in reversed(lines) if (entry := _entry(line)) is not None), {})
     if last.get("status") in _ENDED:
         return
-    now = int(steady_time() * 1000)
-    ending: list[Entry] = [{"artifact": "summary.json", "folder": ""}, {"status": "FAILED", "time": now}]
-    append_shared(path, [json.dumps(entry).encode() + b"\n" for entry in ending])
+    append_shared(path, [json.dumps(entry).encode() + b"\n" for entry in (SUMMARY, status_entry("FAILED"))])
 
 
 def count_entries(folder: Path, position: int) -> int:

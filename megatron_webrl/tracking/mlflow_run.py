@@ -13,12 +13,11 @@ from collections.abc import Mapping
 
 from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.system.clock import steady_time
 from megatron_webrl.system.history import History
 from megatron_webrl.system.redaction import redact
 from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tracking.metrics import UpdateMetrics
-from megatron_webrl.tracking.mlflow_journal import FILE, Entry
+from megatron_webrl.tracking.mlflow_journal import FILE, SUMMARY, Entry, now_ms, status_entry
 from megatron_webrl.tracking.mlflow_upload import Uploader
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class MLflowTracker:
             parameters = {key: redact(str(value))[:500] for key, value in flatten_config(config).items()}
             self._append({"params": parameters}, {"artifact": "config.yaml", "folder": ""})
         else:
-            self._append(_status("RUNNING"))
+            self._append(status_entry("RUNNING"))
         self.thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
         self.thread.start()
 
@@ -59,7 +58,7 @@ class MLflowTracker:
 
     def log_metrics(self, values: Mapping[str, float], version: int) -> None:
         """Log metrics with the policy version as the MLflow step."""
-        self._append({"metrics": dict(values), "step": version, "time": _now()})
+        self._append({"metrics": dict(values), "step": version, "time": now_ms()})
 
     def set_tag(self, name: str, value: str) -> None:
         self._append({"tags": {name: value}})
@@ -75,8 +74,8 @@ class MLflowTracker:
         send it.
         """
         if os.path.isfile(self.config.run_folder / "summary.json"):  # False on a disk that fails
-            self._append({"artifact": "summary.json", "folder": ""})
-        self._append(_status(status))
+            self._append(SUMMARY)
+        self._append(status_entry(status))
         self._closing.set()
         self._wake.set()
         self.thread.join(END_SECONDS if seconds is None else seconds)
@@ -130,11 +129,3 @@ class MLflowTracker:
         elif text is None and self.error is not None:
             log.info("MLflow at %s answers again", self.config.tracking_uri)
         self.error = text
-
-
-def _status(status: str) -> Entry:
-    return {"status": status, "time": _now()}
-
-
-def _now() -> int:
-    return int(steady_time() * 1000)
