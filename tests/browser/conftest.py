@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from playwright.async_api import Page
@@ -71,13 +72,13 @@ PAGES = {
 }
 
 
+S = TypeVar("S", bound=FolderSite)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
-    folder = tmp_path_factory.mktemp("site")
-    write_pages(folder, PAGES)
-    site = FolderSite(folder)
-    yield site
-    site.server.close()
+    with serving(FolderSite, tmp_path_factory.mktemp("site"), PAGES) as site:
+        yield site
 
 
 @pytest.fixture
@@ -100,6 +101,15 @@ def pool_on(site: FolderSite, sessions: int = 1, step_seconds: float = 20.0, **s
     """A pool with a viewport of 400x300 pixels; `settings` are fields of BrowserConfig."""
     chosen = {"width": 400, "height": 300, "screenshot": "png"} | settings
     return BrowserPool(BrowserConfig(**chosen), {"site": site}, sessions, step_seconds)
+
+
+@contextmanager
+def serving(kind: type[S], folder: Path, pages: Mapping[str, str]) -> Iterator[S]:
+    """A site that serves `pages` from `folder`."""
+    write_pages(folder, pages)
+    site = kind(folder)
+    yield site
+    site.server.close()
 
 
 def write_pages(folder: Path, pages: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.page.step_messages import MAX_MESSAGE_CHARACTERS, MAX_MESSAGES, StepMessages
 from megatron_webrl.browser.session import Session
 from megatron_webrl.types import Action, Observation
-from tests.browser.conftest import FolderSite, page_task, pool_on, write_pages
+from tests.browser.conftest import FolderSite, page_task, pool_on, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -54,11 +54,8 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
-    folder = tmp_path_factory.mktemp("hostile")
-    write_pages(folder, PAGES)
-    site = FolderSite(folder)
-    yield site
-    site.server.close()
+    with serving(FolderSite, tmp_path_factory.mktemp("hostile"), PAGES) as site:
+        yield site
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

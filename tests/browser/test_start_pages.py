@@ -15,7 +15,7 @@ from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.page import settle
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Task
-from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on, write_pages
+from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,11 +29,9 @@ class Web(FolderSite):
 
 @pytest.fixture(scope="module")
 def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
-    folder = tmp_path_factory.mktemp("web")
-    write_pages(folder, {"waiting": "<title>Waiting</title><img src=slow.html>text"})
-    web = Web(folder)
-    yield web
-    web.server.close()
+    pages = {"waiting": "<title>Waiting</title><img src=slow.html>text"}
+    with serving(Web, tmp_path_factory.mktemp("web"), pages) as web:
+        yield web
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -13,7 +13,7 @@ from megatron_webrl.browser.page import tabs
 from megatron_webrl.browser.page.tab import Tab
 from megatron_webrl.browser.session import Session
 from megatron_webrl.types import OPTIONAL_ACTION_KINDS, Action, Observation
-from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on, write_pages
+from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -45,11 +45,8 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
-    folder = tmp_path_factory.mktemp("gym")
-    write_pages(folder, PAGES)
-    site = FolderSite(folder)
-    yield site
-    site.server.close()
+    with serving(FolderSite, tmp_path_factory.mktemp("gym"), PAGES) as site:
+        yield site
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["coordinates", "marks"])

@@ -14,7 +14,7 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
 from megatron_webrl.farm.protocol import decode_observation, encode_observation
 from megatron_webrl.types import Action, Element, Observation
-from tests.browser.conftest import FolderSite, page_task, pool_on, write_pages
+from tests.browser.conftest import FolderSite, page_task, pool_on, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -81,11 +81,8 @@ class FramedSite(FolderSite):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FramedSite]:
-    folder = tmp_path_factory.mktemp("marks")
-    write_pages(folder, PAGES)
-    site = FramedSite(folder)
-    yield site
-    site.server.close()
+    with serving(FramedSite, tmp_path_factory.mktemp("marks"), PAGES) as site:
+        yield site
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
