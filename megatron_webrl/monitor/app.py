@@ -67,8 +67,9 @@ class RunPages:
         self.live = LiveRollouts(folder, self._texts)
 
     def _open(self) -> None:
-        self._number = self.folder.stat().st_ino
+        number = self.folder.stat().st_ino
         self.config = read_config(self.folder)
+        self._number = number  # of a folder that has its configuration
         self.index = EpisodeIndex(self.folder)
         self._texts = TokenTexts(Path(self.config.model.path))
         self._updates = summary.tail_updates(self.folder)

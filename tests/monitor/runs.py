@@ -29,7 +29,7 @@ def write_run(directory: Path, model: str = "nowhere", name: str = "look") -> Co
     """The folder of a run without episodes; returns its configuration."""
     config = Config()
     config.run.directory, config.run.name, config.model.path = str(directory), name, model
-    config.run_folder.mkdir(parents=True)
+    config.run_folder.mkdir(parents=True, exist_ok=True)
     (config.run_folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     return config
 

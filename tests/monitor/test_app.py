@@ -82,6 +82,8 @@ async def test_a_run_that_rolled_back_or_began_again_shows_what_its_folder_holds
     assert [(line["version"], line["response_tokens_mean"]) for line in found] == [(1, 31.5), (2, 40.5)]
     run.run_folder.rename(tmp_path / "before")
     pages.refresh()
+    run.run_folder.mkdir()  # the configuration comes later
+    pages.refresh()
     again = write_run(tmp_path, run.model.path)
     store(again, [episode(7, 0)], kind="training")
     write_updates(again, 1)
