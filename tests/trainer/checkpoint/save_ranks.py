@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import resource
 import signal
 import subprocess
+import time
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 
 from megatron_webrl.system.history import History
@@ -54,18 +58,33 @@ def saves(rank: int, folder: str) -> None:
     torch.save(found, f"{folder}/saves-{rank}.pt")
 
 
+@contextlib.contextmanager
+def _stopped_writers() -> Iterator[None]:
+    """Processes that write a checkpoint stop before they have written any of it."""
+    from megatron_webrl.trainer.checkpoint import checkpointer
+    from megatron_webrl.trainer.checkpoint.forked_task import ForkedTask
+
+    def start(write: Callable[[], Any], timeout_seconds: float) -> ForkedTask:
+        task = ForkedTask(lambda: (signal.raise_signal(signal.SIGSTOP), write())[1], timeout_seconds)
+        while psutil.Process(task.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        return task
+
+    with mock.patch.object(checkpointer, "ForkedTask", start):
+        yield
+
+
 def _snapshot(learner: Any, folder: Path) -> dict[str, Any]:
     """Weights and moments change while the writer is stopped: the checkpoint must have the earlier ones."""
     checkpoints = checkpoints_in(folder)
     before = tensors_of(save(checkpoints, learner, 1))
-    checkpoints.start_save(learner, state_of(2))
-    writer = checkpoints._current.task.pid
-    os.kill(writer, signal.SIGSTOP)
+    with _stopped_writers():
+        checkpoints.start_save(learner, state_of(2))
     checkpoints.poll()
     waited_for = checkpoints._current is not None
     for _ in range(2):
         step(learner)
-    os.kill(writer, signal.SIGCONT)
+    os.kill(checkpoints._current.task.pid, signal.SIGCONT)
     checkpoints.close()
     after = tensors_of(checkpoints.last_completed[1])
     return {
@@ -95,12 +114,10 @@ def _held_copies(learner: Any, folder: Path) -> list[int]:
         return copied
 
     checkpoints = checkpoints_in(folder)
-    with mock.patch.object(FileSystemWriterAsync, "preload_tensors", staticmethod(preload)):
+    with mock.patch.object(FileSystemWriterAsync, "preload_tensors", staticmethod(preload)), _stopped_writers():
         checkpoints.start_save(learner, state_of(1))
-    writer = checkpoints._current.task.pid
-    os.kill(writer, signal.SIGSTOP)
     counts = [len(copies), _count_alive(copies)]
-    os.kill(writer, signal.SIGCONT)
+    os.kill(checkpoints._current.task.pid, signal.SIGCONT)
     checkpoints.close()
     return [*counts, _count_alive(copies)]
 
@@ -133,9 +150,10 @@ def _no_room(learner: Any, folder: Path) -> dict[str, Any]:
 
 def _killed_writer(learner: Any, folder: Path) -> dict[str, Any]:
     checkpoints = checkpoints_in(folder)
-    checkpoints.start_save(learner, state_of(1))
-    if torch.distributed.get_rank() == 1:
-        os.kill(checkpoints._current.task.pid, signal.SIGKILL)
+    with _stopped_writers():
+        checkpoints.start_save(learner, state_of(1))
+    is_killed = torch.distributed.get_rank() == 1
+    os.kill(checkpoints._current.task.pid, signal.SIGKILL if is_killed else signal.SIGCONT)
     checkpoints.wait_for_save()
     failed = (checkpoints.last_error, checkpoints.last_completed)
     save(checkpoints, learner, 2)
@@ -144,8 +162,8 @@ def _killed_writer(learner: Any, folder: Path) -> dict[str, Any]:
 
 def _late_writer(learner: Any, folder: Path) -> str | None:
     checkpoints = checkpoints_in(folder, timeout_seconds=0.2)
-    checkpoints.start_save(learner, state_of(1))
-    os.kill(checkpoints._current.task.pid, signal.SIGSTOP)
+    with _stopped_writers():
+        checkpoints.start_save(learner, state_of(1))
     checkpoints.wait_for_save()
     return checkpoints.last_error
 
