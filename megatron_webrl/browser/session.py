@@ -172,6 +172,8 @@ class Session:
         else:
             instruction = await site.open(self.page, task)
         if urldefrag(self.page.url).url in self.network.refused_urls:
+            if self._recording is not None:
+                self._recording.void = True
             reasons = "; ".join(self.network.take_errors(self.page.url))
             raise BrowserError(f"the first page of {task.id}, {self.page.url}, is refused: {reasons}")
         self._messages.clear()

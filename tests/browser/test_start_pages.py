@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -16,6 +17,8 @@ from megatron_webrl.browser.page import settle
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Task
 from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on, serving
+
+LOOPBACK = r"127\.0\.0\.1 leads to 127\.0\.0\.1, which is a loopback address"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -64,5 +67,12 @@ async def test_a_page_that_never_finishes_loading_is_shown(pool: BrowserPool, mo
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8009/start?a=b#c", "https://127.0.0.1:8009/"])
 async def test_a_refused_page_is_no_episode(pool: BrowserPool, url: str) -> None:
     async with pool.session() as session:
-        with pytest.raises(BrowserError, match=r"127\.0\.0\.1 leads to 127\.0\.0\.1, which is a loopback address"):
+        with pytest.raises(BrowserError, match=LOOPBACK):
             await session.reset(start_at(url))
+
+
+async def test_a_refused_page_leaves_no_recording(web: Web, tmp_path: Path) -> None:
+    async with pool_on(web, record=str(tmp_path / "recordings")) as pool, pool.session() as session:
+        with pytest.raises(BrowserError, match=LOOPBACK):
+            await session.reset(start_at("http://127.0.0.1:8009/"))
+    assert not list(tmp_path.rglob("*.zip"))
