@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -64,12 +63,12 @@ class RunPages:
         """Raises ConfigError."""
         self.folder = folder
         self._open()
-        self.live = LiveRollouts(folder, self._texts)
+        self.live = LiveRollouts(folder, lambda: self._texts)
 
     def _open(self) -> None:
         number = self.folder.stat().st_ino
         self.config = read_config(self.folder)
-        self._number = number  # of a folder that has its configuration
+        self._number: int | None = number  # of a folder that has its configuration
         self.index = EpisodeIndex(self.folder)
         self._texts = TokenTexts(Path(self.config.model.path))
         self._updates = summary.tail_updates(self.folder)
@@ -77,9 +76,11 @@ class RunPages:
         self._read = lru_cache(maxsize=8)(self._read_episode)
 
     def refresh(self) -> None:
-        with suppress(OSError, ConfigError):  # between two runs of the name there is none
+        try:
             if self.folder.stat().st_ino != self._number:
                 self._open()
+        except (OSError, ConfigError):  # between two runs of the name there is none
+            self._number = None  # the next folder may get the number of the one before
         self.index.refresh()
         lines = self._updates.poll()
         if lines:  # a trainer that rolled back makes later versions again

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ HISTORY_SECONDS = 600
 class LiveRollouts:
     """Belongs to the event loop of the server."""
 
-    def __init__(self, folder: Path, texts: TokenTexts) -> None:
-        """`folder`: of the run."""
+    def __init__(self, folder: Path, texts: Callable[[], TokenTexts]) -> None:
+        """`folder`: of the run. `texts`: of the run that it holds now."""
         self._folder, self._texts = folder, texts
         self._tracker = RolloutTracker()
         self._events: deque[bytes] = deque(maxlen=KEPT_EVENTS)
@@ -176,7 +177,7 @@ class LiveRollouts:
 
     def _episode_json(self, worker: str, key: str, row: dict[str, Any]) -> dict[str, Any] | None:
         episode = self._episode(worker, key)
-        return None if episode is None else episode_json(episode, row, None, self._texts)
+        return None if episode is None else episode_json(episode, row, None, self._texts())
 
 
 class _Endpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -80,9 +81,11 @@ async def test_a_run_that_rolled_back_or_began_again_shows_what_its_folder_holds
     pages.refresh()
     found = await get(client, "/api/updates")
     assert [(line["version"], line["response_tokens_mean"]) for line in found] == [(1, 31.5), (2, 40.5)]
-    run.run_folder.rename(tmp_path / "before")
+    gone = run.run_folder.rename(tmp_path / "gone")
     pages.refresh()
-    run.run_folder.mkdir()  # the configuration comes later
+    for path in gone.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    gone.rename(run.run_folder)  # a folder may get the inode of the one before; the configuration comes later
     pages.refresh()
     again = write_run(tmp_path, run.model.path)
     store(again, [episode(7, 0)], kind="training")

@@ -7,9 +7,9 @@ const LARGEST = /largest|peak/;
 const FEW_POINTS = 12; // of a line whose points are marked
 const STYLES = 6;
 
-// series: [{name, points, place?}], place: number of its style. axis: {name, format} of x.
+// series: [{name, points, place?, curve?}], place: number of its style, curve: its name if `name` is that of a run. axis: {name, format} of x.
 export function chart(title, series, format, axis = { name: "policy version", format: (value) => String(Math.round(value)) }) {
-  const lines = series.map((each, place) => ({ ...each, points: thin(each.points, LARGEST.test(each.name)), last: each.points.at(-1)[1], style: lineStyle(each.place ?? place) }));
+  const lines = series.map((each, place) => ({ ...each, points: thin(each.points, LARGEST.test(each.curve ?? each.name)), last: each.points.at(-1)[1], style: lineStyle(each.place ?? place) }));
   const all = lines.flatMap((each) => each.points);
   const [x0, x1] = range(all.map(([x]) => x)), [y0, y1] = range(all.map(([, y]) => y));
   const x = (value) => LEFT + ((value - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);

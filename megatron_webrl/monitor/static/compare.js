@@ -82,7 +82,7 @@ function controls(runs, chosen, keep) {
 function drawn(runs, chosen) {
   const shown = runs.filter((run) => !chosen.without.includes(run.name)), all = allCurves(runs), names = chosenCurves(all, chosen);
   const axis = AXES[chosen.x];
-  const curves = names.map((name) => ({ name, ...all.get(name), lines: shown.map((run) => ({ name: run.name, place: run.place, points: pointsOf(run, name) })) }));
+  const curves = names.map((name) => ({ name, ...all.get(name), lines: shown.map((run) => ({ name: run.name, curve: name, place: run.place, points: pointsOf(run, name) })) }));
   const charts = curves.map(({ name, format, lines }) => {
     const placed = lines.map((line) => ({ ...line, points: along(runs[line.place], axis, line.points) })).filter((line) => line.points.length);
     return placed.length ? chart(name, placed, format, axis) : null;
