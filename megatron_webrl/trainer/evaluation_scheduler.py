@@ -10,7 +10,7 @@ import logging
 import time
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
@@ -23,6 +23,7 @@ from megatron_webrl.evaluation.evaluation_queue import (
 )
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics
 from megatron_webrl.system.disk_faults import continue_without
+from megatron_webrl.system.text import first_line
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
@@ -53,6 +54,7 @@ class EvaluationScheduler:
         self.restart_epoch = restart_epoch
         self._collector: ResultCollector | None = None
         self._started = 0.0
+        self._made: set[tuple[str, str, int]] = set()  # kind, variant and version of those made since the start
         self.cut_short = False  # whether an early end has cost an evaluation; first rank
         if tracker is not None:
             result_files.truncate_after(config.run_folder, version)
@@ -91,11 +93,12 @@ class EvaluationScheduler:
             return
         self._wait(version, weight_syncer)
         settings = self.config.evaluation
-        if (settings.after or settings.every) and weight_syncer.version != version:  # mode one_step_off
+        ends_interval = bool(version and settings.every and version % settings.every == 0)
+        if (settings.after or ends_interval) and weight_syncer.version != version:  # mode one_step_off
             weight_syncer.sync(version)
         if settings.after:
             self._run_variants("after", version, weight_syncer)
-        elif version and settings.every and version % settings.every == 0:  # unless it has been made
+        elif ends_interval:  # unless it has been made
             self._run_if_due("during", "", version, weight_syncer, exclusive=False)
 
     def _run_variants(self, kind: str, version: int, weight_syncer: WeightSyncer) -> None:
@@ -116,9 +119,13 @@ class EvaluationScheduler:
         """Whether the run has no result of this policy, tasks and sampling. None from before training is added once
         training has changed the policy.
         """
-        if kind == "before" and version:
+        if (kind == "before" and version) or (kind, variant, version) in self._made:
             return False
-        lines = result_files.read_evaluations(self.config.run_folder)
+        lines: list[dict[str, Any]] = []
+        try:
+            lines = result_files.read_evaluations(self.config.run_folder)
+        except OSError as error:
+            log.error("earlier evaluations cannot be read: %s; the job continues without them", first_line(error))
         lines = [line for line in lines if (line["kind"], line["version"]) == (kind, version)]
         request = self._make_request(0, kind, version, variant, exclusive=True)
         fields = ("variant", "temperature", "samples", "first_task")
@@ -184,9 +191,11 @@ class EvaluationScheduler:
         self._record(collector, seconds)
 
     def _record(self, collector: ResultCollector, seconds: float) -> None:
+        request = collector.request
+        self._made.add((request.kind, request.variant, request.version))  # its line may be lost on a full disk
         results = [collector.results[episode] for episode in sorted(collector.results)]
-        line = aggregate_results(collector.request, results, seconds, self.restart_epoch)
-        with continue_without(f"evaluation {collector.request.name} of version {line['version']}"):
+        line = aggregate_results(request, results, seconds, self.restart_epoch)
+        with continue_without(f"evaluation {request.name} of version {line['version']}"):
             result_files.append_evaluation(self.config.run_folder, line, results)
         log.info("evaluation of version %d in %.1f s: %s", line["version"], seconds, result_table.format_rates(line))
         if self.tracker is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Iterator
@@ -331,6 +332,29 @@ def test_an_evaluation_of_engines_that_lag_behind_waits_for_the_weights(address:
     worker.join(LIMIT)
     assert (engines.version, worker.asked["during"].version) == (4, 4)
     assert (recorded(config), evaluation.cut_short) == (["during"], False)
+
+
+def test_a_failing_run_folder_costs_the_lines_of_evaluations_alone(
+    address: Path, config: Config, one_rank: None, monkeypatch: pytest.MonkeyPatch
+):
+    control, engines = connect(address, "trainer-0"), Engines()  # type: ControlClient, Any
+    engines.waiting, engines.version, config.evaluation.after = 0, 4, False
+    evaluation = EvaluationScheduler(config, control, MLflowTracker(config, None), restart_epoch=0, version=3)
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for name in ("append_evaluation", "read_evaluations"):
+        monkeypatch.setattr(result_files, name, fail)
+    worker = Worker(address, "rollout-failing", engines, last="during")
+    worker.start()
+    evaluation.poll_during_training(4)
+    first = evaluation_queue.current_request(control)
+    evaluation.run_after_training(4, engines)
+    worker.join(LIMIT)
+    assert first is not None
+    assert worker.asked == {"during": first}  # made once, although no line says so
+    assert evaluation._is_due("during", "", 8)
 
 
 def test_the_evaluation_of_a_checkpoint_ends_without_a_result_when_the_budget_is_spent(
