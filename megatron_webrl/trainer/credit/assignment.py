@@ -105,11 +105,11 @@ def apart_advantages(
     """Advantages from outcome and penalties apart (GDPO, arXiv 2601.05242), of the trajectories of each group.
 
     S = normalise(G) + sum over penalties k of weight_k * normalise(- share_k)      within the group
-    A = (S - mean) / (standard deviation + epsilon)                                 over the batch
+    A = (S - mean) / (standard deviation + epsilon)    over the batch; A = S if none of its groups is `informative`
 
     G: discounted outcome of each step. A weight says how much a penalty counts against the outcome, whatever the
     spread of either. In a group that is not `informative`, one of a single outcome, normalise(G) is 0, and the
-    penalties alone count, as in the paper: their weights bound them.
+    penalties alone count, as in the paper. In a batch of such groups alone the division would cancel their weights.
     """
     discount, penalties = config.trainer.advantage.discount, configured_penalties(config)
     summed: list[Values] = []
@@ -121,6 +121,7 @@ def apart_advantages(
             shares = normalize([np.array([-penalty.share(t)]) for t in trajectories])
             values = [a + penalty.weight * b for a, b in zip(values, shares, strict=True)]
         summed.append(values)
-    flat = [value for values in summed for value in values]
-    normalized = iter(normalize(flat) if flat else [])
+    if not any(informative):
+        return summed
+    normalized = iter(normalize([value for values in summed for value in values]))
     return [[next(normalized) for _ in values] for values in summed]

@@ -147,6 +147,17 @@ def test_components_apart_are_normalised_in_the_group_and_their_sum_in_the_batch
     assert max(abs(each).max() for each in found[-1].values()) > 0.01  # of failures alone: their penalties count
 
 
+def test_the_weight_of_a_penalty_apart_counts_in_a_batch_of_failures_alone() -> None:
+    (failures,) = varied_groups(5)[-1:]
+    (found,), config = step_advantages([failures], with_settings(True, components="apart")), with_settings(True)
+    for name in WEIGHTS:
+        setattr(config.trainer.reward, name, 0.01 * WEIGHTS[name])
+    config.trainer.advantage.components = "apart"
+    (smaller,) = step_advantages([failures], config)
+    assert max(abs(each).max() for each in found.values()) > 0.01
+    same([smaller], [{index: 0.01 * each for index, each in found.items()}])
+
+
 def test_without_options_the_advantages_are_those_of_grpo_to_the_last_bit() -> None:
     groups = varied_groups(1)
     for penalised in (False, True):
