@@ -128,6 +128,8 @@ def train_batch(
         values = [[each["values"] for each in part or ()] for part in scores]
         minibatches, credit_metrics = assign_credit(minibatches, values, groups, config)
     value_head_only = has_critic and version < settings.critic.warmup_updates
+    if has_critic and 0 < settings.critic.warmup_updates == version:
+        learner.optimizer.restart_adam()
     steps: list[Metrics] = []
     logprobs: list[Tensor] = []
     for _ in range(settings.epochs):

@@ -71,6 +71,20 @@ class ScheduledOptimizer:
         self.scheduler.step(1)  # sets the learning rate of all groups
         return norm
 
+    def restart_adam(self) -> None:
+        """Set moments and step count to 0; weights, learning rate and schedule stay.
+
+        After steps without gradients, which Adam counted, it would correct the moments' bias too little: its steps
+        would be several times as long as the first ones of an Adam.
+        """
+        for part in self.parts:
+            for state in part.optimizer.state.values():
+                for tensor in state.values():
+                    tensor.zero_()
+            for group in part.optimizer.param_groups:
+                if "step" in group:
+                    group["step"] = 0
+
     @property
     def step_count(self) -> int:
         """Number of Adam steps."""

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 SAVED_IN = "tp2"
 LEARNING_UPDATES = 12
+STEPS = 4  # of an update: two epochs of two minibatches
 
 
 def across_layouts(rank: int, folder: str, model: str) -> None:
@@ -139,7 +140,9 @@ def _success(trajectory: Any) -> Any:
 
 
 def _warm_up(config: Config, platform: Any, train_trunk: bool) -> dict[str, Any]:
-    """The largest change of a weight of the policy and of the head in an update of the warm-up and in a later one."""
+    """Of an update of the warm-up and of a later one: the largest change of a weight of the head and of the policy, and
+    the policy's Adam steps.
+    """
     config.trainer.critic = CriticConfig(coefficient=0.5, train_trunk=train_trunk, warmup_updates=VERSION + 1)
     learner, groups = make_learner(config, platform), make_groups(config)
     changes = []
@@ -148,7 +151,7 @@ def _warm_up(config: Config, platform: Any, train_trunk: bool) -> dict[str, Any]
         before = weights_of(learner)
         _update(learner, config, platform, groups)
         change = {name: float((each - before[name]).abs().max()) for name, each in weights_of(learner).items()}
-        changes.append((change.pop("value_head"), max(change.values())))
+        changes.append((change.pop("value_head"), max(change.values()), learner.optimizer.step_count))
     return {"warm-up": changes[0], "later": changes[1]}
 
 
