@@ -301,6 +301,13 @@ class Group:
         """Whether all episodes are of the same task, as they are unless workers have different task files."""
         return len({trajectory.task.id for trajectory in self.trajectories}) == 1
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all episodes have ended by themselves; else those that have are the quick ones, a biased choice."""
+        return len(self.trajectories) == self.trajectories[0].group_size and all(
+            trajectory.outcome != ABORTED for trajectory in self.trajectories
+        )
+
 
 class TaskSite(Protocol):
     """What a browser session needs from a task source: open the page of a task, read its result."""

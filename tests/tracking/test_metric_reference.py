@@ -41,8 +41,9 @@ STAGE = JudgeStage("rubric", "1", "yes", "", "", "model", attempts=2, errors=("t
 VERDICT = Verdict("success", "judge", "rubric", stages=(STAGE,), calls=2)
 LENIENT = replace(trajectory(0, 1).steps[0], leniencies=("url_without_scheme",), memory_characters=7)
 MIXED = Group(0, (
-    replace(trajectory(0, 0, reward=1.0), verdict=VERDICT), replace(trajectory(0, 1), steps=(LENIENT,)),
-    trajectory(0, 2, outcome="blocked"),
+    replace(trajectory(0, 0, reward=1.0, group_size=3), verdict=VERDICT),
+    replace(trajectory(0, 1, group_size=3), steps=(LENIENT,)),
+    trajectory(0, 2, outcome="blocked", group_size=3),
 ))  # fmt: skip
 
 

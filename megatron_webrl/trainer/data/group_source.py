@@ -198,8 +198,8 @@ class GroupSource:
     def _reason_to_drop(self, group: Group, version: int) -> str | None:
         if not group.has_one_task:
             return "several_tasks"  # its episodes share no baseline
-        if any(t.outcome == ABORTED for t in group.trajectories):
-            return ABORTED  # the finished episodes may be fresh, but they are biased towards short ones
+        if not group.is_complete:
+            return ABORTED
         trainable = sum(t.trainable for t in group.trajectories)
         if not trainable:
             return "masked"

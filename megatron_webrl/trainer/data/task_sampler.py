@@ -25,7 +25,7 @@ from megatron_webrl.sampling.units import draws_environments, unit_kind, unit_of
 from megatron_webrl.trainer.data.block_list import FILE as BLOCK_LIST_FILE
 from megatron_webrl.trainer.data.block_list import BlockList
 from megatron_webrl.trainer.data.draw_statistics import DrawStatistics
-from megatron_webrl.types import ABORTED, DIFFICULTIES, Group, Task
+from megatron_webrl.types import DIFFICULTIES, Group, Task
 
 FOLD_ENTRIES = 1024  # the base takes in at least as many entries at a time
 
@@ -93,10 +93,10 @@ class TaskSampler:
     def record_group(self, group: Group) -> None:
         """Record the pass rate of a trained or dropped group.
 
-        One of several tasks says nothing of any of them; in an aborted one the finished episodes are the quick ones.
+        One of several tasks says nothing of any of them, and one that is not complete is biased.
         """
-        is_biased = not group.has_one_task or any(t.outcome == ABORTED for t in group.trajectories)
-        passed = [t.outcome == "success" for t in group.trajectories if t.trainable and not is_biased]
+        counts = group.has_one_task and group.is_complete
+        passed = [t.outcome == "success" for t in group.trajectories if t.trainable and counts]
         self._recorded[group.ticket] = group.trajectories[0].task, sum(passed) / len(passed) if passed else None
 
     def publish_adapted_state(self, limit: int, version: int) -> None:

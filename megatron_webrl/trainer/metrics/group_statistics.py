@@ -12,7 +12,7 @@ from megatron_webrl.evaluation.results import pass_at, success_within
 from megatron_webrl.system.text import metric_label
 from megatron_webrl.trainer.credit.advantages import common_outcome
 from megatron_webrl.trainer.metrics.verdict_statistics import VerdictStatistics
-from megatron_webrl.types import ABORTED, BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory
+from megatron_webrl.types import BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory
 
 GROUP_KINDS = ("all_succeeded", "all_failed")
 ALWAYS_NAMED_MASKS = (BLOCKED, JUDGE_ERROR)  # have a rate even if it is 0
@@ -51,7 +51,7 @@ class GroupStatistics:
         for trajectory in group.trajectories:
             self._add_finished(trajectory)
         trainable = [trajectory for trajectory in group.trajectories if trajectory.trainable]
-        if not trainable or any(trajectory.outcome == ABORTED for trajectory in group.trajectories):
+        if not trainable or not group.is_complete:
             return
         totals, common = self._totals, common_outcome(group)
         totals.groups.update(["all", *([common] if common else [])])

@@ -28,7 +28,7 @@ class Clock:
 
 
 def group(ticket: int, website: str, *outcomes: str, task_id: str = "") -> Group:
-    made = [trajectory(ticket, index, outcome=outcome) for index, outcome in enumerate(outcomes)]
+    made = [trajectory(ticket, i, outcome=outcome, group_size=len(outcomes)) for i, outcome in enumerate(outcomes)]
     task = replace(made[0].task, id=task_id or f"task {ticket}", website=website, source="web")
     return Group(ticket, tuple(replace(each, task=task) for each in made))
 

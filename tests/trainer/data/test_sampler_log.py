@@ -40,7 +40,7 @@ def controls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
 
 
 def group(ticket: int, website: str, *outcomes: str) -> Group:
-    made = [trajectory(ticket, index, outcome=outcome) for index, outcome in enumerate(outcomes)]
+    made = [trajectory(ticket, i, outcome=outcome, group_size=len(outcomes)) for i, outcome in enumerate(outcomes)]
     return Group(ticket, tuple(replace(each, task=replace(each.task, website=website)) for each in made))
 
 
