@@ -150,6 +150,12 @@ class TrackingConfig:
         "weights above which an update warns; 0: never.",
         low=0,
     )
+    mismatch_kl_alarm: float = setting(
+        0.5,
+        "KL divergence, in nats, of the trainer from the engine over the tokens of a version lag above which an update "
+        "warns; 0: never. The updates between both count too.",
+        low=0,
+    )
 
 
 @dataclass

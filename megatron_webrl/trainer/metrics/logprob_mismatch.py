@@ -49,16 +49,24 @@ class LogprobMismatch:
         """Number of tokens under the same weights."""
         return self.by_lag[0].tokens if 0 in self.by_lag else 0
 
-    def alarm(self, limit: float) -> str:
-        """What is wrong if the mean under the same weights exceeds `limit`; else empty. 0: no limit."""
+    def alarms(self, mean_limit: float, kl_limit: float) -> list[str]:
+        """What is wrong: the mean under the same weights or the divergence of a lag exceeds its limit. 0: none."""
+        found = []
         same = self.by_lag.get(0)
-        if same is None or not limit or same.mean <= limit:
-            return ""
-        return (
-            f"the engine's and the trainer's log-probabilities of {same.tokens} tokens under the same weights "
-            f"differ by {same.mean:.3g} nats in the mean and {same.largest:.3g} at most "
-            f"(tracking.mismatch_alarm={limit:g})"
-        )
+        if same is not None and 0 < mean_limit < same.mean:
+            found.append(
+                f"the engine's and the trainer's log-probabilities of {same.tokens} tokens under the same weights "
+                f"differ by {same.mean:.3g} nats in the mean and {same.largest:.3g} at most "
+                f"(tracking.mismatch_alarm={mean_limit:g})"
+            )
+        for lag, each in sorted(self.by_lag.items()):
+            if 0 < kl_limit < each.kl:
+                found.append(
+                    f"the trainer has diverged from the engine by {each.kl:.3g} nats over {each.tokens} tokens of "
+                    f"version lag {lag}, which differ by {each.largest:.3g} at most "
+                    f"(tracking.mismatch_kl_alarm={kl_limit:g})"
+                )
+        return found
 
     def metrics(self) -> dict[str, float]:
         """Metrics by MLflow name."""

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -100,11 +101,12 @@ class _Run:
         from megatron_webrl.ring.ring import Ring
         from megatron_webrl.tracking.metrics import UpdateSeconds
         from megatron_webrl.tracking.mlflow_run import MLflowTracker
+        from megatron_webrl.trainer import coordinator as coordinators
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
         from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
         from megatron_webrl.trainer.data import group_files
         from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
-        from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
+        from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
         from tools.bench import recorded_groups
 
         ring_name = f"webrl-test-{secrets.token_hex(4)}"
@@ -132,9 +134,12 @@ class _Run:
                 groups = coordinator.collect(version, lambda: worker.step(version))  # noqa: B023
                 version += 1
                 if version == end:
-                    coordinator.log_update(
-                        UpdateResult(version, groups, METRICS, LogprobMismatch({}), UpdateSeconds(1, 1, 1, 1, 0), {})
-                    )
+                    mismatch = LogprobMismatch({1: LagMismatch(4, 0.2, 0.9, 1.0, 0.5)})
+                    with mock.patch.object(coordinators.log, "warning") as warning:
+                        coordinator.log_update(
+                            UpdateResult(version, groups, METRICS, mismatch, UpdateSeconds(1, 1, 1, 1, 0), {})
+                        )
+                    warned = [call.args[0] % call.args[1:] for call in warning.call_args_list]
                     trained = [(g.ticket, [t.index for t in g.trajectories]) for g in groups]
                 coordinator.close_update(groups, version)
                 most = max(most, len(coordinator.task_sampler.states))
@@ -146,7 +151,7 @@ class _Run:
             return coordinator.trainer_state(version), {
                 "rates": {name: sampler.pass_rate(name) for name in SKILL}, "versions": worker.versions,
                 "states": states, "published": [first for first, _, _ in index["states"]], "most": most,
-                "trained": trained, "kept": kept,
+                "trained": trained, "kept": kept, "warned": warned,
             }  # fmt: skip
 
 

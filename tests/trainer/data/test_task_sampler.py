@@ -96,6 +96,14 @@ def test_an_update_tells_what_the_sampler_knows(found, sampler: str) -> None:
 
 
 @BOTH
+def test_an_update_tells_how_far_the_trainer_is_from_the_engine(found, sampler: str) -> None:
+    run = found[sampler, "whole"]
+    assert run["figures"]["logprob_mismatch/kl/lag_1"] == 0.9
+    (warning,) = run["warned"]
+    assert warning.startswith(f"update {sampler_ranks.UPDATES}: the trainer has diverged from the engine by 0.9 nats")
+
+
+@BOTH
 def test_the_groups_of_an_update_are_kept_where_that_is_wanted(found, sampler: str) -> None:
     run = found[sampler, "whole"]
     assert len(run["trained"]) == 3
@@ -115,7 +123,9 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
 
 
 def group(ticket: int, environment: str, *outcomes: str) -> Group:
-    made = (trajectory(ticket, index, outcome=outcome) for index, outcome in enumerate(outcomes))
+    made = (
+        trajectory(ticket, index, outcome=outcome, group_size=len(outcomes)) for index, outcome in enumerate(outcomes)
+    )
     return Group(ticket, tuple(replace(each, task=replace(each.task, environment=environment)) for each in made))
 
 
@@ -156,6 +166,14 @@ def test_groups_count_in_the_order_of_their_tickets_and_masked_episodes_do_not(
     assert sampler.states == [SamplerState(0, 0, 0), SamplerState(6, 2, 1)]  # tickets 3 to 5 are open
     assert read_published(control)[1] == tuple(sampler.states)
     assert [sampler.metrics()[f"sampler/probability/{name}"] for name in "ab"] == pytest.approx([0.4622, 0.5378], 1e-3)
+
+
+def test_a_group_that_lacks_an_episode_says_nothing_of_its_task(control: ControlClient, tmp_path: Path) -> None:
+    sampler = started(control, tmp_path)
+    sampler.record_group(Group(0, group(0, "a", "success", "success", "failure").trajectories[:2]))
+    sampler.record_group(group(1, "b", "success", "success", "failure"))
+    sampler.publish_adapted_state(6, 1)
+    assert rates(sampler) == [0.5, pytest.approx(0.5833, 1e-3)]
 
 
 def test_a_state_stays_as_long_as_one_of_its_tickets_is_open(control: ControlClient, tmp_path: Path) -> None:
