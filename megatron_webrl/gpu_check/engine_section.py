@@ -101,7 +101,8 @@ def short_job(config: Config, folder: Path) -> Config:
     # One group after the other, so that episodes are under way whenever an update arrives.
     job.rollout.group_size, job.rollout.groups_in_flight = 2, 1
     job.rollout.max_new_tokens = min(job.rollout.max_new_tokens, 64)
-    job.trainer.reward.length_window = min(job.trainer.reward.length_window, job.rollout.max_new_tokens)
+    if job.trainer.reward.length_penalty:
+        job.trainer.reward.length_window = min(job.trainer.reward.length_window, job.rollout.max_new_tokens)
     job.judge = type(job.judge)()
     job.tasks = type(job.tasks)(environments=["click-test", "focus-text"], max_steps=6)
     return job

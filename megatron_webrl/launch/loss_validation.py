@@ -65,6 +65,8 @@ def ignored_settings(trainer: TrainerConfig) -> dict[str, str]:
     causes = dict.fromkeys(by_name, f"trainer.loss.name={loss.name}")
     if trainer.without_baseline:
         causes |= dict.fromkeys(BASELINE_SETTINGS, trainer.without_baseline)
+    if not trainer.reward.length_penalty:
+        causes["reward.length_window"] = "trainer.reward.length_penalty=0"
     if trainer.distillation.alone:
         causes["loss.shuffle_advantages"] = trainer.without_baseline
     others = (

@@ -20,7 +20,7 @@ OTHER_VALUES: dict[str, Any] = {
     "loss.importance_weight_floor": 0.5, "loss.importance_weight_cap": 2.0, "loss.importance_weight_mode": "truncate",
     "loss.kl_rejection_bound": 0.1, "loss.kl_rejection_estimator": "k1", "loss.max_token_lag": 1,
     "loss.normalizer_constant": 5, "reward.format_penalty": 0.1, "reward.repetition_penalty": 0.1,
-    "reward.length_penalty": 0.1, "zero_variance_groups": "keep", "min_group": 3,
+    "reward.length_penalty": 0.1, "reward.length_window": 100, "zero_variance_groups": "keep", "min_group": 3,
 }  # fmt: skip
 """A value other than the default for each setting that some loss ignores."""
 
