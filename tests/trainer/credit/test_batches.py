@@ -19,6 +19,8 @@ from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.types import Group, Trajectory
 from tests.trainer.credit.made_groups import plain_group
 
+MERGES = pytest.mark.parametrize("merge", ["none", "trajectory", "all"])
+
 
 def growing_episode(plain: Trajectory) -> Trajectory:
     """The episode with prompts that extend each other, and behaviour log-probabilities that identify each token.
@@ -38,8 +40,8 @@ def growing_episode(plain: Trajectory) -> Trajectory:
     return replace(plain, steps=tuple(steps))
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_each_response_token_has_the_advantage_of_its_step(tiny_model: Path, merge: bool) -> None:
+@MERGES
+def test_each_response_token_has_the_advantage_of_its_step(tiny_model: Path, merge: str) -> None:
     plain = plain_group([True, False, True], [4, 2, 3])
     group = Group(0, tuple(growing_episode(each) for each in plain.trajectories))
     config = Config()
@@ -63,8 +65,8 @@ def test_each_response_token_has_the_advantage_of_its_step(tiny_model: Path, mer
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_step_is_valued_at_the_last_token_of_its_prompt(tiny_model: Path, merge: bool) -> None:
+@MERGES
+def test_a_step_is_valued_at_the_last_token_of_its_prompt(tiny_model: Path, merge: str) -> None:
     group = Group(0, tuple(growing_episode(each) for each in plain_group([True, False, True], [4, 2, 3]).trajectories))
     samples = batching.training_samples([group], Config(), 0)
     by_id = {sample.step_id: sample for sample in samples}
