@@ -43,7 +43,8 @@ class ExpertStore:
         for request, rows in experts.items():  # before any is looked up: a request may use blocks of the same step
             tokens = scheduled[request]
             if self._cached is None:
-                self._cached = np.empty((self.num_blocks * self.block_size, *rows.shape[1:]), rows.dtype)
+                places, unknown = self.num_blocks * self.block_size, np.iinfo(rows.dtype).max
+                self._cached = np.full((places, *rows.shape[1:]), unknown, rows.dtype)
             self._cached[self._slots(tokens, tokens.start, tokens.start + len(rows))] = rows
         for request, rows in experts.items():
             tokens, chunks = scheduled[request], self._requests.setdefault(request, [])

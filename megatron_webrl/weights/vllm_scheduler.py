@@ -61,8 +61,8 @@ class _ReturnsExperts:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         scheduled = self._scheduled.pop(id(scheduler_output))
         recorded = model_runner_output.aux_output_connector_output or {}
-        running = {name: each.rows for name, each in recorded.items() if name in self.requests}
-        self._experts.add_step(scheduled, running)
+        # Those of requests that were aborted meanwhile, too: others find their tokens in the prefix cache.
+        self._experts.add_step(scheduled, {name: each.rows for name, each in recorded.items()})
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for each in (each for part in outputs.values() for each in part.outputs):
             if each.finish_reason is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 
 from megatron_webrl.weights.expert_store import ExpertStore, ScheduledTokens
@@ -44,6 +47,12 @@ def test_a_request_may_use_blocks_that_another_computes_in_the_same_step() -> No
     assert names(store.take("b")) == [1, 2, 3, 4, 15]
 
 
+def test_a_token_that_no_request_has_computed_is_unknown() -> None:
+    store = ExpertStore(8, BLOCK)
+    store.add_step({"a": ScheduledTokens(4, 0, [3, 2], True)}, {"a": rows(5)})
+    assert names(store.take("a")) == [LOST] * 4 + [5]
+
+
 def test_a_token_that_is_computed_again_has_its_last_experts() -> None:
     """The request itself computes it, or finds it in the cache, where another has computed it again."""
     store = ExpertStore(8, BLOCK)
@@ -64,3 +73,23 @@ def test_unknown_tokens_between_known_ones_are_marked_and_aborted_requests_forgo
     store.retain({"a"})
     assert names(store.take("a")) == [1, 2, LOST, 4]
     assert store.take("b") is None
+
+
+def test_a_request_that_is_aborted_while_its_step_runs_leaves_its_experts_to_those_that_use_its_blocks() -> None:
+    from megatron_webrl.weights import vllm_scheduler
+
+    class Scheduler:
+        """vLLM's, in which the request "a" was aborted before the output of the step arrived."""
+
+        def update_from_output(self, step: Any, output: Any) -> dict[int, Any]:
+            ended = SimpleNamespace(request_id="b", finish_reason="stop", routed_experts=None)
+            return {0: SimpleNamespace(outputs=[ended])}
+
+    scheduler = object.__new__(type("Recording", (vllm_scheduler._ReturnsExperts, Scheduler), {}))
+    scheduler._experts, scheduler.requests, step = ExpertStore(8, BLOCK), {"b": None}, object()
+    tokens = {"a": ScheduledTokens(0, 0, [7], True), "b": ScheduledTokens(4, 0, [7, 1], True)}
+    scheduler._scheduled = {id(step): tokens}
+    recorded = {"a": SimpleNamespace(rows=rows(1, 2, 3, 4)), "b": SimpleNamespace(rows=rows(15))}
+    outputs = scheduler.update_from_output(step, SimpleNamespace(aux_output_connector_output=recorded))
+    assert names(outputs[0].outputs[0].routed_experts) == [1, 2, 3, 4, 15]
+    assert scheduler._experts.take("a") is None
