@@ -22,7 +22,9 @@ def packed_experts(sequences: Sequence[MergedSequence], tree: PrefixTree) -> np.
         return None
     source: dict[int, int] = {}  # segment -> the sequence whose experts it gets
     for index in sorted(found, key=lambda index: (_newest_version(sequences[index]), index)):
-        source |= dict.fromkeys(tree.path(index), index)
+        # A segment may go beyond the end of a sequence that is a prefix of another.
+        whole = [each for each in tree.path(index) if tree.segments[each].stop <= len(found[index])]
+        source |= dict.fromkeys(whole, index)
     unknown = next(iter(found.values()))[:0]
     parts = []
     for number, segment in enumerate(tree.segments):

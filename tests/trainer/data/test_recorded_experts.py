@@ -84,6 +84,20 @@ def test_a_common_prefix_has_the_experts_of_the_newest_sequence(processor: Proce
         assert batch.inputs.experts[:100, 0, 0].tolist() == [(first + i) % 200 for i in range(100)]
 
 
+def test_a_sequence_that_is_a_prefix_of_another_leaves_it_the_rest(processor: Processor, tiny_model: Path) -> None:
+    """Even if it is the newer one: in a part of a tree both may end in one segment."""
+    prompt, response = np.arange(30, 130, dtype=np.int32), random_tokens(1, 5)
+    one = step(prompt, response, trajectory=(1, 0), first=1)
+    two = step(np.concatenate([prompt, response, prompt[:9]]), random_tokens(2, 4), trajectory=(1, 0), first=2)
+    newer = step(prompt, response, trajectory=(2, 0), first=3)
+    given = [with_experts(one, 0), with_experts(two, 0), with_experts(newer, 100)]
+    (batch,) = packer(processor, tiny_model, replays_routing=True).build(given, "per_trajectory", 10)
+    found = batch.inputs.experts
+    assert found is not None
+    assert len(found) == two.length  # each token once
+    assert found[:-1, 0, 0].tolist() == [i % 200 for i in range(two.length - 1)]
+
+
 def test_without_replay_or_experts_the_router_chooses(processor: Processor, tiny_model: Path) -> None:
     plain = episode(processor, 0, (6,))
     for samples, replays in (([with_experts(plain[0], 0)], False), (plain, True)):
