@@ -182,6 +182,7 @@ class VLLMEngine:
             # its two halves separately would lose images of requests that arrive in between.
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             self.partially_updated = True
+            self._weights += 1  # requests that arrive from now on run on the new weights
             await self._call_ranks("start")
             await self._call_ranks("update", info)
             await self._call_ranks("finish")
@@ -192,7 +193,6 @@ class VLLMEngine:
             await self._llm.engine_core.set_weight_version_async(str(version))
             await self._llm.resume_generation()
             self.version, self.partially_updated = version, False
-            self._weights += 1
             seconds = time.monotonic() - self._paused_since
             self._paused_seconds, self._paused_since = self._paused_seconds + seconds, None
         return seconds
