@@ -69,7 +69,6 @@ class GroupSource:
         # Ticket -> index -> number and content of a record, whose arrays are views of it until it is acknowledged.
         self._partial: dict[int, dict[int, tuple[int, Trajectory]]] = defaultdict(dict)
         self._partial_since: dict[int, int] = {}  # ticket -> policy version when its first record was read
-        self._has_damage = False
         self._ready: dict[int, list[int]] = {}  # ticket -> sequences, in the order of completion
         self._groups: dict[int, Group] = {}
         self._unacknowledged: set[int] = set()  # sequences read and not acknowledged
@@ -119,8 +118,7 @@ class GroupSource:
             self._add_record(sequence, version)
         for ticket in [t for t, group in self._groups.items() if self._stale(group, version)]:
             self._drop(self._groups.pop(ticket), self._ready.pop(ticket), "stale")
-        if self._has_damage:
-            self._drop_incomplete(version)
+        self._drop_incomplete(version)
 
     def close_group(self, group: Group, sequences: list[int]) -> None:
         """Count a trained group and free its records."""
@@ -143,7 +141,6 @@ class GroupSource:
         trajectory = read_trajectory(self.records, sequence, self.config.run_folder / DAMAGED_FOLDER)
         if trajectory is None:
             self._on_damaged()
-            self._has_damage = True
             self.lost_tickets += 1
             self._acknowledge([sequence])
             return
@@ -169,7 +166,9 @@ class GroupSource:
         return Group(ticket, trajectories), list(sequences)
 
     def _drop_incomplete(self, version: int) -> None:
-        """Drop groups that miss a member for so long that they are stale: the ring frees its space in order."""
+        """Drop groups that miss a member for so long that they are stale: the ring frees its space in order, and may
+        lack room for the missing ones.
+        """
         limit = self.config.staleness_limit
         for ticket in [t for t, since in self._partial_since.items() if version - since > limit]:
             self._drop(*self._take_partial(ticket), "stale")

@@ -124,6 +124,18 @@ def test_a_group_waits_until_it_is_complete(ring: Ring, source: GroupSource):
     assert [t.index for t in taken[0][0].trajectories] == [0, 1]
 
 
+def test_a_group_that_misses_an_episode_for_too_long_is_dropped(ring: Ring, source: GroupSource):
+    """The ring frees its space in order, and may have none for the missing one."""
+    ring.write(encode_trajectory(trajectory(0, 1, group_size=2)), 1.0)
+    limit = source.config.staleness_limit
+    for version, waiting in ((0, 1), (limit, 1), (limit + 1, 0)):
+        source.poll(version)
+        assert source.waiting_episodes() == waiting
+    source.poll(limit + 1)
+    assert (ring.usage().records, source.accounting.dropped, source.closed_tickets) == (0, {"stale": 1}, {0})
+    assert source.lost_tickets == 0
+
+
 def test_time_without_an_engine_does_not_count_up_to_the_limit_of_a_start(ring: Ring, source: GroupSource):
     served = time.monotonic() + 0.6
     with pytest.raises(GroupTimeout, match="0 of 1 arrived"):
