@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
 from megatron_webrl.control.connection import JobEnded
+from megatron_webrl.control.state import TICKETS
 from megatron_webrl.judge.budget import BudgetSpent
 from megatron_webrl.judge.job_budget import request_stop_without_budget
 from megatron_webrl.ring.ring import Ring
@@ -46,6 +47,7 @@ class RolloutPool:
     instance_id: str  # <role>.<number>
     _finished: int = 0  # episodes of groups that have ended
     _groups: dict[asyncio.Task[None], GroupRun] = field(default_factory=dict)
+    _slots: dict[asyncio.Task[None], int] = field(default_factory=dict)  # of the groups' tickets
     _load: EngineLoad = field(default_factory=EngineLoad)
     _memory: PeakMemory = field(default_factory=PeakMemory)
     _newest_version: int = -1  # that the trainer has offered
@@ -99,7 +101,8 @@ class RolloutPool:
             group = GroupRun(
                 self.episode_runner, self.engine, claim.ticket, claim.restart_epoch, self.config.rollout, self._load
             )
-            self._groups[asyncio.create_task(self._run_group(claim.slot, group))] = group
+            task = asyncio.create_task(self._run_group(claim.slot, group))
+            self._groups[task], self._slots[task] = group, claim.slot
 
     @property
     def _room(self) -> int:
@@ -125,6 +128,7 @@ class RolloutPool:
 
     def _remove_finished_groups(self) -> None:
         for task in [task for task in self._groups if task.done()]:
+            del self._slots[task]
             self._finished += self._groups.pop(task).finished_episodes
             try:
                 task.result()  # raises the error of a failed group
@@ -171,12 +175,19 @@ class RolloutPool:
             group.abort()
 
     async def _cancel_groups_for_evaluation(self) -> None:
-        """Cancel in-flight groups before an exclusive evaluation: after the last update they are not trained."""
+        """Cancel in-flight groups before an exclusive evaluation: after the last update they are not trained.
+
+        Their slots are free again: a trainer that resumes from an earlier checkpoint needs their tickets.
+        """
         for task in self._groups:
             task.cancel()
         await asyncio.gather(*self._groups, return_exceptions=True)
+        slots = [self._slots[task] for task in self._groups if task.cancelled()]
+        if slots:
+            await asyncio.to_thread(self.control.run, "return_slots", TICKETS, slots)
         self._finished += sum(group.finished_episodes for group in self._groups.values())
         self._groups.clear()
+        self._slots.clear()
 
     def _report(self) -> None:
         self.control.report_status(self._status())
