@@ -112,10 +112,9 @@ class MultiNodeExchange(RecordExchange):
 
     def _serve(self) -> None:
         """Answer the polls of rank 0 until it stops polling."""
-        limit = self._messenger.collective_timeout_seconds  # rank 0 may be busy before its first poll
+        limit = self._messenger.collective_timeout_seconds  # between two polls rank 0 may wait for a service or a disk
         while True:
             request: dict[str, Any] = self._messenger.receive(0, limit).content
-            limit = self._messenger.timeout_seconds
             self._free(request["free"])
             if request["request"] == "stop":
                 return
