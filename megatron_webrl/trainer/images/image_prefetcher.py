@@ -120,6 +120,10 @@ class ImagePrefetcher:
         for data, grid in images:
             if data not in self._images:
                 self._images[data] = self._new_image(data, grid, episodes[data])
+            elif not self._images[data].uses:  # prefetched for a group that may have been dropped, with its record
+                image = self._images.pop(data)
+                image.data = data
+                self._images[data] = image
             self._images[data].uses += passes
             wanted.append(self._images[data])
         pixels = PrefetchedPixels(self, wanted, passes)
