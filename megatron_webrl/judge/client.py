@@ -134,10 +134,10 @@ class JudgeClient:
         self._settings, self._meter = settings, meter
         self.models = {slot: JudgeModel.resolve(settings, slot) for slot in SLOTS}
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._endpoints: dict[tuple[str, str], _Endpoint] = {}
+        self._endpoints: dict[tuple[str, str, str], _Endpoint] = {}  # models of one address differ in what they know
         for model in self.models.values():
-            if (model.url, model.key_variable) not in self._endpoints:
-                self._endpoints[model.url, model.key_variable] = _open_endpoint(model, settings)
+            if _key(model) not in self._endpoints:
+                self._endpoints[_key(model)] = _open_endpoint(model, settings)
 
     async def __aenter__(self) -> JudgeClient:
         name_lookup.use_own_threads()
@@ -195,7 +195,7 @@ class JudgeClient:
             raise RequestFailed(faults[-1] if len(faults) > known else "deadline", "until the deadline") from None
 
     def _endpoint(self, slot: str) -> _Endpoint:
-        return self._endpoints[self.models[slot].url, self.models[slot].key_variable]
+        return self._endpoints[_key(self.models[slot])]
 
     async def _send(
         self, slot: str, endpoint: _Endpoint, body: Mapping[str, Any], images: int, spending: Spending
@@ -268,6 +268,10 @@ class JudgeClient:
         if fault not in endpoint.reported:
             endpoint.reported.add(fault)
             log.warning("the judge's endpoint %s: %s (logged once)", endpoint.client.base_url, fault)
+
+
+def _key(model: JudgeModel) -> tuple[str, str, str]:
+    return model.url, model.key_variable, model.name
 
 
 def _open_endpoint(model: JudgeModel, settings: JudgeConfig) -> _Endpoint:

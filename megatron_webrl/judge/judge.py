@@ -39,6 +39,7 @@ class Judge:
         check_prices(settings.budget, {slot: each for slot, each in self._client.models.items() if slot in used})
 
     async def __aenter__(self) -> Judge:
+        await self._client.__aenter__()
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -43,7 +43,7 @@ async def judge_episodes(
     async def work(evaluator: EpisodeEvaluator) -> None:
         nonlocal done
         for key, trajectory in chosen:  # shared by all workers; each takes the next one
-            if key not in verdicts.lines:
+            if not verdicts.holds(key, trajectory):
                 verdict = await evaluator.evaluate(trajectory)
                 verdicts.add(key, trajectory, verdict)
             done += 1

@@ -53,11 +53,18 @@ class VerdictFile:
     def __exit__(self, *exception: object) -> None:
         self._file.close()
 
+    def holds(self, key: str, trajectory: Trajectory) -> bool:
+        """Whether an episode has a verdict; one of another episode, which was at its place before, is forgotten."""
+        line = self.lines.get(key)
+        if line is not None and any(line.get(name) != value for name, value in _identity(trajectory).items()):
+            del self.lines[key]
+        return key in self.lines
+
     def add(self, key: str, trajectory: Trajectory, verdict: Verdict) -> dict[str, Any]:
         """Append a verdict; returns its line."""
         line = {
-            "episode": key, "settings": self._digest, "ticket": trajectory.ticket, "index": trajectory.index,
-            "task": trajectory.task.id, "stored": trajectory.outcome, **asdict(verdict),
+            "episode": key, "settings": self._digest, **_identity(trajectory), "stored": trajectory.outcome,
+            **asdict(verdict),
         }  # fmt: skip
         self._file.write(json.dumps(line) + "\n")
         self.lines[key] = line
@@ -78,6 +85,13 @@ class VerdictFile:
             else:
                 self.lines[line["episode"]] = line
         return complete
+
+
+def _identity(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "ticket": trajectory.ticket, "index": trajectory.index, "task": trajectory.task.id,
+        "worker": trajectory.worker, "finished_at": trajectory.finished_at,
+    }  # fmt: skip
 
 
 def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge import client as judge_client
 from megatron_webrl.judge.budget import LocalMeter
+from megatron_webrl.judge.client import JudgeClient
 from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.judge.verdict_file import settings_digest
 from megatron_webrl.types import Verdict
@@ -181,6 +182,17 @@ async def test_an_endpoint_that_ignores_schemas_gets_exact_lines(
     assert [verdict.stages[0].errors for verdict in verdicts] == [("unparsable", "unparsable"), (), ()]
     assert endpoint.requests == 6
     assert caplog.text.count("ignores response_format in its first 3 replies; replies end with an exact line") == 1
+
+
+async def test_models_of_one_address_are_known_apart():
+    chosen = replace(settings("http://127.0.0.1:1"), blocked=JudgeModelConfig("another"))
+    async with JudgeClient(chosen, LocalMeter(chosen.budget)) as client:
+        client.note_schema_reply("blocked", "")
+        for _ in range(judge_client.SCHEMA_TRIALS - 1):
+            client.note_schema_reply("verdict", "unparsable")
+        with pytest.raises(judge_client.SchemaRefused):
+            client.note_schema_reply("verdict", "unparsable")
+        assert (client.mode("verdict"), client.mode("blocked")) == ("line", "schema")
 
 
 @pytest.mark.parametrize(

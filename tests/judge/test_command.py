@@ -132,6 +132,15 @@ def test_a_second_run_continues_and_each_setting_has_its_file(tmp_path: Path, ur
     assert judge(records, "protocol=webvoyager", "--config", config, "--out", kept) == 2
 
 
+def test_a_file_that_was_written_again_is_judged_again(tmp_path: Path, url: str):
+    records, config = tmp_path / "some.records", config_file(tmp_path, url)
+    for trajectories in (episodes(), episodes()[1::-1]):
+        assert judge(write(records, trajectories), "--config", config, "--json", tmp_path / "out.json") == 0
+        (kept,) = (tmp_path / "judged").iterdir()
+    latest = {line["episode"]: line for line in map(json.loads, kept.read_text().splitlines())}
+    assert [latest[f"some.records:{n}"]["ticket"] for n in range(3)] == [1, 0, 2]
+
+
 def test_episodes_without_a_usable_reply_are_asked_again_by_the_next_run(tmp_path: Path, url: str):
     records = write(tmp_path / "some.records", episodes()[:2])
     config = config_file(tmp_path, url, attempts=1)
