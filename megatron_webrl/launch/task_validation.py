@@ -24,7 +24,7 @@ def check_tasks_and_browser(config: Config, *, require_browser: bool = True) -> 
         _check_websites(config, source)
     source.close()
     evaluation = config.evaluation
-    if evaluation.skip and (evaluation.before or evaluation.after or evaluation.every):
+    if evaluation.before or evaluation.after or evaluation.every:
         evaluation_task_indices(config)
     if config.run.resume:
         _check_resumed_file(config)

@@ -15,7 +15,7 @@ def evaluation_task_indices(config: Config) -> range:
     """Indices of the held-out tasks of an evaluation, without those of evaluation.skip.
 
     evaluation.episodes tasks of each environment; of task files at most all rows of the test file, and all of them for
-    0; a source of an import path decides. Raises ConfigError, also if evaluation.skip leaves no task.
+    0; a source of an import path decides. Raises ConfigError, also if there is no task.
     """
     tasks = config.tasks
     if tasks.from_files:
@@ -38,6 +38,8 @@ def _without_skipped(config: Config, count: Callable[[int], int]) -> range:
     indices = range(count(skip) if skip else 0, count(skip + episodes if episodes else 0))
     if skip and not indices:
         raise ConfigError(f"evaluation.skip={skip} leaves none of the {indices.stop} held-out tasks; lower it")
+    if not indices:
+        raise ConfigError(f"evaluation.episodes={episodes} is no held-out task of this source; raise it")
     return indices
 
 

@@ -84,6 +84,9 @@ def test_a_class_or_a_function_makes_the_source(name: str) -> None:
     assert evaluation_task_indices(config) == range(9)
     config.evaluation.skip = 4
     assert evaluation_task_indices(config) == range(4, 13)
+    config.evaluation.skip = config.evaluation.episodes = 0
+    with pytest.raises(ConfigError, match=r"evaluation.episodes=0 is no held-out task of this source; raise it"):
+        evaluation_task_indices(config)
 
 
 def test_a_browser_server_knows_the_source_by_its_path() -> None:
