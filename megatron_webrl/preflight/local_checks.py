@@ -12,13 +12,11 @@ from pathlib import Path
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.cluster.parallel_layout import image_buffer_mib
 from megatron_webrl.cluster.placement import Placement
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch import role_process
 from megatron_webrl.launch.validation import SHARED_MEMORY, check_packages
-from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.preflight import resource_limits
 from megatron_webrl.system import cuda_driver
 
@@ -54,23 +52,15 @@ def check_software(config: Config, placement: Placement) -> None:
 
 
 def check_shared_memory(config: Config, placement: Placement) -> None:
-    """Check that the ring and the trainer's image buffers fit in shared memory, if any. Raises CheckFailed."""
+    """Check that the ring fits in shared memory, if there is one. Raises CheckFailed."""
     if config.evaluation.only:
         return
-    ranks = sum(process.role == "trainer" for process in placement.on_node(0))
-    try:
-        vision = read_model_config(config.model.path)["vision_config"]
-    except ConfigError as error:
-        raise CheckFailed(str(error)) from error
-    images = ranks * image_buffer_mib(config, vision["patch_size"], vision["spatial_merge_size"])
-    needed = config.ring.capacity_mib + images
-    status = os.statvfs(SHARED_MEMORY)
+    status, needed = os.statvfs(SHARED_MEMORY), config.ring.capacity_mib
     free = status.f_bavail * status.f_frsize // 2**20
     if free < needed:
         raise CheckFailed(
-            f"{SHARED_MEMORY} has {free} MiB free, but ring.capacity_mib and the image buffers of {ranks} trainer "
-            f"ranks need {needed}; enlarge it (mount -o remount,size=...), remove files there, or lower "
-            "ring.capacity_mib"
+            f"{SHARED_MEMORY} has {free} MiB free, but ring.capacity_mib needs {needed}; enlarge it (mount -o "
+            "remount,size=...), remove files there, or lower ring.capacity_mib"
         )
 
 
