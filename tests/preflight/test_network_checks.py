@@ -239,7 +239,7 @@ def test_the_node_whose_device_fails_is_blamed(
     names: list[str], bad: str, signals: list[signal.Signals], words: str
 ) -> None:
     nodes = groups(names)
-    work = links(nodes, 2, seconds=15)  # within which the first process must be found on a busy machine
+    work = links(nodes, 2, seconds=8)  # within which the first process must be found
     index = names.index(bad)
 
     def disturb() -> None:

@@ -23,7 +23,6 @@ from tests.gloo import spawn
 from tests.trainer import curve_ranks
 from tests.trainer.checkpoint import cross_layout_ranks, save_ranks
 from tests.trainer.checkpoint.small_learner import LAYOUTS
-from tests.trainer.curve_ranks import QWEN_LAYOUTS
 from tools.make_tiny_model import make_tiny_model
 
 NAMES = [layout.name for layout in LAYOUTS]
@@ -175,8 +174,7 @@ def curves(request: pytest.FixtureRequest, memory: Path) -> dict[Any, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", QWEN_LAYOUTS)
-@pytest.mark.parametrize("name", QWEN_LAYOUTS)
+@pytest.mark.parametrize(("name", "other"), curve_ranks.CONTINUED)
 def test_the_loss_curve_continues_in_every_layout(curves: dict[Any, Any], name: str, other: str):
     there, here = curves[other], curves[name, other]
     if name == other:
