@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from typing import TypeVar
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
@@ -28,8 +29,9 @@ from megatron_webrl.tracking.episode_store import EpisodeStore
 from megatron_webrl.tracking.timeline import Timeline, open_timeline
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-JOB_END_POLL_SECONDS = 1.0  # while the engine starts
+JOB_END_POLL_SECONDS = 1.0  # while the engine starts and demonstrations are recorded
 
 
 def run(
@@ -72,7 +74,7 @@ async def _run(
     engine = None
     try:
         engine = await _start_engine(config, control, worker, number, nodes)
-        await demonstrations
+        await _unless_job_ends(control, demonstrations)
         states = SamplerStateReader.from_config(config, control, task_file_digests(config.tasks), nodes[0])
         meter = JobUsageMeter(control, config.judge.budget)
         async with EpisodeRunner.open(config, engine.processor, control.role, meter, states, timeline) as runner:
@@ -131,14 +133,19 @@ async def _start_engine(
     control.report_status("starting the engine")
     starting = asyncio.create_task(VLLMEngine.start(config, worker, number, followers))
     try:
-        while not (await asyncio.wait({starting}, timeout=JOB_END_POLL_SECONDS))[0]:
-            if control.job_end() is not None:
-                control.check_job()
+        engine = await _unless_job_ends(control, starting)
     finally:
         starting.cancel()  # no effect on a finished task
-    engine = await starting
     log.info("engine started in %.1f s", time.monotonic() - started)
     return engine
+
+
+async def _unless_job_ends(control: ControlClient, task: asyncio.Task[T]) -> T:
+    """The result of a task. Raises JobEnded or JobFailed if the job ends meanwhile."""
+    while not (await asyncio.wait({task}, timeout=JOB_END_POLL_SECONDS))[0]:
+        if control.job_end() is not None:
+            control.check_job()
+    return await task
 
 
 async def _demonstrate(config: Config, control: ControlClient, worker: int) -> None:

@@ -1,18 +1,35 @@
-"""The end of the job during the start of an engine."""
+"""The end of the job while a worker starts its engine or records demonstrations."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from megatron_webrl.config.load import parse_config, save_config
+from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.launch.role_process import role_arguments
+from megatron_webrl.rollout import main
 from tests.job_control import connect, control_service
 from tests.waiting import until
 
 STARTS_SECONDS, ENDS_SECONDS = 60, 60
+
+
+async def test_the_end_of_the_job_ends_what_a_worker_waits_for(tmp_path: Path) -> None:
+    with control_service(tmp_path) as address:
+        control = connect(address, "rollout-0")
+        short, long = (asyncio.create_task(asyncio.sleep(seconds, "done")) for seconds in (0, 3600))
+        assert await main._unless_job_ends(control, short) == "done"
+        connect(address, "trainer-0").end_job("finished")
+        with pytest.raises(JobEnded):
+            await asyncio.wait_for(main._unless_job_ends(control, long), ENDS_SECONDS)
+        long.cancel()
+        control.close()
 
 
 def test_the_end_of_the_job_ends_a_worker_whose_engine_starts(tmp_path: Path, tiny_model: Path) -> None:
