@@ -341,7 +341,9 @@ def test_every_configuration_in_the_repository_is_valid(path: Path, tiny_model: 
     (tmp_path / "config.json").write_text(json.dumps(config_sections(size)))
     here = [f"model.path={tmp_path}", "trainer.layers=local", "trainer.attention=sdpa", "ring.capacity_mib=64"]
     here.append("browser.user=nobody")  # the tests may run as root
-    assert load_config(path, here).cluster.is_configured
+    loaded = load_config(path, here)
+    assert loaded.cluster.is_configured
+    assert loaded.rollout.context.response_format.startswith("memory_")  # what the model has noted is in later prompts
 
 
 def test_the_kept_model_has_the_tokenizer_of_the_tiny_model(tiny_model: Path):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron_webrl.config.schema import Config
 from megatron_webrl.tracking.metric_reference.registry import undefined
+from megatron_webrl.trainer import loop
+from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
 from tests.gloo import spawn
 from tests.trainer import variant_ranks
+from tests.trainer.credit.made_groups import plain_group
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,27 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(found: dict[str, Any]) -
     reference = found["reference"]
     assert_equal(reference["start"], reference["resumed reference"])
     assert_equal(reference["at checkpoint"], reference["resumed"])
+
+
+@pytest.mark.parametrize(
+    ("name", "scored", "whole"), [("raft", 0, False), ("raft_plus_plus", 2, False), ("grpo", 2, True)]
+)
+def test_only_a_loss_with_ratios_scores_first_and_only_a_baseline_keeps_groups_whole(
+    name: str, scored: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a learner that notes its calls, without a model."""
+    config, seen, split = Config(), [], batching.minibatches
+    config.trainer.loss.name, config.trainer.minibatches = name, 2
+    learner, packer = mock.MagicMock(reference=None), mock.MagicMock()
+    packer.build_all.side_effect = lambda parts, *_: [["microbatch"] for _ in parts]
+    learner.compute_reference_logprobs.side_effect = lambda parts: [None for _ in parts]
+    learner.train_step.return_value = {"operations": 1.0, "tokens": 1.0}, []
+    monkeypatch.setattr(loop, "parallel_state", mock.MagicMock())
+    monkeypatch.setattr(loop, "measure_logprob_mismatch", lambda *_: None)
+    monkeypatch.setattr(loop.batching, "minibatches", lambda *a: (seen.append(a[-1]), split(*a))[1])
+    groups = [plain_group([True, False], [1, 2], ticket=ticket) for ticket in range(4)]
+    loop.train_batch(learner, packer, config, groups, version=0)
+    assert (learner.score.call_count, learner.train_step.call_count, seen) == (scored, 2, [whole])
 
 
 def test_on_policy_nothing_is_clipped_with_any_kind_of_ratio(found: dict[str, Any]) -> None:
