@@ -170,12 +170,7 @@ class Session:
         if self._settings.record or self._settings.replay:
             instruction = await self._open_repeatably(site, task)
         else:
-            instruction = await site.open(self.page, task)
-        if urldefrag(self.page.url).url in self.network.refused_urls:
-            if self._recording is not None:
-                self._recording.void = True
-            reasons = "; ".join(self.network.take_errors(self.page.url))
-            raise BrowserError(f"the first page of {task.id}, {self.page.url}, is refused: {reasons}")
+            instruction = await self._open_first_page(site, task)
         self._messages.clear()
         cdp = self._tabs.active.cdp
         await retry_if_replaced(lambda: cdp.send("Page.resetNavigationHistory"))  # no way back to the empty page
@@ -199,13 +194,21 @@ class Session:
             await self._recording.start()
         await self._context.add_init_script(repeatable_page_script(task.id, clock_ms, seconds_ago))
         try:
-            instruction = await site.open(self.page, task)
+            return await self._open_first_page(site, task)
         except BaseException:
             if self._recording is not None:
                 self._recording.void = True
             raise
-        if urldefrag(self.page.url).url in self.network.unrecorded_urls:
+
+    async def _open_first_page(self, site: TaskSite, task: Task) -> str:
+        """Open the task's page; returns its instruction. Raises NotRecorded, and BrowserError if it is refused."""
+        instruction = await site.open(self.page, task)
+        url = urldefrag(self.page.url).url
+        if url in self.network.unrecorded_urls:
             raise NotRecorded(f"the first page of {task.id}, {self.page.url}, was not recorded (browser.replay)")
+        if url in self.network.refused_urls:
+            reasons = "; ".join(self.network.take_errors(self.page.url))
+            raise BrowserError(f"the first page of {task.id}, {self.page.url}, is refused: {reasons}")
         return instruction
 
     async def _save_recording(self) -> None:

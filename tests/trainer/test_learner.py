@@ -170,6 +170,7 @@ def test_a_mean_mismatch_under_the_same_weights_is_an_alarm_and_one_of_older_wei
     (text,) = LogprobMismatch({0: large, 1: small}).alarms(0.05, 0.5)
     assert "of 10 tokens under the same weights differ by 0.2 nats in the mean and 1.5 at most" in text
     assert LogprobMismatch({0: large}).alarms(0.0, 0.5) == LogprobMismatch({0: small, 1: large}).alarms(0.05, 0.5) == []
+    assert LogprobMismatch({1: large}).alarms(0.05, 0.5) == []
 
 
 def test_a_divergence_is_an_alarm_at_any_lag():
