@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.engine_load import EngineLoad, TimeWeightedGauge
@@ -56,13 +57,12 @@ class GroupRun:
         self,
         runner: SupportsRunEpisode,
         generator: Generator,
-        ticket: int,
-        restart_epoch: int,
+        claim: TicketClaim,
         settings: RolloutConfig,
         load: EngineLoad,
     ) -> None:
-        self.ticket, self.aborted, self.finished_episodes = ticket, False, 0
-        self.restart_epoch = restart_epoch
+        self.slot, self.ticket, self.restart_epoch = claim.slot, claim.ticket, claim.restart_epoch
+        self.aborted, self.finished_episodes = False, 0
         self._finished_acting: set[int] = set()  # indices of episodes that need neither engine nor browser any more
         self._runner, self._generator = runner, generator
         self._settings, self._load = settings, load

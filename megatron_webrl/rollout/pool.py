@@ -47,7 +47,6 @@ class RolloutPool:
     instance_id: str  # <role>.<number>
     _finished: int = 0  # episodes of groups that have ended
     _groups: dict[asyncio.Task[None], GroupRun] = field(default_factory=dict)
-    _slots: dict[asyncio.Task[None], int] = field(default_factory=dict)  # of the groups' tickets
     _load: EngineLoad = field(default_factory=EngineLoad)
     _memory: PeakMemory = field(default_factory=PeakMemory)
     _newest_version: int = -1  # that the trainer has offered
@@ -98,11 +97,8 @@ class RolloutPool:
 
     def _claim_tickets(self) -> None:
         for claim in self.claims.claim(self._room):
-            group = GroupRun(
-                self.episode_runner, self.engine, claim.ticket, claim.restart_epoch, self.config.rollout, self._load
-            )
-            task = asyncio.create_task(self._run_group(claim.slot, group))
-            self._groups[task], self._slots[task] = group, claim.slot
+            group = GroupRun(self.episode_runner, self.engine, claim, self.config.rollout, self._load)
+            self._groups[asyncio.create_task(self._run_group(group))] = group
 
     @property
     def _room(self) -> int:
@@ -114,7 +110,7 @@ class RolloutPool:
             return "wait for weights"
         return "wait for tickets" if self._room > 0 and not self.evaluator.exclusive else ""
 
-    async def _run_group(self, slot: int, group: GroupRun) -> None:
+    async def _run_group(self, group: GroupRun) -> None:
         track = Track(self.episode_runner.timeline, f"ticket {group.ticket}")
         try:
             with track.span("ticket", ticket=group.ticket, epoch=group.restart_epoch):
@@ -123,12 +119,13 @@ class RolloutPool:
                     await self.writer.write(trajectories)
         finally:
             self.episode_runner.live.close(TRAINING, group.ticket)
-        await asyncio.to_thread(self.control.close_slot, slot)  # an outage of the control service delays no other group
+        await asyncio.to_thread(
+            self.control.close_slot, group.slot
+        )  # an outage of the control service delays no other group
         await asyncio.to_thread(self.store.add, trajectories)
 
     def _remove_finished_groups(self) -> None:
         for task in [task for task in self._groups if task.done()]:
-            del self._slots[task]
             self._finished += self._groups.pop(task).finished_episodes
             try:
                 task.result()  # raises the error of a failed group
@@ -182,12 +179,11 @@ class RolloutPool:
         for task in self._groups:
             task.cancel()
         await asyncio.gather(*self._groups, return_exceptions=True)
-        slots = [self._slots[task] for task in self._groups if task.cancelled()]
+        slots = [group.slot for task, group in self._groups.items() if task.cancelled()]
         if slots:
             await asyncio.to_thread(self.control.run, "return_slots", TICKETS, slots)
         self._finished += sum(group.finished_episodes for group in self._groups.values())
         self._groups.clear()
-        self._slots.clear()
 
     def _report(self) -> None:
         self.control.report_status(self._status())

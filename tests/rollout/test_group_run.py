@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.engine_load import EngineLoad, TimeWeightedGauge
 from megatron_webrl.rollout.generator import Generation, Generator
@@ -58,10 +59,11 @@ class VersionedEngine:
 
 SETTINGS = RolloutConfig(group_size=3, retries=1, episode_timeout_seconds=LIMIT)
 NONE: Any = None
+CLAIM = TicketClaim(slot=7, ticket=7, restart_epoch=0)
 
 
 def group_of(play: Play, engine: Generator = NONE, settings: RolloutConfig = SETTINGS) -> GroupRun:
-    return GroupRun(ScriptedRunner(play), engine, 7, 0, settings, EngineLoad())
+    return GroupRun(ScriptedRunner(play), engine, CLAIM, settings, EngineLoad())
 
 
 async def result(group: GroupRun) -> list[Trajectory]:
@@ -75,7 +77,7 @@ async def test_a_group_that_waits_for_verdicts_acts_no_more() -> None:
 
     load, runner = EngineLoad(), ScriptedRunner(play)
     runner.judged.clear()
-    group = GroupRun(runner, NONE, 7, 0, SETTINGS, load)
+    group = GroupRun(runner, NONE, CLAIM, SETTINGS, load)
     running = asyncio.create_task(result(group))
     assert group.is_acting
     async with asyncio.timeout(LIMIT):
