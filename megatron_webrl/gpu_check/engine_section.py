@@ -40,8 +40,7 @@ def check(request: GpuCheckRequest) -> Iterator[CheckResult]:
         try:
             failure = _run(config)
         except ConfigError as error:
-            yield skipped(SECTION, "a whole job", f"{error}; give a CONFIG that can run here")
-            return
+            failure = f"{error}; give a CONFIG that can run here"
         if failure:
             yield failed(SECTION, "a whole job", failure)
             return
