@@ -51,6 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why tests ran twice: one that fails now and then has found a fault."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.write_sep("_", f"{report.nodeid} failed once")
+        terminalreporter.write_line(report.longreprtext[-4000:])
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _environment_stays() -> Iterator[None]:
     """An engine sets variables for its subprocesses; those of later modules must not inherit them."""
