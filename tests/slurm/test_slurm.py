@@ -43,7 +43,10 @@ def four() -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["8b_32node", "235b_a22b_32node"])  # the second has engines over two nodes
+@pytest.mark.parametrize(
+    "config",
+    ["8b_32node", pytest.param("235b_a22b_32node", marks=pytest.mark.soak)],  # the second has engines over two nodes
+)
 def test_a_job_of_32_nodes_and_256_gpus_is_placed_as_planned(tmp_path: Path, config: str) -> None:
     name = f"stubs{os.getpid()}"
     with virtual_slurm(32, gpus=8, cores=112) as cluster:

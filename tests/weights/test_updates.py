@@ -58,7 +58,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.soak), "hybrid"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.soak) for kind in ("dense", "experts")), "hybrid"]
+)
 async def test_a_2x2_trainer_updates_engines_of_one_and_two_ranks_under_load(tmp_path: Path, kind: str) -> None:
     model = make_tiny_model(tmp_path / "model", **MODELS[kind])
     config = configuration(tmp_path, model, engines=2, tensor_parallel=2, pipeline_parallel=2)
