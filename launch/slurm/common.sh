@@ -116,8 +116,8 @@ start_browser_farm() {
     FARM_STEPS+=($!)
 }
 
-# job_field FIELD: prints a field of this job from scontrol.
-job_field() { scontrol show job --oneliner "$SLURM_JOB_ID" | awk -v field="$1=" 'NR == 1 { for (i = 1; i <= NF; i++)
+# job_field FIELD: prints a field of this job from scontrol; nothing if Slurm does not answer.
+job_field() { { scontrol show job --oneliner "$SLURM_JOB_ID" || true; } | awk -v field="$1=" 'NR == 1 { for (i = 1; i <= NF; i++)
     if (index($i, field) == 1) print substr($i, length(field) + 1) }'; }
 
 # preempted: whether the job runs in the grace period of a pre-emption.
@@ -138,6 +138,7 @@ handle_signal() {
     NOTICE=SIG$1
     now=$(date +%s)
     end=$(job_field EndTime) # "Unknown" without a limit
+    [ -n "$end" ] || seconds=240 # Slurm, which gives the notice 300 s before the end, does not answer
     if [ -n "$end" ] && end=$(date -d "$end" +%s 2>/dev/null); then
         seconds=$((end - now - 45)) # time to end all roles, and to requeue
         seconds=$((seconds > 3600 ? 3600 : seconds < 10 ? 10 : seconds))
@@ -151,10 +152,14 @@ handle_signal() {
 # requeue REASON: requeues the job, which resumes from its newest checkpoint, if any; Slurm ends what still runs.
 requeue() {
     trap '' USR1 TERM
-    [ "$(job_field JobState)" = RUNNING ] || exit 1 # it was cancelled
+    case $(job_field JobState) in "" | RUNNING) ;; *) exit 1 ;; esac # it was cancelled
     log "$1; requeueing the job"
-    scontrol requeue "$SLURM_JOB_ID" || { log "requeue failed: submit the job again with run.resume=true"; exit 1; }
-    exit 0
+    for _ in 1 2 3 4 5; do
+        scontrol requeue "$SLURM_JOB_ID" && exit 0
+        sleep 3
+    done
+    log "requeue failed: submit the job again with run.resume=true"
+    exit 1
 }
 
 # deadline_passed: ends the job as failed and requeues it: its current update takes longer than the time left.

@@ -32,8 +32,12 @@ SCONTROL = """#!/bin/bash
 case "$*" in
     "show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
     "show node"*) echo "NodeName=$4 NodeAddr=127.0.0.1" ;;
-    "show job"*) echo "JobId=4711 JobState=RUNNING EndTime=Unknown PreemptTime=${PREEMPT_TIME:-None}" ;;
-    requeue*) touch "$CALLS.requeued" ;;
+    "show job"*)
+        [ -z "${SILENT:-}" ] || exit 1
+        echo "JobId=4711 JobState=RUNNING EndTime=Unknown PreemptTime=${PREEMPT_TIME:-None}" ;;
+    requeue*)
+        if [ -n "${SILENT:-}" ] && [ ! -e "$CALLS.asked" ]; then touch "$CALLS.asked"; exit 1; fi
+        touch "$CALLS.requeued" ;;
 esac
 """
 
@@ -89,6 +93,14 @@ def test_a_job_without_a_container_makes_none(tmp_path: Path, environment: dict[
     found = run_until_preempted("train_nodes.sh", tmp_path, environment)
     assert found[0][found[0].index("node") + 1] == "prepare"
     assert not [word for call in found for word in call if word.startswith("--container")]
+
+
+def test_a_job_saves_and_is_requeued_although_slurm_does_not_answer_at_first(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    found = run_until_preempted("train_nodes.sh", tmp_path, environment | {"SILENT": "1"})
+    assert next(call for call in found if "stop" in call)[-1] == "--preempted"
+    assert (tmp_path / "calls.asked").exists()
 
 
 @pytest.mark.parametrize(("step", "code"), [("prepare", 143), ("choose", 76)])
