@@ -81,6 +81,14 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_tree(folder: Path) -> None:
+    """Flush a folder and everything below it to disk. Raises OSError."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            fsync(Path(path, name))
+        fsync(Path(path))
+
+
 def remove_leftovers(folder: Path) -> list[str]:
     """Remove temporary files of killed processes from a folder, not those below it; returns their names.
 

@@ -23,8 +23,8 @@ def atomic_folder(target: Path, source: Path, *, overwrite: bool) -> Iterator[Pa
     Temporary folders of killed processes on this machine are removed first. Raises TargetFolderError if the target
     contains `source`, or if it exists and is not an empty folder, unless `overwrite` is set.
     """
-    target, source = target.absolute(), source.resolve()
-    if source.is_relative_to(target.resolve()):
+    target, source = target.resolve(), source.resolve()  # a link is kept, the folder behind it replaced
+    if source.is_relative_to(target):
         raise TargetFolderError(f"{target} holds the input {source}; choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
@@ -37,7 +37,7 @@ def atomic_folder(target: Path, source: Path, *, overwrite: bool) -> Iterator[Pa
     temporary.mkdir()
     try:
         yield temporary
-        atomic_file.fsync(temporary)
+        atomic_file.fsync_tree(temporary)
         if occupied:
             old = target.parent / f"{_prefix(target)}{os.getpid()}-old"
             target.rename(old)
@@ -67,7 +67,9 @@ def _remove_leftovers(target: Path) -> None:
     prefix = _prefix(target)
     for path in list(target.parent.iterdir()):
         process = path.name.removeprefix(prefix).removesuffix("-old")
-        if not path.name.startswith(prefix) or not process.isdigit() or Path("/proc", process).exists():
+        is_ours = process == str(os.getpid())  # of a killed process that had this number
+        alive = not is_ours and Path("/proc", process).exists()
+        if not path.name.startswith(prefix) or not process.isdigit() or alive:
             continue
         if path.name.endswith("-old") and not target.exists():
             path.rename(target)  # the process was killed between the two renames

@@ -14,7 +14,6 @@ next launch moves away (tracking/run_lease.py), and a commit refuses a version b
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -109,11 +108,3 @@ def delete_leftovers(staging: Path) -> list[str]:
     for path in left:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return [path.name for path in left]
-
-
-def fsync_tree(folder: Path) -> None:
-    """Flush a folder and everything below it to disk."""
-    for path, _, names in os.walk(folder):
-        for name in names:
-            atomic_file.fsync(Path(path, name))
-        atomic_file.fsync(Path(path))

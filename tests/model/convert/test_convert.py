@@ -335,6 +335,28 @@ def test_a_folder_renamed_by_a_killed_process_is_restored(tmp_path: Path) -> Non
     assert (tmp_path / "out/old").exists()
 
 
+def test_a_link_is_kept_and_the_folder_behind_it_replaced(tmp_path: Path) -> None:
+    link, target = tmp_path / "out", tmp_path / "scratch" / "out"
+    target.mkdir(parents=True)
+    link.symlink_to(target)
+    for number in range(2):  # to an empty folder, and to a full one
+        with atomic_folder(link, tmp_path / "in", overwrite=True) as folder:
+            (folder / str(number)).touch()
+        assert link.is_symlink()
+        assert [path.name for path in target.iterdir()] == [str(number)]
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+
+
+def test_a_folder_of_a_killed_process_with_the_same_number_is_removed(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "first", tmp_path / "in", overwrite=False) as folder:
+        left = tmp_path / folder.name.replace("first", "out")
+        left.mkdir()
+        (left / "part").touch()
+    with atomic_folder(tmp_path / "out", tmp_path / "in", overwrite=False) as folder:
+        assert folder == left
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_a_full_disk_is_refused_with_the_required_space(tmp_path: Path) -> None:
     with pytest.raises(TargetFolderError, match=r"GB left, but 1000000000\.00 GB are needed"):
         check_free_space(tmp_path, 10**18)
