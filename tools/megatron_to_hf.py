@@ -1,8 +1,8 @@
 """Convert the weights of a Megatron distributed checkpoint into a Hugging Face folder.
 
-CHECKPOINT is the output of hf_to_megatron, a checkpoint of a trainer (`checkpoints/version-000005`), or the folder
-`checkpoints` (the latest one). The result does not depend on the parallel sizes of the checkpoint. Experts have the
-layout of released checkpoints; optimiser state is not converted.
+CHECKPOINT is the output of hf_to_megatron, a checkpoint of a trainer (`checkpoints/version-000005`), or the folder of a
+run or its `checkpoints` (the latest one). The result does not depend on the parallel sizes of the checkpoint. Experts
+have the layout of released checkpoints; optimiser state is not converted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/megatron_to_hf.py`
 
+from megatron_webrl.launch.evaluated_checkpoint import newest_in_run
 from megatron_webrl.model.convert.conversion import megatron_to_hf
 from megatron_webrl.system import torchvision_shim
 from tools import conversion
@@ -29,11 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     conversion.add_options(parser)
     options = parser.parse_args(arguments)
     conversion_options = conversion.make_options(options)
+    source = newest_in_run(options.source) or options.source
     torchvision_shim.install()  # transformers reads the configuration
     return conversion.run_conversion(
         "megatron_to_hf",
         options.target,
-        lambda: megatron_to_hf(options.source, options.target, options.shard_size, conversion_options),
+        lambda: megatron_to_hf(source, options.target, options.shard_size, conversion_options),
     )
 
 

@@ -35,7 +35,7 @@ class EvaluatedCheckpoint:
         if (path / "config.json").is_file():
             return cls(path, is_megatron=False, version=0)
         try:
-            checkpoint = find_checkpoint(_newest_in_run(path) or path)
+            checkpoint = find_checkpoint(newest_in_run(path) or path)
         except ValueError as error:
             raise ConfigError(
                 f"{path} is neither a Hugging Face folder (no config.json) nor a checkpoint: {error}"
@@ -68,8 +68,13 @@ class EvaluatedCheckpoint:
             signal.signal(signal.SIGTERM, before)
 
 
-def _newest_in_run(folder: Path) -> Path | None:
-    """A run's newest checkpoint, one in a fallback folder by way of the run's link to it; None without one."""
+def newest_in_run(folder: Path) -> Path | None:
+    """A run's newest checkpoint, one in a fallback folder by way of the run's link to it; None without one.
+
+    `folder`: of the run, or its `checkpoints`.
+    """
+    if folder.name == "checkpoints":
+        folder = folder.parent
     newest = find_latest_checkpoint(folder)
     for link in fallback_links(folder):
         if newest is not None and newest.is_relative_to(link.resolve()):

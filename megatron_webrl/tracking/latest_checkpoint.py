@@ -43,5 +43,5 @@ def version_and_copy(path: Path) -> tuple[int, int] | None:
 
 def _named_latest(run_folder: Path) -> Path | None:
     pointer = run_folder / "checkpoints" / "latest"
-    name = pointer.read_text().strip() if pointer.is_file() else ""
-    return pointer.with_name(name) if name else None
+    name = pointer.read_text().strip().rstrip("/") if pointer.is_file() else ""  # people point it back by hand
+    return pointer.parent / name if name else None

@@ -220,6 +220,7 @@ def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(
     link.symlink_to(tmp_path / "elsewhere")
     newest = EvaluatedCheckpoint.resolve(run_folder)
     assert newest == EvaluatedCheckpoint.resolve(link) == EvaluatedCheckpoint.resolve(link / saved)
+    assert newest == EvaluatedCheckpoint.resolve(run_folder / "checkpoints")
     assert (newest.path, newest.run_config_path) == (link / saved, checkpoint.run_config_path)
     link.unlink()
     folder = EvaluatedCheckpoint.resolve(tiny_model)

@@ -39,7 +39,7 @@ def test_latest_never_goes_back(tmp_path: Path) -> None:
     newest = find_latest_checkpoint(tmp_path)
     assert newest is not None
     assert newest.name == "version-000006.1"
-    (tmp_path / "checkpoints" / "latest").write_text("version-000005")  # a user goes back
+    (tmp_path / "checkpoints" / "latest").write_text("version-000005/\n")  # a user goes back
     assert files.commit(written(lease, 6), 6).name == "version-000006.2"
     shutil.rmtree(tmp_path / "checkpoints" / "version-000006")  # older copies are deleted
     assert files.commit(written(lease, 6), 6).name == "version-000006.3"
