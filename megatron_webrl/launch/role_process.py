@@ -128,7 +128,8 @@ def prepare_run_folder(
         backup = folder.with_name(f"{folder.name}.{number}")
         folder.rename(backup)
         report(f"renamed the earlier run of this name to {backup}")
-    lease = run_lease.take(folder, holder, wait, config.trainer.checkpoint.fallback_folder)
+    fallback = "" if config.evaluation.only else config.trainer.checkpoint.fallback_folder
+    lease = run_lease.take(folder, holder, wait, fallback)
     (folder / "logs").mkdir(exist_ok=True)
     atomic_file.remove_leftovers(folder)
     (folder / "summary.json").unlink(missing_ok=True)
