@@ -99,7 +99,8 @@ class _StepExperts:
             self._copied.synchronize()
         rows, found, first = self._rows.numpy(), {}, 0
         for (request, count), start in zip(self._counts.items(), self._starts, strict=True):
-            found[request] = AuxRequestOutput(start, rows[first : first + count])
+            # A view would keep the pinned rows of the whole step until the request ends.
+            found[request] = AuxRequestOutput(start, rows[first : first + count].copy())
             first += count
         output.aux_output_connector_output = found
         return output
