@@ -10,7 +10,7 @@ from megatron_webrl.config.setting import setting
 @dataclass
 class ClusterConfig:
     nodes: int = setting(1, "Nodes of the job, all alike; both steps run on each.", low=1)
-    gpus_per_node: int = setting(0, "GPUs of a node; 0: compute on the CPU.", low=0)
+    gpus_per_node: int = setting(0, "GPUs of a node for the job to divide among its roles; 0: none.", low=0)
     engine_gpus_per_node: int = setting(
         0, "GPUs of each node for engines, the last ones; the trainer uses the others.", low=0
     )

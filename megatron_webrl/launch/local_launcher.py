@@ -92,8 +92,8 @@ class LocalLauncher:
         config = self.config
         if message := role_process.sweep_leftovers():
             self.console.print(message, markup=False, soft_wrap=True)
-        if config.cluster.gpus_per_node and config.model.platform == "auto" and not has_gpu():
-            self._warn("no GPU on this machine: all roles compute on its cores (model.platform=auto)")
+        if message := _device_warning(config):
+            self._warn(message)
         try:
             lease = role_process.prepare_run_folder(config, lambda message: self.console.print(message, markup=False))
         except ConfigError:
@@ -255,6 +255,20 @@ def _check_machine(config: Config) -> None:
             f"cluster.gpus_per_node={config.cluster.gpus_per_node}, but {problem}; or set model.platform=cpu to "
             "compute on the cores"
         )
+
+
+def _device_warning(config: Config) -> str:
+    """What a user may not expect of the devices that model.platform=auto takes; empty if nothing."""
+    if config.model.platform != "auto":
+        return ""
+    if config.cluster.gpus_per_node:
+        return "" if has_gpu() else "no GPU on this machine: all roles compute on its cores (model.platform=auto)"
+    if config.evaluation.only or not has_gpu() or cuda_driver.find_cuda_problem():
+        return ""
+    return (
+        "cluster.gpus_per_node=0: trainer and engines take this machine's first GPU, and neither leaves memory for the "
+        "other; set cluster.gpus_per_node=1 and cluster.shared_gpus=true (docs/one_gpu.md)"
+    )
 
 
 def launch(config: Config, console: Console) -> int:

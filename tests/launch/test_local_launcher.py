@@ -49,3 +49,25 @@ def test_a_worker_that_does_not_exit_cannot_fail_a_job_that_has_ended(
     finally:
         for role in supervisor.roles:
             child_process.kill_process_group(role.process.pid)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "problem", "expected"),
+    [
+        ((), True, "", "cluster.gpus_per_node=0: trainer and engines take this machine's first GPU"),
+        ((), True, "torch is built for CPUs", ""),
+        ((), False, "", ""),
+        (("evaluation.only=true",), True, "", ""),
+        (("model.platform=cuda",), True, "", ""),
+        (("cluster.gpus_per_node=1",), True, "", ""),
+        (("cluster.gpus_per_node=1",), False, "", "no GPU on this machine: all roles compute on its cores"),
+    ],
+)
+def test_a_job_says_which_devices_it_takes_unasked(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], gpu: bool, problem: str, expected: str
+) -> None:
+    monkeypatch.setattr(local_launcher, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(local_launcher.cuda_driver, "find_cuda_problem", lambda: problem)
+    warning = local_launcher._device_warning(parse_config(None, list(overrides)))
+    assert warning.startswith(expected)
+    assert bool(warning) == bool(expected)
