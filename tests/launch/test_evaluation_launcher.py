@@ -20,6 +20,7 @@ from mlflow.tracking import MlflowClient
 from rich.console import Console
 
 from megatron_webrl.cli import main
+from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
@@ -261,3 +262,12 @@ def test_a_damaged_checkpoint_is_one_line(run_folder: Path, capsys: pytest.Captu
     assert main(["eval", str(run_folder)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert set(Path(tempfile.gettempdir()).glob(f"webrl-{os.getpid()}-*")) == before
+
+
+def test_an_evaluation_makes_no_folder_for_checkpoints_elsewhere(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    settings = (f"run.directory={tmp_path}", f"trainer.checkpoint.fallback_folder={other}", "run.name=here")
+    config = parse_config(None, [*settings, "evaluation.only=true"])
+    prepare_run_folder(config, lambda message: None).release()
+    assert not other.exists()
+    assert not list(config.run_folder.glob("fallback-*"))
