@@ -29,8 +29,9 @@ from tests.rollout.engine.engines import expected, picture, prompt, scorable
 from tests.weights import trainer_rank
 
 SECONDS = 20.0  # timeout of one transfer
-TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (0.01, 0.002)}
-"""By the engine's type: of log-probabilities, the largest and the mean difference."""
+TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.003)}
+"""By the engine's type: of log-probabilities, the largest and the mean difference; of thousands of tokens in bfloat16
+0.010 and 0.0017 were seen, and with the weights of another version 0.5 and 0.09."""
 
 
 def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -> Config:
