@@ -95,7 +95,7 @@ def test_a_failed_node_and_an_unreadable_report_fail(tmp_path: Path) -> None:
     assert report["summary"].endswith("nodes: n2: link; nodes: n3")
 
 
-@pytest.mark.soak  # test_results.py judges speeds
+@pytest.mark.slow
 def test_a_link_below_the_least_speed_is_named(tmp_path: Path) -> None:
     code, report = run(tmp_path, "--section", "links", "--min-link-gb-per-second", "100000")
     assert code == 1

@@ -68,7 +68,7 @@ def test_a_cut_link_is_a_partition_until_it_is_restored(apart: Cluster) -> None:
     until(lambda: reaches(apart, "n1", "n2"), "the mended link", 10)
 
 
-@pytest.mark.soak  # no other test loses a node
+@pytest.mark.slow
 def test_a_lost_node_is_seen_down_and_returns_empty() -> None:
     marker = f"31{os.getpid()}"  # seconds that a task of this test sleeps
     with virtual_slurm(2, namespaces=True) as cluster:
