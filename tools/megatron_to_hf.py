@@ -30,12 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
     conversion.add_options(parser)
     options = parser.parse_args(arguments)
     conversion_options = conversion.make_options(options)
-    source = newest_in_run(options.source) or options.source
     torchvision_shim.install()  # transformers reads the configuration
     return conversion.run_conversion(
         "megatron_to_hf",
         options.target,
-        lambda: megatron_to_hf(source, options.target, options.shard_size, conversion_options),
+        lambda: megatron_to_hf(
+            newest_in_run(options.source) or options.source, options.target, options.shard_size, conversion_options
+        ),
     )
 
 

@@ -117,8 +117,10 @@ start_browser_farm() {
 }
 
 # job_field FIELD: prints a field of this job from scontrol; nothing if Slurm does not answer.
-job_field() { { scontrol show job --oneliner "$SLURM_JOB_ID" || true; } | awk -v field="$1=" 'NR == 1 { for (i = 1; i <= NF; i++)
-    if (index($i, field) == 1) print substr($i, length(field) + 1) }'; }
+job_field() {
+    { scontrol show job --oneliner "$SLURM_JOB_ID" || true; } | awk -v field="$1=" 'NR == 1 {
+        for (i = 1; i <= NF; i++) if (index($i, field) == 1) print substr($i, length(field) + 1) }'
+}
 
 # preempted: whether the job runs in the grace period of a pre-emption.
 preempted() {
@@ -138,8 +140,9 @@ handle_signal() {
     NOTICE=SIG$1
     now=$(date +%s)
     end=$(job_field EndTime) # "Unknown" without a limit
-    [ -n "$end" ] || seconds=240 # Slurm, which gives the notice 300 s before the end, does not answer
-    if [ -n "$end" ] && end=$(date -d "$end" +%s 2>/dev/null); then
+    if [ -z "$end" ]; then
+        seconds=240 # Slurm, which gives the notice 300 s before the end, does not answer
+    elif end=$(date -d "$end" +%s 2>/dev/null); then
         seconds=$((end - now - 45)) # time to end all roles, and to requeue
         seconds=$((seconds > 3600 ? 3600 : seconds < 10 ? 10 : seconds))
     fi

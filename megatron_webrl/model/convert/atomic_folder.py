@@ -67,9 +67,9 @@ def _remove_leftovers(target: Path) -> None:
     prefix = _prefix(target)
     for path in list(target.parent.iterdir()):
         process = path.name.removeprefix(prefix).removesuffix("-old")
-        is_ours = process == str(os.getpid())  # of a killed process that had this number
-        alive = not is_ours and Path("/proc", process).exists()
-        if not path.name.startswith(prefix) or not process.isdigit() or alive:
+        if not path.name.startswith(prefix) or not process.isdigit():
+            continue
+        if process != str(os.getpid()) and Path("/proc", process).exists():  # a killed process may have had our number
             continue
         if path.name.endswith("-old") and not target.exists():
             path.rename(target)  # the process was killed between the two renames

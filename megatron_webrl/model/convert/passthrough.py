@@ -76,8 +76,7 @@ def write_passthrough(
             advance(part.nbytes)
 
     write_hf_model(folder, passthrough_specs(tensors, dtype), parts, SHARD_BYTES)
-    for path in (*folder.iterdir(), folder):
-        atomic_file.fsync(path)
+    atomic_file.fsync_tree(folder)
 
 
 def copy_passthrough(model: Path, checkpoint: Path) -> None:
