@@ -89,7 +89,7 @@ class Trainer:
         for name in ("megatron/shard.distcp", "state.json"):
             state = {"version": self.version, "episode_log_bytes": self.episodes.size}
             (temporary / name).write_text(json.dumps(state))
-        files.fsync_tree(temporary)
+        atomic_file.fsync_tree(temporary)
         newest = files.commit(temporary, self.version)
         files.delete_checkpoints(files.obsolete_checkpoints(newest, KEEP, 0), self.lease.staging)
 
