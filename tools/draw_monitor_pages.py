@@ -66,7 +66,8 @@ async def take_pictures(folders: Sequence[Path], job: Path, out: Path) -> None:
     """
     runs, token = RunSet(folders), secrets.token_urlsafe(24)
     pages = next(iter(runs.pages.values()))
-    pages.live = LiveRollouts(job, TokenTexts(Path(pages.config.model.path)))
+    texts = TokenTexts(Path(pages.config.model.path))
+    pages.live = LiveRollouts(job, lambda: texts)
     runs.refresh()
     listener = Listener(ListenAddress("127.0.0.1", 0))
     async with (

@@ -20,7 +20,7 @@ class GpuSlot(NamedTuple):
     """The GPU of a rank."""
 
     node: int
-    index: int
+    number: int
 
 
 class LinkDirection(NamedTuple):
@@ -29,10 +29,10 @@ class LinkDirection(NamedTuple):
     kind: str  # "NVLink" or "NIC"
     direction: str  # "out" or "in"
     node: int
-    index: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.index} of node {self.node}, {self.direction}"
+        return f"{self.kind} {self.number} of node {self.node}, {self.direction}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ClusterSpec:
         return (self._nic("out", sender), self._nic("in", receiver))
 
     def _nic(self, direction: str, gpu: GpuSlot) -> LinkDirection:
-        return LinkDirection("NIC", direction, gpu.node, gpu.index * self.nics // self.gpus)
+        return LinkDirection("NIC", direction, gpu.node, gpu.number * self.nics // self.gpus)
 
     def transfer_seconds(self, link: LinkDirection, size: int) -> float:
         """Seconds that `size` bytes take on a link."""

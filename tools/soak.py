@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,6 +168,11 @@ def _below(job: Job, role: str, word: str) -> list[psutil.Process]:
     return found
 
 
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        process.kill()
+
+
 def _stop(process: psutil.Process) -> None:
     process.suspend()
     try:
@@ -181,7 +186,7 @@ FAULTS: dict[str, Callable[[Job], None]] = {
     "kill the trainer": lambda job: _role(job, "trainer-0").kill(),
     "kill the worker": lambda job: _role(job, "rollout-0").kill(),
     "kill the engine": lambda job: _below(job, "rollout-0", "EngineCore")[0].kill(),
-    "kill all browsers": lambda job: [p.kill() for p in _below(job, "rollout-0", "chrom")] and None,
+    "kill all browsers": lambda job: _kill(_below(job, "rollout-0", "chrom")),
     "kill the control service": lambda job: _role(job, "control").kill(),
     "stop the trainer": lambda job: _stop(_role(job, "trainer-0")),
     "stop the worker": lambda job: _stop(_role(job, "rollout-0")),

@@ -36,10 +36,10 @@ def _find_in(tree: ast.Module, package: str, found: defaultdict[str, set[str]]) 
         return None
 
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (name := full_name(node)) is not None:
-            _ = found[name]
-        if isinstance(node, ast.Call) and (name := full_name(node.func)) is not None:
-            found[name] |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+        if isinstance(node, ast.Attribute) and (attribute := full_name(node)) is not None:
+            _ = found[attribute]
+        if isinstance(node, ast.Call) and (called := full_name(node.func)) is not None:
+            found[called] |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
 
 
 def _imported(tree: ast.Module, package: str) -> dict[str, str]:

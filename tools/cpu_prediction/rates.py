@@ -66,6 +66,7 @@ class CpuRates:
 
 def packed_shape(packed: PackedInput) -> MicrobatchShape:
     """The shape of a micro-batch whose sequences may branch: a segment's tokens attend to those of its ancestors."""
+    assert packed.parents is not None
     starts, parents = packed.cu_seqlens.tolist(), packed.parents.tolist()
     lengths = [stop - start for start, stop in pairwise(starts)]
     before: list[int] = []  # tokens of the ancestors of each segment; parents come first
@@ -111,11 +112,12 @@ def _attention_seconds(packed: PackedInput, query: int, key: int, head_dim: int)
     """Of one layer of the text model: masks, and keys of common prefixes put together, with it."""
     tokens, boundaries = len(packed.tokens), tuple(packed.cu_seqlens.tolist())
     shapes = [(tokens, 1, width // head_dim, head_dim) for width in (query, key, key)]
-    heads = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    query_heads, key_heads, value_heads = heads = [torch.randn(shape, requires_grad=True) for shape in shapes]
     assert packed.parents is not None
     keys = segment_keys(packed.parents.tolist(), boundaries)
     params = MultimodalPackedSeqParams(qkv_format="sbhd", segment_boundaries=boundaries, keys=keys)
-    return _both_passes(lambda: [per_segment(*heads, params, None).reshape(tokens, 1, -1)], heads)
+    attend = lambda: per_segment(query_heads, key_heads, value_heads, params, None)  # noqa: E731
+    return _both_passes(lambda: [attend().reshape(tokens, 1, -1)], heads)
 
 
 def _vision_attention_rate(packed: PackedInput, width: int, head_dim: int) -> float:

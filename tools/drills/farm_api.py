@@ -22,6 +22,7 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, strategies
 from schemathesis import APIOperation, Case, GenerationMode
+from schemathesis.core.result import Err
 
 from tests.farm.conftest import Server, browser_server, serving
 from tools.arguments import make_bench_parser, write_json
@@ -60,7 +61,7 @@ class ApiDrill:
     def run(self, count: int) -> DrillResult:
         """Send at least `count` requests, in rounds over all operations."""
         started = time.monotonic()
-        operations = [each.ok() for each in self._schema.get_all_operations()]
+        operations = self._operations()
         result, seed = self.result, 0
         while result.requests < count:  # an operation without parameters has few cases in a round
             for operation in operations:
@@ -72,6 +73,14 @@ class ApiDrill:
         if self._service.process.poll() is not None:
             result.problems.append(f"the service ended with code {self._service.process.returncode}")
         return result
+
+    def _operations(self) -> list[APIOperation]:
+        operations = []
+        for each in self._schema.get_all_operations():
+            if isinstance(each, Err):
+                raise each.err()
+            operations.append(each.ok())
+        return operations
 
     def _run_operation(self, operation: APIOperation, count: int, seed: int) -> None:
         cases = strategies.one_of(*(operation.as_strategy(mode) for mode in GenerationMode))

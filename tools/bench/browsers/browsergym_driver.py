@@ -29,12 +29,12 @@ def use_chromium(executable: str) -> None:
     def launch_installed(self: BrowserType, **options: Any) -> Any:
         return launch(self, **({"executable_path": executable} | options))
 
-    BrowserType.launch = launch_installed
+    BrowserType.launch = launch_installed  # type: ignore[method-assign]
 
 
 def run_episode(environment: str, seed: int, clicks: list[tuple[float, float]], waits: bool) -> dict[str, Any]:
     """Run one episode; closing it is not timed."""
-    settings = {} if waits else {"slow_mo": 0, "pre_observation_delay": 0.0}
+    settings: dict[str, Any] = {} if waits else {"slow_mo": 0, "pre_observation_delay": 0.0}
     made = gymnasium.make(
         f"browsergym/miniwob.{environment}", action_mapping=ACTIONS.to_python_code, disable_env_checker=True, **settings
     )

@@ -107,7 +107,8 @@ async def _play_one(
     given: Sequence[Action] | None,
 ) -> PlayedEpisode:  # fmt: skip
     planned = given if given is not None else web_actions(number) if task.source == "web" else None
-    observation, actions, seen = first, [], [_digest(first)]
+    observation, seen = first, [_digest(first)]
+    actions: list[Action] = []
     while len(actions) < (MAX_ACTIONS if planned is None else len(planned)):
         action = planned[len(actions)] if planned is not None else await sites.demonstrate(played.page, task)
         observation = await played.step(action)
@@ -125,11 +126,11 @@ def browser_settings(**settings: str) -> BrowserConfig:
 def leave_out(parts: Sequence[str], recording: bool) -> None:
     """Leave parts of what makes pages repeatable out, to show what they are for."""
     if "script" in parts or (recording and "recorded-script" in parts):
-        session.repeatable_page_script = lambda *given: ""  # type: ignore[assignment]
+        session.repeatable_page_script = lambda *given: ""
     if "stillness" in parts:
         wait = settle.wait_until_idle
-        settle.wait_until_idle = lambda tab, until=None, still=False: wait(tab, until)  # type: ignore[assignment]
-        chromium._STILL_IMAGES = chromium._STILL_IMAGES.removesuffix(",imageAnimationPolicy=2")  # type: ignore[misc]
+        settle.wait_until_idle = lambda tab, until=None, still=False: wait(tab, until)
+        chromium._STILL_IMAGES = chromium._STILL_IMAGES.removesuffix(",imageAnimationPolicy=2")
 
 
 def main() -> None:

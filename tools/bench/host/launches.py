@@ -67,7 +67,8 @@ def count_launches(size: str, config: Config, batch: BatchSize) -> Launches:
     counts = [in_process(_count, size, layers, config, batch) for layers in COUNTED_LAYERS]
     layers = model_sizes.make_hf_config(size).text_config.num_hidden_layers - COUNTED_LAYERS[0]
     each = [fewer + (more - fewer) * layers for fewer, more in zip(*counts, strict=True)]
-    return Launches(*each, seconds=in_process(_operation_seconds))
+    score, train, optimizer = each
+    return Launches(score, train, optimizer, seconds=in_process(_operation_seconds))
 
 
 def _count(size: str, layers: int, config: Config, batch: BatchSize) -> tuple[int, int, int]:

@@ -38,14 +38,17 @@ def measure(quick: bool, console: Console) -> tuple[dict[str, CorrectnessResult]
     found = {}
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as folder:
         for structured, episodes in (QUICK_EPISODES if quick else FULL_EPISODES).items():
-            with progress_bar(console) as bar:
-                task = bar.add_task(f"episodes, {structured}", total=episodes)
-                found[structured] = measure_correctness(
-                    Path(folder), episodes, SCREENSHOTS, FAULTS, structured,
-                    lambda done, bar=bar, task=task: bar.update(task, completed=done),
-                )  # fmt: skip
+            found[structured] = _correctness(Path(folder), structured, episodes, console)
         throughput = measure_throughput(Path(folder), QUICK if quick else FULL, console.print)
     return found, throughput
+
+
+def _correctness(folder: Path, structured: str, episodes: int, console: Console) -> CorrectnessResult:
+    with progress_bar(console) as bar:
+        task = bar.add_task(f"episodes, {structured}", total=episodes)
+        return measure_correctness(
+            folder, episodes, SCREENSHOTS, FAULTS, structured, lambda done: bar.update(task, completed=done)
+        )
 
 
 def show(found: dict[str, CorrectnessResult], throughput: ThroughputResult, console: Console) -> None:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,10 @@ def main() -> int:
         index.refresh()
         read_seconds = time.process_time() - started
         mib = (process.memory_info().rss - before) / 2**20
-        answers = {
-            text: median_seconds(lambda query=query: index.search(query)) for text, (query, _, _) in QUERIES.items()
-        }
+        answers = {text: median_seconds(partial(index.search, query)) for text, (query, _, _) in QUERIES.items()}
         peer = peer_of(index)
         peers = {
-            text: median_seconds(lambda condition=condition, parameters=parameters: peer(condition, parameters))
+            text: median_seconds(partial(peer, condition, parameters))
             for text, (_, condition, parameters) in QUERIES.items()
         }
     print(f"{len(index):,} episodes, read in {read_seconds:.1f} s, {mib:.0f} MiB (goal {GOAL_MIB:.0f})")

@@ -79,7 +79,7 @@ class BenchRank:
 
     def __init__(self, task: ReshardBenchConfig, rank: int) -> None:
         self.task, self.rank = task, rank
-        self.store = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=timedelta(seconds=SECONDS))
+        self.store: Any = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=timedelta(seconds=SECONDS))
         self.plan = task.plan()
         self.staging = torch.ones(self.plan.max_message_bytes, dtype=torch.uint8)
         self.transfers = 0

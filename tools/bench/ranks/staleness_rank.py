@@ -88,7 +88,7 @@ def compare(
     groups: Sequence[Group],
     version: int,
     staleness: int,
-    restore: Callable[[], None],
+    restore: Callable[[], object],
 ) -> ObjectiveComparison:
     """Update policy `version` with both objectives; `restore` reloads its weights and optimiser."""
     from megatron_webrl.trainer.loop import train_batch
