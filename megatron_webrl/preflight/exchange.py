@@ -203,11 +203,10 @@ def _start_child(rank: ExchangeRank | None) -> tuple[ForkServerProcess, Connecti
 
 def _run_child(rank: ExchangeRank | None, connection: Connection) -> None:
     """The child: reports its start, then its result. Without a rank it only starts."""
+    connection.send(None)
     if rank is not None:
         signal.alarm(int(rank.seconds + KILL_MARGIN_SECONDS) + 2)  # if nobody is left to kill it
         ctypes.CDLL(None).prctl(_PR_SET_NAME, rank.name.encode()[:15], 0, 0, 0)
-    connection.send(None)
-    if rank is not None:
         connection.send(measure_in_time(rank))
     os._exit(0)  # the destructor of a failed NCCL group may hang
 

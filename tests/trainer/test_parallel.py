@@ -31,6 +31,7 @@ def run(rank: int, address: Path, folder: str) -> None:
         parallel.initialize(config, RankInfo(rank, 2, rank), control, f"job/{attempt}")
         store = torch.distributed.distributed_c10d._get_default_store()
         keys.append(store.underlying_store.list_keys())
+        torch.distributed.barrier()  # both have looked
         if rank == 0:
             for each in (store, store.underlying_store, torch.distributed.PrefixStore("0", store)):
                 each.set(POISON, "1")
