@@ -8,7 +8,7 @@
 # PREFLIGHT           0: use all nodes without a check
 # MIN_GIB_PER_SECOND  GiB/s that a node must exchange with a neighbour to pass the check (default: 0, any)
 # STEP_EXIT_SECONDS   limit for both steps to exit after the end of the job (default: 120)
-# GRACE_SECONDS       limit for the checkpoint after a signal (default: until 45 s before Slurm ends the job, at most 3600)
+# GRACE_SECONDS       limit for the checkpoint after a signal (default: until 45 s before Slurm ends the job, at most 7200)
 # FARM_PORT           train_split.sh: port of the browsers' router; the browser servers use the next one (default: 8700)
 # GPU_CHECK_OPTIONS   gpu_check.sh: options of `webrl gpu-check`, such as "--section links"
 # DRY_RUN             1: print each process with its node and command, and start nothing; needs no Slurm
@@ -131,7 +131,7 @@ preempted() {
 # handle_signal SIGNAL: trap for a notice that the job will end soon: near the time limit (sbatch --signal), or pre-empted.
 # It requests a checkpoint and the end of the run. The SIGTERM of scancel and of the time limit itself ends the script.
 handle_signal() {
-    local end seconds=3600 now
+    local end seconds=7200 now
     if [ "$1" = TERM ] && ! preempted; then
         log "ended by SIGTERM"
         exit 143
@@ -144,7 +144,7 @@ handle_signal() {
         seconds=240 # Slurm, which gives the notice 300 s before the end, does not answer
     elif end=$(date -d "$end" +%s 2>/dev/null); then
         seconds=$((end - now - 45)) # time to end all roles, and to requeue
-        seconds=$((seconds > 3600 ? 3600 : seconds < 10 ? 10 : seconds))
+        seconds=$((seconds > 7200 ? 7200 : seconds < 10 ? 10 : seconds))
     fi
     seconds=${GRACE_SECONDS:-$seconds}
     DEADLINE=$((SECONDS + seconds))

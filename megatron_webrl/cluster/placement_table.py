@@ -58,7 +58,9 @@ def show_placement(
         estimate = memory_estimate.estimate_memory(config, description)
         print_memory(config, estimate, console)
         start = start_estimate.estimate_start(config, estimate.parameters)
-        console.print(start_estimate.describe_start(config, start), highlight=False, soft_wrap=True)
+        for describe in (start_estimate.describe_start, start_estimate.describe_save):
+            if line := describe(config, start):
+                console.print(line, highlight=False, soft_wrap=True)
         content = {"memory": asdict(estimate), "start": asdict(start)}
     if card is not None and description is not None:
         prediction = predict(config, description, card, EpisodeLengths())

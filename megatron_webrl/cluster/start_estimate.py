@@ -1,4 +1,7 @@
-"""Estimate how long a job reads weights from the shared folder at its start. A resumed one reads the optimizer, too."""
+"""Estimate how long a job reads weights from the shared folder at its start, and writes a checkpoint to it.
+
+A checkpoint holds the optimizer, too, which a resumed job reads.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from megatron_webrl.cluster.memory_estimate import DTYPE_BYTES, GIB, OPTIMIZER_B
 from megatron_webrl.config.schema import Config
 
 OTHER_SECONDS = 300.0  # of a start without reading: imports, communicators, compilation, captured graphs
-SAFETY_FACTOR = 2.0  # other jobs read from the same folder
+SAFETY_FACTOR = 2.0  # other jobs use the same folder
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class StartEstimate:
         """A safe run.startup_timeout_seconds."""
         return OTHER_SECONDS + SAFETY_FACTOR * self.resumed_seconds
 
+    @property
+    def needed_save_seconds(self) -> float:
+        """A safe trainer.checkpoint.timeout_seconds: a checkpoint has the bytes that a resumed job reads."""
+        return SAFETY_FACTOR * self.resumed_seconds
+
 
 def estimate_start(config: Config, parameters: int) -> StartEstimate:
     """Estimate the start of a job with a model of so many parameters.
@@ -48,7 +56,7 @@ def estimate_start(config: Config, parameters: int) -> StartEstimate:
 
 
 def describe_start(config: Config, estimate: StartEstimate) -> str:
-    """The estimate in one line, with the timeout to set if that of the configuration is too short."""
+    """The estimate of the start in one line, with the timeout to set if that of the configuration is too short."""
     resumed = ""
     if estimate.resumed_bytes > estimate.new_bytes:
         resumed = f"; resumed {_short(estimate.resumed_bytes / GIB)} GiB, {_short(estimate.resumed_seconds)} s"
@@ -56,12 +64,22 @@ def describe_start(config: Config, estimate: StartEstimate) -> str:
         f"start: reads {_short(estimate.new_bytes / GIB)} GiB from the shared folder, about "
         f"{_short(estimate.new_seconds)} s at {estimate.gb_per_second:g} GB/s{resumed}"
     )
-    if config.run.startup_timeout_seconds >= estimate.needed_timeout_seconds:
-        return text
-    return (
-        f"{text}; run.startup_timeout_seconds={config.run.startup_timeout_seconds:g} is short, set it to "
-        f"{estimate.needed_timeout_seconds:.0f} or more"
+    return text + _if_short(
+        "run.startup_timeout_seconds", config.run.startup_timeout_seconds, estimate.needed_timeout_seconds
     )
+
+
+def describe_save(config: Config, estimate: StartEstimate) -> str:
+    """The estimate of a checkpoint in one line, as `describe_start`; empty if no trainer runs."""
+    if config.evaluation.only:
+        return ""
+    text = f"checkpoint: writes {_short(estimate.resumed_bytes / GIB)} GiB, about {_short(estimate.resumed_seconds)} s"
+    limit = config.trainer.checkpoint.timeout_seconds
+    return text + _if_short("trainer.checkpoint.timeout_seconds", limit, estimate.needed_save_seconds)
+
+
+def _if_short(name: str, seconds: float, needed: float) -> str:
+    return "" if seconds >= needed else f"; {name}={seconds:g} is short, set it to {needed:.0f} or more"
 
 
 def _short(value: float) -> str:

@@ -41,7 +41,8 @@ class ClusterConfig:
     )
     storage_gb_per_second: float = setting(
         2.0,
-        "Speed at which all nodes together read the shared folder, GB/s; only `webrl placement --memory` uses it.",
+        "Speed at which all nodes together read or write the shared folder, GB/s; only `webrl placement --memory` uses "
+        "it.",
         above=0,
     )
     base_port: int = setting(

@@ -45,6 +45,11 @@ class CheckpointConfig:
         "Folder on another file system, the same on all nodes, for the last checkpoint of a job if the run's folder "
         "cannot take it; the run resumes from there if it holds nothing newer. Empty: the job fails.",
     )
+    timeout_seconds: float = setting(
+        900.0,
+        "Limit of writing one checkpoint; one that takes longer fails, and training continues without it.",
+        above=0,
+    )
     keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
     keep_every: int = setting(0, "Versions that are a multiple of this are kept as well; 0: none.", low=0)
     optimizer_shards: str = setting(

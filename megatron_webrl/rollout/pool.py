@@ -23,7 +23,7 @@ from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.group_run import GroupRun
 from megatron_webrl.rollout.ticket_claims import TicketClaims
-from megatron_webrl.rollout.trajectory_writer import TrajectoryWriter
+from megatron_webrl.rollout.trajectory_writer import TIMEOUT_SECONDS, TrajectoryWriter
 from megatron_webrl.tracking.episode_store import TRAINING, EpisodeStore
 from megatron_webrl.tracking.process_memory import PeakMemory
 from megatron_webrl.tracking.running_episodes import RunningEpisodes
@@ -54,7 +54,8 @@ class RolloutPool:
 
     def __post_init__(self) -> None:
         self.claims = TicketClaims(self.control, self.config.rollout.engines)
-        self.writer = TrajectoryWriter(self.ring)
+        save_seconds = self.config.trainer.checkpoint.timeout_seconds  # for which the trainer may wait
+        self.writer = TrajectoryWriter(self.ring, TIMEOUT_SECONDS + save_seconds)
         self.waiting = Track(self.episode_runner.timeline, "worker")
         self.running_episodes = RunningEpisodes(self.config, self.control, self.episode_runner.live)
 

@@ -12,7 +12,7 @@ from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.types import Trajectory
 
-TIMEOUT_SECONDS = 900.0  # limit of one write into a full ring
+TIMEOUT_SECONDS = 900.0  # limit of one write into a full ring, beyond the time that the trainer may wait for a save
 RING_POLL_SECONDS = 1.0
 MAX_WRITES = 32  # at once; more wait
 
@@ -20,7 +20,7 @@ MAX_WRITES = 32  # at once; more wait
 class TrajectoryWriter:
     """Writes in threads, so that the event loop stays free; a full ring blocks only the group that writes."""
 
-    def __init__(self, ring: Ring, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    def __init__(self, ring: Ring, timeout_seconds: float) -> None:
         self.written_episodes = 0
         self._ring, self._timeout_seconds = ring, timeout_seconds
         self._writes: set[asyncio.Future[None]] = set()

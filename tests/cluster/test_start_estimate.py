@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.cli import main
-from megatron_webrl.cluster.start_estimate import StartEstimate, describe_start, estimate_start
+from megatron_webrl.cluster.start_estimate import StartEstimate, describe_save, describe_start, estimate_start
 from megatron_webrl.config.load import parse_config
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +27,7 @@ def test_an_evaluation_reads_a_copy_for_each_node() -> None:
     config = parse_config(None, ["evaluation.only=true", "cluster.nodes=4", "model.dtype=bfloat16"])
     assert estimate_start(config, 10**9) == StartEstimate(8 * 10**9, 8 * 10**9, 2.0)
     assert "resumed" not in describe_start(config, estimate_start(config, 10**9))
+    assert not describe_save(config, estimate_start(config, 10**9))
 
 
 def test_a_short_timeout_is_named() -> None:
@@ -35,18 +36,27 @@ def test_a_short_timeout_is_named() -> None:
     assert describe_start(config, estimate_start(config, 10**11)).endswith(
         "run.startup_timeout_seconds=600 is short, set it to 1700 or more"
     )
+    assert describe_save(config, estimate_start(config, 10**10)) == "checkpoint: writes 130 GiB, about 70 s"
+    assert describe_save(config, estimate_start(config, 10**11)).endswith(
+        "trainer.checkpoint.timeout_seconds=900 is short, set it to 1400 or more"
+    )
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
-def test_every_configuration_for_a_cluster_has_the_time_to_start(
+def test_every_configuration_for_a_cluster_has_the_time_to_start_and_to_save(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["placement", str(path), "--memory", "--json", str(tmp_path / "placement.json")]) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("start: reads ")]
-    assert "is short" not in line
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("start: reads ", "checkpoint: writes "))
+    ]
+    assert len(lines) == 2
+    assert "is short" not in "".join(lines)
     run = parse_config(path).run
     assert run.hang_timeout_seconds > run.startup_timeout_seconds
     start = json.loads((tmp_path / "placement.json").read_text())["start"]
     assert start["resumed_bytes"] == 7 * start["new_bytes"]
     if path.stem == "235b_a22b_32node":
-        assert line in (ROOT / "docs" / "slurm.md").read_text()
+        assert "\n".join(lines) in (ROOT / "docs" / "slurm.md").read_text()

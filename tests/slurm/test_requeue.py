@@ -102,7 +102,7 @@ def test_a_signalled_job_saves_and_resumes_and_a_stopped_one_does_not(five: Clus
 
     assert five.wait(signalled.job, 120) == "COMPLETED", signalled.log
     assert (signalled.restarts(), signalled.outcome) == (1, "finished")
-    assert "job: SIGUSR1: the job will end; 3600 s left for a checkpoint" in signalled.log
+    assert "job: SIGUSR1: the job will end; 7200 s left for a checkpoint" in signalled.log
     assert "job: stop requested (preempted): the job ends after the current update, with a checkpoint" in signalled.log
     assert "job: state:      preempted; " in signalled.log
     message = (

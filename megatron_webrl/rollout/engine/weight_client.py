@@ -116,9 +116,10 @@ class WeightClient:
     @property
     def _grace_seconds(self) -> float:
         """The longest time that a healthy trainer may need before it offers weights."""
-        demonstrations = self.config.trainer.warm_start.demonstrations
-        warm_start_seconds = WARM_START_TIMEOUT_SECONDS if demonstrations else 0.0
-        return self.config.run.startup_timeout_seconds + warm_start_seconds + self.config.trainer.batch_timeout_seconds
+        trainer = self.config.trainer
+        warm_start_seconds = WARM_START_TIMEOUT_SECONDS if trainer.warm_start.demonstrations else 0.0
+        update_seconds = trainer.batch_timeout_seconds + trainer.checkpoint.timeout_seconds
+        return self.config.run.startup_timeout_seconds + warm_start_seconds + update_seconds
 
     async def _receive(self) -> None:
         if self.control.get_json(f"weights/link/{self.link_id}") is False:

@@ -35,7 +35,6 @@ from megatron_webrl.trainer.parallel import all_gather_object
 
 log = logging.getLogger(__name__)
 
-WRITE_TIMEOUT_SECONDS = 900.0
 FREE_SPACE_MARGIN_BYTES = 2**26  # for the index, the model's configuration files and the file system's own needs
 DELETE_TIMEOUT_SECONDS = 60.0  # limit of waiting for the deletion of old checkpoints
 _POLL_SECONDS = 0.02
@@ -92,19 +91,18 @@ class Checkpointer:
         model_folder: Path,
         settings: CheckpointConfig,
         report_progress: Callable[[], None] = lambda: None,
-        timeout_seconds: float = WRITE_TIMEOUT_SECONDS,
         sync_histories: Callable[[], None] = lambda: None,
         staging: Path | None = None,
     ) -> None:
         """`folder`: the run's checkpoints. `model_folder`: the Hugging Face folder whose configuration is copied along,
         and its tensors that no parameter holds.
 
-        `report_progress` is called while a save is waited for; `timeout_seconds` limits the writing of one checkpoint;
-        `sync_histories` flushes the files that a state refers to, on the first rank. It may raise OSError. `staging`:
-        that of the run's lease in `folder`; None if no other process writes to it.
+        `report_progress` is called while a save is waited for; `sync_histories` flushes the files that a state refers
+        to, on the first rank. It may raise OSError. `staging`: that of the run's lease in `folder`; None if no other
+        process writes to it.
         """
         self.folder, self.model_folder, self.settings = folder, model_folder, settings
-        self.timeout_seconds, self.report_progress = timeout_seconds, report_progress
+        self.report_progress = report_progress
         self._sync_histories = sync_histories
         self.last_completed: tuple[int, Path] | None = None  # version and folder of this process's newest checkpoint
         self.failures = 0
@@ -144,7 +142,7 @@ class Checkpointer:
                 write_rest()
             return write_shards()
 
-        task = ForkedTask(write, self.timeout_seconds)
+        task = ForkedTask(write, self.settings.timeout_seconds)
         blocking_seconds = time.monotonic() - started
         self._current = _Save(state.version, folder, plan, task, started, blocking_seconds, int(size))
 
@@ -158,7 +156,7 @@ class Checkpointer:
             self._complete(self._current)
 
     def wait_for_save(self) -> None:
-        """Wait for the checkpoint in progress, at most `timeout_seconds` from its start."""
+        """Wait for the checkpoint in progress, at most trainer.checkpoint.timeout_seconds from its start."""
         if (save := self._current) is not None:
             started = time.monotonic()
             while not self._all_done(save):  # polling keeps each collective far below its timeout

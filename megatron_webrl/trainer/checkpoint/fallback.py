@@ -33,7 +33,6 @@ def save_in_fallback(
         failed.model_folder,
         failed.settings,
         failed.report_progress,
-        failed.timeout_seconds,
         staging=lease.staging_in(folder),
     )
     unwritten = {history.path.name: history.unwritten for history in histories}

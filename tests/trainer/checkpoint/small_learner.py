@@ -175,8 +175,8 @@ def checkpoints_in(folder: Path, timeout_seconds: float = WRITE_TIMEOUT_SECONDS,
         (model / "config.json").write_text("{}")
         (model / "model.safetensors").write_bytes(b"weights")
     torch.distributed.barrier()
-    config = CheckpointConfig(**settings)
-    return Checkpointer(folder / "checkpoints", model, config, timeout_seconds=timeout_seconds)
+    config = CheckpointConfig(timeout_seconds=timeout_seconds, **settings)
+    return Checkpointer(folder / "checkpoints", model, config)
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
