@@ -64,7 +64,7 @@ def _check_resumed_file(config: Config) -> None:
 
     checkpoint = find_latest_checkpoint(config.run_folder)
     if checkpoint is None or not (checkpoint / "state.json").is_file():
-        return  # the trainer names what is missing
+        return  # launch/validation.py names what is missing
     saved = json.loads((checkpoint / "state.json").read_text()).get("task_sampler")
     if difference := difference_from_checkpoint(saved, task_file_digests(config.tasks)):
         raise ConfigError(difference)

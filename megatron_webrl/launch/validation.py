@@ -26,7 +26,8 @@ from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.model.vision_language.routing_replay import check_routing_replay
 from megatron_webrl.rollout.responses import COMPACT_FORMS
 from megatron_webrl.sampling.checks import check_tasks
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError, latest_checkpoint
+from megatron_webrl.trainer.checkpoint.resume_check import check_resumable
 
 SHARED_MEMORY = Path("/dev/shm")
 _DIMENSIONS = {
@@ -92,10 +93,12 @@ def _check_resume(config: Config) -> None:
             f"{config.reference_weights_folder} does not hold them: a run stores them only if it begins with the "
             "penalty; set it to 0"
         )
-    if find_latest_checkpoint(config.run_folder) is None:
-        raise ConfigError(
-            f"run.resume=true but {config.run_folder}/checkpoints holds no complete checkpoint; set run.resume=false"
-        )
+    try:
+        checkpoint = latest_checkpoint(config.run_folder)
+        check_resumable(checkpoint, config.trainer)
+    except CheckpointError as error:
+        raise ConfigError(f"run.resume=true, but {error}") from error
+    _check_architecture(checkpoint, "run.resume=true: the newest checkpoint", config)
 
 
 def _check_hang(config: Config) -> None:
@@ -157,13 +160,18 @@ def _check_start(config: Config) -> None:
             f"model.checkpoint={checkpoint} holds no Megatron checkpoint (megatron/metadata.json); "
             "give a folder checkpoints/version-NNNNNN of a run, or what tools/hf_to_megatron.py wrote"
         )
+    _check_architecture(checkpoint, "model.checkpoint", config)
+
+
+def _check_architecture(checkpoint: Path, source: str, config: Config) -> None:
+    """Check that the architecture of a checkpoint, if stored, equals that of model.path."""
     if not (checkpoint / "hf" / "config.json").is_file():
         return
     stored, given = (_dimensions(read_model_config(path)) for path in (checkpoint / "hf", config.model.path))
     for name in sorted(stored.keys() | given.keys()):
         if stored.get(name) != given.get(name):
             raise ConfigError(
-                f"model.checkpoint={checkpoint} has {name}={stored.get(name)}, but model.path={config.model.path} has "
+                f"{source}={checkpoint} has {name}={stored.get(name)}, but model.path={config.model.path} has "
                 f"{given.get(name)}; give the model that the checkpoint was made from"
             )
 

@@ -288,6 +288,7 @@ class Coordinator:
             mlflow_run_id=self.tracker.run_id if self.tracker else None,
             task_sampler=self.task_sampler.state_dict(),
             episode_log_bytes=self.episode_log.size if self.episode_log else None,
+            has_critic=self.config.trainer.critic.coefficient > 0,
         )
 
     def end_job(self, version: int, complete: bool) -> None:

@@ -269,18 +269,6 @@ def test_the_compact_memory_form_is_accepted_with_a_compact_prompt_and_without(c
         assert load_config(config_file, [context]).rollout.context.response_format == "memory_compact"
 
 
-def test_a_resumed_run_needs_the_reference_that_its_start_stored(config_file: Path, tmp_path: Path) -> None:
-    run = ["run.resume=true", f"run.directory={tmp_path}", "trainer.warm_start.demonstrations=5"]
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "latest").write_text("version-000001")
-    assert load_config(config_file, run).run.resume
-    penalty = "trainer.loss.kl_coefficient=0.1"
-    assert "a run stores them only if it begins with the penalty" in error(config_file, *run, penalty)
-    (tmp_path / "run" / "reference" / "megatron").mkdir(parents=True)
-    (tmp_path / "run" / "reference" / "megatron" / "metadata.json").touch()
-    assert load_config(config_file, [*run, penalty]).trainer.loss.kl_coefficient == 0.1
-
-
 @pytest.mark.parametrize(("mode", "staleness"), [("async", 2), ("one_step_off", 1), ("sync", 0)])
 def test_the_mode_sets_the_staleness_and_another_one_is_refused(config_file: Path, mode: str, staleness: int) -> None:
     assert load_config(config_file, [f"rollout.mode={mode}"]).staleness_limit == staleness

@@ -182,7 +182,8 @@ def test_a_requeued_job_resumes_from_its_checkpoint(tmp_path: Path, tiny_model: 
     first, again = ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": count} for count in "01")
     folder = prepare_job(str(empty), more, False, print, first).parent
     assert resume_overrides(str(empty), more, again) == []
-    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "checkpoints" / "version-000001").mkdir(parents=True)
+    (folder / "checkpoints" / "version-000001" / "state.json").write_text("{}")
     (folder / "checkpoints" / "latest").write_text("version-000001\n")
     assert resume_overrides(str(empty), more, first) == []
     added = resume_overrides(str(empty), more, again)

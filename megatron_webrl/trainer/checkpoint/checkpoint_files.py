@@ -29,9 +29,12 @@ def latest_checkpoint(run_folder: Path) -> Path:
     """The newest complete checkpoint of a run. Raises CheckpointError."""
     checkpoint = find_latest_checkpoint(run_folder)
     if checkpoint is None:
-        raise CheckpointError(f"{run_folder / 'checkpoints'} holds no complete checkpoint")
+        raise CheckpointError(f"{run_folder / 'checkpoints'} holds no complete checkpoint; set run.resume=false")
     if not (checkpoint / "state.json").is_file():
-        raise CheckpointError(f"{checkpoint} is named latest but holds no state.json")
+        raise CheckpointError(
+            f"{checkpoint}, which {checkpoint.parent / 'latest'} names, holds no state.json; write the name of a "
+            "complete checkpoint into that file, or set run.resume=false"
+        )
     return checkpoint
 
 

@@ -30,6 +30,7 @@ from megatron_webrl.model.load import is_first_replica
 from megatron_webrl.model.value_head import VALUE_HEAD
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.forked_task import one_line_error
+from megatron_webrl.trainer.checkpoint.resume_check import CRITIC_HINT, check_same_model_parallel
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.parallel import all_gather_object
 
@@ -73,7 +74,7 @@ def load_learner(checkpoint: Path, learner: Learner) -> list[str]:
         common = _read_common(folder)
         same_layout, shards = common["layout"] == parallel_layout(), common.get("optimizer_shards", "whole")
         if shards == "ranks":
-            _check_same_model_parallel(common["layout"], folder)
+            check_same_model_parallel(common["layout"], parallel_layout(), folder)
         wanted = sharded_learner_state(learner, shards, is_loading=True, with_rng_states=same_layout)
         _check_tensors(wanted["models"], _stored_shapes(folder), folder)
         wanted["models"] = _of_first_replicas(wanted["models"], learner.chunks)
@@ -200,17 +201,6 @@ def _read_common(folder: Path) -> dict[str, Any]:
     return common
 
 
-def _check_same_model_parallel(stored: dict[str, int], folder: Path) -> None:
-    """Raises CheckpointError unless only the number of replicas differs from the checkpoint's layout."""
-    for name, size in parallel_layout().items():
-        if name != "ranks" and stored[name] != size:
-            raise CheckpointError(
-                f"{folder} was saved with trainer.checkpoint.optimizer_shards=ranks and {name} size {stored[name]}, "
-                f"not {size}: resume with the same sizes and any number of replicas, or start a run from its weights "
-                "(model.checkpoint)"
-            )
-
-
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the stored weights by name. Raises CheckpointError if a file is missing or truncated."""
     if not (folder / "metadata.json").is_file():
@@ -245,12 +235,7 @@ def _check_tensors(wanted: dict[str, Any], stored: dict[str, tuple[int, ...]], f
 
 
 def _critic_hint(name: str) -> str:
-    if not name.startswith(f"{VALUE_HEAD}."):
-        return ""
-    return (
-        "; a run has a critic (trainer.critic.coefficient) from its start or not at all: leave it as it was, or start "
-        "another run from the weights (model.checkpoint)"
-    )
+    return f"; {CRITIC_HINT}" if name.startswith(f"{VALUE_HEAD}.") else ""
 
 
 def sharded_tensors(state: Any) -> list[ShardedTensor]:

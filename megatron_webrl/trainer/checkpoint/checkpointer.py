@@ -53,6 +53,7 @@ class TrainerState:
     mlflow_run_id: str | None = None
     task_sampler: dict[str, Any] | None = None  # TaskSampler.state_dict
     episode_log_bytes: int | None = None  # size of episodes.jsonl at the checkpoint
+    has_critic: bool | None = None  # None in a checkpoint that does not say it
     unwritten_lines: dict[str, tuple[int, str]] | None = None  # of a fallback checkpoint: History.unwritten by file
 
 
@@ -134,7 +135,8 @@ class Checkpointer:
             self._discard(folder)
             return
         write_shards, is_first_rank, model_folder = plan.write_task(), self._is_first_rank, self.model_folder
-        write_rest = partial(write_metadata, folder, plan.common, asdict(state), model_folder)
+        layout = {name: plan.common[name] for name in ("layout", "optimizer_shards")}  # a launch checks them
+        write_rest = partial(write_metadata, folder, plan.common, asdict(state) | layout, model_folder)
 
         def write() -> Any:
             if is_first_rank:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_webrl.config.trainer import TrainerConfig
 from tests.trainer.checkpoint.small_learner import (
     LAYOUTS,
     Layout,
@@ -30,6 +31,7 @@ def shards_of_ranks(rank: int, folder: str) -> None:
                 found[layout.name] = _resume(layout, Path(folder) / layout.name)
         with laid_out(LAYOUTS[1]):
             found["refused"] = _refusal(LAYOUTS[1], Path(folder) / LAYOUTS[0].name)
+            found["refused before a start"] = _launch_refusal(LAYOUTS[1], Path(folder) / LAYOUTS[0].name)
     torch.save(found, f"{folder}/shards-{rank}.pt")
 
 
@@ -58,6 +60,20 @@ def _refusal(layout: Layout, folder: Path) -> str:
 
     try:
         load_learner(folder / "checkpoints" / "version-000002", make_learner(layout))
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def _launch_refusal(layout: Layout, folder: Path) -> str:
+    from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
+    from megatron_webrl.trainer.checkpoint.resume_check import check_resumable
+
+    checkpoint, trainer = folder / "checkpoints" / "version-000002", TrainerConfig(data_parallel=2)
+    check_resumable(checkpoint, trainer)
+    trainer.tensor_parallel = layout.tensor
+    try:
+        check_resumable(checkpoint, trainer)
     except CheckpointError as error:
         return str(error)
     return "loaded"

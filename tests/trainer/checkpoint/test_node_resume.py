@@ -137,6 +137,7 @@ def test_no_group_is_trained_twice_and_every_update_has_its_groups(found: dict[s
 def test_no_ticket_is_skipped_and_the_open_tickets_of_the_checkpoint_are_reissued(found: dict[str, Any]) -> None:
     closed = {line["ticket"] for line in found["lines"]}
     assert found["saved"]["open_tickets"]
+    assert found["saved"]["has_critic"] is False
     assert len(set(range(max(closed) + 1)) - closed) <= (ranks.AHEAD + 1) * ranks.GROUPS
     assert closed.issuperset(sorted(found["saved"]["open_tickets"])[: ranks.GROUPS])
 

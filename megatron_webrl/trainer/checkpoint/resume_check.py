@@ -1,0 +1,54 @@
+"""Check that training can resume from a checkpoint with a configuration. Imports no torch: a launch checks it, too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_webrl.config.trainer import TrainerConfig
+from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
+
+CRITIC_HINT = (
+    "a run has a critic (trainer.critic.coefficient) from its start or not at all: leave it as it was, or start "
+    "another run from the weights (model.checkpoint)"
+)
+
+
+def check_resumable(checkpoint: Path, trainer: TrainerConfig) -> None:
+    """Raises CheckpointError if a setting has another value than the checkpoint needs, as its state.json says."""
+    path = checkpoint / "state.json"
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if state.get("optimizer_shards") == "ranks":
+        check_same_model_parallel(state["layout"], _configured_layout(trainer), checkpoint)
+    if state.get("has_critic") not in (None, trainer.critic.coefficient > 0):
+        has = "has a critic" if state["has_critic"] else "has no critic"
+        raise CheckpointError(
+            f"{checkpoint} {has}, but trainer.critic.coefficient={trainer.critic.coefficient:g}; {CRITIC_HINT}"
+        )
+
+
+def check_same_model_parallel(stored: Mapping[str, int], layout: Mapping[str, int], folder: Path) -> None:
+    """Raises CheckpointError unless only the number of replicas differs from the checkpoint's layout."""
+    for name, size in layout.items():
+        if name != "ranks" and stored[name] != size:
+            raise CheckpointError(
+                f"{folder} was saved with trainer.checkpoint.optimizer_shards=ranks and {name} size {stored[name]}, "
+                f"not {size}: resume with the same sizes and any number of replicas, or start a run from its weights "
+                "(model.checkpoint)"
+            )
+
+
+def _configured_layout(trainer: TrainerConfig) -> dict[str, int]:
+    """The sizes that `parallel_layout` of a trainer rank will have, without the number of ranks."""
+    return {
+        "tensor": trainer.tensor_parallel,
+        "pipeline": trainer.pipeline_parallel,
+        "virtual_pipeline": trainer.virtual_pipeline,
+        "context": trainer.context_parallel,
+        "expert": trainer.expert_parallel,
+        "expert_tensor": trainer.expert_tensor_parallel,
+    }
