@@ -27,7 +27,7 @@ from megatron_webrl.model.vision_language.routing_replay import check_routing_re
 from megatron_webrl.rollout.responses import COMPACT_FORMS
 from megatron_webrl.sampling.checks import check_tasks
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError, latest_checkpoint
-from megatron_webrl.trainer.checkpoint.resume_check import check_resumable
+from megatron_webrl.trainer.checkpoint.resume_check import check_resumable, needs_initial_weights
 
 SHARED_MEMORY = Path("/dev/shm")
 _DIMENSIONS = {
@@ -153,7 +153,7 @@ def _check_attention(config: Config) -> None:
 def _check_start(config: Config) -> None:
     """Check that model.checkpoint holds weights, and that its architecture, if stored, equals model.path's."""
     checkpoint = Path(config.model.checkpoint)
-    if not config.model.checkpoint:
+    if not config.model.checkpoint or not needs_initial_weights(config):
         return
     if not (checkpoint / "megatron" / "metadata.json").is_file():
         raise ConfigError(

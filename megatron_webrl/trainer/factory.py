@@ -50,20 +50,21 @@ from megatron_webrl.trainer.parallel import all_gather_object
 log = logging.getLogger(__name__)
 
 
-def make_learner(config: Config, platform: Platform) -> Learner:
+def make_learner(config: Config, platform: Platform, *, with_weights: bool = True) -> Learner:
     """Load the model and make its optimiser. Collective.
 
-    Weights are read from storage by the first data-parallel replica and broadcast to the others. Raises LoadError or
-    CheckpointError on every rank, or MissingLibraryError.
+    Weights are read from storage by the first data-parallel replica and broadcast to the others; without `with_weights`
+    they are arbitrary until a checkpoint is loaded. Raises LoadError or CheckpointError on every rank, or
+    MissingLibraryError.
     """
     check_adam_implementation(config.trainer.optimizer.implementation)
     started, dtype = time.monotonic(), getattr(torch, config.model.dtype)
     options = compute_options(config, platform)
     chunks = build_model(config.model.path, dtype=dtype, platform=platform, options=options)
-    if not config.model.checkpoint:
+    if with_weights and not config.model.checkpoint:
         _load_first_replicas(chunks, config.model.path)
     wrapped = wrap_ddp(chunks)  # broadcasts the parameters
-    if config.model.checkpoint:
+    if with_weights and config.model.checkpoint:
         load_weights(Path(config.model.checkpoint), wrapped)
     optimizer = make_optimizer(wrapped, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
     if torch.distributed.get_rank() == 0:

@@ -28,6 +28,7 @@ from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_tr
 from megatron_webrl.trainer.checkpoint.fallback import restore_histories
 from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
 from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
+from megatron_webrl.trainer.checkpoint.resume_check import needs_initial_weights
 from megatron_webrl.trainer.coordinator import Coordinator
 from megatron_webrl.trainer.data.batching import training_samples
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
@@ -67,7 +68,8 @@ def _run(
     if is_first:
         restore_histories(config.run_folder, state)
     nodes = NodeTopology.all_gather(node_ring.node, config.cluster.nodes)
-    learner = replace(make_learner(config, platform), report_progress=control.report_progress, timeline=timeline)
+    learner = make_learner(config, platform, with_weights=parallel.broadcast_object(needs_initial_weights(config)))
+    learner = replace(learner, report_progress=control.report_progress, timeline=timeline)
     packer = replace(make_sequence_packer(config, platform), wait_timer=WaitTimer(timeline))
     packer = with_image_prefetcher(packer, config, rank.rank)
     if not config.run.resume and config.trainer.warm_start.demonstrations:

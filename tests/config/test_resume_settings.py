@@ -60,6 +60,15 @@ def test_a_resume_from_a_checkpoint_that_does_not_fit_is_refused_before_anything
     assert cli.main(["train", str(config_file), *run]) == 2
 
 
+def test_a_resume_needs_the_initial_weights_only_as_a_reference(config_file: Path, tmp_path: Path) -> None:
+    run = ["run.resume=true", f"run.directory={tmp_path}", "model.checkpoint=/deleted"]
+    write_checkpoint(tmp_path / "run")
+    assert load_config(config_file, run).run.resume
+    missing, penalty = "model.checkpoint=/deleted holds no Megatron", "trainer.loss.kl_coefficient=0.1"
+    assert missing in error(config_file, *run, penalty)
+    assert missing in error(config_file, *run, "run.resume=false")
+
+
 def test_a_resumed_run_needs_the_reference_that_its_start_stored(config_file: Path, tmp_path: Path) -> None:
     run = ["run.resume=true", f"run.directory={tmp_path}", "trainer.warm_start.demonstrations=5"]
     write_checkpoint(tmp_path / "run")

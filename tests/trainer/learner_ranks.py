@@ -37,12 +37,12 @@ def make_config(model: str) -> Config:
     return config
 
 
-def make_learner(config: Config, platform: Any) -> Any:
+def make_learner(config: Config, platform: Any, *, with_weights: bool = True) -> Any:
     """A learner with a large epsilon of Adam: a step depends on the size of the gradient, not only on its sign."""
     from megatron_webrl.trainer import factory
     from megatron_webrl.trainer.optimizer import make_optimizer
 
-    learner, trainer = factory.make_learner(config, platform), config.trainer
+    learner, trainer = factory.make_learner(config, platform, with_weights=with_weights), config.trainer
     optimizer = make_optimizer(
         learner.chunks, trainer.optimizer, trainer.optimizer_steps, getattr(torch, config.model.dtype), epsilon=1e-3
     )
@@ -118,7 +118,7 @@ def _examine(config: Config, folder: Path, size: int, platform: Any) -> dict[str
     checkpoints.close()
     found["weights"] = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     found["rate"] = learner.optimizer.learning_rate
-    restored = make_learner(config, platform)
+    restored = make_learner(config, platform, with_weights=False)
     found["changes"] = load_learner(latest_checkpoint(run_folder), restored)
     found["state"] = read_trainer_state(latest_checkpoint(run_folder))
     found["second again"], found["pixels"] = _update_ahead(restored, config, platform, groups, folder)

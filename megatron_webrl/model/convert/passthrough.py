@@ -15,8 +15,6 @@ import torch
 
 from megatron_webrl.model.architectures import PASSTHROUGH_PREFIXES, is_passthrough
 from megatron_webrl.model.convert.hf_files import (
-    INDEX_FILE,
-    SINGLE_FILE,
     HFTensor,
     LoadError,
     TensorSpec,
@@ -79,16 +77,18 @@ def write_passthrough(
     atomic_file.fsync_tree(folder)
 
 
-def copy_passthrough(model: Path, checkpoint: Path) -> None:
+def copy_passthrough(model: Path, checkpoint: Path, newest: Path | None) -> None:
     """Copy the passthrough tensors of a model folder to a checkpoint of its training.
 
-    A folder without weights, such as a checkpoint's `hf`, has those of that checkpoint. Raises LoadError and OSError.
+    A folder without weights has those of `newest`, the run's newest checkpoint; without one, those of its parent, as a
+    checkpoint's `hf`. Raises LoadError and OSError.
     """
     model_type = json.loads((model / "config.json").read_text()).get("model_type", "")
     if model_type not in PASSTHROUGH_PREFIXES:
         return
-    own = any((model / name).is_file() for name in (INDEX_FILE, SINGLE_FILE))
-    with open_tensors(model) if own else open_passthrough(model.absolute().parent, model_type) as tensors:
+    own = any(model.glob("*.safetensors"))
+    source = newest or model.absolute().parent
+    with open_tensors(model) if own else open_passthrough(source, model_type) as tensors:
         kept = {name: tensor for name, tensor in tensors.items() if is_passthrough(model_type, name)}
         write_passthrough(kept, checkpoint, None, lambda done: None)
 

@@ -23,6 +23,7 @@ import torch
 
 from megatron_webrl.config.trainer import CheckpointConfig
 from megatron_webrl.model.convert.passthrough import copy_passthrough
+from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.tracking.run_lease import STAGING_PREFIX
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
@@ -140,7 +141,7 @@ class Checkpointer:
 
         def write() -> Any:
             if is_first_rank:
-                copy_passthrough(model_folder, folder)
+                copy_passthrough(model_folder, folder, find_latest_checkpoint(self.folder.parent))
                 write_rest()
             return write_shards()
 

@@ -1,4 +1,4 @@
-"""Check that training can resume from a checkpoint with a configuration. Imports no torch: a launch checks it, too."""
+"""What training needs to resume from a checkpoint. Imports no torch: a launch checks it, too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_webrl.config.schema import Config
 from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 
@@ -13,6 +14,16 @@ CRITIC_HINT = (
     "a run has a critic (trainer.critic.coefficient) from its start or not at all: leave it as it was, or start "
     "another run from the weights (model.checkpoint)"
 )
+
+
+def needs_initial_weights(config: Config) -> bool:
+    """Whether a start reads model.checkpoint or the weights of model.path.
+
+    A resumed one needs them only as the reference of the KL penalty, unless a warm start has stored that.
+    """
+    if not config.run.resume:
+        return True
+    return config.trainer.loss.kl_coefficient > 0 and not config.reference_weights_folder.exists()
 
 
 def check_resumable(checkpoint: Path, trainer: TrainerConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,14 +131,22 @@ def test_checkpoints_of_a_trainer_keep_the_layer(models: Path, tmp_path: Path) -
 
 
 def test_a_run_from_the_configuration_of_a_checkpoint_keeps_its_layer(models: Path, tmp_path: Path) -> None:
-    copy_passthrough(models / "dense-converted" / "hf", tmp_path)
+    copy_passthrough(models / "dense-converted" / "hf", tmp_path, None)
     expected = load_file(models / "dense-converted" / PASSTHROUGH_FOLDER / "model.safetensors")
     assert hf_folders.same(load_file(tmp_path / PASSTHROUGH_FOLDER / "model.safetensors"), expected)
 
 
+def test_a_resumed_run_whose_model_folder_has_lost_its_weights_keeps_its_layer(models: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(models / "dense", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "saved").mkdir()
+    copy_passthrough(model, tmp_path / "saved", models / "dense-converted")
+    expected = load_file(models / "dense-converted" / PASSTHROUGH_FOLDER / "model.safetensors")
+    assert hf_folders.same(load_file(tmp_path / "saved" / PASSTHROUGH_FOLDER / "model.safetensors"), expected)
+
+
 def test_a_model_folder_without_the_layer_leaves_no_folder(models: Path, tmp_path: Path) -> None:
-    copy_passthrough(models / "plain" / "dense", tmp_path)
+    copy_passthrough(models / "plain" / "dense", tmp_path, None)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
-    copy_passthrough(tmp_path / "hf", tmp_path)
+    copy_passthrough(tmp_path / "hf", tmp_path, None)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
