@@ -3,7 +3,8 @@
     episodes/<worker>/00000012.records    the episodes of a group, or one of an evaluation (ring/record_file.py)
     episodes/<worker>/index.jsonl         a line for each stored episode, also of files that are deleted since
 
-Each worker writes its own folder, within its share of tracking.episodes_gib, and deletes its oldest files first.
+Each worker writes its own folder, within its share of tracking.episodes_gib, and deletes its oldest files first. The
+first worker's share also holds the files of workers that a resumed run no longer has, which it deletes before its own.
 """
 
 from __future__ import annotations
@@ -32,24 +33,30 @@ _FILE = re.compile(r"(\d{8,})\.records")
 class EpisodeStore:
     """Writes the episodes of one worker, from any thread. A disk that fails costs the episode, and no more."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """`folder`: the worker's. `limit_bytes`: of its record files; with 0 nothing is stored."""
+    def __init__(self, folder: Path, limit_bytes: int, workers: Sequence[str] = ()) -> None:
+        """`folder`: the worker's. `limit_bytes`: of its record files; with 0 nothing is stored.
+
+        `workers`: of the job; record files of others count as the oldest of the first of them.
+        """
         self.folder, self.limit_bytes = folder, limit_bytes
         self._files: deque[tuple[Path, int]] = deque()  # with sizes, oldest first
         self._index: History | None = None
+        self._next = 1
         self._lock = threading.Lock()
         if limit_bytes:
             with continue_without(str(folder)):
                 folder.mkdir(parents=True, exist_ok=True)
-                self._files.extend((path, path.stat().st_size) for path in record_files(folder))
-                self._index = History(folder / INDEX_FILE, None if self._files else 0)
-        self._next = 1 + max((int(path.stem) for path, _ in self._files), default=0)
+                own = record_files(folder)
+                self._next = 1 + max((int(path.stem) for path in own), default=0)
+                left = _record_files_of_others(folder.parent, workers) if folder.name in workers[:1] else []
+                self._files.extend((path, path.stat().st_size) for path in (*left, *own))
+                self._index = History(folder / INDEX_FILE, None if own else 0)
 
     @classmethod
     def of_worker(cls, config: Config, worker: str) -> EpisodeStore:
         """The store of a worker of a run, with an equal share of the space."""
         share = int(config.tracking.episodes_gib * 2**30 / config.rollout.engines)
-        return cls(config.run_folder / FOLDER / worker, share)
+        return cls(config.run_folder / FOLDER / worker, share, config.worker_names)
 
     def add(self, trajectories: Sequence[Trajectory], kind: str = TRAINING) -> None:
         """Store episodes that ended together, and delete the oldest files beyond the limit.
@@ -82,6 +89,12 @@ class EpisodeStore:
 def record_files(folder: Path) -> list[Path]:
     """The record files of a worker, oldest first."""
     return sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name))
+
+
+def _record_files_of_others(folder: Path, workers: Sequence[str]) -> list[Path]:
+    """The record files of workers that a run no longer has, oldest first."""
+    others = [path for path in folder.iterdir() if path.is_dir() and path.name not in workers]
+    return sorted((path for other in others for path in record_files(other)), key=lambda path: path.stat().st_mtime)
 
 
 def describe(trajectory: Trajectory) -> dict[str, Any]:

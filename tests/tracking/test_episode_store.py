@@ -14,7 +14,7 @@ from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record
 from megatron_webrl.system import history
-from megatron_webrl.tracking.episode_store import INDEX_FILE, EpisodeStore, record_files
+from megatron_webrl.tracking.episode_store import FOLDER, INDEX_FILE, EpisodeStore, record_files
 from tests.trajectories import screenshot, trajectory
 
 MIB = 2**20
@@ -76,6 +76,22 @@ def test_a_restarted_worker_continues_its_numbers_and_counts_what_is_there(tmp_p
         second.add(group(ticket))
     assert record_files(tmp_path)[-1].name == "00000005.records"
     assert [line["ticket"] for line in history.read(tmp_path / INDEX_FILE)] == [0, 0, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_files_of_workers_that_a_resumed_run_no_longer_has_count_and_are_deleted_first(tmp_path: Path):
+    config, size = Config(), len(screenshot(0))
+    config.run.directory, config.rollout.engines = str(tmp_path), 3
+    config.tracking.episodes_gib = 3 * 4 * size / 2**30
+    for worker in config.worker_names:
+        EpisodeStore.of_worker(config, worker).add(group(0, 3))
+    folders = [config.run_folder / FOLDER / worker for worker in config.worker_names]
+    config.rollout.engines = 1
+    store = EpisodeStore.of_worker(config, "rollout-0")
+    store.add(group(1, 3))
+    assert [len(record_files(folder)) for folder in folders] == [2, 0, 1]
+    store.add(group(2, 3))
+    assert [path.name for path in record_files(folders[0])] == [f"{number:08d}.records" for number in (1, 2, 3)]
+    assert not record_files(folders[2])
 
 
 def test_nothing_is_stored_without_space(tmp_path: Path):
