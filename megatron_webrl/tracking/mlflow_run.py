@@ -88,11 +88,14 @@ class MLflowTracker:
             count = self.uploader.pending()
         except OSError as error:
             return f"{self.journal.path} cannot be read, so that MLflow may lack its last entries: {error}"
-        if not count:
+        unwritten = self.journal.unwritten[1].count("\n")
+        if not count + unwritten:
             return None
+        lost = f", {unwritten} of which could not be written there" if unwritten else ""
         return (
-            f"MLflow at {redact(self.config.tracking_uri)} has not received {count} entries of {self.journal.path}"
-            f"{f' ({self.error})' if self.error else ''}; send them with: webrl upload {self.config.run_folder}"
+            f"MLflow at {redact(self.config.tracking_uri)} has not received {count + unwritten} entries of "
+            f"{self.journal.path}{lost}{f' ({self.error})' if self.error else ''}; "
+            f"send {'the others' if lost else 'them'} with: webrl upload {self.config.run_folder}"
         )
 
     def _append(self, *entries: Entry) -> None:

@@ -106,12 +106,12 @@ class Coordinator:
         self.episode_log: EpisodeLog | None = None
         self.updates: History | None = None
         self._histories: tuple[History, ...] = ()  # on the first rank
-        if self.is_first_rank:
+        if tracker is not None:
             self.episode_log = EpisodeLog(
                 config.run_folder, self.accounting.closed_episodes, state.episode_log_bytes, self._check_lease
             )
             self.updates = summary.open_updates(config.run_folder, state.version, self._check_lease)
-            self._histories = (self.episode_log.history, self.updates)
+            self._histories = (self.episode_log.history, self.updates, tracker.journal)
             restore_usage(control, config.judge.budget, config.run_folder)
         self.group_source = GroupSource(
             exchange.record_source,
@@ -326,8 +326,10 @@ class Coordinator:
         if not accounting["matches"]:
             log.error("the accounting does not match: %s", accounting)
         summary.write_summary(self.config.run_folder, outcome, accounting)
-        for history in self._histories:
-            history.close()
+        assert self.episode_log is not None
+        assert self.updates is not None
+        self.episode_log.close()
+        self.updates.close()
 
     def _save_judge_usage(self) -> None:
         with continue_without("the use of judge.budget"):

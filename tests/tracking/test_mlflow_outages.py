@@ -16,6 +16,7 @@ from megatron_webrl.tracking import mlflow_run, summary
 from megatron_webrl.tracking.mlflow_journal import FILE
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.tracking.mlflow_upload import Uploader, UploadState
+from tests.system.test_history import file_size_limit
 from tests.tracking.mlflow_server import MLflowServer, black_hole, mlflow_server
 from tests.waiting import until
 from tools.drills.file_faults import FileFaults
@@ -154,6 +155,18 @@ def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.
     with FileFaults(config.run_folder, 1, errno.EROFS, until=1_000_000):
         tracker.close("FINISHED")
     assert "cannot be read, so that MLflow may lack its last entries: [Errno 30]" in caplog.text
+
+
+def test_entries_for_which_the_disk_has_no_room_until_the_end_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    config = make_config(tmp_path, "http://127.0.0.1:9")  # nobody listens
+    tracker = MLflowTracker(config, None)
+    with file_size_limit(tracker.journal.size):
+        log_updates(tracker, range(1, 4))
+        tracker.close("FINISHED")
+    path = config.run_folder / FILE
+    assert f"has not received 6 entries of {path}, 4 of which could not be written there" in caplog.text
 
 
 def test_entries_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the_rest(

@@ -1,13 +1,27 @@
-"""The end of a run."""
+"""The end of a run, and what waits for its disk."""
 
 from __future__ import annotations
 
+import errno
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_webrl.config.load import parse_config
+from megatron_webrl.ring.ring import Ring
+from megatron_webrl.tracking.mlflow_run import MLflowTracker
+from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
+from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.coordinator import Coordinator
+from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
+from tests.job_control import connect, control_service
+from tools.drills.file_faults import FileFaults
 
 
 @pytest.mark.parametrize(
@@ -23,3 +37,34 @@ def test_a_run_ends_with_a_checkpoint_unless_there_is_one_or_none_is_wanted(
     Coordinator.final_checkpoint(coordinator, mock.Mock(), 3)
     assert coordinator.checkpoints.start_save.call_count == saves
     assert coordinator.checkpoints.close.call_count == 1
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_has_the_mlflow_entries_that_wait_for_a_full_disk(tmp_path: Path) -> None:
+    config = parse_config(None, [f"run.directory={tmp_path}", "tracking.uri=http://127.0.0.1:9"])  # nobody listens
+    folder, name = config.run_folder, f"webrl-test-{secrets.token_hex(4)}"
+    folder.mkdir()
+    state = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)
+    with control_service(tmp_path) as address, Ring.create_or_attach(name, 2**20, name) as ring:
+        ring.unlink()
+        control, exchange, tracker = (
+            connect(address, "trainer-0"),
+            SingleNodeExchange(ring),
+            MLflowTracker(config, None),
+        )
+        coordinator = Coordinator(config, control, exchange, state, ResumePoint.for_new_job(), tracker)
+        with FileFaults(folder, 1, errno.ENOSPC, until=1_000_000):
+            tracker.log_metrics({"reward": 0.5}, 1)
+            with pytest.raises(OSError, match="No space left"):
+                coordinator._sync_histories()
+        waiting = {history.path.name: history.unwritten[1] for history in coordinator._histories}
+        assert json.loads(waiting["mlflow.jsonl"])["metrics"] == {"reward": 0.5}
+        coordinator._sync_histories()
+    assert json.loads((folder / "mlflow.jsonl").read_text().splitlines()[-1])["metrics"] == {"reward": 0.5}
