@@ -34,15 +34,15 @@ def _run(options: argparse.Namespace) -> int:
     config.run.directory, config.run.name = str(folder.parent), folder.name  # a run may have been moved
     check_ended(config)
     uploader, uri = Uploader(config), redact(config.tracking_uri)
-    count = uploader.pending()
     try:
         while uploader.send_some():
             pass
     except Exception as error:
+        left = uploader.pending()
         sys.stderr.write(
             f"webrl: MLflow at {uri}: {type(error).__name__}: {first_line(error)}; "
-            f"{uploader.pending()} of {count} entries wait for the next webrl upload\n"
+            f"{left} of {uploader.sent + left} entries wait for the next webrl upload\n"
         )
         return 1
-    sys.stdout.write(f"MLflow at {uri} has run {uploader.state.run_id}: {count} entries sent\n")
+    sys.stdout.write(f"MLflow at {uri} has run {uploader.state.run_id}: {uploader.sent} entries sent\n")
     return 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.system import atomic_file
+from megatron_webrl.system.redaction import redact
 from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tracking.mlflow_journal import FILE, Entry, count_entries, read_entries
 
@@ -74,7 +75,9 @@ class Uploader:
         """`run_id`: the run to continue if the folder does not name one."""
         self.config, self.folder = config, config.run_folder
         self.state = UploadState.load(self.folder) or UploadState(secrets.token_hex(16), run_id)
+        self.sent = 0  # entries, those that MLflow does not accept among them
         self.rejected = 0  # entries that MLflow does not accept
+        self._checked = False  # whether MLflow was asked for the run that the folder names
         self._client: MlflowClient | None = None
 
     @property
@@ -97,6 +100,9 @@ class Uploader:
 
     def send_some(self) -> bool:
         """Send at most one request's worth of entries; False if there were none. Raises what MLflow raises."""
+        if self.state.run_id is not None and not self._checked:
+            self._check_run(self.state.run_id)
+        self._checked = True
         entries = read_entries(self.folder, self.state.position)
         if not entries:
             return False
@@ -112,7 +118,23 @@ class Uploader:
             else:
                 self._reject(batch[0][1], error)
         self._store(UploadState(self.state.key, self.state.run_id, batch[-1][0]))
+        self.sent += len(batch)
         return True
+
+    def _check_run(self, run_id: str) -> None:
+        """Start from the first entry if MLflow lacks the run: tracking.uri names another store than before."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            uri, path = redact(self.config.tracking_uri), self.folder / FILE
+            log.warning(
+                "MLflow at %s, another store, lacks run %s: a new run gets all entries of %s", uri, run_id, path
+            )
+            self._store(UploadState(self.state.key))
 
     def _send_or_reject(self, entry: Entry | None) -> None:
         try:

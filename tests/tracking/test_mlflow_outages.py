@@ -130,6 +130,31 @@ def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_ch
     assert history(server.uri, first.run_id) == [1, 2, 3, 4, 5]
 
 
+def test_a_resume_with_another_store_sends_the_whole_run_there(
+    tmp_path: Path, server: MLflowServer, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    config = make_config(tmp_path, server.uri)
+    first = MLflowTracker(config, None)
+    log_updates(first, range(1, 4))
+    until(lambda: not first.uploader.pending(), "the first updates in MLflow")
+    first.close("KILLED")
+    config.tracking.uri = f"sqlite:///{tmp_path / 'other.db'}"
+    second = MLflowTracker(config, first.run_id)
+    log_updates(second, range(4, 6))
+    until(lambda: not second.uploader.pending(), "all updates in the other store")
+    second.close("FINISHED")
+    assert second.run_id not in (None, first.run_id)
+    assert history(config.tracking.uri, second.run_id) == [1, 2, 3, 4, 5]
+    run = MlflowClient(config.tracking.uri).get_run(str(second.run_id))
+    assert (run.info.status, run.data.params["run.seed"]) == ("FINISHED", "0")
+    assert caplog.text.count(f"other.db, another store, lacks run {first.run_id}: a new run gets all entries") == 1
+    config.tracking.uri = server.uri
+    save_config(config, config.run_folder / "config.yaml")
+    assert main(["upload", str(config.run_folder)]) == 0
+    assert f"has run {first.run_id}: 10 entries sent" in capsys.readouterr().out
+    assert history(config.tracking.uri, first.run_id) == [1, 2, 3, 4, 5]
+
+
 def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(tmp_path: Path, server: MLflowServer):
     config = make_config(tmp_path, server.uri)
     killed = MLflowTracker(config, None)
