@@ -23,6 +23,7 @@ from megatron_webrl.evaluation.evaluation_queue import (
 )
 from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics, paired_difference
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
+from megatron_webrl.system.disk_faults import continue_without
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.tracking.mlflow_run import MLflowTracker
 from megatron_webrl.types import BUDGET_SPENT
@@ -42,14 +43,15 @@ class EvaluationProgress:
 
 @dataclass
 class CheckpointEvaluation:
-    """The evaluations of a checkpoint, one after the other. Call `run` once, then `print_results` if `stored`."""
+    """The evaluations of a checkpoint, one after the other. Call `run` once, then `print_results` if `complete`."""
 
     config: Config
     checkpoint: EvaluatedCheckpoint
     output_file: Path | None = None
     summaries: list[dict[str, Any]] = field(default_factory=list)
     results: list[list[EvaluationResult]] = field(default_factory=list)  # by summary
-    stored: bool = False  # whether all evaluations have ended and their results are stored
+    complete: bool = False  # whether all evaluations have ended
+    unwritten: dict[Path, str] = field(default_factory=dict)  # files that lack results, and why
     not_sent: str | None = None  # what MLflow has not received
 
     def run(
@@ -79,8 +81,9 @@ class CheckpointEvaluation:
         if gain := self._image_gain():
             line = result_table.format_difference(result_table.IMAGE_GAIN_NAME, gain)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        path = self.output_file or self.config.run_folder / result_files.FILE
-        console.print(f"results: {path}", markup=False, soft_wrap=True)
+        written = [path for path in (self.output_file, self._stored_file) if path and path not in self.unwritten]
+        if written:
+            console.print(f"results: {written[0]}", markup=False, soft_wrap=True)
         if self.not_sent is not None:
             console.print(self.not_sent, style="yellow", markup=False, soft_wrap=True)
 
@@ -125,7 +128,10 @@ class CheckpointEvaluation:
         results = [collector.results[episode] for episode in sorted(collector.results)]
         now = time.monotonic()
         summary = aggregate_results(request, results, now - (started_at or now))
-        result_files.append_evaluation(self.config.run_folder, summary, results)
+        try:
+            result_files.append_evaluation(self.config.run_folder, summary, results)
+        except OSError as error:
+            self.unwritten[self._stored_file] = str(error.strerror)
         self.summaries.append(summary)
         self.results.append(results)
         return None
@@ -144,16 +150,22 @@ class CheckpointEvaluation:
             try:
                 self.output_file.write_text(json.dumps(self._report(), indent=1) + "\n")
             except OSError as error:
-                stored = self.config.run_folder / result_files.FILE
-                return f"failed: --json={self.output_file}: {error.strerror}; the results are in {stored}"
-        tracker = MLflowTracker(self.config, None)
-        tracker.set_tag("checkpoint", str(self.checkpoint.path))
-        for summary in self.summaries:
-            tracker.log_metrics(mlflow_metrics(summary), summary["version"])
-        tracker.close("FAILED" if missing else "FINISHED")
-        self.not_sent = tracker.pending_message()
-        self.stored = True
+                self.unwritten[self.output_file] = str(error.strerror)
+        with continue_without("mlflow.jsonl"):
+            tracker = MLflowTracker(self.config, None)
+            tracker.set_tag("checkpoint", str(self.checkpoint.path))
+            for summary in self.summaries:
+                tracker.log_metrics(mlflow_metrics(summary), summary["version"])
+            tracker.close("FAILED" if missing else "FINISHED")
+            self.not_sent = tracker.pending_message()
+        self.complete = True
+        if self.unwritten:
+            return f"failed: {'; '.join(f'{path} cannot be written: {why}' for path, why in self.unwritten.items())}"
         return outcome
+
+    @property
+    def _stored_file(self) -> Path:
+        return self.config.run_folder / result_files.FILE
 
     def _report(self) -> dict[str, Any]:
         report: dict[str, Any] = {"checkpoint": str(self.checkpoint.path)}

@@ -63,7 +63,7 @@ class EvaluationLauncher(LocalLauncher):
         return self._end(control, outcome)
 
     def _print_result(self, outcome: str) -> int:
-        if self.evaluation is not None and self.evaluation.stored:
+        if self.evaluation is not None and self.evaluation.complete:
             self.evaluation.print_results(self.console)
         if outcome == "finished":
             return 0

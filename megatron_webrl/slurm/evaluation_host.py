@@ -65,7 +65,7 @@ class EvaluationHost(ControlHost):
 
     def _final_report(self, outcome: str) -> list[str]:
         reason = [] if outcome == "finished" else [self.evaluation.describe_outcome(outcome)]
-        if not self.evaluation.stored:
+        if not self.evaluation.complete:
             return reason
         text = StringIO()
         self.evaluation.print_results(Console(file=text, width=WIDTH))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_meg
 from megatron_webrl.model.layout import ParallelSizes
 from tests.job_control import connect, control_service
 from tests.launch.whole_jobs import owned
+from tools.drills.file_faults import FileFaults
 
 SETTINGS: dict[str, Any] = {
     "rollout": {
@@ -153,8 +155,10 @@ def test_a_signal_during_the_conversion_leaves_no_weights(run_folder: Path, tmp_
 class WithoutWorkers(EvaluationLauncher):
     """The first episode is claimed, and never ends."""
 
+    disk_fault = 0  # file operation of the evaluation from which on the disk is full; 0: none
+
     def _supervise(self) -> str:
-        with control_service(self.config.run_folder) as address:
+        with control_service(self.scratch) as address:
             control = connect(address, "launcher")
 
             def claim_first() -> None:
@@ -163,7 +167,8 @@ class WithoutWorkers(EvaluationLauncher):
                 control.claim(evaluation_queue.counter_name(request), "rollout-0.1", 1)
 
             self.evaluation = CheckpointEvaluation(self.config, self.checkpoint, self.output_file)
-            return self.evaluation.run(control, claim_first, lambda progress: None)
+            with FileFaults(self.config.run_folder, self.disk_fault, errno.ENOSPC, until=1_000_000):
+                return self.evaluation.run(control, claim_first, lambda progress: None)
 
 
 def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -180,6 +185,34 @@ def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monke
     assert results == f"results: {config.run_folder / 'evaluations.jsonl'}"
     assert last.startswith("failed: 4 of 4 episodes are missing after 0.5 s (evaluation.timeout_seconds); raise it")
     assert json.loads((config.run_folder / "summary.json").read_text())["outcome"] == last
+
+
+class OnAFullDisk(WithoutWorkers):
+    """The disk is full once the evaluation has started."""
+
+    disk_fault = 1
+
+
+@pytest.mark.parametrize("name", ["report.json", "gone/report.json"])
+def test_results_for_which_the_disk_has_no_room_are_printed_before_the_error(
+    run_folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    checkpoint, text, report = EvaluatedCheckpoint.resolve(run_folder), StringIO(), tmp_path / name
+    config = evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5"])
+    console = Console(file=text, width=400)
+    assert OnAFullDisk(config, console, checkpoint=checkpoint, output_file=report).run() == 1
+    path, output = config.run_folder / "evaluations.jsonl", text.getvalue()
+    problems = f"{path} cannot be written: No space left on device"
+    if name == "report.json":
+        assert json.loads(report.read_text())["evaluation"]["missing"] == 4
+        assert f"results: {report}" in output
+    else:
+        problems += f"; {report} cannot be written: No such file or directory"
+        assert "results: " not in output
+    assert "sampled" in output
+    assert output.splitlines()[-1] == f"failed: {problems}"
+    assert "mlflow.jsonl cannot be written: [Errno 28]" in caplog.text
 
 
 def test_the_folder_of_a_running_evaluation_is_left_alone(run_folder: Path, capsys: pytest.CaptureFixture[str]):
