@@ -170,8 +170,8 @@ class LocalLauncher:
             return "interrupted"
         if self.interrupts == 1 and not control.stop_requested():
             control.request_stop()
-            if not control.ticket_epoch_count():  # no update has begun: there is nothing to save
-                return "interrupted"
+            if not control.ticket_epoch_count() and not control.get_json("demonstrations/trained"):
+                return "interrupted"  # neither a warm start nor an update: there is nothing to save
             self.console.print("stopping after this update, with a checkpoint; interrupt again to stop at once")
         return None
 

@@ -55,6 +55,7 @@ def warm_start(learner: Learner, packer: SequencePacker, config: Config, control
         packer.wait_timer.pop_seconds(),
         metrics["loss"],
     )
+    control.put_json("demonstrations/trained", True)
     rl_optimizer = make_optimizer(learner.chunks, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
     return replace(learner, optimizer=rl_optimizer)
 

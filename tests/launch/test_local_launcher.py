@@ -13,6 +13,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch import local_launcher
 from megatron_webrl.launch.local_launcher import LocalLauncher
 from megatron_webrl.system import child_process
+from tests.job_control import connect, control_service
 
 ENDS, FAILS, HANGS = ["true"], ["false"], ["sleep", "600"]
 
@@ -49,6 +50,20 @@ def test_a_worker_that_does_not_exit_cannot_fail_a_job_that_has_ended(
     finally:
         for role in supervisor.roles:
             child_process.kill_process_group(role.process.pid)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_interrupt_before_the_first_update_saves_a_warm_start(tmp_path: Path, trained: bool) -> None:
+    out = io.StringIO()
+    config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "model.platform=cpu"])
+    launcher = LocalLauncher(config, Console(file=out, width=200), interrupts=1)
+    with control_service(tmp_path) as address:
+        control = connect(address, "launcher")
+        if trained:
+            control.put_json("demonstrations/trained", True)
+        assert launcher._outcome(control) == (None if trained else "interrupted")
+        assert control.stop_requested()
+    assert ("with a checkpoint" in out.getvalue()) == trained
 
 
 @pytest.mark.parametrize(

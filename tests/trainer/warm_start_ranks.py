@@ -44,6 +44,7 @@ def run(rank: int, folder: str, model: str) -> None:
             config.trainer.image_workers = workers
             builder = with_image_prefetcher(make_sequence_packer(config, platform), config, rank)
             learner = warm_start(make_learner(config, platform), builder, config, control)
+            assert control.get_json("demonstrations/trained")
             assert builder.prefetcher is None or builder.prefetcher.allocator.used_bytes == 0
             builder.close()
             weights = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
