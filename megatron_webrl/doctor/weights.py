@@ -17,9 +17,7 @@ from megatron_webrl.launch.local_launcher import LocalLauncher
 
 def check_weight_sync(config: Config, console: Console, *, as_json: bool = False) -> int:
     """Send weights without training and compare every slice, in a run "<run.name>-weights"; returns the exit code."""
-    run = replace(config.run, name=f"{config.run.name}-weights", resume=False)
-    rollout = replace(config.rollout, min_engines=config.rollout.engines)
-    config = replace(config, run=run, rollout=rollout, weights=replace(config.weights, verify=True))
+    config = weight_sync_config(config)
     progress = Console(stderr=True) if as_json else console
     code = LocalLauncher(config, progress, weights_only=True).run()
     if code:
@@ -30,6 +28,18 @@ def check_weight_sync(config: Config, console: Console, *, as_json: bool = False
     else:
         _print(report, console)
     return 0
+
+
+def weight_sync_config(config: Config) -> Config:
+    """The configuration of the check: a run of its own that waits for all engines and has no checkpoints."""
+    trainer = replace(config.trainer, checkpoint=replace(config.trainer.checkpoint, fallback_folder=""))
+    return replace(
+        config,
+        run=replace(config.run, name=f"{config.run.name}-weights", resume=False),
+        rollout=replace(config.rollout, min_engines=config.rollout.engines),
+        trainer=trainer,
+        weights=replace(config.weights, verify=True),
+    )
 
 
 def _print(report: dict[str, Any], console: Console) -> None:
