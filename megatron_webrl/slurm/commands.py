@@ -149,8 +149,9 @@ def _convert(options: argparse.Namespace) -> int:
     from megatron_webrl.slurm.evaluation_job import convert_checkpoint
 
     config = parse_config(options.config)
-    with run_lease.kept_alive(run_lease.of_process(config.run_folder, os.environ)):
-        convert_checkpoint(config)
+    lease = run_lease.of_process(config.run_folder, os.environ)
+    with run_lease.kept_alive(lease):
+        convert_checkpoint(config, lease)
     return 0
 
 

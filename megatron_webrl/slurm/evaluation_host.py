@@ -12,7 +12,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation, EvaluationProgress
 from megatron_webrl.slurm.control_host import ControlHost
-from megatron_webrl.slurm.evaluation_job import MODEL_FOLDER, EvaluationJob
+from megatron_webrl.slurm.evaluation_job import EvaluationJob
 from megatron_webrl.status.final_report import WIDTH
 
 PROGRESS_SECONDS = 30.0  # between two lines about episodes
@@ -28,6 +28,7 @@ class EvaluationHost(ControlHost):
         """`host`: address of this node, as the other nodes reach it. Raises ConfigError without a prepared job."""
         super().__init__(config, host)
         job = EvaluationJob.load(config.run_folder)
+        self.model_folder = config.run_folder / job.model_folder  # read once: a later launch of the job has another
         self.evaluation = CheckpointEvaluation(config, job.checkpoint, job.output_file)
         self.last_line, self.next_line_at = "", 0.0
 
@@ -36,7 +37,7 @@ class EvaluationHost(ControlHost):
         try:
             return super().run()
         finally:
-            shutil.rmtree(self.config.run_folder / MODEL_FOLDER, ignore_errors=True)
+            shutil.rmtree(self.model_folder, ignore_errors=True)
 
     def _host(self) -> str:
         control = self._start_control()

@@ -7,9 +7,10 @@ into it, which all nodes read, and collects the results (evaluation_host.py).
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megatron_webrl.config.load import save_config
@@ -21,9 +22,10 @@ from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.slurm.prepare import describe_processes, make_job_folder, plan_processes
 from megatron_webrl.system import atomic_file
+from megatron_webrl.tracking.run_lease import RunLease
 
 JOB_FILE = "evaluation_job.json"
-MODEL_FOLDER = "converted_model"  # in the run's folder, until the end of the job
+MODEL_PREFIX = "converted_model-"  # of a folder in the run's folder, until the end of the job
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,12 @@ class EvaluationJob:
 
     checkpoint: EvaluatedCheckpoint
     output_file: Path | None
+    model_folder: str = field(default_factory=lambda: f"{MODEL_PREFIX}{secrets.token_hex(4)}")
+    """Name of this launch's folder for the converted checkpoint; a launch that requeues the job has another."""
 
     def save(self, folder: Path) -> None:
         """Write it to the run's folder."""
-        fields = {"checkpoint": asdict(self.checkpoint), "output_file": self.output_file}
-        atomic_file.write_text(folder / JOB_FILE, json.dumps(fields, indent=1, default=str) + "\n")
+        atomic_file.write_text(folder / JOB_FILE, json.dumps(asdict(self), indent=1, default=str) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> EvaluationJob:
@@ -48,7 +51,8 @@ class EvaluationJob:
             )
         fields = json.loads(path.read_text())
         checkpoint = EvaluatedCheckpoint(**{**fields["checkpoint"], "path": Path(fields["checkpoint"]["path"])})
-        return cls(checkpoint, Path(fields["output_file"]) if fields["output_file"] else None)
+        output_file = Path(fields["output_file"]) if fields["output_file"] else None
+        return cls(checkpoint, output_file, fields["model_folder"])
 
 
 def plan_evaluation(
@@ -77,7 +81,8 @@ def prepare_evaluation(
         check_tasks_and_browser(config, require_browser=False)
         check_evaluators(config)
     role_process.check_ended(config)
-    shutil.rmtree(config.run_folder / MODEL_FOLDER, ignore_errors=True)  # left by a job that was killed
+    for left in config.run_folder.glob(f"{MODEL_PREFIX}*"):  # by a job that was killed
+        shutil.rmtree(left, ignore_errors=True)
     path = make_job_folder(config, placement, report, environment)
     job.save(config.run_folder)
     return path
@@ -93,14 +98,16 @@ def describe_evaluation(config: Config, job: EvaluationJob, stub_command: str) -
     return [*lines, f"node 0 evaluation: {_command('eval', settings, '--host', 'FIRST_NODE')}"]
 
 
-def convert_checkpoint(config: Config) -> None:
+def convert_checkpoint(config: Config, lease: RunLease | None) -> None:
     """Convert the job's Megatron checkpoint, if it is one, and let config.yaml name the result as the model.
 
     Raises ConfigError for incomplete weights, and writes it to summary.json. SIGTERM ends it and leaves no weights.
+    Raises LeaseLost if another launch has taken over meanwhile, whose config.yaml stays as it is.
     """
-    job, folder = EvaluationJob.load(config.run_folder), config.run_folder / MODEL_FOLDER
+    job = EvaluationJob.load(config.run_folder)
     if not job.checkpoint.is_megatron:
         return
+    folder = config.run_folder / job.model_folder
     try:
         job.checkpoint.convert(folder)
     except ConfigError as error:
@@ -108,6 +115,8 @@ def convert_checkpoint(config: Config) -> None:
 
         summary.write_summary(config.run_folder, f"failed: {error}", None)
         raise
+    if lease is not None:
+        lease.check()
     config.model = replace(config.model, path=str(folder))
     save_config(config, role_process.config_path(config))
 

@@ -33,11 +33,12 @@ from megatron_webrl.launch.validation import load_config
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.slurm.evaluation_job import MODEL_FOLDER, EvaluationJob
+from megatron_webrl.slurm.evaluation_job import EvaluationJob, convert_checkpoint
 from megatron_webrl.slurm.prepare import plan_processes
 from megatron_webrl.slurm.process_specs import process_specs
 from megatron_webrl.slurm.requeue import read_launches
 from megatron_webrl.system import child_process
+from megatron_webrl.tracking import run_lease
 from tests.job_control import connect
 from tests.slurm.slurm_jobs import ROOT, SCRIPTS
 from tests.tiny_settings import SETTINGS
@@ -74,6 +75,10 @@ def prepare(folder: Path, model: Path, *overrides: str) -> Config:
     command = ["node", "prepare-eval", str(version), f"cluster.base_port={port}", *overrides]
     assert main([*command, "--episodes", "2", "--nodes", "2", "--json", str(folder / "result.json")]) == 0
     return parse_config(folder / "trained-evaluation-version-000007" / "config.yaml")
+
+
+def model_folder(config: Config) -> Path:
+    return config.run_folder / EvaluationJob.load(config.run_folder).model_folder
 
 
 # -- what runs where ----------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ class Host:
 
 @pytest.fixture
 def host(prepared: Config) -> Iterator[Host]:
-    (prepared.run_folder / MODEL_FOLDER).mkdir()
+    model_folder(prepared).mkdir()
     made = Host(prepared)
     yield made
     child_process.terminate_tree(made.process, 30.0)
@@ -257,7 +262,7 @@ def test_the_first_node_collects_the_episodes_of_all_workers(host: Host, tmp_pat
     assert f"job: results: {tmp_path / 'result.json'}" in said
     assert "click-test" in said
     assert (host.config.run_folder / "evaluations.jsonl").is_file()
-    assert not (host.config.run_folder / MODEL_FOLDER).exists()
+    assert not model_folder(host.config).exists()
     assert json.loads((host.config.run_folder / "summary.json").read_text())["outcome"] == "finished"
 
 
@@ -269,7 +274,7 @@ def test_the_folder_of_a_running_evaluation_is_refused_until_its_end(
     settings = (folder / "config.yaml").read_text()
     assert main(again) == 2
     assert f"run.name={folder.name}: a job runs in {folder}, its control service at " in capsys.readouterr().err
-    assert (folder / MODEL_FOLDER).is_dir()
+    assert model_folder(host.config).is_dir()
     assert (folder / "config.yaml").read_text() == settings
     assert main(["node", "stop", str(folder / "config.yaml")]) == 0
     assert host.process.wait(120) == 1, host.output.read_text()
@@ -314,7 +319,30 @@ def test_an_evaluation_that_ends_early_says_why_and_stores_no_result(
     assert f"job: {outcome}\n" in host.output.read_text()
     assert json.loads((host.config.run_folder / "summary.json").read_text())["outcome"] == outcome
     assert not (tmp_path / "result.json").exists()
-    assert not (host.config.run_folder / MODEL_FOLDER).exists()
+    assert not model_folder(host.config).exists()
+
+
+def test_a_lost_first_node_leaves_the_weights_of_its_successor(host: Host, tmp_path: Path) -> None:
+    lost, checkpoint = model_folder(host.config), tmp_path / "trained" / "checkpoints" / "version-000007"
+    address = host.address.read_bytes()
+    host.address.unlink()  # as if the lost node's service could not be reached
+    assert main(["node", "prepare-eval", str(checkpoint), "--nodes", "2"]) == 0
+    assert not lost.exists()
+    successor = model_folder(host.config)  # of the same run folder
+    successor.mkdir()
+    host.address.write_bytes(address)
+    host.process.send_signal(signal.SIGTERM)
+    assert host.process.wait(120) == 1
+    assert successor.is_dir()
+
+
+def test_a_conversion_that_ends_after_a_takeover_does_not_name_the_model(prepared: Config) -> None:
+    lost, _ = [run_lease.take(prepared.run_folder, run_lease.Holder.of_this_process({})) for _ in range(2)]
+    settings = prepared.run_folder / "config.yaml"
+    before = settings.read_text()
+    with pytest.raises(run_lease.LeaseLost, match=f"another launch has taken over {prepared.run_folder}"):
+        convert_checkpoint(prepared, lost)
+    assert settings.read_text() == before
 
 
 def test_a_checkpoint_is_converted_into_the_folder_that_all_nodes_read(prepared: Config, tmp_path: Path) -> None:
@@ -322,7 +350,7 @@ def test_a_checkpoint_is_converted_into_the_folder_that_all_nodes_read(prepared:
     assert prepared.model.path == str(tmp_path / "trained" / "checkpoints" / "version-000007" / "hf")
     assert main(["node", "convert", str(settings)]) == 0
     converted = Path(parse_config(settings).model.path)
-    assert converted == prepared.run_folder / MODEL_FOLDER
+    assert converted == model_folder(prepared)
     assert {"config.json", "model.safetensors"} <= {path.name for path in converted.iterdir()}
 
 
@@ -337,4 +365,4 @@ def test_a_damaged_checkpoint_ends_the_job_with_one_line(
     assert said.count("\n") == 1
     outcome = json.loads((prepared.run_folder / "summary.json").read_text())["outcome"]
     assert said == f"webrl: {outcome.removeprefix('failed: ')}\n"
-    assert not (prepared.run_folder / MODEL_FOLDER).exists()
+    assert not model_folder(prepared).exists()

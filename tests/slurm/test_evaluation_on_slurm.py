@@ -16,7 +16,7 @@ import yaml
 from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.slurm.evaluation_job import MODEL_FOLDER
+from megatron_webrl.slurm.evaluation_job import MODEL_PREFIX
 from megatron_webrl.tracking import events
 from tests.job_control import connect
 from tests.slurm.slurm_jobs import ROOT, log, overrides, rings, submit
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_evaluated_on_two_nodes_although_a_worker_is_killed(two:
     result = trained.parent / "result.json"
     job = evaluate(two, trained, "evaluation.blank_images=true", "--episodes", "30", "--json", str(result))
     folder = folder_of(trained, job)
-    until(lambda: (folder / MODEL_FOLDER / "config.json").is_file(), lambda: f"weights: {log(trained.parent)}", 300)
+    until(lambda: any(folder.glob(f"{MODEL_PREFIX}*/config.json")), lambda: f"weights: {log(trained.parent)}", 300)
     until(lambda: has_result_of("rollout-1.1", folder), lambda: f"an episode of node 1: {log(trained.parent)}", 900)
     (worker,) = [p for p in processes(folder) if "rollout" in p.cmdline() and p.cmdline()[-1] == "1"]
     worker.kill()
@@ -116,7 +116,7 @@ def test_a_checkpoint_is_evaluated_on_two_nodes_although_a_worker_is_killed(two:
     assert {"rollout-0.1", "rollout-1.1"} <= workers
     assert [event.role for event in events.read_events(folder) if event.event == events.RESTARTED] == ["rollout-1"]
     assert outcome(folder) == "finished"
-    assert not (folder / MODEL_FOLDER).exists()
+    assert not any(folder.glob(f"{MODEL_PREFIX}*"))
     assert not rings(trained.name)
     until(lambda: not processes(folder), lambda: f"{processes(folder)} to end", 30)
 
@@ -127,7 +127,7 @@ def test_a_worker_that_does_not_start_ends_the_evaluation_with_its_name(two: Clu
     assert two.wait(job, 200) == "FAILED", log(trained.parent)
     assert outcome(folder).startswith("failed: rollout-1 exited with code 1; last log line: it fails on purpose")
     assert f"job: {outcome(folder)}" in log(trained.parent)
-    assert not (folder / MODEL_FOLDER).exists()
+    assert not any(folder.glob(f"{MODEL_PREFIX}*"))
     until(lambda: not processes(folder), lambda: f"{processes(folder)} to end", 60)
 
 
@@ -135,9 +135,9 @@ def test_a_cancelled_evaluation_leaves_no_process_and_no_weights(two: Cluster, t
     job = evaluate(two, trained, STUB_COMMAND=WAITING)
     folder = folder_of(trained, job)
     until(lambda: log(trained.parent).count("started rollout-") == 2, lambda: f"workers: {log(trained.parent)}", 200)
-    assert (folder / MODEL_FOLDER / "config.json").is_file()
+    assert any(folder.glob(f"{MODEL_PREFIX}*/config.json"))
     two.run("scancel", job)
     assert two.wait(job, 60) == "CANCELLED", log(trained.parent)
     until(lambda: not processes(folder), lambda: f"{processes(folder)} to end", 60)
     assert outcome(folder) == "interrupted by SIGTERM"
-    assert not (folder / MODEL_FOLDER).exists()
+    assert not any(folder.glob(f"{MODEL_PREFIX}*"))
