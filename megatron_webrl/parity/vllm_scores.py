@@ -28,6 +28,7 @@ def score(job: ScoringJob, folder: Path) -> ProcessScores:
     os.environ.update(vllm_environment.engine_environment(config))
     if job.vllm_tensor_parallel == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    vllm_environment.check_platform(config)
     from vllm import LLM, SamplingParams
 
     llm = LLM(**_arguments(job, config, cuda))

@@ -1,8 +1,9 @@
-"""rollout.engine_options, checked without importing vLLM."""
+"""rollout.engine_options and the build of vLLM, checked without importing it."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from megatron_webrl.config.engine_options import check_engine_option_names, chec
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.validation import check_settings
+from megatron_webrl.launch.validation import check_settings, check_vllm_build
 from megatron_webrl.model.model_sizes import config_sections
 
 
@@ -87,3 +88,22 @@ def test_engine_settings_without_effect_or_room_are_refused(overrides: list[str]
     with pytest.raises(ConfigError) as caught:
         check_settings(parse_config(None, overrides), config_sections("2B"))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("version", "other"), [("0.32.0", "cpu"), ("0.32.0+cpu", "cuda")])
+def test_a_vllm_that_is_built_for_another_platform_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, other: str
+) -> None:
+    metadata = tmp_path / f"vllm-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (own,) = {"cpu", "cuda"} - {other}
+    for platform in ("auto", own):
+        check_vllm_build(parse_config(None, [f"model.platform={platform}"]))
+    with pytest.raises(ConfigError) as caught:
+        check_vllm_build(parse_config(None, [f"model.platform={other}"]))
+    assert str(caught.value) == (
+        f"model.platform={other}, but the vLLM installed here (vllm {version}) is built for {own}; install its build "
+        f"for {other}, or set model.platform={own}"
+    )

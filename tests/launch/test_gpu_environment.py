@@ -87,12 +87,16 @@ def test_both_launchers_start_roles_with_it(tmp_path: Path, monkeypatch: pytest.
 def test_a_job_on_a_machine_with_gpus_does_not_compute_on_its_cores_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], platform: str
 ) -> None:
-    """The device file of a driver and an nvidia-smi are stand-ins; torch asks the machine itself, which has no GPU."""
+    """The device file of a driver, an nvidia-smi and vLLM's metadata are stand-ins; torch asks the machine itself."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 550.54.15\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(gpu, "DEVICE_FILES", (program,))
+    metadata = tmp_path / "vllm-0.32.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     run = ("run.name=run", f"run.directory={tmp_path}/runs", f"model.platform={platform}")
     assert main(["train", str(ROOT / "configs" / "tiny_1gpu.yaml"), *run, f"model.path={ROOT}/models/quickstart"]) == 2
     error = capsys.readouterr().err

@@ -137,10 +137,11 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
 def engine_config(config: Config, worker: int, number: int = 1, span: NodeSpan | None = None) -> VllmConfig:
     """vLLM's configuration from `engine_arguments`; the tokens of a batch are those that vLLM gives a server by card.
 
-    Raises ConfigError for rollout.engine_options that vLLM refuses.
+    Raises ConfigError for a vLLM of another platform, and for rollout.engine_options that vLLM refuses.
     """
     from vllm.usage.usage_lib import UsageContext
 
+    check_platform(config)
     headless = span is not None and span.node_rank > 0
     try:
         arguments = engine_arguments(config, worker, number, span)
@@ -152,6 +153,20 @@ def engine_config(config: Config, worker: int, number: int = 1, span: NodeSpan |
         raise ConfigError(
             f"vLLM refuses an engine with rollout.engine_options={config.rollout.engine_options}: {reason}"
         ) from error
+
+
+def check_platform(config: Config) -> None:
+    """Raise ConfigError unless vLLM, which chooses the device by its build, takes the one of model.platform."""
+    from vllm.platforms import current_platform
+
+    cuda, found = on_cuda(config), current_platform.device_type or "no device of this machine"
+    if not (current_platform.is_cuda() if cuda else current_platform.is_cpu()):
+        wanted = "cuda" if cuda else "cpu"
+        auto = ", which takes cpu without a GPU and cuda with one" if config.model.platform == "auto" else ""
+        raise ConfigError(
+            f"model.platform={config.model.platform}{auto}, but the vLLM installed here computes on {found}; install "
+            f"vLLM's build for {wanted}, or change model.platform"
+        )
 
 
 def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | None = None) -> AsyncLLM:

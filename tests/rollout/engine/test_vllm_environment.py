@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import platforms
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms.interface import Platform, PlatformEnum
 
 from megatron_webrl.config.engine_options import FIXED, FIXED_IN_TRAINING, SETTINGS, installed_arguments
 from megatron_webrl.config.schema import Config
@@ -139,3 +141,18 @@ def test_an_engine_without_a_trainer_can_have_another_load_format(config: Config
     alone = replace(config, evaluation=replace(config.evaluation, only=True))
     loading = engine_config(with_rollout(alone, engine_options={"load_format": "safetensors"}), 0).load_config
     assert loading.load_format == "safetensors"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_vllm_that_takes_another_device_is_refused_before_weights_are_loaded(
+    config: Config, monkeypatch: pytest.MonkeyPatch, platform: str
+) -> None:
+    class Other(Platform):
+        """What vLLM's build for the other platform takes."""
+
+        _enum = PlatformEnum.CPU if platform == "cuda" else PlatformEnum.CUDA
+        device_type = "cpu" if platform == "cuda" else "cuda"
+
+    monkeypatch.setattr(platforms, "_current_platform", Other())
+    with pytest.raises(ConfigError, match=f"^model.platform={platform}, but the vLLM .* on {Other.device_type}; "):
+        engine_config(replace(config, model=replace(config.model, platform=platform)), 0)
