@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_webrl.model.compute_options import ComputeOptions, LayerImplementation
+from megatron_webrl.model.compute_options import ComputeOptions, LayerImplementation, MissingLibraryError
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.platform import Platform
@@ -48,10 +48,16 @@ def build_model(
     """Build this rank's model chunks from the config of a Hugging Face folder, on the platform's device.
 
     Returns several under a virtual pipeline, with arbitrary weights. `groups` defaults to Megatron's global process
-    groups. Raises ValueError for an unknown architecture and for parallel sizes that do not divide it.
+    groups. Raises ValueError for an unknown architecture and for parallel sizes that do not divide it, and
+    MissingLibraryError for layers of a Transformer Engine that does not import.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    groups, options = groups or ProcessGroupCollection.use_mpu_process_groups(), options or ComputeOptions()
+    options = options or ComputeOptions()
+    if options.layers == "transformer_engine" and platform.transformer_engine_problem:
+        raise MissingLibraryError(
+            f"layers=transformer_engine: it is installed but does not import: {platform.transformer_engine_problem}"
+        )
+    groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     hf_config = load_hf_config(folder)
     layers = LAYERS[hf_config.model_type]
     config = layers.make_text_config(hf_config, dtype, platform, groups, options)

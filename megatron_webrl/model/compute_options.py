@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,5 +36,6 @@ class ComputeOptions:
             ("layers", self.layers, "transformer_engine", "transformer_engine"),
             ("attention", self.attention, "flash", "flash_attn"),
         ):
-            if value == wanted and importlib.util.find_spec(library) is None:
+            # An entry of None is a library that does not import (platform.py); build_model says why.
+            if value == wanted and library not in sys.modules and importlib.util.find_spec(library) is None:
                 raise MissingLibraryError(f"{setting}={value} needs the package {library}, which is not installed here")

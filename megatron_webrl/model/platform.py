@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.util
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +21,10 @@ from unittest import mock
 
 import torch
 from torch.utils._device import _device_constructors
+
+from megatron_webrl.system.text import first_line
+
+log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 _CONSTRUCTORS = (
@@ -33,6 +41,7 @@ class Platform:
     name: Literal["cpu", "cuda"]
     device: torch.device
     backend: Literal["gloo", "nccl"]
+    transformer_engine_problem: str = ""  # why it does not import, although it is installed
 
 
 CONTEXT_BYTES = 2**30  # of one process on a GPU, outside of PyTorch's allocator: CUDA context, loaded kernels
@@ -80,16 +89,37 @@ def _use_cuda() -> Platform:
             f"local rank {index} has no GPU: this process sees {torch.cuda.device_count()}; start fewer ranks per node"
         )
     torch.cuda.set_device(index)
+    problem = _hide_broken_transformer_engine()
     _define_router_gemm()
-    return Platform("cuda", torch.device("cuda", index), "nccl")
+    return Platform("cuda", torch.device("cuda", index), "nccl", problem)
 
 
 def _use_cpu() -> Platform:
+    problem = _hide_broken_transformer_engine()
     _redirect_megatron()
     _redirect_random_states()
     _redirect_cuda_functions()
     _redirect_devices()
-    return Platform("cpu", CPU, "gloo")
+    return Platform("cpu", CPU, "gloo", problem)
+
+
+def _hide_broken_transformer_engine() -> str:
+    """Import Transformer Engine, if it is installed. One that fails counts as absent; returns why, else nothing.
+
+    megatron-core imports it in many modules, and takes no other error than ImportError for its absence.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return ""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # any: without a library it fails in many ways
+        problem = f"{type(error).__name__}: {first_line(error)[:200]}"
+        for name in [each for each in sys.modules if each.partition(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # lets every import raise ImportError
+        log.warning("Transformer Engine is installed but does not import, and is not used: %s", problem)
+        return problem
+    return ""
 
 
 def _is_cuda(device: Any) -> bool:

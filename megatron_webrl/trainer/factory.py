@@ -156,9 +156,11 @@ def _transformer_engine_problem(platform: Platform) -> str:
     """Why this rank cannot compute with Transformer Engine; empty if it can."""
     if platform.name != "cuda":
         return f"the platform is {platform.name}"
+    if platform.transformer_engine_problem:
+        return platform.transformer_engine_problem
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # any: it fails in many ways without a library, and local layers need none
+    except ImportError as error:
         return f"{type(error).__name__}: {first_line(error)[:200]}"
     return ""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,3 +68,46 @@ def test_the_cpu_platform_stands_in_for_cuda() -> None:
     code = REFUSALS + REDIRECTS + RANDOM_STATES
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+BROKEN_TRANSFORMER_ENGINE = """
+import logging
+from dataclasses import replace
+
+import torch
+
+from megatron_webrl.model import platform
+
+logging.basicConfig(format="%(levelname)s %(message)s")
+cpu = platform.activate("cpu")
+from megatron.core import fp8_utils, optimizer
+from megatron_webrl.model.build import build_model
+from megatron_webrl.model.compute_options import ComputeOptions, MissingLibraryError
+from megatron_webrl.trainer.factory import choose_layers
+
+assert not fp8_utils.HAVE_TE and optimizer.Adam is torch.optim.AdamW
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+assert choose_layers(replace(cpu, name="cuda")) == "local"
+try:
+    build_model("", dtype="float32", platform=cpu, options=ComputeOptions(layers="transformer_engine"))
+except MissingLibraryError as error:
+    print(error)
+"""
+
+
+def test_a_transformer_engine_that_does_not_import_counts_as_absent(tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    reason = "libcudnn.so.9: cannot open shared object file"
+    (package / "__init__.py").write_text("from transformer_engine import version\n")
+    (package / "version.py").write_text("")
+    (package / "pytorch" / "__init__.py").write_text(f"raise OSError('{reason}')\n")
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN_TRANSFORMER_ENGINE], env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    warning = f"WARNING Transformer Engine is installed but does not import, and is not used: OSError: {reason}"
+    assert done.stderr.count(warning) == 1
+    assert done.stdout == f"layers=transformer_engine: it is installed but does not import: OSError: {reason}\n"
