@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,13 @@ class NvidiaSmiError(RuntimeError):
 
 def query_gpus(fields: str) -> list[list[str]]:
     """Values of nvidia-smi's `fields`, comma-separated, for each GPU. Raises NvidiaSmiError."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    lines = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
+    return [[value.strip() for value in line.split(",")] for line in lines if line.strip()]
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi writes. Raises NvidiaSmiError."""
+    command = ["nvidia-smi", *arguments]
     if not shutil.which(command[0]):
         raise NvidiaSmiError("nvidia-smi is not installed; install the NVIDIA driver")
     try:
@@ -42,16 +49,31 @@ def query_gpus(fields: str) -> list[list[str]]:
         raise NvidiaSmiError(f"nvidia-smi did not finish within {NVIDIA_SMI_SECONDS:.0f} s; a GPU hangs") from None
     if done.returncode:
         raise NvidiaSmiError(f"nvidia-smi failed: {(done.stdout + done.stderr).strip()[:300]}")
-    return [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    return done.stdout
 
 
 def query_visible_gpus(fields: str) -> list[list[str]]:
-    """As `query_gpus`, of the GPUs of CUDA_VISIBLE_DEVICES in its order, which nvidia-smi does not read. Unset: all."""
+    """As `query_gpus`, of the GPUs of CUDA_VISIBLE_DEVICES in its order, which nvidia-smi does not read. Unset: all.
+
+    Each MIG device counts, with the values of its GPU.
+    """
     rows, names = query_gpus(f"index,uuid,{fields}"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if not names:
         return [row[2:] for row in rows]
-    chosen = map(str.strip, names.split(","))
+    gpus = _gpus_of_mig_devices() if "MIG-" in names else {}
+    chosen = [gpus.get(name, name) for name in map(str.strip, names.split(","))]
     return [row[2:] for name in chosen for row in rows if name == row[0] or row[1].startswith(name)]
+
+
+def _gpus_of_mig_devices() -> dict[str, str]:
+    """UUID of the GPU by that of each MIG device, which nvidia-smi lists below its GPU. Raises NvidiaSmiError."""
+    gpus, gpu = {}, ""
+    for uuid in re.findall(r"UUID: ([^)\s]+)", _nvidia_smi("--list-gpus")):
+        if uuid.startswith("MIG-"):
+            gpus[uuid] = gpu
+        else:
+            gpu = uuid
+    return gpus
 
 
 def find_driver() -> CudaDriver:

@@ -53,6 +53,19 @@ def test_only_visible_gpus_count(machine: Path, monkeypatch: pytest.MonkeyPatch,
     assert "1 GPUs are visible" in topology_problems(ClusterConfig(gpus_per_node=2), found)[0]
 
 
+def test_each_visible_mig_device_counts(machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)
+  MIG 3g.40gb     Device  0: (UUID: MIG-a0)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-b)
+  MIG 3g.40gb     Device  0: (UUID: MIG-b0)
+  MIG 3g.40gb     Device  1: (UUID: MIG-b1)"""
+    program = tmp_path / "bin" / "nvidia-smi"
+    rows = program.read_text().removeprefix("#!/bin/sh\n")
+    program.write_text(f"#!/bin/sh\nif [ $1 = --list-gpus ]; then echo '{listed}'; exit; fi\n{rows}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b1,MIG-a0,MIG-b0,0,GPU-b")
+    assert read_topology(machine).gpu_numa == (1, 0, 1, 0, 1)
+
+
 def test_more_gpus_than_the_configuration_uses_are_no_problem(machine: Path) -> None:
     assert topology_problems(ClusterConfig(gpus_per_node=1), read_topology(machine)) == []
 
