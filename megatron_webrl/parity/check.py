@@ -105,7 +105,7 @@ def _run(
         for backend, processes in plan:
             with console.status(f"{backend}: {len(samples)} samples, {processes} processes"):
                 job = _job(request, samples, folders.get(backend, request.model))
-                environment = _environment(backend, request, processes)
+                environment = backend_environment(backend, request, processes)
                 result = run_backend(backend, job, processes, environment, Path(folder) / backend)
             console.print(f"{backend}: {result.load_seconds + result.score_seconds:.1f} s")
             if result.responses:
@@ -129,10 +129,13 @@ def _job(request: ParityRequest, samples: list[ParitySample], model: Path) -> Sc
     )
 
 
-def _environment(backend: str, request: ParityRequest, processes: int) -> dict[str, str]:
+def backend_environment(backend: str, request: ParityRequest, processes: int) -> dict[str, str]:
     """Environment variables of a backend's processes, which share the cores and use no network."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    if request.dtype == "float32":
+        # cuDNN and Transformer Engine multiply float32 in TF32 by default, with 10 bits of mantissa.
+        variables["NVIDIA_TF32_OVERRIDE"] = "0"
     if backend == "vllm":
         config = Config()
         config.model.path, config.model.platform = str(request.model), request.platform

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatron_webrl.cli import main
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.parity.check import ParityRequest, check_parity
+from megatron_webrl.parity.check import ParityRequest, backend_environment, check_parity
 from tools.make_tiny_model import make_tiny_model
 
 FAST = {"max_model_len": 480, "max_new_tokens": 6, "platform": "cpu", "timeout_seconds": 240.0}
@@ -143,3 +143,11 @@ def test_the_help_shows_an_example(capsys: pytest.CaptureFixture[str]):
         main(["parity", "--help"])
     assert ended.value.code == 0
     assert "example: webrl parity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["transformers", "megatron", "vllm"])
+def test_float32_is_not_computed_in_tf32(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    for dtype, wanted in (("float32", "0"), ("bfloat16", None)):
+        environment = backend_environment(backend, ParityRequest(tiny_model, dtype=dtype, platform="cpu"), 1)
+        assert environment.get("NVIDIA_TF32_OVERRIDE") == wanted
