@@ -271,15 +271,16 @@ def _check_engine(config: Config) -> None:
 
 def _check_warm_start(config: Config) -> None:
     settings, default = config.trainer.warm_start, WarmStartConfig()
-    if settings.premature_submit_probability and config.tasks.source != "miniwob":
+    makes_mistakes = config.tasks.source == "miniwob" or config.tasks.from_import_path
+    if settings.premature_submit_probability and not makes_mistakes:
         raise ConfigError(
             f"trainer.warm_start.premature_submit_probability={settings.premature_submit_probability}, but only "
-            "scripts of tasks.source=miniwob submit too early; set it to 0"
+            "scripts of tasks.source=miniwob, or of an import path, submit too early; set it to 0"
         )
-    if settings.dither_probability and config.tasks.source != "miniwob":
+    if settings.dither_probability and not makes_mistakes:
         raise ConfigError(
             f"trainer.warm_start.dither_probability={settings.dither_probability}, but only scripts of "
-            "tasks.source=miniwob dither; set it to 0"
+            "tasks.source=miniwob, or of an import path, dither; set it to 0"
         )
     if not settings.dither_probability and settings.dither_persistence != default.dither_persistence:
         raise ConfigError(

@@ -243,21 +243,18 @@ def test_a_file_of_demonstrations_must_be_there_and_be_used(config_file: Path, t
     )
 
 
-def test_only_scripts_of_miniwob_are_hasty(config_file: Path) -> None:
+def test_scripts_of_offline_sites_are_not_hasty(config_file: Path) -> None:
     haste = "trainer.warm_start.premature_submit_probability=0.5"
     assert load_config(config_file, [haste]).trainer.warm_start.premature_submit_probability == 0.5
     words = error(config_file, haste, "tasks.source=sites", "tasks.environments=[wiki-look-up]")
-    assert (
-        "warm_start.premature_submit_probability=0.5, but only scripts of tasks.source=miniwob submit too early"
-        in words
-    )
+    assert "premature_submit_probability=0.5, but only scripts of tasks.source=miniwob, or of an import path" in words
 
 
-def test_dithering_needs_scripts_of_miniwob_and_its_persistence_needs_dithering(config_file: Path) -> None:
+def test_scripts_of_offline_sites_do_not_dither_and_persistence_needs_dithering(config_file: Path) -> None:
     dithers, persistence = "trainer.warm_start.dither_probability=0.5", "trainer.warm_start.dither_persistence=0.9"
     assert load_config(config_file, [dithers, persistence]).trainer.warm_start.dither_persistence == 0.9
     words = error(config_file, dithers, "tasks.source=sites", "tasks.environments=[wiki-look-up]")
-    assert "warm_start.dither_probability=0.5, but only scripts of tasks.source=miniwob dither; set it to 0" in words
+    assert "dither_probability=0.5, but only scripts of tasks.source=miniwob, or of an import path, dither" in words
     assert "dither_persistence=0.9 has no effect with trainer.warm_start.dither_probability=0" in error(
         config_file, persistence
     )

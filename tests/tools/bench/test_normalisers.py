@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.evaluation.evaluation_queue import EvaluationResult
 from megatron_webrl.evaluation.result_files import append_evaluation
 from megatron_webrl.launch.validation import load_config
-from megatron_webrl.rollout.demonstrations import ScriptedMistakes
+from megatron_webrl.tasks.source import HELD_OUT_SEEDS
+from megatron_webrl.types import Task
 from tools.bench.normalisers import __main__ as command
 from tools.bench.normalisers import runs
 from tools.bench.normalisers.gates import (
@@ -25,13 +27,19 @@ from tools.bench.normalisers.gates import (
     check_gates,
     check_initial_policy,
     mean_steps,
-    share_with_longer_failures,
+    share_of_longer_failures,
 )
-from tools.bench.normalisers.simulation import PAGES, SimulatedPage, simulate_episode, simulate_groups
-from tools.bench.normalisers.verdict import EvaluatedEpisode, RunFigures, bootstrap, decide, paired_tables
+from tools.bench.normalisers.stuck_pages import SOURCE, WAIT, StuckPages
+from tools.bench.normalisers.verdict import SEEDS, EvaluatedEpisode, RunFigures, bootstrap, decide, paired_tables
 
-LONG = [EpisodeLength(3, True), EpisodeLength(5, True), EpisodeLength(16, False), EpisodeLength(2, False)]
-SHORT = [EpisodeLength(3, True), EpisodeLength(3, True), EpisodeLength(1, False)]
+LONG = [
+    EpisodeLength(3, True),
+    EpisodeLength(5, True),
+    EpisodeLength(16, False),
+    EpisodeLength(2, False),
+    *[EpisodeLength(9, False)] * 2,
+]
+SHORT = [EpisodeLength(3, True), EpisodeLength(1, False), EpisodeLength(3, False)]
 ONE_OUTCOME = [EpisodeLength(16, False)] * 3
 GOOD = UpdateFigures(entropy=0.5, format_error_rate=0.01, gradient_clipped=0.0, success=0.5, steps_failure=12.0)
 
@@ -47,10 +55,10 @@ def figures(
                          round(tokens * scatter[task]))
         for task in range(200)
     ]  # fmt: skip
-    return RunFigures(arm, seed, episodes, check_gates([LONG] if gates_hold else [SHORT], [GOOD]))
+    return RunFigures(arm, seed, episodes, check_gates([GOOD], 0.5 if gates_hold else 0.2))
 
 
-def both(ours: dict[str, float], theirs: dict[str, float], seeds: int = 3) -> list[RunFigures]:
+def both(ours: dict[str, float], theirs: dict[str, float], seeds: int = SEEDS) -> list[RunFigures]:
     return [
         figures(arm, seed, **values)  # type: ignore[arg-type]
         for seed in range(seeds)
@@ -58,33 +66,42 @@ def both(ours: dict[str, float], theirs: dict[str, float], seeds: int = 3) -> li
     ]
 
 
-def test_groups_with_longer_failures_are_counted_among_mixed_groups_only():
-    assert share_with_longer_failures([LONG, LONG, SHORT, ONE_OUTCOME]) == pytest.approx(2 / 3)
-    assert share_with_longer_failures([ONE_OUTCOME]) is None
-    assert mean_steps([LONG, SHORT]) == pytest.approx((3 + 5 + 16 + 2 + 3 + 3 + 1) / 7)
+def test_failures_are_compared_with_successes_in_pairs():
+    assert share_of_longer_failures(LONG) == 6 / 8
+    assert share_of_longer_failures(SHORT) == 1 / 4
+    assert share_of_longer_failures(ONE_OUTCOME) is None
+    assert mean_steps([LONG, SHORT]) == pytest.approx((3 + 5 + 16 + 2 + 18 + 3 + 1 + 3) / 9)
 
 
 @pytest.mark.parametrize(
-    ("batch", "changes", "failing"),
+    ("changes", "failing"),
     [
-        ([LONG] * 7 + [SHORT] * 3, {}, set()),
-        ([LONG] * 6 + [SHORT] * 3, {}, {"groups with longer failures"}),
-        ([ONE_OUTCOME], {}, {"groups with longer failures"}),
-        ([LONG], {"entropy": 0.6}, set()),
-        ([LONG], {"entropy": 0.61}, {"entropy, last updates / first"}),
-        ([LONG], {"format_error_rate": 0.07}, {"format errors"}),
-        ([LONG], {"gradient_clipped": 0.15}, {"clipped optimiser steps"}),
+        ({}, set()),
+        ({"entropy": 1.0}, set()),
+        ({"entropy": 1.01}, {"entropy, last updates / pilot"}),
+        ({"format_error_rate": 0.07}, {"format errors"}),
+        ({"gradient_clipped": 0.15}, {"clipped optimiser steps"}),
     ],
 )
-def test_a_gate_fails_beyond_its_limit(batch: list[list[EpisodeLength]], changes: dict[str, float], failing: set[str]):
+def test_a_gate_fails_beyond_its_limit(changes: dict[str, float], failing: set[str]):
     updates = [GOOD, *[replace(GOOD, **changes)] * 5]  # type: ignore[arg-type]
-    assert {gate.name for gate in check_gates(batch, updates) if not gate.passed} == failing
+    assert {gate.name for gate in check_gates(updates, 0.5) if not gate.passed} == failing
 
 
 def test_gates_without_a_value_fail():
-    assert [gate.passed for gate in check_gates([], [])] == [False] * 4
-    assert [check_initial_policy(n, 20).passed for n in (6, 7, 12, 13)] == [False, True, True, False]
-    assert not check_initial_policy(0, 0).passed
+    assert [gate.passed for gate in check_gates([], 0.5)] == [False] * 3
+    assert [gate.passed for gate in check_initial_policy([])] == [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("episodes", "passed"),
+    [(LONG, [True, True]), (SHORT, [True, False]), (ONE_OUTCOME, [False, False]), ([*LONG, *LONG[:2]], [True, True]),
+     ([*LONG, *LONG[:2], *LONG[:2]], [False, True])],
+)  # fmt: skip
+def test_the_initial_policy_must_succeed_sometimes_and_fail_in_long_episodes(
+    episodes: list[EpisodeLength], passed: list[bool]
+):
+    assert [gate.passed for gate in check_initial_policy(episodes)] == passed
 
 
 def test_a_clear_reduction_at_equal_success_confirms():
@@ -93,7 +110,7 @@ def test_a_clear_reduction_at_equal_success_confirms():
     assert verdict.tokens is not None
     assert verdict.tokens.value == pytest.approx(-0.25, abs=0.01)
     assert verdict.tokens.low <= verdict.tokens.value <= verdict.tokens.high < 0
-    assert verdict.failure_steps == dict.fromkeys(range(3), (9, 12))
+    assert verdict.failure_steps == dict.fromkeys(range(SEEDS), (9, 12))
 
 
 @pytest.mark.parametrize(
@@ -117,15 +134,15 @@ def test_equal_tokens_refute_and_so_do_more():
 
 def test_a_failed_gate_makes_the_comparison_void_and_is_named():
     sound = both({"tokens": 150, "failure_steps": 9}, {"tokens": 200})
-    verdict = decide([*sound[:-1], figures("per_trajectory", 2, 200, gates_hold=False)])
+    verdict = decide([*sound[:-1], figures("per_trajectory", SEEDS - 1, 200, gates_hold=False)])
     assert verdict.kind == "void"
-    assert verdict.reasons == ("per_trajectory, seed 2: groups with longer failures 0.00, not >= 0.7",)
+    assert verdict.reasons == ("per_trajectory, seed 4: entropy, last updates / pilot 2.50, not <= 2.0",)
     assert decide([*sound, figures("token_mean", 0, 1, gates_hold=False)]).kind == "confirmed"  # a third arm is ignored
 
 
-def test_two_seeds_decide_nothing():
-    verdict = decide(both({"tokens": 150, "failure_steps": 9}, {"tokens": 200}, seeds=2))
-    assert (verdict.kind, verdict.reasons) == ("undecided", ("2 of 3 seeds have both arms",))
+def test_too_few_seeds_decide_nothing():
+    verdict = decide(both({"tokens": 150, "failure_steps": 9}, {"tokens": 200}, seeds=4))
+    assert (verdict.kind, verdict.reasons) == ("undecided", ("4 of 5 seeds have both arms",))
     assert decide([figures("constant", 0, 150)]).tokens is None
 
 
@@ -160,24 +177,33 @@ def test_tasks_without_a_verdict_in_one_arm_are_left_out():
     assert table[0, 0].tolist() == [one.episodes[5].tokens, one.episodes[5].success]
 
 
-def test_failures_of_the_demonstrations_are_longer_than_successes():
+async def test_half_of_the_episodes_are_on_pages_that_cannot_be_done():
+    """Of each training task every second episode, of held-out tasks every second one, in each episode."""
     config = parse_config(runs.CONFIG)
-    assert set(PAGES) == set(config.tasks.environments)
-    groups = simulate_groups(config.trainer.warm_start, config.tasks.max_steps, 1000, config.rollout.group_size)
-    assert (share_with_longer_failures(groups) or 0) >= 0.85
-    successes = [episode.success for group in groups for episode in group]
-    assert 0.7 <= sum(successes) / len(successes) <= 0.8  # a policy that imitates them is half as good
+    with StuckPages(config.tasks) as source:
+        async with BrowserPool(config.browser, {SOURCE: source}, 1, 30.0) as pool:
 
+            async def play(task: Task) -> tuple[bool, list[str], float]:
+                """Whether the query is red, the actions of the script, and the reward."""
+                async with pool.episode(task) as (session, _):
+                    colour = await session.page.eval_on_selector("#query", "e => getComputedStyle(e).backgroundColor")
+                    kinds, observation = [], None
+                    while observation is None or not observation.done:
+                        action = await source.demonstrate(session.page, task)
+                        kinds.append(action.kind)
+                        observation = await session.step(action)
+                    return colour == "rgb(255, 0, 0)", kinds, observation.reward
 
-def test_independent_dithering_and_frequent_premature_submits_leave_failures_short():
-    settings = WarmStartConfig(premature_submit_probability=0.15, dither_probability=0.35, dither_persistence=0.35)
-    assert (share_with_longer_failures(simulate_groups(settings, 16, 1000)) or 0) < 0.3
-
-
-@pytest.mark.parametrize("environment", PAGES)
-def test_a_simulated_script_without_mistakes_succeeds(environment: str):
-    page = SimulatedPage(PAGES[environment])
-    assert simulate_episode(page, ScriptedMistakes(WarmStartConfig()), 16) == EpisodeLength(2, True)
+            for environment in config.tasks.environments:
+                task = source.make_task(environment, 7)
+                stuck = [await play(task) for _ in range(4)]
+                assert [red for red, *_ in stuck] == [True, False] * 2
+                for red, kinds, reward in stuck:
+                    assert kinds[-1] == "left_click"
+                    assert set(kinds[:-1]) <= ({WAIT.kind} if red else {"left_click"})
+                    assert (reward > 0) == (not red)
+            held_out = [source.make_task("click-collapsible", HELD_OUT_SEEDS.start + n) for n in range(2)]
+            assert [(await play(task))[0] for _ in range(2) for task in held_out] == [False, True] * 2
 
 
 @pytest.mark.parametrize("arm", runs.ARMS)
@@ -193,8 +219,8 @@ def test_an_arm_is_a_configuration_that_holds(
     assert (main.trainer.loss.normalizer, main.run.seed, main.trainer.updates) == (arm, 1, 24)
     assert main.trainer.loss.normalizer_constant == (9 if arm == "constant" else 10)
     assert main.trainer.warm_start == WarmStartConfig()
-    assert main.evaluation.episodes * len(main.tasks.environments) == 200
-    assert tuple(control_run.tasks.environments) == runs.CONTROL_ENVIRONMENTS
+    assert main.evaluation.episodes * len(main.tasks.environments) == 400
+    assert (main.tasks.source, control_run.tasks.source) == (SOURCE, "miniwob")
     assert quick_run.trainer.updates < pilot.trainer.updates < 24
     assert (pilot.evaluation.before, pilot.evaluation.after, pilot.run.seed) == (True, False, runs.PILOT_SEED)
 
@@ -229,7 +255,9 @@ def test_the_figures_of_a_run_are_read_from_its_folder(tmp_path: Path):
     assert run.episodes == [EvaluatedEpisode(0, True, 3, 40), EvaluatedEpisode(1, False, 4, 40)]
     assert run.initial == []
     assert run.tokens_at_step == pytest.approx([(11 + 11 + 12) / 3, 16, 21, 26])
-    assert {gate.name for gate in run.gates if not gate.passed} == {"clipped optimiser steps"}
+    results = runs.Results(pilot=run, runs=[run, replace(run, control=True)])
+    assert {gate.name for gate in results.gates(run) if not gate.passed} == {"clipped optimiser steps"}
+    assert [[len(each.gates) for each in results.figures(control)] for control in (False, True)] == [[3], [0]]
 
 
 def test_finished_runs_are_kept_and_not_repeated(
@@ -265,7 +293,7 @@ def test_finished_runs_are_kept_and_not_repeated(
 
 def test_a_pilot_whose_gates_fail_ends_with_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = runs.read_run("constant", 0, False, a_run(tmp_path / "run"), 3.0)
-    good = replace(run, updates=[GOOD], first_batch=[LONG], initial=run.episodes)
+    good = replace(run, updates=[GOOD], initial=run.episodes)
     monkeypatch.setattr(command, "make_initial_policy", lambda *arguments: None)
     for number, (pilot, code) in enumerate(((run, 1), (good, 0))):
         monkeypatch.setattr(command, "run_pilot", lambda *arguments, pilot=pilot: pilot)

@@ -2,7 +2,6 @@
 
     python -m tools.bench.normalisers --pilot --json FILE       initial policy, k, gates
     python -m tools.bench.normalisers --json FILE [--arms NAME ...] [--seeds N ...] [--control] [--plots FILE]
-    python -m tools.bench.normalisers --simulate                lengths of demonstrations, without a model
 
 FILE holds all figures. It is written after every run, and a run that it holds is not repeated, so an interrupted call
 can be given again. docs/learning.md describes protocol, gates and criteria. Exit code 1: with --pilot, a gate failed.
@@ -19,14 +18,12 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.config.load import parse_config
 from tools.arguments import make_bench_parser
 from tools.bench.bootstrap import Interval
-from tools.bench.normalisers.gates import Gate, share_with_longer_failures
+from tools.bench.normalisers.gates import Gate
 from tools.bench.normalisers.plot import draw
 from tools.bench.normalisers.runs import (
     ARMS,
-    CONFIG,
     MODEL,
     PILOT_SEED,
     Results,
@@ -35,10 +32,7 @@ from tools.bench.normalisers.runs import (
     run_arm,
     run_pilot,
 )
-from tools.bench.normalisers.simulation import simulate_groups
-from tools.bench.normalisers.verdict import bootstrap, decide, paired_tables
-
-SIMULATED_GROUPS = 2000
+from tools.bench.normalisers.verdict import SEEDS, bootstrap, decide, paired_tables
 
 
 def measure(
@@ -60,7 +54,7 @@ def measure(
         if pilot:
             return
         for seed, arm in due:
-            console.print(f"{arm}, seed {seed}{', one-click pages' if control else ''} ...")
+            console.print(f"{arm}, seed {seed}{', no page stuck' if control else ''} ...")
             results.runs.append(run_arm(arm, seed, results.k, model, control, quick))
             results.write(path)
 
@@ -76,14 +70,13 @@ def show(results: Results, console: Console) -> None:
     for column in ("pages", "arm", "seed", "success", "tokens", "steps: success / failure", "gates", "minutes"):
         table.add_column(column, justify="left" if column in ("pages", "arm") else "right")
     for run in results.runs:
-        table.add_row(*_cells(run))
+        table.add_row(*_cells(run, results.gates(run)))
     console.print(table)
-    main_runs, control_runs = ([run.figures for run in results.runs if run.control is kind] for kind in (False, True))
-    if main_runs:
+    if main_runs := results.figures(control=False):
         verdict = decide(main_runs)
         console.print(f"[bold]{verdict.kind}[/bold]", *(f"- {reason}" for reason in verdict.reasons), sep="\n")
         _show_differences("constant less per_trajectory", verdict.tokens, verdict.success, console)
-    if tables := list(paired_tables(control_runs).values()):
+    if tables := list(paired_tables(results.figures(control=True)).values()):
         _show_differences("negative control, constant less per_trajectory", *bootstrap(tables), console)
 
 
@@ -98,15 +91,15 @@ def show_gates(gates: Sequence[Gate], console: Console) -> None:
     console.print(table)
 
 
-def _cells(run: Run) -> list[str]:
+def _cells(run: Run, gates: Sequence[Gate]) -> list[str]:
     lengths = [[episode.steps for episode in run.episodes if episode.success is kind] for kind in (True, False)]
     steps = " / ".join(f"{fmean(each):.1f}" if each else "-" for each in lengths)
     success = fmean(episode.success for episode in run.episodes) if run.episodes else None
     tokens = fmean(episode.tokens for episode in run.episodes) if run.episodes else None
     return [
-        "one click" if run.control else "", run.arm, str(run.seed), "-" if success is None else f"{success:.0%}",
+        "none stuck" if run.control else "", run.arm, str(run.seed), "-" if success is None else f"{success:.0%}",
         "-" if tokens is None else f"{tokens:.0f}", steps,
-        "-" if run.control else "hold" if all(gate.passed for gate in run.gates) else "fail", f"{run.minutes:.1f}",
+        "-" if run.control else "hold" if all(gate.passed for gate in gates) else "fail", f"{run.minutes:.1f}",
     ]  # fmt: skip
 
 
@@ -119,35 +112,18 @@ def _show_differences(title: str, tokens: Interval | None, success: Interval | N
     )
 
 
-def show_simulation(console: Console) -> None:
-    """Print what the demonstrations of the configuration look like, in groups of the configured size."""
-    config = parse_config(CONFIG)
-    groups = simulate_groups(
-        config.trainer.warm_start, config.tasks.max_steps, SIMULATED_GROUPS, config.rollout.group_size
-    )
-    episodes = [episode for group in groups for episode in group]
-    success, failure = ([each.steps for each in episodes if each.success is kind] for kind in (True, False))
-    longer = share_with_longer_failures(groups)
-    console.print(
-        f"{len(groups)} groups: success {len(success) / len(episodes):.0%}, steps of successes {fmean(success):.1f}, "
-        f"of failures {fmean(failure):.1f}; failures longer in {longer or 0:.0%} of the mixed groups"
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = make_bench_parser(__doc__, "a pilot, two arms and one seed with an untrained policy, to check the parts")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:2], metavar="NAME", help=", ".join(ARMS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="one run of each arm each")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=list(range(SEEDS)), metavar="N", help="one run of each arm each"
+    )
     parser.add_argument("--pilot", action="store_true", help="make the initial policy, measure k and the gates, stop")
-    parser.add_argument("--control", action="store_true", help="run the arms on one-click pages: negative control")
+    parser.add_argument("--control", action="store_true", help="run the arms without stuck pages: negative control")
     parser.add_argument("--plots", type=Path, metavar="FILE", help="draw the curves as SVG")
-    parser.add_argument("--simulate", action="store_true", help="show lengths of demonstrations and stop")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    if options.simulate:
-        show_simulation(console)
-        return 0
     try:
         results = Results.read(options.json, options.quick)
         measure(

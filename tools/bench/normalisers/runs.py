@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import Any
 
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.evaluation.result_files import read_evaluations, read_results
 from megatron_webrl.system import atomic_file
 from megatron_webrl.tracking import episode_log, summary
@@ -34,15 +33,14 @@ from tools.bench.normalisers.verdict import EvaluatedEpisode, RunFigures
 
 CONFIG = Path("configs/normalisers.yaml")
 ARMS = ("constant", "per_trajectory", "token_mean")
-CONTROL_ENVIRONMENTS = ("click-test", "click-dialog", "focus-text")
-"""Pages that one click ends: lengths hardly differ, so no arm should change them."""
+CONTROL = "tasks.source=miniwob"
+"""No page is stuck: there is nothing to lengthen, so no arm should."""
 MODEL = Path("runs/models/normalisers")
 PRETRAINING_STEPS = 1000
 PILOT_SEED, PILOT_UPDATES = 1000, 6
 IMITATED = (
     "trainer.warm_start.demonstrations=0", "trainer.warm_start.premature_submit_probability=0",
-    "trainer.warm_start.dither_probability=0",
-    f"trainer.warm_start.dither_persistence={WarmStartConfig().dither_persistence}", "tracking.episodes_gib=0",
+    "tracking.episodes_gib=0",
 )  # fmt: skip
 """Settings of runs that begin with the initial policy."""
 QUICK = (
@@ -59,22 +57,13 @@ class Run:
 
     arm: str
     seed: int
-    control: bool  # on CONTROL_ENVIRONMENTS
+    control: bool  # with CONTROL
     minutes: float
     first_batch: Sequence[Sequence[EpisodeLength]]
     updates: Sequence[UpdateFigures]
     initial: Sequence[EvaluatedEpisode]  # of the evaluation before training; empty without it
     episodes: Sequence[EvaluatedEpisode]  # of the evaluation after training
     tokens_at_step: Sequence[float]  # mean response tokens of step 1, 2, ... of the last updates' episodes
-
-    @property
-    def gates(self) -> list[Gate]:
-        return check_gates(self.first_batch, self.updates)
-
-    @property
-    def figures(self) -> RunFigures:
-        """What a verdict needs. One-click pages have no gates."""
-        return RunFigures(self.arm, self.seed, self.episodes, [] if self.control else self.gates)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Run:
@@ -104,11 +93,23 @@ class Results:
 
     @property
     def pilot_gates(self) -> list[Gate]:
-        """Those of a run, and the success of the initial policy; none without a pilot."""
+        """Those of a run, and of the initial policy; none without a pilot."""
         if self.pilot is None:
             return []
-        initial = self.pilot.initial
-        return [check_initial_policy(sum(episode.success for episode in initial), len(initial)), *self.pilot.gates]
+        initial = [EpisodeLength(episode.steps, episode.success) for episode in self.pilot.initial]
+        return [*check_initial_policy(initial), *self.gates(self.pilot)]
+
+    def gates(self, run: Run) -> list[Gate]:
+        """Those of a run; none of a control, or without a pilot."""
+        if self.pilot is None or run.control:
+            return []
+        return check_gates(run.updates, fmean(update.entropy for update in self.pilot.updates))
+
+    def figures(self, control: bool) -> list[RunFigures]:
+        """What a verdict needs of the runs of either kind."""
+        return [
+            RunFigures(run.arm, run.seed, run.episodes, self.gates(run)) for run in self.runs if run.control is control
+        ]
 
     def has(self, arm: str, seed: int, control: bool) -> bool:
         return any((run.arm, run.seed, run.control) == (arm, seed, control) for run in self.runs)
@@ -134,16 +135,17 @@ class Results:
 
 
 def make_initial_policy(model: Path, quick: bool, report: Callable[[str], None]) -> None:
-    """Let CONFIG's weights imitate demonstrations of all pages, unless `model` is there.
+    """Let CONFIG's weights imitate demonstrations, unless `model` is there.
 
     Raises RuntimeError, and ValueError if `model` was made otherwise than CONFIG says now.
     """
     config, records, settings = parse_config(CONFIG), model.with_suffix(".records"), model.with_suffix(".json")
-    environments = [*config.tasks.environments, *CONTROL_ENVIRONMENTS]
-    overrides = [f"tasks.environments=[{','.join(environments)}]"]
-    overrides += ["trainer.warm_start.demonstrations=24"] if quick else []
+    overrides = ["trainer.warm_start.demonstrations=24"] if quick else []
     steps = 20 if quick else PRETRAINING_STEPS
-    wanted = {"base": config.model.path, "steps": steps, "overrides": overrides, **asdict(config.trainer.warm_start)}
+    wanted = {
+        "base": config.model.path, "steps": steps, "overrides": overrides, "source": config.tasks.source,
+        "environments": list(config.tasks.environments), **asdict(config.trainer.warm_start),
+    }  # fmt: skip
     if settings.is_file() and json.loads(settings.read_text()) != wanted:
         raise ValueError(f"{model} was made with the settings of {settings}, not with today's; remove {model}*")
     if (model / "config.json").is_file():
@@ -178,7 +180,7 @@ def run_arm(arm: str, seed: int, k: int, model: Path, control: bool, quick: bool
     """One run of the protocol, or of its negative control. Raises RuntimeError."""
     overrides = [f"trainer.loss.normalizer_constant={k}"] if arm == "constant" else []
     overrides += QUICK if quick else ()
-    overrides += [f"tasks.environments=[{','.join(CONTROL_ENVIRONMENTS)}]"] if control else []
+    overrides += [CONTROL] if control else []
     return train(arm, seed, model, overrides, control)
 
 

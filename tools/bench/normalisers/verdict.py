@@ -17,7 +17,7 @@ from tools.bench.bootstrap import RESAMPLES, Interval, mean_over_seeds, percenti
 from tools.bench.normalisers.gates import Gate
 
 TREATMENT, BASELINE = "constant", "per_trajectory"
-SEEDS = 3  # least number for a verdict
+SEEDS = 5  # least number for a verdict
 LEAST_REDUCTION = 0.15  # of tokens per episode, to confirm
 EXCLUDED_REDUCTION = 0.10  # of tokens per episode, to refute
 SUCCESS_MARGIN = 0.05  # that success may be lower by
