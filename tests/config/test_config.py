@@ -13,25 +13,10 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.evaluation.evaluation_queue import requested_variants
 from megatron_webrl.launch.validation import check_config, load_config
 from megatron_webrl.model.model_sizes import config_sections, size_from_path
+from tests.config.conftest import error
 from tools.documentation.configuration_page import page
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def config_file(tmp_path: Path, tiny_model: Path) -> Path:
-    path = tmp_path / "run.yaml"
-    rollout = "rollout: {max_model_len: 1024, max_new_tokens: 64}"
-    path.write_text(f"model: {{path: {tiny_model}}}\n{rollout}\nring: {{capacity_mib: 64}}\n")
-    return path
-
-
-def error(path: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, list(overrides))
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_overrides_replace_the_files_values(config_file: Path):

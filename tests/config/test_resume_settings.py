@@ -7,25 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megatron_webrl import cli
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import load_config
-
-
-@pytest.fixture
-def config_file(tmp_path: Path, tiny_model: Path) -> Path:
-    path = tmp_path / "run.yaml"
-    rollout = "rollout: {max_model_len: 1024, max_new_tokens: 64}"
-    path.write_text(f"model: {{path: {tiny_model}}}\n{rollout}\nring: {{capacity_mib: 64}}\n")
-    return path
-
-
-def error(path: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, list(overrides))
-    return str(caught.value)
+from tests.config.conftest import error
 
 
 def write_checkpoint(run_folder: Path, **state: Any) -> Path:

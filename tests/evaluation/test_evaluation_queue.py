@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
@@ -135,13 +134,6 @@ class Engines:
             self.served.append(version)
         else:
             self.version = version
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

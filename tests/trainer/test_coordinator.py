@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.ring.ring import Ring
@@ -37,13 +35,6 @@ def test_a_run_ends_with_a_checkpoint_unless_there_is_one_or_none_is_wanted(
     Coordinator.final_checkpoint(coordinator, mock.Mock(), 3)
     assert coordinator.checkpoints.start_save.call_count == saves
     assert coordinator.checkpoints.close.call_count == 1
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,6 @@ from megatron_webrl.model.platform import Platform
 from megatron_webrl.trainer.weight_sync import MAX_FAILURES, WeightSyncer
 from megatron_webrl.weights.engine_map import EngineSizes
 from tests.job_control import connect, control_service
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

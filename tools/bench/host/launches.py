@@ -66,8 +66,7 @@ def count_launches(size: str, config: Config, batch: BatchSize) -> Launches:
     """Of a released model's `size`, with the layout and recomputation of `config`, in processes of their own."""
     counts = [in_process(_count, size, layers, config, batch) for layers in COUNTED_LAYERS]
     layers = model_sizes.make_hf_config(size).text_config.num_hidden_layers - COUNTED_LAYERS[0]
-    each = [fewer + (more - fewer) * layers for fewer, more in zip(*counts, strict=True)]
-    score, train, optimizer = each
+    score, train, optimizer = (fewer + (more - fewer) * layers for fewer, more in zip(*counts, strict=True))
     return Launches(score, train, optimizer, seconds=in_process(_operation_seconds))
 
 
