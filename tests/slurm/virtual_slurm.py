@@ -72,11 +72,11 @@ class Cluster:
         inherited = {name: value for name, value in os.environ.items() if name != child_process.OWNER_VARIABLE}
         return {**inherited, "PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def run(self, *command: str, seconds: float = 60.0, **environment: str) -> str:
+    def run(self, *command: str, **environment: str) -> str:
         """The output of a command of Slurm. Raises AssertionError with what it said if it fails."""
         done = subprocess.run(
             [*self.prefix, *command],
-            env=self.environment | environment, capture_output=True, text=True, timeout=seconds, check=False,
+            env=self.environment | environment, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()

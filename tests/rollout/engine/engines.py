@@ -95,7 +95,7 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
 
 
 def prompt(engine: VLLMEngine, images: int, text: str = "Click the button.") -> np.ndarray:
