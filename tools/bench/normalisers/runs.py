@@ -36,7 +36,7 @@ ARMS = ("constant", "per_trajectory", "token_mean")
 CONTROL = "tasks.source=miniwob"
 """No page is stuck: there is nothing to lengthen, so no arm should."""
 MODEL = Path("runs/models/normalisers")
-PRETRAINING_STEPS = 1000
+PRETRAINING_STEPS = 3000
 PILOT_SEED, PILOT_UPDATES = 1000, 6
 IMITATED = (
     "trainer.warm_start.demonstrations=0", "trainer.warm_start.premature_submit_probability=0",
