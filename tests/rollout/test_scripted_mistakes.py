@@ -121,7 +121,7 @@ def test_the_next_compact_prompt_carries_the_memory(processor: Processor):
     assert "\nMemory of step 1: left_click;" in user
 
 
-def test_ten_slots_are_about_what_an_answer_can_hold_and_a_script_stays_below(processor: Processor):
+def test_an_answer_can_hold_more_slots_than_a_script_fills(processor: Processor):
     """The limit of configs/normalisers.yaml, with the vocabulary of tools/make_tiny_model."""
     from megatron_webrl.config.load import parse_config
 
@@ -131,5 +131,4 @@ def test_ten_slots_are_about_what_an_answer_can_hold_and_a_script_stays_below(pr
         memory = " ".join(["left_click;"] * useful + [f"{GENERIC_SLOT};"] * generic)
         return len(processor.encode_response(format_response(SUBMIT, COMPACT, memory=memory)))
 
-    assert tokens(MEMORY_SLOTS, 0) <= limit
-    assert tokens(6, 3) <= limit < tokens(8, 4)
+    assert tokens(MEMORY_SLOTS, 0) < tokens(MEMORY_SLOTS, 4) <= limit < tokens(16, 8)
