@@ -15,31 +15,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl import __version__
-from megatron_webrl.cluster.placement_command import add_placement
+from megatron_webrl.browser.server.commands import add_browsers
+from megatron_webrl.checks.gpu.command import add_gpu_check
+from megatron_webrl.checks.parity.command import add_parity
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.farm.commands import add_browsers
-from megatron_webrl.gpu_check.command import add_gpu_check
 from megatron_webrl.judge.command import add_judge
 from megatron_webrl.launch.elsewhere import load_config_elsewhere
 from megatron_webrl.launch.evaluation_command import add_eval
 from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE, is_file_system_failure
+from megatron_webrl.launch.slurm.commands import add_node
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.upload_command import add_upload
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.monitor.command import add_monitor
 from megatron_webrl.monitor.mlflow_command import add_mlflow
-from megatron_webrl.parity.command import add_parity
-from megatron_webrl.slurm.commands import add_node
-from megatron_webrl.status.command import add_status
-from megatron_webrl.status.timeline.command import add_timeline
-from megatron_webrl.system import stack_dump
-from megatron_webrl.system.printable import printable
-from megatron_webrl.system.redaction import configure_logging, redact
-from megatron_webrl.system.text import first_line
+from megatron_webrl.monitor.status.command import add_status
+from megatron_webrl.monitor.timeline.command import add_timeline
+from megatron_webrl.placement.placement_command import add_placement
 from megatron_webrl.tasks.command import add_tasks
 from megatron_webrl.types import failed_outcome
+from megatron_webrl.util import stack_dump
+from megatron_webrl.util.printable import printable
+from megatron_webrl.util.redaction import configure_logging, redact
+from megatron_webrl.util.text import first_line
 from megatron_webrl.weights.engine_garbage import collect_garbage
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _demonstrate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_webrl.rollout.demonstrations import write_demonstrations
-    from megatron_webrl.tracking.dashboard import progress_bar
+    from megatron_webrl.track.dashboard import progress_bar
 
     config = load_config(options.config, options.overrides)
     count = config.trainer.warm_start.demonstrations
@@ -265,12 +265,12 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.weights:
         from rich.console import Console
 
-        from megatron_webrl.doctor.weights import check_weight_sync
+        from megatron_webrl.checks.installation.weights import check_weight_sync
 
         return check_weight_sync(load_config(options.weights, options.overrides), Console(), as_json=options.json)
     if options.overrides and not options.config:
         raise ConfigError(f"{options.overrides[0]!r} has no effect without --config CONFIG or --weights CONFIG")
-    from megatron_webrl.doctor.installation import run_doctor
+    from megatron_webrl.checks.installation.installation import run_doctor
 
     config = parse_config(options.config, options.overrides) if options.config else None
     return run_doctor(options.role, as_json=options.json, config=config)
@@ -288,8 +288,8 @@ def _control(options: argparse.Namespace) -> int:
 
 
 def _trainer(options: argparse.Namespace) -> int:
-    from megatron_webrl.cluster.placement import check_node_number
-    from megatron_webrl.cluster.rank_info import RankInfo
+    from megatron_webrl.placement.placement import check_node_number
+    from megatron_webrl.placement.rank_info import RankInfo
 
     rank = RankInfo.from_environment()
     name = f"trainer-{rank.rank}"
@@ -315,7 +315,7 @@ def _trainer(options: argparse.Namespace) -> int:
 
 
 def _rollout(options: argparse.Namespace) -> int:
-    from megatron_webrl.cluster.placement import check_node_number, engine_nodes, rollout_process_name
+    from megatron_webrl.placement.placement import check_node_number, engine_nodes, rollout_process_name
 
     worker, number = options.worker, options.follower
     name = rollout_process_name(worker, number)
@@ -356,9 +356,9 @@ def _run_role(
     """Run a role in a job; returns the exit code. JobFailed in a trainer rank ends the job with an error that names it.
     After other exceptions a `restartable` role leaves the decision to its supervisor; a rollout worker always does.
     """
-    from megatron_webrl.cluster.placement import worker_name_of
     from megatron_webrl.control.client import ControlClient
     from megatron_webrl.control.connection import JobEnded, JobFailed
+    from megatron_webrl.placement.placement import worker_name_of
 
     control = ControlClient(options.control, name)
     try:
@@ -382,7 +382,7 @@ def _run_role(
 
 def _ring(config: Config, node: int, job_id: str) -> NodeRing:
     """The ring of a node. On a job of one node the ring's name is the job's id."""
-    from megatron_webrl.cluster.placement import ring_name
+    from megatron_webrl.placement.placement import ring_name
     from megatron_webrl.ring.node_ring import NodeRing
 
     return NodeRing(node, ring_name(config, node) if config.cluster.nodes > 1 else job_id, job_id)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.tasks.registry import make_source
-from megatron_webrl.tracking import episode_log, summary
-from megatron_webrl.tracking.metric_reference.registry import undefined
+from megatron_webrl.track import episode_log, summary
+from megatron_webrl.track.metric_reference.registry import undefined
 
 
 def run_problems(folder: Path, updates: int, open_at_end: int) -> list[str]:

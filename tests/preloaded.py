@@ -6,7 +6,7 @@ import importlib
 import torch
 
 from megatron_webrl.model import platform
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 
 gc.disable()
 torchvision_shim.install()

@@ -20,12 +20,12 @@ from pathlib import Path
 from playwright.async_api import Page, async_playwright
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
+from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
 from megatron_webrl.monitor.access import MonitorAccess
 from megatron_webrl.monitor.episode_view import TokenTexts
 from megatron_webrl.monitor.live_view import LiveRollouts
 from megatron_webrl.monitor.run_set import RunSet
-from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server
-from megatron_webrl.status.report import find_run
+from megatron_webrl.monitor.status.report import find_run
 from tests.control.service_process import service_process
 from tools.bench.monitor.live_rollouts import ROLLOUTS, simulate
 

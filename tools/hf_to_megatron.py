@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tool
 
 from megatron_webrl.model.convert.conversion import hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from tools import conversion
 from tools.arguments import bounded_number
 

@@ -26,7 +26,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/make_tiny_model.py`
 
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from tools import tiny_tokenizer
 
 torchvision_shim.install()  # transformers brings in torchvision when a processor is first asked for

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tool
 
 from megatron_webrl.launch.evaluated_checkpoint import newest_in_run
 from megatron_webrl.model.convert.conversion import megatron_to_hf
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from tools import conversion
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_webrl.model import model_sizes
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 
 
 def make_reduced_config(text: Mapping[str, Any], vision: Mapping[str, Any]) -> Any:

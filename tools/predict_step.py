@@ -24,19 +24,19 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/predict_step.py`
 
-from megatron_webrl.cluster.performance.cards import CARDS
-from megatron_webrl.cluster.performance.prediction import (
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.placement.performance.cards import CARDS
+from megatron_webrl.placement.performance.prediction import (
     WIDTH,
     make_table,
     number,
     predict,
     print_prediction,
 )
-from megatron_webrl.cluster.performance.search import Layout, SearchResult, search_layouts
-from megatron_webrl.cluster.performance.workload import EpisodeLengths
-from megatron_webrl.cluster.placement_table import find_model_config
-from megatron_webrl.config.load import parse_config
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.placement.performance.search import Layout, SearchResult, search_layouts
+from megatron_webrl.placement.performance.workload import EpisodeLengths
+from megatron_webrl.placement.placement_table import find_model_config
 from tools.arguments import bounded_number, write_json
 
 ROOT = Path(__file__).resolve().parents[1]

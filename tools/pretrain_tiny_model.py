@@ -31,8 +31,8 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file
-from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import COORDINATE_RANGE
+from megatron_webrl.util import torchvision_shim
 
 BATCH = 16
 PART = 4  # samples of a forward pass

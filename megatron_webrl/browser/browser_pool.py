@@ -22,8 +22,8 @@ from megatron_webrl.browser.pool_counters import BrowserPoolCounters
 from megatron_webrl.browser.session import Session
 from megatron_webrl.browser.session_cache import SessionCache
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.system import child_process
 from megatron_webrl.types import Observation, Task, TaskSite
+from megatron_webrl.util import child_process
 
 log = logging.getLogger(__name__)
 

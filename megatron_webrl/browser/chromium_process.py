@@ -20,8 +20,8 @@ from megatron_webrl.browser.driver import PlaywrightDriver
 from megatron_webrl.browser.errors import BrowserCrashed
 from megatron_webrl.browser.isolation import Isolation
 from megatron_webrl.browser.process_memory import limit_page_memory, pids_by_process_group, resident_mib
-from megatron_webrl.system import child_process
-from megatron_webrl.system.text import first_line
+from megatron_webrl.util import child_process
+from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 

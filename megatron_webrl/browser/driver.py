@@ -19,7 +19,7 @@ from playwright.async_api import Error as PlaywrightError
 from playwright.async_api import Playwright, async_playwright
 
 from megatron_webrl.browser.errors import BrowserCrashed
-from megatron_webrl.system import child_process
+from megatron_webrl.util import child_process
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system import child_process
-from megatron_webrl.system.network import leave_network
+from megatron_webrl.util import child_process
+from megatron_webrl.util.network import leave_network
 
 log = logging.getLogger(__name__)
 

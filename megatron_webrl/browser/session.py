@@ -28,8 +28,8 @@ from megatron_webrl.browser.page.script_watchdog import terminate_endless_script
 from megatron_webrl.browser.page.step_messages import StepMessages
 from megatron_webrl.browser.page.tabs import Tabs
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.system.text import first_line
 from megatron_webrl.types import Action, Observation, Task, TaskSite
+from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system.redaction import has_address_with_user
+from megatron_webrl.util.redaction import has_address_with_user
 
 
 def check_limits(config: Any, prefix: str) -> None:

@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system import atomic_file
-from megatron_webrl.system.text import first_line
+from megatron_webrl.util import atomic_file
+from megatron_webrl.util.text import first_line
 
 
 def parse_config(path: str | Path | None, overrides: list[str] | None = None) -> Config:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_webrl.system import atomic_file
+from megatron_webrl.util import atomic_file
 
 FILE = "control.json"
 

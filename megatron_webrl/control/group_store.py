@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from megatron_webrl.system.network import own_address
+from megatron_webrl.util.network import own_address
 
 
 def host_group_store(control_host: str, control_port: int, timeout_seconds: float) -> tuple[TCPStore, dict[str, Any]]:

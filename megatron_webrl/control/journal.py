@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.control.state import JobState
-from megatron_webrl.system import atomic_file
+from megatron_webrl.util import atomic_file
 
 log = logging.getLogger(__name__)
 

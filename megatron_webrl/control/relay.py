@@ -34,9 +34,9 @@ from starlette.requests import Request
 from megatron_webrl.control.connection import Connection, ControlLost
 from megatron_webrl.control.exchanger import Exchanger, Reports, no_reports
 from megatron_webrl.control.fact_cache import FactCache
+from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
+from megatron_webrl.control.http.tokens import Token
 from megatron_webrl.control.subscriptions import Body, Subscriptions, Unavailable, json_app
-from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server
-from megatron_webrl.service.tokens import Token
 
 log = logging.getLogger(__name__)
 

@@ -28,15 +28,15 @@ from starlette.requests import Request
 
 from megatron_webrl.control import clock
 from megatron_webrl.control.address import ControlAddress
+from megatron_webrl.control.http.connections import ConnectionLimits
+from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
+from megatron_webrl.control.http.json_bodies import encoded
+from megatron_webrl.control.http.tokens import Token
 from megatron_webrl.control.journal import Journal, restore
 from megatron_webrl.control.liveness import Liveness
 from megatron_webrl.control.state import QUERIES, TICKETS, JobState
 from megatron_webrl.control.subscriptions import Body, Handler, Subscriptions, json_app, wait_seconds
 from megatron_webrl.control.viewers import VIEWED, Viewers
-from megatron_webrl.service.connections import ConnectionLimits
-from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server
-from megatron_webrl.service.json_bodies import encoded
-from megatron_webrl.service.tokens import Token
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron_webrl.service.auth_middleware import AuthMiddleware
-from megatron_webrl.service.json_bodies import encoded, send_json
-from megatron_webrl.service.tokens import Token
+from megatron_webrl.control.http.auth_middleware import AuthMiddleware
+from megatron_webrl.control.http.json_bodies import encoded, send_json
+from megatron_webrl.control.http.tokens import Token
 
 MAX_WAIT_SECONDS = 5.0  # of a request that waits
 SESSION_SECONDS = 60.0  # a session without requests is forgotten after this time

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from megatron_webrl.config.judge import BudgetConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system import atomic_file
-from megatron_webrl.system.clock import steady_time
+from megatron_webrl.util import atomic_file
+from megatron_webrl.util.clock import steady_time
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, UsageMeter
 from megatron_webrl.judge.openai_client import is_transient, open_client
 from megatron_webrl.judge.replies import UnusableReply
-from megatron_webrl.system import name_lookup
-from megatron_webrl.system.redaction import redact
-from megatron_webrl.system.text import shorten
+from megatron_webrl.util import name_lookup
+from megatron_webrl.util.redaction import redact
+from megatron_webrl.util.text import shorten
 
 log = logging.getLogger(__name__)
 

@@ -62,7 +62,7 @@ def load_judge_config(path: Path | None, overrides: Sequence[str], of_run: bool 
 
     from megatron_webrl.config.judge import JudgeConfig
     from megatron_webrl.config.limits import check_limits
-    from megatron_webrl.system.text import first_line
+    from megatron_webrl.util.text import first_line
 
     if bad := [override for override in overrides if "=" not in override]:
         raise ConfigError(f"override {bad[0]!r} is not of the form key=value")
@@ -127,7 +127,7 @@ def _judge(
     stored: StoredEpisodes, settings: JudgeConfig, verdicts: VerdictFile, limit: int | None, console: Console
 ) -> JudgedEpisodes:
     from megatron_webrl.judge.judging import judge_episodes
-    from megatron_webrl.tracking.dashboard import progress_bar
+    from megatron_webrl.track.dashboard import progress_bar
 
     total = stored.count()
     with progress_bar(console) as bar:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_webrl.system.image_type import data_url
 from megatron_webrl.types import Action, Trajectory
+from megatron_webrl.util.image_type import data_url
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import UsageMeter
 from megatron_webrl.judge.outcome import REGULAR_ENDS, answers_match, outcome, page_verdict
-from megatron_webrl.system.text import encodable, first_line, shorten
 from megatron_webrl.types import JUDGE_ERROR, TRAINABLE_OUTCOMES, Trajectory, Verdict
+from megatron_webrl.util.text import encodable, first_line, shorten
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from megatron_webrl.judge.budget import (
     read_usage,
     write_usage,
 )
-from megatron_webrl.system.clock import steady_time
 from megatron_webrl.types import BUDGET_SPENT
+from megatron_webrl.util.clock import steady_time
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from megatron_webrl.judge.prompts import PromptFiles
 from megatron_webrl.judge.protocols.base import Finding
 from megatron_webrl.judge.protocols.catalog import PROTOCOLS
 from megatron_webrl.judge.questions import Asker, Undecided
-from megatron_webrl.system.redaction import redact
-from megatron_webrl.system.text import shorten
 from megatron_webrl.types import JUDGE_ERROR, Trajectory, Verdict
+from megatron_webrl.util.redaction import redact
+from megatron_webrl.util.text import shorten
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from megatron_webrl.judge.episode_view import Screenshot
 from megatron_webrl.judge.fences import fence_fields
 from megatron_webrl.judge.prompts import PromptFiles
 from megatron_webrl.judge.replies import VERDICT, ReplyForm, UnusableReply, Value, parse_reply
-from megatron_webrl.system.text import shorten
 from megatron_webrl.types import JudgeStage
+from megatron_webrl.util.text import shorten
 
 MAX_STAGE_TEXT_CHARS = 1_000
 MAX_STAGE_FAULTS = 20  # names of faults that a stage keeps; an outage of minutes has many

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_webrl.system.strict_json import RepeatedKey, refuse_constant, unique_keys
+from megatron_webrl.util.strict_json import RepeatedKey, refuse_constant, unique_keys
 
 MODES = ("schema", "line")
 MAX_REPLY_CHARS = 50_000

@@ -13,20 +13,20 @@ from rich.console import Console
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.evaluation import evaluation_queue, result_files, result_table
-from megatron_webrl.evaluation.evaluation_queue import (
+from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
+from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
+from megatron_webrl.track.evaluation import evaluation_queue, result_files, result_table
+from megatron_webrl.track.evaluation.evaluation_queue import (
     BLANK_IMAGES,
     EvaluationResult,
     ResultCollector,
     make_request,
     requested_variants,
 )
-from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics, paired_difference
-from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
-from megatron_webrl.system.disk_faults import continue_without
-from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
-from megatron_webrl.tracking.mlflow_run import MLflowTracker
+from megatron_webrl.track.evaluation.results import aggregate_results, mlflow_metrics, paired_difference
+from megatron_webrl.track.mlflow_run import MLflowTracker
 from megatron_webrl.types import BUDGET_SPENT
+from megatron_webrl.util.disk_faults import continue_without
 
 POLL_SECONDS = 0.25
 

@@ -15,8 +15,8 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.model.convert.conversion import HF_FOLDER, ConversionOptions, find_checkpoint, megatron_to_hf
-from megatron_webrl.system.text import metric_label
-from megatron_webrl.tracking.latest_checkpoint import FALLBACK_PREFIX, fallback_links, find_latest_checkpoint
+from megatron_webrl.track.latest_checkpoint import FALLBACK_PREFIX, fallback_links, find_latest_checkpoint
+from megatron_webrl.util.text import metric_label
 
 SHARD_BYTES = 5 * 10**9
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from megatron_webrl.config.schema import Config
 from megatron_webrl.launch import role_process
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
-from megatron_webrl.system import child_process
-from megatron_webrl.system.child_process import ChildProcess, ProcessError
+from megatron_webrl.util import child_process
+from megatron_webrl.util.child_process import ChildProcess, ProcessError
 
 HOST = "127.0.0.1"
 ADDRESS_FILE = "monitor.json"  # of the run's folder

@@ -17,7 +17,6 @@ from types import FrameType
 
 from rich.console import Console
 
-from megatron_webrl.cluster.placement import DEVICES_VARIABLE, visible_devices_by_process
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.client import ControlClient
@@ -32,16 +31,17 @@ from megatron_webrl.launch.role_process import (
 )
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.launch.watchdog import Watchdog
+from megatron_webrl.monitor.status.final_report import print_final_report
+from megatron_webrl.monitor.status.job_display import job_display
+from megatron_webrl.placement.placement import DEVICES_VARIABLE, visible_devices_by_process
 from megatron_webrl.ring.segment import segment_prefix
-from megatron_webrl.status.final_report import print_final_report
-from megatron_webrl.status.job_display import job_display
-from megatron_webrl.system import child_process, cuda_driver
-from megatron_webrl.system.gpu import has_gpu
-from megatron_webrl.system.supervised_process import SupervisedProcess
-from megatron_webrl.tracking import events, summary
-from megatron_webrl.tracking.events import EventLog
-from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
+from megatron_webrl.track import events, summary
+from megatron_webrl.track.events import EventLog
+from megatron_webrl.track.run_lease import LeaseLost, RunLease
 from megatron_webrl.types import BUDGET_SPENT, CLEAN_JOB_OUTCOMES, failed_outcome
+from megatron_webrl.util import child_process, cuda_driver
+from megatron_webrl.util.gpu import has_gpu
+from megatron_webrl.util.supervised_process import SupervisedProcess
 
 POLL_SECONDS = 0.25
 CONTROL_HOST = "127.0.0.1"

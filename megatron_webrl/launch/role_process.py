@@ -15,13 +15,13 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.launch.gpu_environment import gpu_environment
+from megatron_webrl.monitor.status.control_probe import ControlStatus, query
 from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.rollout.engine.shared_memory import sweep_engine_segments
-from megatron_webrl.status.control_probe import ControlStatus, query
-from megatron_webrl.system import atomic_file, child_process
-from megatron_webrl.system.supervised_process import SupervisedProcess
-from megatron_webrl.tracking import run_lease
-from megatron_webrl.tracking.run_lease import RunLease
+from megatron_webrl.track import run_lease
+from megatron_webrl.track.run_lease import RunLease
+from megatron_webrl.util import atomic_file, child_process
+from megatron_webrl.util.supervised_process import SupervisedProcess
 
 EXIT_GRACE_SECONDS = 60.0  # for roles to exit after a clean outcome: last records, artifacts of the checkpoint
 FAILED_EXIT_GRACE_SECONDS = 5.0  # after a failure: a role that waits for a dead one does not exit by itself

@@ -15,21 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.cluster.placement import worker_name_of
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import ControlLost, JobFailed
 from megatron_webrl.launch import trainer_failure
 from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE
 from megatron_webrl.launch.trainer_failure import TrainerFailure
-from megatron_webrl.status.control_probe import TicketCounts
-from megatron_webrl.status.role_groups import CONTROL, RoleLine
-from megatron_webrl.system import child_process
-from megatron_webrl.system.restart_policy import RestartPolicy
-from megatron_webrl.system.supervised_process import SupervisedProcess
-from megatron_webrl.tracking import events
-from megatron_webrl.tracking.events import EventLog
+from megatron_webrl.monitor.status.control_probe import TicketCounts
+from megatron_webrl.monitor.status.role_groups import CONTROL, RoleLine
+from megatron_webrl.placement.placement import worker_name_of
+from megatron_webrl.track import events
+from megatron_webrl.track.events import EventLog
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, failed_outcome
+from megatron_webrl.util import child_process
+from megatron_webrl.util.restart_policy import RestartPolicy
+from megatron_webrl.util.supervised_process import SupervisedProcess
 
 POLL_SECONDS = 0.5  # between two queries of the control service for a trainer failure on another machine
 CONTROL_RESTARTS_PER_HOUR = 30

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 
 if TYPE_CHECKING:
     from megatron_webrl.tasks.web_pages import WebPageSource
@@ -59,8 +59,8 @@ def check_evaluators(config: Config) -> None:
 
 def _check_resumed_file(config: Config) -> None:
     """Check that the training file has the rows that it had when the run wrote its newest checkpoint."""
-    from megatron_webrl.sampling.task_files import difference_from_checkpoint
     from megatron_webrl.tasks.files.digests import task_file_digests
+    from megatron_webrl.tasks.sampler.task_files import difference_from_checkpoint
 
     checkpoint = find_latest_checkpoint(config.run_folder)
     if checkpoint is None or not (checkpoint / "state.json").is_file():

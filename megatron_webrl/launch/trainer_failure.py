@@ -15,11 +15,11 @@ from pathlib import Path
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.system.restart_policy import restart_delay
-from megatron_webrl.tracking import events
-from megatron_webrl.tracking.events import EventLog
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.track import events
+from megatron_webrl.track.events import EventLog
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.types import failed_outcome
+from megatron_webrl.util.restart_policy import restart_delay
 
 
 @dataclass(frozen=True)

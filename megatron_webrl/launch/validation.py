@@ -9,9 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.cluster.memory_estimate import check_memory, estimate_memory
-from megatron_webrl.cluster.parallel_layout import check_parallel_layout
-from megatron_webrl.cluster.placement import check_cluster
 from megatron_webrl.config.browser_checks import check_browser_settings, check_browser_user
 from megatron_webrl.config.engine_options import check_engine_option_names, check_engine_options
 from megatron_webrl.config.limits import check_limits
@@ -25,8 +22,11 @@ from megatron_webrl.launch.distillation_checks import check_distillation
 from megatron_webrl.launch.loss_validation import check_loss
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.model.vision_language.routing_replay import check_routing_replay
+from megatron_webrl.placement.memory_estimate import check_memory, estimate_memory
+from megatron_webrl.placement.parallel_layout import check_parallel_layout
+from megatron_webrl.placement.placement import check_cluster
 from megatron_webrl.rollout.responses import COMPACT_FORMS
-from megatron_webrl.sampling.checks import check_tasks
+from megatron_webrl.tasks.sampler.checks import check_tasks
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError, latest_checkpoint
 from megatron_webrl.trainer.checkpoint.resume_check import check_resumable, needs_initial_weights
 

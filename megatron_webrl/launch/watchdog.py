@@ -19,15 +19,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.cluster.placement import rollout_process_names
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.system import atomic_file, stack_dump
-from megatron_webrl.system.disk_faults import continue_without
-from megatron_webrl.system.supervised_process import SupervisedProcess
-from megatron_webrl.tracking import events
-from megatron_webrl.tracking.events import EventLog
+from megatron_webrl.placement.placement import rollout_process_names
+from megatron_webrl.track import events
+from megatron_webrl.track.events import EventLog
+from megatron_webrl.util import atomic_file, stack_dump
+from megatron_webrl.util.disk_faults import continue_without
+from megatron_webrl.util.supervised_process import SupervisedProcess
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.qwen3_5 import config_check as qwen3_5
 from megatron_webrl.model.qwen3_vl import config_check as qwen3_vl
-from megatron_webrl.system.text import first_line
+from megatron_webrl.util.text import first_line
 
 ARCHITECTURES: dict[str, Callable[[str | Path, Any], None]] = {
     "qwen3_vl": qwen3_vl.check_config,

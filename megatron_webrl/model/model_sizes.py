@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron_webrl.model.qwen3_5 import sizes as qwen3_5
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 
 _TEXT_FIELDS = (
     "hidden_size",

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch.utils._device import _device_constructors
 
-from megatron_webrl.system.text import first_line
+from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.patchifier import Patchifier, decode_image, open_image
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 
 torchvision_shim.install()  # transformers imports torchvision when the first processor is loaded
 

@@ -34,23 +34,23 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.evaluation.result_files import read_evaluations
 from megatron_webrl.monitor.dataset import write_dataset
 from megatron_webrl.monitor.episode_index import FACETS, RANGES, EpisodeIndex, EpisodeQuery, QueryError, iterate
 from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
 from megatron_webrl.monitor.live_view import LiveRollouts
 from megatron_webrl.monitor.responses import image_response, json_response
+from megatron_webrl.monitor.status.report import read_config
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record
-from megatron_webrl.status.report import read_config
-from megatron_webrl.system.redaction import redact
-from megatron_webrl.tracking import summary
-from megatron_webrl.tracking.episode_store import FOLDER, TRAINING
-from megatron_webrl.tracking.mlflow_upload import run_id
-from megatron_webrl.tracking.trajectory_page import trajectory_page
+from megatron_webrl.track import summary
+from megatron_webrl.track.episode_store import FOLDER, TRAINING
+from megatron_webrl.track.evaluation.result_files import read_evaluations
+from megatron_webrl.track.mlflow_upload import run_id
+from megatron_webrl.track.trajectory_page import trajectory_page
 from megatron_webrl.trainer.credit.assignment import step_advantages
 from megatron_webrl.types import Group, Trajectory
+from megatron_webrl.util.redaction import redact
 
 STATIC = Path(__file__).parent / "static"
 MAX_DATASET = 5000  # episodes of one file

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.service.tls import add_tls_options, tls_files
+from megatron_webrl.control.http.tls import add_tls_options, tls_files
 
 if TYPE_CHECKING:
+    from megatron_webrl.control.http.http_service import Listener
     from megatron_webrl.monitor.run_set import RunSet
-    from megatron_webrl.service.http_service import Listener
 
 REFRESH_SECONDS = 2.0
 TOKEN_VARIABLE = "WEBRL_MONITOR_TOKEN"
@@ -47,9 +47,9 @@ def add_monitor(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megatron_webrl.service.http_service import ListenAddress, Listener, run_process
-    from megatron_webrl.service.tokens import read_token
-    from megatron_webrl.status.report import find_run
+    from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_process
+    from megatron_webrl.control.http.tokens import read_token
+    from megatron_webrl.monitor.status.report import find_run
 
     folders = [find_run(each) for each in options.of]
     given = read_token("viewer", TOKEN_VARIABLE, "--token-file", options.token_file, "")
@@ -67,8 +67,8 @@ def _run(options: argparse.Namespace) -> int:
 
 async def _serve(runs: RunSet, listener: Listener, token: str, query: str) -> int:
     """Serve until cancelled. `query`: of the address that is printed."""
+    from megatron_webrl.control.http.http_service import run_http_server
     from megatron_webrl.monitor.access import MonitorAccess
-    from megatron_webrl.service.http_service import run_http_server
 
     await asyncio.to_thread(runs.refresh)
     app = MonitorAccess(runs.app(), token, f"webrl-{listener.socket.getsockname()[1]}")

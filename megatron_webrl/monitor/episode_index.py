@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from megatron_webrl.system.history import Tail
-from megatron_webrl.tracking import episode_log
-from megatron_webrl.tracking.episode_store import FOLDER, INDEX_FILE, TRAINING
+from megatron_webrl.track import episode_log
+from megatron_webrl.track.episode_store import FOLDER, INDEX_FILE, TRAINING
+from megatron_webrl.util.history import Tail
 
 MAX_PAGE = 500  # rows of one answer
 MAX_FACET_VALUES = 200  # of a field, the most frequent ones

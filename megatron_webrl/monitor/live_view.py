@@ -26,16 +26,16 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from megatron_webrl.control.address import FILE
+from megatron_webrl.control.http.json_bodies import encoded
 from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
 from megatron_webrl.monitor.responses import image_response, json_response
 from megatron_webrl.monitor.rollout_tracker import RolloutTracker
+from megatron_webrl.monitor.status.control_probe import query_rollouts
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file
-from megatron_webrl.service.json_bodies import encoded
-from megatron_webrl.status.control_probe import query_rollouts
-from megatron_webrl.tracking.rollout_table import CHANGING, FIXED, STATES
-from megatron_webrl.tracking.running_episodes import running_file
+from megatron_webrl.track.rollout_table import CHANGING, FIXED, STATES
+from megatron_webrl.track.running_episodes import running_file
 from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)

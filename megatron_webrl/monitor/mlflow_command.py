@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system.child_process import die_with_parent
-from megatron_webrl.system.redaction import redact
+from megatron_webrl.util.child_process import die_with_parent
+from megatron_webrl.util.redaction import redact
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
@@ -58,9 +58,9 @@ def add_mlflow(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megatron_webrl.service.http_service import run_process
-    from megatron_webrl.status.report import find_run, read_config
-    from megatron_webrl.tracking.mlflow_upload import run_id
+    from megatron_webrl.control.http.http_service import run_process
+    from megatron_webrl.monitor.status.report import find_run, read_config
+    from megatron_webrl.track.mlflow_upload import run_id
 
     folder = None if options.of is None else find_run(options.of)
     config = parse_config(None, []) if folder is None else read_config(folder)

@@ -6,8 +6,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from megatron_webrl.service.json_bodies import encoded
-from megatron_webrl.system.image_type import image_type
+from megatron_webrl.control.http.json_bodies import encoded
+from megatron_webrl.util.image_type import image_type
 
 
 def json_response(content: Any, status: int = 200) -> Response:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from megatron_webrl.ring.checksum import checksum
 from megatron_webrl.ring.errors import RecordError
-from megatron_webrl.system import atomic_file
+from megatron_webrl.util import atomic_file
 
 MAGIC = b"WEBRLFIL"
 FORMAT_VERSION = 1

@@ -24,7 +24,7 @@ from megatron_webrl.ring.checksum import checksum
 from megatron_webrl.ring.errors import RecordCorrupt, RecordTooLarge, RingError, RingFull
 from megatron_webrl.ring.locks import AllocationLock, poll_with_backoff
 from megatron_webrl.ring.segment import FIRST_OFFSET, HOLDER_OFFSET, NEXT_OFFSET, SLOT_BYTES, SLOT_TABLE_OFFSET, Segment
-from megatron_webrl.system.child_process import is_alive, start_time
+from megatron_webrl.util.child_process import is_alive, start_time
 
 LOCK_TIMEOUT_SECONDS = 10.0  # the lock is held for microseconds, except by a process that was stopped
 ALIGNMENT = 64  # bytes; records begin on a cache line

@@ -17,9 +17,9 @@ from typing import Any
 from megatron_webrl.browser.page.keys import is_key_chord
 from megatron_webrl.rollout.responses import TOOL_CALL_CLOSE, TOOL_CALL_OPEN, split_calls, strip_thinking
 from megatron_webrl.rollout.toolset import ARGUMENT_ORDER, COORDINATE_TOOLSET, Toolset
-from megatron_webrl.system import strict_json
-from megatron_webrl.system.text import shorten
 from megatron_webrl.types import COORDINATE_RANGE, Action
+from megatron_webrl.util import strict_json
+from megatron_webrl.util.text import shorten
 
 MAX_RESPONSE_CHARS = 200_000
 MAX_TEXT_CHARS = 4_000

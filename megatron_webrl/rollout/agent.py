@@ -7,9 +7,9 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 
 from megatron_webrl.browser.errors import BrowserError, TaskRefused
+from megatron_webrl.browser.server.client import RemoteSession
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge import outcome as judge
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.actions import ParsedCall, parse_tool_call
@@ -20,11 +20,11 @@ from megatron_webrl.rollout.generator import Generation, GenerationError, Genera
 from megatron_webrl.rollout.responses import memory_characters
 from megatron_webrl.rollout.stepping import EpisodeStepper, FreeStepping
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
-from megatron_webrl.system.clock import steady_time
-from megatron_webrl.tracking import rollout_table
-from megatron_webrl.tracking.rollout_table import LiveRollout
-from megatron_webrl.tracking.timeline import NO_TRACK, Span, Track
+from megatron_webrl.track import rollout_table
+from megatron_webrl.track.rollout_table import LiveRollout
+from megatron_webrl.track.timeline import NO_TRACK, Span, Track
 from megatron_webrl.types import Observation, Step, Task, Trajectory
+from megatron_webrl.util.clock import steady_time
 
 log = logging.getLogger(__name__)
 

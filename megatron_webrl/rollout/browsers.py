@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from megatron_webrl.browser.server.client import BrowserClient
+from megatron_webrl.browser.server.local_servers import local_servers
+from megatron_webrl.browser.server.protocol import SessionSpec
 from megatron_webrl.config.schema import Config
-from megatron_webrl.farm.client import BrowserClient
-from megatron_webrl.farm.local_servers import local_servers
-from megatron_webrl.farm.protocol import SessionSpec
 
 
 @asynccontextmanager

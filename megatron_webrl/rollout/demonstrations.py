@@ -11,11 +11,11 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import WarmStartConfig
-from megatron_webrl.farm.client import BrowserClient, RemoteSession
 from megatron_webrl.judge.outcome import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import encode_trajectory

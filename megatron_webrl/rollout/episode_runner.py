@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.farm.client import BrowserClient
 from megatron_webrl.judge.budget import UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
 from megatron_webrl.judge.outcome import with_verdict
@@ -23,15 +23,15 @@ from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.rollout.stepping import FreeStepping, Lockstep, SteppingMode
 from megatron_webrl.rollout.toolset import Toolset
-from megatron_webrl.sampling.states import SamplerStateReader
-from megatron_webrl.system.clock import steady_time
 from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.sampler.states import SamplerStateReader
 from megatron_webrl.tasks.source import TaskSource
-from megatron_webrl.tracking import rollout_table
-from megatron_webrl.tracking.episode_store import TRAINING
-from megatron_webrl.tracking.rollout_table import LiveRollout, RolloutTable
-from megatron_webrl.tracking.timeline import NO_TRACK, OFF, Timeline, Track
+from megatron_webrl.track import rollout_table
+from megatron_webrl.track.episode_store import TRAINING
+from megatron_webrl.track.rollout_table import LiveRollout, RolloutTable
+from megatron_webrl.track.timeline import NO_TRACK, OFF, Timeline, Track
 from megatron_webrl.types import FAULT_OUTCOMES, Task, Trajectory
+from megatron_webrl.util.clock import steady_time
 
 if TYPE_CHECKING:
     from megatron_webrl.rollout.teacher.scoring import Teacher

@@ -17,8 +17,6 @@ from PIL import Image
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.claimer import Claimer
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
-from megatron_webrl.evaluation import evaluation_queue
-from megatron_webrl.evaluation.evaluation_queue import BLANK_IMAGES, EvaluationRequest, EvaluationResult
 from megatron_webrl.judge.budget import BudgetSpent
 from megatron_webrl.judge.job_budget import JobUsageMeter, request_stop_without_budget
 from megatron_webrl.model.processor import decode_image
@@ -27,13 +25,15 @@ from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner, run_with_retries
 from megatron_webrl.rollout.generator import Generation, Generator
 from megatron_webrl.rollout.stepping import FreeStepping
-from megatron_webrl.tracking.episode_store import EpisodeStore
-from megatron_webrl.tracking.running_episodes import RunningEpisodes
-from megatron_webrl.tracking.timeline import Track
+from megatron_webrl.track.episode_store import EpisodeStore
+from megatron_webrl.track.evaluation import evaluation_queue
+from megatron_webrl.track.evaluation.evaluation_queue import BLANK_IMAGES, EvaluationRequest, EvaluationResult
+from megatron_webrl.track.running_episodes import RunningEpisodes
+from megatron_webrl.track.timeline import Track
 from megatron_webrl.types import Trajectory
 
 if TYPE_CHECKING:
-    from megatron_webrl.farm.client import RemoteSession
+    from megatron_webrl.browser.server.client import RemoteSession
 
 log = logging.getLogger(__name__)
 

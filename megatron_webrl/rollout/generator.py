@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from megatron_webrl.farm.client import RemoteSession
+    from megatron_webrl.browser.server.client import RemoteSession
 
 
 class GenerationError(RuntimeError):

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_webrl.browser.server.client import RemoteSession
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.control.tickets import TicketClaim
-from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.engine_load import EngineLoad, TimeWeightedGauge
 from megatron_webrl.rollout.episode_runner import run_with_retries

@@ -23,10 +23,10 @@ from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator, run_evaluation_worker
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
-from megatron_webrl.sampling.states import SamplerStateReader
 from megatron_webrl.tasks.files.digests import task_file_digests
-from megatron_webrl.tracking.episode_store import EpisodeStore
-from megatron_webrl.tracking.timeline import Timeline, open_timeline
+from megatron_webrl.tasks.sampler.states import SamplerStateReader
+from megatron_webrl.track.episode_store import EpisodeStore
+from megatron_webrl.track.timeline import Timeline, open_timeline
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

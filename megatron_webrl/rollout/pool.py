@@ -24,10 +24,10 @@ from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.group_run import GroupRun
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.rollout.trajectory_writer import TIMEOUT_SECONDS, TrajectoryWriter
-from megatron_webrl.tracking.episode_store import TRAINING, EpisodeStore
-from megatron_webrl.tracking.process_memory import PeakMemory
-from megatron_webrl.tracking.running_episodes import RunningEpisodes
-from megatron_webrl.tracking.timeline import Track
+from megatron_webrl.track.episode_store import TRAINING, EpisodeStore
+from megatron_webrl.track.process_memory import PeakMemory
+from megatron_webrl.track.running_episodes import RunningEpisodes
+from megatron_webrl.track.timeline import Track
 
 log = logging.getLogger(__name__)
 

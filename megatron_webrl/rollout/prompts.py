@@ -9,8 +9,8 @@ from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.rollout.actions import describe_action, format_tool_call
 from megatron_webrl.rollout.responses import COMPACT_FORMS, FORMS, ResponseForm
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
-from megatron_webrl.system.text import shorten
 from megatron_webrl.types import Action, Element, OpenTab, Scroll
+from megatron_webrl.util.text import shorten
 
 MAX_ELEMENT_CHARS = 400  # of one element's line; long lists of options are cut
 MAX_ELEMENT_LIST_CHARS = 12_000  # the rest is only counted

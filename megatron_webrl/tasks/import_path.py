@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.system.text import close_matches, first_line
+from megatron_webrl.util.text import close_matches, first_line
 
 if TYPE_CHECKING:
     from megatron_webrl.tasks.source import TaskSource

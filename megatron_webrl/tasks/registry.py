@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.sampling.source_checks import check_source_name
 from megatron_webrl.tasks import miniwob, miniwob_page, scripted_policies
 from megatron_webrl.tasks.files.source import FileTaskSource
 from megatron_webrl.tasks.import_path import load_source
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
+from megatron_webrl.tasks.sampler.source_checks import check_source_name
 from megatron_webrl.tasks.sites import site_task_source as sites
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource

@@ -12,12 +12,12 @@ from playwright.async_api import Page
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig
-from megatron_webrl.sampling.knowledge import SamplerKnowledge
-from megatron_webrl.sampling.samplers import draw_environment, environment_probabilities
-from megatron_webrl.sampling.step_limits import training_limit
-from megatron_webrl.system.text import close_matches
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
+from megatron_webrl.tasks.sampler.samplers import draw_environment, environment_probabilities
+from megatron_webrl.tasks.sampler.step_limits import training_limit
 from megatron_webrl.tasks.server import LocalServer
 from megatron_webrl.types import Action, Task, TaskSite
+from megatron_webrl.util.text import close_matches
 
 TRAINING_SEEDS = range(0, 2**30)
 HELD_OUT_SEEDS = range(2**30, 2**31)  # page seeds of evaluation; disjoint from the training seeds

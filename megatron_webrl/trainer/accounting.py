@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_webrl.system.text import metric_label
 from megatron_webrl.types import Trajectory
+from megatron_webrl.util.text import metric_label
 
 RETRIED = "retried"
 DAMAGED = "damaged_record"

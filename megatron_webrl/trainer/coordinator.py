@@ -17,16 +17,12 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.judge.job_budget import restore_usage, save_usage
-from megatron_webrl.system.clock import steady_time
-from megatron_webrl.system.disk_faults import continue_without
-from megatron_webrl.system.history import History
-from megatron_webrl.system.text import metric_label
 from megatron_webrl.tasks.files.digests import task_file_digests
-from megatron_webrl.tracking import summary
-from megatron_webrl.tracking.episode_log import EpisodeLog
-from megatron_webrl.tracking.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
-from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
-from megatron_webrl.tracking.step_metrics import step_metrics
+from megatron_webrl.track import summary
+from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
+from megatron_webrl.track.run_lease import LeaseLost, RunLease
+from megatron_webrl.track.step_metrics import step_metrics
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.fallback import save_in_fallback
@@ -43,9 +39,13 @@ from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
 from megatron_webrl.types import Group, Trajectory
+from megatron_webrl.util.clock import steady_time
+from megatron_webrl.util.disk_faults import continue_without
+from megatron_webrl.util.history import History
+from megatron_webrl.util.text import metric_label
 
 if TYPE_CHECKING:
-    from megatron_webrl.tracking.mlflow_run import MLflowTracker
+    from megatron_webrl.track.mlflow_run import MLflowTracker
 
 log = logging.getLogger(__name__)
 

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.evaluation import evaluation_queue, result_files, result_table
-from megatron_webrl.evaluation.evaluation_queue import (
+from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
+from megatron_webrl.track.evaluation import evaluation_queue, result_files, result_table
+from megatron_webrl.track.evaluation.evaluation_queue import (
     EvaluationRequest,
     ResultCollector,
     make_request,
     requested_variants,
 )
-from megatron_webrl.evaluation.results import aggregate_results, mlflow_metrics
-from megatron_webrl.system.disk_faults import continue_without
-from megatron_webrl.system.text import first_line
-from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
+from megatron_webrl.track.evaluation.results import aggregate_results, mlflow_metrics
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
+from megatron_webrl.util.disk_faults import continue_without
+from megatron_webrl.util.text import first_line
 
 if TYPE_CHECKING:
-    from megatron_webrl.tracking.mlflow_run import MLflowTracker
+    from megatron_webrl.track.mlflow_run import MLflowTracker
 
 log = logging.getLogger(__name__)
 

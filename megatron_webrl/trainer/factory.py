@@ -14,8 +14,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank
 
-from megatron_webrl.cluster.memory_estimate import choose_recompute
-from megatron_webrl.cluster.parallel_layout import image_buffer_mib
 from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.build import build_model
@@ -35,7 +33,8 @@ from megatron_webrl.model.vision_language import swiglu, vision_attention
 from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.model import VisionLanguageModel
 from megatron_webrl.model.vision_language.routing_replay import replays_routing
-from megatron_webrl.system.text import first_line
+from megatron_webrl.placement.memory_estimate import choose_recompute
+from megatron_webrl.placement.parallel_layout import image_buffer_mib
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
@@ -46,6 +45,7 @@ from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.optimizer import check_adam_implementation, make_optimizer
 from megatron_webrl.trainer.parallel import all_gather_object
+from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.tracking.metrics import UpdateSeconds, rollout_seconds
+from megatron_webrl.track.metrics import UpdateSeconds, rollout_seconds
 from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
 from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.data.flops import FORWARD_ONLY_SHARE

@@ -9,17 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.placement.rank_info import RankInfo
 from megatron_webrl.ring.node_ring import NodeRing
-from megatron_webrl.system import torchvision_shim
-from megatron_webrl.tracking import run_lease
-from megatron_webrl.tracking.events import EventLog
-from megatron_webrl.tracking.latest_checkpoint import fallback_of, find_latest_checkpoint
-from megatron_webrl.tracking.run_lease import LeaseLost, RunLease
-from megatron_webrl.tracking.timeline import Timeline, open_timeline
+from megatron_webrl.track import run_lease
+from megatron_webrl.track.events import EventLog
+from megatron_webrl.track.latest_checkpoint import fallback_of, find_latest_checkpoint
+from megatron_webrl.track.run_lease import LeaseLost, RunLease
+from megatron_webrl.track.timeline import Timeline, open_timeline
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
@@ -40,9 +39,10 @@ from megatron_webrl.trainer.images.image_prefetcher import WaitTimer
 from megatron_webrl.trainer.loop import TrainingContext, train
 from megatron_webrl.trainer.warm_start import warm_start
 from megatron_webrl.trainer.weight_sync import WeightSyncer
+from megatron_webrl.util import torchvision_shim
 
 if TYPE_CHECKING:
-    from megatron_webrl.tracking.mlflow_run import MLflowTracker
+    from megatron_webrl.track.mlflow_run import MLflowTracker
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +133,6 @@ def _initial_state(checkpoint: Path | None) -> TrainerState:
 
 def _make_tracker(config: Config, state: TrainerState) -> MLflowTracker:
     """The tracker of the run, on the first rank only. All attempts of a job write to one MLflow run."""
-    from megatron_webrl.tracking.mlflow_run import MLflowTracker
+    from megatron_webrl.track.mlflow_run import MLflowTracker
 
     return MLflowTracker(config, state.mlflow_run_id)

@@ -9,14 +9,14 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import TCPStore
 
-from megatron_webrl.cluster.gpu_sharing import gpu_memory_share
-from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.group_store import connect_group_store, host_group_store
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model import process_groups
 from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.placement.gpu_sharing import gpu_memory_share
+from megatron_webrl.placement.rank_info import RankInfo
 
 Value = TypeVar("Value")
 

@@ -24,7 +24,7 @@ from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of
 from megatron_webrl.model.vision_language.model import VisionLanguageModel
-from megatron_webrl.tracking.timeline import OFF, Timeline
+from megatron_webrl.track.timeline import OFF, Timeline
 from megatron_webrl.trainer.parallel import all_gather_object, broadcast_object
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes

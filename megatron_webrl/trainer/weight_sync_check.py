@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_webrl.cluster.rank_info import RankInfo
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.placement.rank_info import RankInfo
 from megatron_webrl.ring.node_ring import NodeRing
-from megatron_webrl.system import atomic_file, torchvision_shim
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.factory import make_learner
 from megatron_webrl.trainer.parallel import all_gather_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
+from megatron_webrl.util import atomic_file, torchvision_shim
 
 TRANSFER_COUNT = 4  # the first transfer includes one-time set-up; the later ones show the speed
 

@@ -15,7 +15,7 @@ from typing import Any
 import tenacity
 import torch
 
-from megatron_webrl.system.text import first_line
+from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 

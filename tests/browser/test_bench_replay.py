@@ -12,7 +12,7 @@ import pytest
 from tools.bench.replay import measure, show
 
 PROBE = """
-from megatron_webrl.system.network import leave_network
+from megatron_webrl.util.network import leave_network
 from tools.bench.browsers.no_network import has_route, interfaces
 leave_network()
 import socket

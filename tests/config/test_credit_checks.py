@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_webrl.checks.gpu.engine_section import short_job
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.gpu_check.engine_section import short_job
 from megatron_webrl.launch.credit_checks import check_credit
 from megatron_webrl.launch.validation import load_config
 

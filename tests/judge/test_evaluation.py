@@ -17,7 +17,7 @@ from megatron_webrl.judge import evaluation
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
-from megatron_webrl.tracking.trajectory_page import trajectory_page
+from megatron_webrl.track.trajectory_page import trajectory_page
 from megatron_webrl.types import Trajectory, Verdict
 from tests.judge.support import ScriptedOracle, episode, judging
 from tools.judge_endpoint import server

@@ -22,7 +22,7 @@ from megatron_webrl.judge.client import Spending
 from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.judge.judge import Judge
 from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.tracking.trajectory_page import trajectory_page
+from megatron_webrl.track.trajectory_page import trajectory_page
 from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, serving, settings
 
 KEY = "sk-secret-5b1f/7c0a9d+4e"

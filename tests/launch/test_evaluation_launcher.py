@@ -23,13 +23,13 @@ from rich.console import Console
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.evaluation import evaluation_queue
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
 from megatron_webrl.launch.evaluation_launcher import EvaluationLauncher
 from megatron_webrl.launch.role_process import prepare_run_folder
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.track.evaluation import evaluation_queue
 from tests.job_control import connect, control_service
 from tests.launch.whole_jobs import owned
 from tools.drills.file_faults import FileFaults

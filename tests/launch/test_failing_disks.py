@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.tracking import episode_log, events
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.track import episode_log, events
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from tests.failing_files import STALL, FailingFiles
 from tests.launch.whole_jobs import Job, assert_nothing_left
 

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from megatron_webrl.cli import main
-from megatron_webrl.cluster.placement import RoleName
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.launch.gpu_environment import CACHE_VARIABLES, gpu_environment, make_cache_folder
 from megatron_webrl.launch.local_launcher import LocalLauncher
-from megatron_webrl.slurm.node_supervisor import NodeSupervisor
-from megatron_webrl.system import gpu
+from megatron_webrl.launch.slurm.node_supervisor import NodeSupervisor
+from megatron_webrl.placement.placement import RoleName
+from megatron_webrl.util import gpu
 
 ROOT = Path(__file__).parents[2]
 GPUS = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")

@@ -12,17 +12,17 @@ import pytest
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
-from megatron_webrl.evaluation.evaluation_queue import evaluation_name
-from megatron_webrl.evaluation.result_files import NAMES
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
 from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
-from megatron_webrl.status.timeline.processes import read_timeline
-from megatron_webrl.status.timeline.trace import trace_events
-from megatron_webrl.tracking import events as process_events
-from megatron_webrl.tracking.timeline import PROFILES
+from megatron_webrl.monitor.timeline.processes import read_timeline
+from megatron_webrl.monitor.timeline.trace import trace_events
+from megatron_webrl.track import events as process_events
+from megatron_webrl.track.evaluation.evaluation_queue import evaluation_name
+from megatron_webrl.track.evaluation.result_files import NAMES
+from megatron_webrl.track.timeline import PROFILES
 from tests.launch.whole_jobs import Job, assert_nothing_left
 from tests.monitor.rollouts_page import check_rollouts_page
-from tests.status.timeline.finished_jobs import check_timeline
+from tests.monitor.timeline.finished_jobs import check_timeline
 from tests.terminal import Terminal
 from tools.make_tiny_model import make_tiny_model
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
-from megatron_webrl.tracking import episode_log, events
+from megatron_webrl.track import episode_log, events
 from tests.finished_runs import run_problems
 from tests.launch.whole_jobs import Job, assert_nothing_left
 

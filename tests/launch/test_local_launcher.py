@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch import local_launcher
 from megatron_webrl.launch.local_launcher import LocalLauncher
-from megatron_webrl.system import child_process
+from megatron_webrl.util import child_process
 from tests.job_control import connect, control_service
 
 ENDS, FAILS, HANGS = ["true"], ["false"], ["sleep", "600"]

@@ -18,13 +18,13 @@ from megatron_webrl.control.connection import ControlLost, JobEnded, JobFailed
 from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
+from megatron_webrl.monitor.status.role_groups import CONTROL
 from megatron_webrl.rollout.ticket_claims import TicketClaims
-from megatron_webrl.status.role_groups import CONTROL
-from megatron_webrl.system import child_process, restart_policy
-from megatron_webrl.system.supervised_process import SupervisedProcess
-from megatron_webrl.tracking import events
-from megatron_webrl.tracking.events import EventLog
+from megatron_webrl.track import events
+from megatron_webrl.track.events import EventLog
 from megatron_webrl.types import is_infrastructure_failure
+from megatron_webrl.util import child_process, restart_policy
+from megatron_webrl.util.supervised_process import SupervisedProcess
 from tests.job_control import connect, control_service, start
 from tests.waiting import until
 

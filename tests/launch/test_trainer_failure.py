@@ -11,8 +11,8 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch import trainer_failure
 from megatron_webrl.launch.role_supervisor import with_attempt
-from megatron_webrl.tracking import events, summary
-from megatron_webrl.tracking.events import EventLog
+from megatron_webrl.track import events, summary
+from megatron_webrl.track.events import EventLog
 from tests.job_control import connect, control_service
 
 

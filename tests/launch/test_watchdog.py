@@ -22,10 +22,10 @@ from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.launch.watchdog import HangDetector, Watchdog
-from megatron_webrl.system import child_process, stack_dump
-from megatron_webrl.system.restart_policy import RestartPolicy
-from megatron_webrl.system.supervised_process import SupervisedProcess
-from megatron_webrl.tracking.events import EventLog
+from megatron_webrl.track.events import EventLog
+from megatron_webrl.util import child_process, stack_dump
+from megatron_webrl.util.restart_policy import RestartPolicy
+from megatron_webrl.util.supervised_process import SupervisedProcess
 from tests.job_control import connect, control_service
 from tests.waiting import started, until
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 ROLE = """
 import signal, sys, threading, time
 from pathlib import Path
-from megatron_webrl.system import stack_dump
+from megatron_webrl.util import stack_dump
 from megatron_webrl.control.client import ControlClient
 
 def endless_loop_of_this_test():
@@ -214,7 +214,7 @@ def test_browsers_and_other_programs_are_never_signalled(tmp_path: Path) -> None
     log = tmp_path / "log"
     log.touch()
     code = (
-        "import subprocess, time; from megatron_webrl.system import stack_dump; stack_dump.register_dump_signal()\n"
+        "import subprocess, time; from megatron_webrl.util import stack_dump; stack_dump.register_dump_signal()\n"
         "child = subprocess.Popen(['sleep', '100']); print(child.pid, flush=True); child.wait()"
     )
     with log.open("ab") as output:

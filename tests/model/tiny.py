@@ -1,3 +1,3 @@
 """The small models of `webrl gpu-check`."""
 
-from megatron_webrl.gpu_check.small_models import *  # noqa: F403
+from megatron_webrl.checks.gpu.small_models import *  # noqa: F403

@@ -12,14 +12,14 @@ import numpy as np
 import yaml
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
 from megatron_webrl.monitor.access import MonitorAccess
 from megatron_webrl.monitor.app import RunPages
 from megatron_webrl.monitor.run_set import RunSet
-from megatron_webrl.service.http_service import ListenAddress, Listener, run_http_server
-from megatron_webrl.system.history import History
-from megatron_webrl.tracking.episode_log import FILE, episode_line
-from megatron_webrl.tracking.episode_store import EpisodeStore
+from megatron_webrl.track.episode_log import FILE, episode_line
+from megatron_webrl.track.episode_store import EpisodeStore
 from megatron_webrl.types import Action, JudgeStage, Trajectory, Verdict
+from megatron_webrl.util.history import History
 from tests.trajectories import screenshot, trajectory
 
 TOKEN = "a-token-of-the-tests"

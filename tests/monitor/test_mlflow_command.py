@@ -16,8 +16,8 @@ import pytest
 from megatron_webrl.cli import main
 from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor.mlflow_command import INSTALL
-from megatron_webrl.tracking.mlflow_journal import FILE
-from megatron_webrl.tracking.mlflow_upload import Uploader, run_id
+from megatron_webrl.track.mlflow_journal import FILE
+from megatron_webrl.track.mlflow_upload import Uploader, run_id
 from tests.monitor.runs import write_run
 from tests.waiting import until
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_webrl.browser.server.client import RemoteSession
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketEpoch
-from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
@@ -25,7 +25,7 @@ from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.stepping import Lockstep
-from megatron_webrl.tracking.episode_store import EpisodeStore
+from megatron_webrl.track.episode_store import EpisodeStore
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource

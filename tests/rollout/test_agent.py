@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
+from megatron_webrl.browser.server.local_servers import local_servers
 from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
-from megatron_webrl.farm.client import BrowserClient, RemoteSession
-from megatron_webrl.farm.local_servers import local_servers
 from megatron_webrl.judge.outcome import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
@@ -23,11 +23,11 @@ from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.generator import Generation, GenerationError, Generator
 from megatron_webrl.rollout.toolset import Toolset
-from megatron_webrl.tracking.metrics import episode_metrics
+from megatron_webrl.track.metrics import episode_metrics
 from megatron_webrl.trainer.data.batching import make_samples, success_advantages
 from megatron_webrl.trainer.data.merging import merge_prefixes
 from megatron_webrl.types import Action, Group, Task, Trajectory
-from tests.farm.servers import browser_of, config_for, server_processes
+from tests.browser.server.servers import browser_of, config_for, server_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from megatron_webrl.browser.server.local_servers import local_servers
+from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.farm.local_servers import local_servers
-from megatron_webrl.farm.protocol import TOKEN_VARIABLE
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.teacher.scoring import Teacher
-from megatron_webrl.system.child_process import ProcessError
 from megatron_webrl.types import Trajectory
-from tests.farm.servers import config_for, server_processes
+from megatron_webrl.util.child_process import ProcessError
+from tests.browser.server.servers import config_for, server_processes
 from tests.rollout.teacher.servers import reply, serving, teacher
 
 

@@ -13,12 +13,10 @@ from unittest.mock import AsyncMock
 import numpy as np
 import pytest
 
+from megatron_webrl.browser.server.client import RemoteSession
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.evaluation import evaluation_queue
-from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
-from megatron_webrl.farm.client import RemoteSession
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
@@ -26,11 +24,13 @@ from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator, FixedTemperature, run_evaluation_episode
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
-from megatron_webrl.tracking.episode_store import EpisodeStore, record_files
-from megatron_webrl.tracking.rollout_table import RolloutTable
-from megatron_webrl.tracking.timeline import OFF
+from megatron_webrl.track.episode_store import EpisodeStore, record_files
+from megatron_webrl.track.evaluation import evaluation_queue
+from megatron_webrl.track.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
+from megatron_webrl.track.rollout_table import RolloutTable
+from megatron_webrl.track.timeline import OFF
 from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
-from tests.farm.servers import browser_of, config_for, server_processes, until
+from tests.browser.server.servers import browser_of, config_for, server_processes, until
 from tests.job_control import connect, control_service
 from tests.rollout.held_evaluator import HeldEvaluator
 from tests.trajectories import trajectory

@@ -16,13 +16,13 @@ from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketEpoch
-from megatron_webrl.evaluation import evaluation_queue
-from megatron_webrl.evaluation.evaluation_queue import EvaluationRequest
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
+from megatron_webrl.track.evaluation import evaluation_queue
+from megatron_webrl.track.evaluation.evaluation_queue import EvaluationRequest
 from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
 from megatron_webrl.types import BUDGET_SPENT
 from tests.job_control import control_service

@@ -15,9 +15,9 @@ import pytest
 from megatron_webrl import cli
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.sampling.source_checks import FILE_SETTINGS
 from megatron_webrl.tasks.files.field_map import FORMATS
 from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.sampler.source_checks import FILE_SETTINGS
 from tests.documented_blocks import blocks_of, blocks_run_by
 from tests.documented_commands import command_environment
 

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
-from megatron_webrl.sampling.knowledge import PASS, SamplerLog
 from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.sampler.knowledge import PASS, SamplerLog
 
 
 def test_difficulties_have_step_limits_and_shares_of_the_tickets() -> None:

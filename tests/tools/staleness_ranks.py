@@ -15,9 +15,9 @@ import torch
 
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.system import torchvision_shim
-from megatron_webrl.tracking import summary
+from megatron_webrl.track import summary
 from megatron_webrl.types import Group, Step, Trajectory
+from megatron_webrl.util import torchvision_shim
 from tests import gloo
 from tests.trainer.learner_ranks import make_config, make_groups
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.virtual_slurm import why_not
+from tests.launch.slurm.virtual_slurm import why_not
 from tools.drills.__main__ import run_drills
 from tools.drills.faults import DRILLS
 

@@ -11,12 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from megatron_webrl.cluster.performance import eager_kernels
-from megatron_webrl.cluster.performance.shapes import ModelShape
 from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.rope import make_rotation
 from megatron_webrl.model.vision_language.swiglu import swiglu
+from megatron_webrl.placement.performance import eager_kernels
+from megatron_webrl.placement.performance.shapes import ModelShape
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from tests.trainer.growing_prompts import episode, random_tokens, step

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_webrl.tracking import summary
-from megatron_webrl.tracking.episode_log import EpisodeLog
+from megatron_webrl.track import summary
+from megatron_webrl.track.episode_log import EpisodeLog
 from tests.trajectories import trajectory
 
 

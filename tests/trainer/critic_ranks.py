@@ -11,8 +11,8 @@ import torch
 
 from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Group
+from megatron_webrl.util import torchvision_shim
 from tests import gloo
 from tests.trainer.learner_ranks import VERSION, make_config, make_groups, make_learner
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.loss import LossConfig
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from tests import gloo
 from tests.trainer.learner_ranks import VERSION, make_config, make_groups, make_learner
 

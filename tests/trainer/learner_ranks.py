@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Action, Group, Step, Task, Trajectory
+from megatron_webrl.util import torchvision_shim
 from tests.gloo import layouts
 from tests.trajectories import screenshot
 

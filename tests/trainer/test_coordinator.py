@@ -12,7 +12,7 @@ import pytest
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.tracking.mlflow_run import MLflowTracker
+from megatron_webrl.track.mlflow_run import MLflowTracker
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.tracking.metric_reference.registry import undefined
+from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer.metrics.logprob_mismatch import BOUND, LagMismatch, LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
 from tests.gloo import spawn

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.tracking.metric_reference.registry import undefined
+from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer import loop
 from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics

@@ -9,8 +9,8 @@ import torch
 
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.record_file import RecordFileWriter
-from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Step
+from megatron_webrl.util import torchvision_shim
 from tests import gloo
 from tests.job_control import connect, control_service
 from tests.trainer.learner_ranks import make_config, make_groups

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.system import child_process, torchvision_shim
+from megatron_webrl.util import child_process, torchvision_shim
 
 
 def loading_shapes(worker: Any) -> tuple[int, dict[str, tuple[int, ...]]]:

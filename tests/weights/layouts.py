@@ -17,7 +17,7 @@ from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import is_sparse, parameter_shapes, to_megatron
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoConfig
 
 from megatron_webrl.model import model_sizes
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from megatron_webrl.weights.engine_map import EngineSizes, check_engine_sizes, engine_parameter_shapes, stage_layers
 from tests.model import tiny
 from tests.model.qwen3_5 import small

@@ -20,7 +20,7 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.trainer import CheckpointConfig
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from tools.make_tiny_model import make_tiny_model
 
 CHECKPOINTS = 3

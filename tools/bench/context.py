@@ -28,11 +28,11 @@ from pathlib import Path
 import numpy as np
 
 from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.farm.client import BrowserClient
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.browsers import open_browsers

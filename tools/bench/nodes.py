@@ -35,8 +35,8 @@ from megatron_webrl.model import platform as platforms
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.ring.segment import segment_name, sweep_segments
-from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Action, Step, Task, Trajectory
+from megatron_webrl.util import torchvision_shim
 from tools.arguments import make_bench_parser, write_json
 
 RANKS, SECONDS = 2, 300.0

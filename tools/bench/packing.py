@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_webrl.checks.parity.page_images import draw_page
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.parity.page_images import draw_page
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator, unique_images
 from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes, unmerged_sequence

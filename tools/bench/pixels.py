@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from megatron_webrl.checks.parity.page_images import draw_page
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.parity.page_images import draw_page
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker

@@ -29,8 +29,8 @@ from rich.table import Table
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.ring.errors import RecordError
-from megatron_webrl.tracking import summary
-from megatron_webrl.tracking.plot import BLUE, GREY, add_legend, add_titles, render_svg
+from megatron_webrl.track import summary
+from megatron_webrl.track.plot import BLUE, GREY, add_legend, add_titles, render_svg
 from megatron_webrl.trainer.data import group_files
 from tools.arguments import make_bench_parser, write_json
 from tools.bench import recorded_groups

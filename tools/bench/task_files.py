@@ -30,10 +30,10 @@ from typing import Any
 import psutil
 
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
-from megatron_webrl.sampling.knowledge import PASS, Entry, SamplerKnowledge, SamplerLog
-from megatron_webrl.sampling.row_sampler import RowSampler
-from megatron_webrl.sampling.units import task_unit
 from megatron_webrl.tasks.files.source import FileTaskSource
+from megatron_webrl.tasks.sampler.knowledge import PASS, Entry, SamplerKnowledge, SamplerLog
+from megatron_webrl.tasks.sampler.row_sampler import RowSampler
+from megatron_webrl.tasks.sampler.units import task_unit
 from megatron_webrl.types import Task
 from tools.arguments import make_bench_parser, write_json
 

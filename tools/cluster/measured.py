@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_webrl.config.load import parse_config as read_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.tracking import episode_log, summary
+from megatron_webrl.track import episode_log, summary
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 from tools.cluster import timeline
 from tools.cluster.simulation import SimulationResult, simulate

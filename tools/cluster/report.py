@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_webrl.tracking.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
+from megatron_webrl.track.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 from tools.cluster.inputs import SimulationInputs, with_values
 from tools.cluster.predicted import (
     ClusterPrediction,

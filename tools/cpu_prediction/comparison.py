@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from megatron_webrl.cluster.performance.shapes import ModelShape
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.placement.performance.shapes import ModelShape
 from megatron_webrl.trainer.data.batching import TrainingSample
+from megatron_webrl.util import torchvision_shim
 from tools.bench import training
 from tools.bench.episodes import make_episodes
 from tools.bench.learners import PackedLearner, TrainingBenchConfig

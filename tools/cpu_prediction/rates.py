@@ -22,11 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
 
-from megatron_webrl.cluster.performance import eager_kernels
-from megatron_webrl.cluster.performance.eager_kernels import BYTES, GELU, LAYER_NORM, RMS_NORM, SWIGLU, VISION_ROTARY
-from megatron_webrl.cluster.performance.rates import Rates
-from megatron_webrl.cluster.performance.shapes import MicrobatchShape, ModelShape
-from megatron_webrl.cluster.performance.training import BACKWARD_ATTENTION, BACKWARD_PRODUCTS, stage_seconds
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.vision_language.attention import per_segment
 from megatron_webrl.model.vision_language.norm import RMSNorm
@@ -34,7 +29,12 @@ from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.model.vision_language.segments import segment_keys
 from megatron_webrl.model.vision_language.swiglu import swiglu
 from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams
-from megatron_webrl.system import child_process, torchvision_shim
+from megatron_webrl.placement.performance import eager_kernels
+from megatron_webrl.placement.performance.eager_kernels import BYTES, GELU, LAYER_NORM, RMS_NORM, SWIGLU, VISION_ROTARY
+from megatron_webrl.placement.performance.rates import Rates
+from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
+from megatron_webrl.placement.performance.training import BACKWARD_ATTENTION, BACKWARD_PRODUCTS, stage_seconds
+from megatron_webrl.util import child_process, torchvision_shim
 from tools.cpu_prediction.step_parts import count_operations
 
 REPEATS = 3

@@ -12,19 +12,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.server import access
+from megatron_webrl.browser.server.api import COMMON_RESPONSES
+from megatron_webrl.browser.server.browser_server import BrowserServer
+from megatron_webrl.browser.server.protocol import API_PREFIX, SERVER_TOKEN_VARIABLE, TOKEN_VARIABLE
+from megatron_webrl.browser.server.request_validation import TaskCatalog
+from megatron_webrl.browser.server.router.router import Router
+from megatron_webrl.browser.server.router.router_api import router_app
+from megatron_webrl.browser.server.server_api import server_app
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control import service
+from megatron_webrl.control.http.tokens import Token
 from megatron_webrl.control.journal import Journal
 from megatron_webrl.control.state import COMMANDS, JobState
-from megatron_webrl.farm import access
-from megatron_webrl.farm.api import COMMON_RESPONSES
-from megatron_webrl.farm.protocol import API_PREFIX, SERVER_TOKEN_VARIABLE, TOKEN_VARIABLE
-from megatron_webrl.farm.request_validation import TaskCatalog
-from megatron_webrl.farm.router.router import Router
-from megatron_webrl.farm.router.router_api import router_app
-from megatron_webrl.farm.server.browser_server import BrowserServer
-from megatron_webrl.farm.server.server_api import server_app
-from megatron_webrl.service.tokens import Token
 
 INTRODUCTION = f"""\
 # HTTP APIs

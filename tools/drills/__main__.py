@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.system import child_process
-from tests.slurm.virtual_nodes import small_disk
-from tests.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
+from megatron_webrl.util import child_process
+from tests.launch.slurm.virtual_nodes import small_disk
+from tests.launch.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
 from tools.arguments import write_json
 from tools.drills.faults import DRILLS, Drill
 from tools.drills.run import START_SECONDS, DrillError, DrillJob, leftovers_on

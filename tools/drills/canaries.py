@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from tests.launch.whole_jobs import Job
-from tests.tracking.mlflow_server import MLflowServer, mlflow_server
+from tests.track.mlflow_server import MLflowServer, mlflow_server
 from tools.arguments import make_bench_parser, write_json
 from tools.judge_endpoint.process import endpoint_process
 from tools.make_tiny_model import make_tiny_model

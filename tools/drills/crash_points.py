@@ -23,15 +23,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.slurm.prepare import make_job_folder, plan_processes
-from megatron_webrl.slurm.requeue import read_launches
-from megatron_webrl.system import atomic_file
-from megatron_webrl.tracking import episode_log, events, run_lease, summary
-from megatron_webrl.tracking.episode_log import EpisodeLog
-from megatron_webrl.tracking.events import EventLog
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.tracking.run_lease import Holder, RunLease
+from megatron_webrl.launch.slurm.prepare import make_job_folder, plan_processes
+from megatron_webrl.launch.slurm.requeue import read_launches
+from megatron_webrl.track import episode_log, events, run_lease, summary
+from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track.events import EventLog
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.track.run_lease import Holder, RunLease
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
+from megatron_webrl.util import atomic_file
 from tests.trajectories import trajectory
 from tools.drills.file_faults import FileFaults, run_forked
 from tools.drills.report import Findings, run

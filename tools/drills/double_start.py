@@ -23,11 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system import child_process
-from megatron_webrl.tracking import episode_log, run_lease, summary
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.tracking.run_lease import Holder, LeaseLost, RunLease
+from megatron_webrl.track import episode_log, run_lease, summary
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.track.run_lease import Holder, LeaseLost, RunLease
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
+from megatron_webrl.util import child_process
 from tools.drills.crash_points import EPISODES, MEMORY, Trainer
 from tools.drills.file_faults import FileFaults
 from tools.drills.report import Findings, run

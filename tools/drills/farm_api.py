@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, strategies
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.core.result import Err
 
-from tests.farm.conftest import Server, browser_server, serving
+from tests.browser.server.conftest import Server, browser_server, serving
 from tools.arguments import make_bench_parser, write_json
 
 SESSIONS = 4

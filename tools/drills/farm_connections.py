@@ -28,9 +28,9 @@ import aiohttp
 import numpy as np
 import psutil
 
-from megatron_webrl.service.connections import ConnectionLimits
-from megatron_webrl.system import child_process
-from tests.farm.conftest import Server, browser_server, serving
+from megatron_webrl.control.http.connections import ConnectionLimits
+from megatron_webrl.util import child_process
+from tests.browser.server.conftest import Server, browser_server, serving
 from tests.waiting import until
 from tools.arguments import make_bench_parser, write_json
 

@@ -25,20 +25,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.evaluation import result_files
 from megatron_webrl.judge.budget import Usage, read_usage, write_usage
 from megatron_webrl.judge.cache import CachedReply, ReplyCache
 from megatron_webrl.ring.record_file import RecordFileWriter, read_record_file
-from megatron_webrl.sampling.knowledge import SamplerLog
-from megatron_webrl.system import atomic_file, history
-from megatron_webrl.system.history import History
-from megatron_webrl.tracking import events, run_lease, summary
-from megatron_webrl.tracking.events import EventLog
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.tracking.run_lease import Holder
+from megatron_webrl.tasks.sampler.knowledge import SamplerLog
+from megatron_webrl.track import events, run_lease, summary
+from megatron_webrl.track.evaluation import result_files
+from megatron_webrl.track.events import EventLog
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.track.run_lease import Holder
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.data.block_list import BlockList
 from megatron_webrl.types import BLOCKED, Group
+from megatron_webrl.util import atomic_file, history
+from megatron_webrl.util.history import History
 from tests.trajectories import trajectory
 from tools.drills.crash_points import MEMORY, Trainer
 from tools.drills.file_faults import FileFaults, run_forked

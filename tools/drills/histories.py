@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.tracking import episode_log, summary
-from megatron_webrl.tracking.episode_log import EpisodeLog
+from megatron_webrl.track import episode_log, summary
+from megatron_webrl.track.episode_log import EpisodeLog
 from tests.trajectories import trajectory
 from tools.drills.report import Findings, run
 

@@ -24,10 +24,10 @@ from mlflow.tracking import MlflowClient
 
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.tracking.mlflow_run import END_SECONDS, MLflowTracker
-from megatron_webrl.tracking.mlflow_upload import UploadState
+from megatron_webrl.track.mlflow_run import END_SECONDS, MLflowTracker
+from megatron_webrl.track.mlflow_upload import UploadState
 from tests.name_server import NAME, silent_name_server, why_no_namespace
-from tests.tracking.mlflow_server import MLflowServer, black_hole, mlflow_server
+from tests.track.mlflow_server import MLflowServer, black_hole, mlflow_server
 from tools.arguments import make_bench_parser, write_json
 
 UPDATE_SECONDS = 1.0

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import yaml
 
-from megatron_webrl.system import child_process
-from megatron_webrl.system.child_log import last_line
-from megatron_webrl.tracking import summary
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
-from tests.slurm.virtual_slurm import END_STATES, Cluster
+from megatron_webrl.track import summary
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.util import child_process
+from megatron_webrl.util.child_log import last_line
+from tests.launch.slurm.virtual_slurm import END_STATES, Cluster
 from tests.tiny_settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]

@@ -22,8 +22,8 @@ from megatron_webrl.browser.egress.har_archive import (
     Visit,
     visit_path,
 )
-from megatron_webrl.system import child_process
 from megatron_webrl.types import Task
+from megatron_webrl.util import child_process
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from megatron_webrl.browser.egress.http1 import (
 )
 from megatron_webrl.browser.egress.network_access import NetworkAccess
 from megatron_webrl.browser.errors import HostUnreachable
-from megatron_webrl.system.text import shorten
+from megatron_webrl.util.text import shorten
 
 REQUEST_SECONDS = 60.0  # for one plain HTTP request, from its head to the last byte of the response
 IDLE_SECONDS = 120.0  # until an idle tunnel, or a connection without a request, is closed

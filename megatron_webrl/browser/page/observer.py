@@ -20,8 +20,8 @@ from megatron_webrl.browser.page.step_messages import StepMessages
 from megatron_webrl.browser.page.tab import Tab, is_document_replaced
 from megatron_webrl.browser.page.tabs import Tabs
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.system.text import encodable
 from megatron_webrl.types import Element, Observation, StepSeconds, Task, TaskSite
+from megatron_webrl.util.text import encodable
 
 MARK_ATTEMPTS = 3  # a page replaced this often while its elements are listed is shown without numbers
 OBSERVE_ATTEMPTS = 10  # a page replaced this often while it is observed cannot be observed

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_webrl.system import atomic_file
+from megatron_webrl.util import atomic_file
 
 
 class TargetFolderError(ValueError):

@@ -33,7 +33,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron_webrl.model.convert.background_writer import BackgroundWriter, create_file, sync_and_close
 from megatron_webrl.model.convert.hf_files import LoadError
-from megatron_webrl.system.text import first_line
+from megatron_webrl.util.text import first_line
 
 METADATA_JSON = {
     "sharded_backend": "torch_dist",

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_webrl.model.architectures import is_passthrough, parameter_mappings
 from megatron_webrl.model.convert.background_writer import BackgroundWriter, create_file, sync_and_close
 from megatron_webrl.model.parameter_map import ExpertFormat, ParameterMapping
-from megatron_webrl.system.text import first_line
+from megatron_webrl.util.text import first_line
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

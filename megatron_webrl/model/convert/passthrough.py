@@ -22,7 +22,7 @@ from megatron_webrl.model.convert.hf_files import (
     open_tensors,
     write_hf_model,
 )
-from megatron_webrl.system import atomic_file
+from megatron_webrl.util import atomic_file
 
 PASSTHROUGH_FOLDER = "passthrough"
 PART_ELEMENTS = 2**24  # read, converted or compared at a time

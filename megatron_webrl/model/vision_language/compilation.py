@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_webrl.system.text import first_line
+from megatron_webrl.util.text import first_line
 
 COMPILED_ERROR = 2**-6  # of the norm: two roundings to bfloat16, which has 8 bits
 

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.vision_language.packed_input import PackedInput, partition_images
 from megatron_webrl.model.vision_language.vision_attention import replace_attention
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 
 
 @dataclass(frozen=True)

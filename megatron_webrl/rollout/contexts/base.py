@@ -18,8 +18,8 @@ from megatron_webrl.rollout.actions import describe_action
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.rollout.responses import is_empty_json, split_fields, strip_thinking
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
-from megatron_webrl.system.text import shorten, shorten_middle
 from megatron_webrl.types import Action, Observation
+from megatron_webrl.util.text import shorten, shorten_middle
 
 MAX_PAGE_FIELD_CHARS = 200  # of a title, an error or a URL
 MAX_ACTION_SENTENCE_CHARS = 200  # of the Action field in a line of the summary

@@ -25,8 +25,8 @@ from megatron_webrl.control.client import POLL_SECONDS, ControlClient
 from megatron_webrl.ring.node_ring import NodeRing
 from megatron_webrl.rollout.engine.engine_leader import NodeSpan, failure_key, reply_key, start_key
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
-from megatron_webrl.system import child_process
-from megatron_webrl.system.network import own_address
+from megatron_webrl.util import child_process
+from megatron_webrl.util.network import own_address
 
 log = logging.getLogger(__name__)
 

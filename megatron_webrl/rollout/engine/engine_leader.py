@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_webrl.cluster.placement import rollout_process_name
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
+from megatron_webrl.placement.placement import rollout_process_name
 from megatron_webrl.rollout.engine.errors import EngineDeadError
-from megatron_webrl.system.network import own_address
+from megatron_webrl.util.network import own_address
 
 
 @dataclass(frozen=True)

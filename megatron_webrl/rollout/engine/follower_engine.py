@@ -6,12 +6,12 @@ import faulthandler
 import json
 import sys
 
-from megatron_webrl.cluster.placement import rollout_process_name
 from megatron_webrl.config.load import parse_config
+from megatron_webrl.placement.placement import rollout_process_name
 from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.rollout.engine.engine_leader import NodeSpan
-from megatron_webrl.system import stack_dump
-from megatron_webrl.system.redaction import configure_logging
+from megatron_webrl.util import stack_dump
+from megatron_webrl.util.redaction import configure_logging
 
 
 def main(settings: str, arguments: str) -> int:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from megatron_webrl.farm.client import RemoteSession
+    from megatron_webrl.browser.server.client import RemoteSession
     from megatron_webrl.rollout.engine.engine_leader import EngineFollowers
 
 log = logging.getLogger(__name__)

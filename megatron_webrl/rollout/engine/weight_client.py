@@ -19,7 +19,7 @@ from megatron_webrl.config.trainer import WARM_START_TIMEOUT_SECONDS
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine, WeightUpdateError
-from megatron_webrl.tracking.timeline import OFF, Timeline
+from megatron_webrl.track.timeline import OFF, Timeline
 from megatron_webrl.weights.engine_map import EngineSizes
 
 log = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.openai_client import is_transient, open_client
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.system import name_lookup
-from megatron_webrl.system.image_type import data_url
-from megatron_webrl.system.redaction import redact
-from megatron_webrl.system.text import shorten
+from megatron_webrl.util import name_lookup
+from megatron_webrl.util.image_type import data_url
+from megatron_webrl.util.redaction import redact
+from megatron_webrl.util.text import shorten
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system import atomic_file
+from megatron_webrl.util import atomic_file
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system import atomic_file, strict_json
-from megatron_webrl.system.text import first_line, shorten
 from megatron_webrl.tasks.files import cache
 from megatron_webrl.tasks.files.cache import Fingerprint
 from megatron_webrl.tasks.files.field_map import FieldMap
 from megatron_webrl.tasks.files.rows import BYTE_ORDER_MARK
+from megatron_webrl.util import atomic_file, strict_json
+from megatron_webrl.util.text import first_line, shorten
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.sampling.task_files import TEST_FILE, TRAIN_FILE, FileDigest
 from megatron_webrl.tasks.files.conversion import resolve_task_file
 from megatron_webrl.tasks.files.field_map import field_map_of
 from megatron_webrl.tasks.files.indexing import open_index
+from megatron_webrl.tasks.sampler.task_files import TEST_FILE, TRAIN_FILE, FileDigest
 
 
 def task_file_digests(tasks: TasksConfig) -> dict[str, FileDigest]:

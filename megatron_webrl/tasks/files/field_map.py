@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import FILE_SOURCES, TasksConfig
-from megatron_webrl.system.text import close_matches
+from megatron_webrl.util.text import close_matches
 
 TASK_FIELDS = ("id", "instruction", "website", "benchmark", "domain", "subdomain", "difficulty", "facts", "answer")
 NEEDED_FIELDS = ("id", "instruction", "website")

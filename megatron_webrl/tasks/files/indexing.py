@@ -17,9 +17,6 @@ from typing import Any
 import numpy as np
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.sampling.units import task_key
-from megatron_webrl.system import atomic_file
-from megatron_webrl.system.text import count_noun
 from megatron_webrl.tasks.files import cache
 from megatron_webrl.tasks.files.cache import Fingerprint
 from megatron_webrl.tasks.files.conversion import TaskFile
@@ -28,7 +25,10 @@ from megatron_webrl.tasks.files.index import TaskIndex, read_index, website_key,
 from megatron_webrl.tasks.files.rows import Line
 from megatron_webrl.tasks.files.scan import Faults, scan
 from megatron_webrl.tasks.files.website import is_public
+from megatron_webrl.tasks.sampler.units import task_key
 from megatron_webrl.types import DIFFICULTIES, Task
+from megatron_webrl.util import atomic_file
+from megatron_webrl.util.text import count_noun
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def _progress(name: str, size: int) -> Iterator[Callable[[int], None] | None]:
         return
     from rich.console import Console
 
-    from megatron_webrl.tracking.dashboard import progress_bar
+    from megatron_webrl.track.dashboard import progress_bar
 
     with progress_bar(Console(stderr=True)) as bar:
         task = bar.add_task(f"indexing {Path(name).name} (MB)", total=-(-size // 10**6))

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.system.text import count_noun, first_line, shorten
 from megatron_webrl.tasks.files.conversion import TaskFile
 from megatron_webrl.tasks.files.field_map import FieldMap
 from megatron_webrl.tasks.files.scan import Faults, scan
 from megatron_webrl.types import DIFFICULTIES, Task
+from megatron_webrl.util.text import count_noun, first_line, shorten
 
 SHOWN_FAULTS = 20
 SHOWN_NAMES = 20  # domains, and benchmarks, that the tables show

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from megatron_webrl.system import strict_json
-from megatron_webrl.system.text import shorten
 from megatron_webrl.tasks.files import website
 from megatron_webrl.tasks.files.field_map import FieldMap
 from megatron_webrl.tasks.web import ENVIRONMENT_NAME, SOURCE_NAME
 from megatron_webrl.types import DIFFICULTIES, RubricFact, Task
+from megatron_webrl.util import strict_json
+from megatron_webrl.util.text import shorten
 
 MOST_FACTS = {"easy": 3, "medium": 6}  # of a difficulty; hard has more
 DEFAULT_DIFFICULTY = "medium"  # of rows with neither difficulty nor facts

@@ -8,19 +8,19 @@ from dataclasses import replace
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.sampling.knowledge import SamplerKnowledge
-from megatron_webrl.sampling.row_sampler import RowSampler
-from megatron_webrl.sampling.units import task_key
-from megatron_webrl.system.text import count_noun
 from megatron_webrl.tasks.files.conversion import TaskFile, resolve_task_file
 from megatron_webrl.tasks.files.field_map import FieldMap, field_map_of
 from megatron_webrl.tasks.files.index import TaskIndex
 from megatron_webrl.tasks.files.indexing import open_index
 from megatron_webrl.tasks.files.rows import RowError, parse_line, parse_task
 from megatron_webrl.tasks.files.website import is_public
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
+from megatron_webrl.tasks.sampler.row_sampler import RowSampler
+from megatron_webrl.tasks.sampler.units import task_key
 from megatron_webrl.tasks.web import ENVIRONMENT_NAME
 from megatron_webrl.tasks.web_pages import WebPageSource
 from megatron_webrl.types import Task
+from megatron_webrl.util.text import count_noun
 
 SHOWN_WEBSITES = 5
 

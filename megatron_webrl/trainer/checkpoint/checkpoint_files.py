@@ -17,8 +17,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megatron_webrl.system import atomic_file
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint, version_and_copy
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint, version_and_copy
+from megatron_webrl.util import atomic_file
 
 
 class CheckpointError(RuntimeError):

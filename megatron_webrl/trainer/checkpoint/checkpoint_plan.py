@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_webrl.model.convert.hf_metadata import copy_metadata
-from megatron_webrl.system.atomic_file import fsync, fsync_tree
+from megatron_webrl.util.atomic_file import fsync, fsync_tree
 
 SAVE_STRATEGY = ("torch_dist", 1)
 # Megatron 0.19 uses another package's writer by default; 0.16 has only its own, and no such argument.

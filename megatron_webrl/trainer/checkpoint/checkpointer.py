@@ -23,8 +23,8 @@ import torch
 
 from megatron_webrl.config.trainer import CheckpointConfig
 from megatron_webrl.model.convert.passthrough import copy_passthrough
-from megatron_webrl.tracking.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.tracking.run_lease import STAGING_PREFIX
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.track.run_lease import STAGING_PREFIX
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.checkpoint_plan import CheckpointPlan, plan_checkpoint, write_metadata

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_webrl.system.history import History, restore_unwritten
-from megatron_webrl.tracking.run_lease import RunLease
+from megatron_webrl.track.run_lease import RunLease
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.learner import Learner
+from megatron_webrl.util.history import History, restore_unwritten
 
 log = logging.getLogger(__name__)
 

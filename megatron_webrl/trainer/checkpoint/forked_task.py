@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_webrl.system.child_process import die_with_parent
+from megatron_webrl.util.child_process import die_with_parent
 
 _TRACE_SIGNAL = signal.SIGUSR1  # makes the child write its stack
 _TRACE_SECONDS = 0.3

@@ -22,8 +22,8 @@ from pathlib import Path
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.tickets import TICKET_DONE, TICKET_FENCE, TicketEpoch
 from megatron_webrl.ring.damaged_records import undamaged_trajectories
-from megatron_webrl.tracking import episode_log
-from megatron_webrl.tracking.episode_log import line_identity, trajectory_identity
+from megatron_webrl.track import episode_log
+from megatron_webrl.track.episode_log import line_identity, trajectory_identity
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.system import atomic_file
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.checkpoint_plan import plan_checkpoint, write_metadata
@@ -22,6 +21,7 @@ from megatron_webrl.trainer.checkpoint.forked_task import one_line_error
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.parallel import all_gather_object, broadcast_object
 from megatron_webrl.trainer.reference import ReferencePolicy
+from megatron_webrl.util import atomic_file
 
 log = logging.getLogger(__name__)
 

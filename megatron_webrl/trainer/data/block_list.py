@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.sampling.knowledge import BLOCK, SamplerLog
-from megatron_webrl.system import history
+from megatron_webrl.tasks.sampler.knowledge import BLOCK, SamplerLog
 from megatron_webrl.types import BLOCKED, Group
+from megatron_webrl.util import history
 
 log = logging.getLogger(__name__)
 

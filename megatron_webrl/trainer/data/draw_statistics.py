@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_webrl.sampling.units import task_key, task_unit
+from megatron_webrl.tasks.sampler.units import task_key, task_unit
 from megatron_webrl.types import Task
 
 

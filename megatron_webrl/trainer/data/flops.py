@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_webrl.cluster.performance.shapes import MicrobatchShape, ModelShape
+from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
 from megatron_webrl.trainer.data.merging import MergedSequence
 
 FORWARD_ONLY_SHARE = 1 / 3  # a backward pass costs two forward passes; frozen parameters need none

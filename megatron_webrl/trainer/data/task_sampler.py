@@ -10,18 +10,18 @@ from typing import Any
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.sampling.knowledge import BLOCK, PASS, PassRate, SamplerLog
-from megatron_webrl.sampling.row_sampler import INITIAL_PASS_RATE
-from megatron_webrl.sampling.samplers import (
+from megatron_webrl.tasks.sampler.knowledge import BLOCK, PASS, PassRate, SamplerLog
+from megatron_webrl.tasks.sampler.row_sampler import INITIAL_PASS_RATE
+from megatron_webrl.tasks.sampler.samplers import (
     ADAPTIVE_SAMPLERS,
     environment_probabilities,
     initial_pass_rate,
     updated_pass_rate,
 )
-from megatron_webrl.sampling.states import SamplerPublisher, SamplerState, read_published
-from megatron_webrl.sampling.step_limits import growing_limit
-from megatron_webrl.sampling.task_files import FileDigest, difference_from_checkpoint
-from megatron_webrl.sampling.units import draws_environments, unit_kind, unit_of
+from megatron_webrl.tasks.sampler.states import SamplerPublisher, SamplerState, read_published
+from megatron_webrl.tasks.sampler.step_limits import growing_limit
+from megatron_webrl.tasks.sampler.task_files import FileDigest, difference_from_checkpoint
+from megatron_webrl.tasks.sampler.units import draws_environments, unit_kind, unit_of
 from megatron_webrl.trainer.data.block_list import FILE as BLOCK_LIST_FILE
 from megatron_webrl.trainer.data.block_list import BlockList
 from megatron_webrl.trainer.data.draw_statistics import DrawStatistics

@@ -15,7 +15,7 @@ import torch
 
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.tracking.timeline import OFF, Timeline
+from megatron_webrl.track.timeline import OFF, Timeline
 from megatron_webrl.trainer.images.image_workers import ImageJob, ImageWorkerPool
 from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator, aligned_size
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_webrl.model.patchifier import Patchifier
-from megatron_webrl.system import child_process
 from megatron_webrl.trainer.images.image_worker import JOB_STRUCT, RESULT_STRUCT
 from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator
+from megatron_webrl.util import child_process
 
 log = logging.getLogger(__name__)
 

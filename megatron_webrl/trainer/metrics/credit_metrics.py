@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_webrl.config.advantage import AdvantageConfig
-from megatron_webrl.tracking.metrics import mean
+from megatron_webrl.track.metrics import mean
 from megatron_webrl.trainer.credit.anchor_states import steps_by_state
 from megatron_webrl.trainer.credit.overlong import is_overlong
 from megatron_webrl.types import Group

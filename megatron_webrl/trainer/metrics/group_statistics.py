@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_webrl.evaluation.results import pass_at, success_within
-from megatron_webrl.system.text import metric_label
+from megatron_webrl.track.evaluation.results import pass_at, success_within
 from megatron_webrl.trainer.credit.advantages import common_outcome
 from megatron_webrl.trainer.metrics.verdict_statistics import VerdictStatistics
 from megatron_webrl.types import BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory
+from megatron_webrl.util.text import metric_label
 
 GROUP_KINDS = ("all_succeeded", "all_failed")
 ALWAYS_NAMED_MASKS = (BLOCKED, JUDGE_ERROR)  # have a rate even if it is 0

@@ -6,7 +6,7 @@ import resource
 
 import torch
 
-from megatron_webrl.tracking.process_memory import private_gib
+from megatron_webrl.track.process_memory import private_gib
 from megatron_webrl.trainer.parallel import all_reduce_max
 
 

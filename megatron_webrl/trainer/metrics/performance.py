@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_webrl.cluster.performance.cards import find_card
+from megatron_webrl.placement.performance.cards import find_card
 
 
 def performance_metrics(

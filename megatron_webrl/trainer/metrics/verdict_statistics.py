@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from megatron_webrl.system.text import metric_label
 from megatron_webrl.types import Verdict
+from megatron_webrl.util.text import metric_label
 
 FIGURES = ("calls", "prompt_tokens", "response_tokens", "dollars", "seconds")
 UNJUDGED = "none"  # evaluator of an episode without a regular end

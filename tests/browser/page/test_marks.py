@@ -11,8 +11,8 @@ import pytest_asyncio
 from PIL import Image
 
 from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.server.protocol import decode_observation, encode_observation
 from megatron_webrl.browser.session import Session
-from megatron_webrl.farm.protocol import decode_observation, encode_observation
 from megatron_webrl.types import Action, Element, Observation
 from tests.browser.conftest import FolderSite, page_task, pool_on, serving
 

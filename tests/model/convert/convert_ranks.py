@@ -11,7 +11,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.trainer import CheckpointConfig
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from tests.gloo import join
 
 LAYOUTS = {

@@ -19,8 +19,8 @@ if __name__ == "__main__":
 import torch
 from transformers import AutoModelForImageTextToText
 
-from megatron_webrl.gpu_check import small_models
-from megatron_webrl.gpu_check.results import measured
+from megatron_webrl.checks.gpu import small_models
+from megatron_webrl.checks.gpu.results import measured
 from tests.model.fake_cuda.host_values import HostValues, fake_cuda
 from tests.model.fake_cuda.training_pass import join_groups
 
@@ -32,7 +32,7 @@ def main(folder: str) -> None:
     """
     from megatron.core.optimizer import clip_grads
 
-    from megatron_webrl.gpu_check import model_section
+    from megatron_webrl.checks.gpu import model_section
 
     configurations = {kind: module.configuration(shape) for kind, (module, shape) in model_section.MODELS.items()}
     for kind, configuration in configurations.items():

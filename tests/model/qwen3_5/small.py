@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_webrl.gpu_check.small_qwen3_5 import FULL, KEY_VALUE_HEADS, LINEAR, Shape, configuration, write_model
+from megatron_webrl.checks.gpu.small_qwen3_5 import FULL, KEY_VALUE_HEADS, LINEAR, Shape, configuration, write_model
 from tests.model import tiny
 
 __all__ = [

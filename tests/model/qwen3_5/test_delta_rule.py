@@ -17,7 +17,7 @@ from megatron_webrl.model.qwen3_5.delta_rule import (
     gated_delta_rule,
     short_convolution,
 )
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 
 HEADS, KEY, VALUE = 3, 12, 20
 LENGTHS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_webrl.model.architectures import parameter_mappings
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 
 torchvision_shim.install()
 

@@ -12,7 +12,7 @@ from transformers import vision_utils
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from megatron_webrl.gpu_check import small_models, small_qwen3_5
+from megatron_webrl.checks.gpu import small_models, small_qwen3_5
 from megatron_webrl.model.vision_language import vision_attention as module
 from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.vision import build_vision_tower

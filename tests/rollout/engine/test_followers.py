@@ -19,16 +19,16 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_webrl.cluster.placement import ring_name, rollout_process_name
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.placement.placement import ring_name, rollout_process_name
 from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 from megatron_webrl.rollout.engine.engine_leader import EngineFollowers, failure_key, reply_key, start_key
 from megatron_webrl.rollout.engine.errors import EngineDeadError
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
-from megatron_webrl.system.supervised_process import SupervisedProcess
+from megatron_webrl.util.supervised_process import SupervisedProcess
 from tests.job_control import connect, control_service
 from tests.rollout.engine.engines import TOLERANCE, expected, picture, prompt, respond
 from tests.weights.serving import Stage, changed_folders, configuration, load

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.sampling.units import task_key
 from megatron_webrl.tasks.files import cache, indexing
 from megatron_webrl.tasks.files.conversion import TaskFile
 from megatron_webrl.tasks.files.field_map import FORMATS, make_field_map
 from megatron_webrl.tasks.files.index import TaskIndex
 from megatron_webrl.tasks.files.indexing import open_index
+from megatron_webrl.tasks.sampler.units import task_key
 from megatron_webrl.types import DIFFICULTIES
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_webrl.browser.server.protocol import ResetRequest
+from megatron_webrl.browser.server.request_validation import TaskCatalog
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig
-from megatron_webrl.farm.protocol import ResetRequest
-from megatron_webrl.farm.request_validation import TaskCatalog
-from megatron_webrl.sampling.knowledge import SamplerKnowledge, SamplerLog
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.tasks.files.source import FileTaskSource
 from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge, SamplerLog
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS, held_out_environment_and_seed
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
 

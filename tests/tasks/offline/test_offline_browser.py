@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.server.client import BrowserClient
+from megatron_webrl.browser.server.local_servers import local_servers
+from megatron_webrl.browser.server.protocol import InvalidRequest
+from megatron_webrl.browser.server.request_validation import TaskCatalog
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.farm.client import BrowserClient
-from megatron_webrl.farm.local_servers import local_servers
-from megatron_webrl.farm.protocol import InvalidRequest
-from megatron_webrl.farm.request_validation import TaskCatalog
 from megatron_webrl.judge.outcome import answers_match
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.offline.bar_code import BarCode, effects_digest, page_digest, read_bar_code

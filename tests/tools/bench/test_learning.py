@@ -19,11 +19,11 @@ from megatron_webrl.config.load import flatten_config, parse_config
 from megatron_webrl.config.loss import LossConfig, RewardConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig
-from megatron_webrl.evaluation.evaluation_queue import EvaluationResult
-from megatron_webrl.evaluation.result_files import append_evaluation
 from megatron_webrl.launch.validation import check_config
-from megatron_webrl.tracking import summary
-from megatron_webrl.tracking.metric_reference import registry
+from megatron_webrl.track import summary
+from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult
+from megatron_webrl.track.evaluation.result_files import append_evaluation
+from megatron_webrl.track.metric_reference import registry
 from tools.bench.bootstrap import Interval
 from tools.bench.learning import __main__ as command
 from tools.bench.learning import figures, runs

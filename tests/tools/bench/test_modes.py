@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megatron_webrl.launch.validation import load_config
-from megatron_webrl.tracking import summary
-from tests.status.timeline import made_timelines
+from megatron_webrl.track import summary
+from tests.monitor.timeline import made_timelines
 from tools.bench.modes import __main__ as command
 from tools.bench.modes.comparison import Figure, ratio, spread
 from tools.bench.modes.history import (

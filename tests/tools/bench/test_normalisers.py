@@ -14,10 +14,10 @@ import pytest
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.trainer import WarmStartConfig
-from megatron_webrl.evaluation.evaluation_queue import EvaluationResult
-from megatron_webrl.evaluation.result_files import append_evaluation
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
+from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult
+from megatron_webrl.track.evaluation.result_files import append_evaluation
 from megatron_webrl.types import Task
 from tools.bench.normalisers import __main__ as command
 from tools.bench.normalisers import runs

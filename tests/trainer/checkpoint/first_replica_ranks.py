@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from tests import gloo
 from tests.trainer.checkpoint.small_learner import LAYOUTS, laid_out, make_learner, scramble, session
 

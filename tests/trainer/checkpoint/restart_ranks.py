@@ -17,7 +17,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.system.history import History
+from megatron_webrl.util.history import History
 from tests.gloo import join
 from tests.job_control import connect, control_service
 from tests.trainer.data.sampler_ranks import METRICS
@@ -104,7 +104,7 @@ class _Trainer:
         return found
 
     def _attempt(self, last: bool) -> Any:
-        from megatron_webrl.tracking.metrics import UpdateSeconds
+        from megatron_webrl.track.metrics import UpdateSeconds
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point

@@ -19,7 +19,7 @@ from unittest import mock
 import psutil
 import torch
 
-from megatron_webrl.system.history import History
+from megatron_webrl.util.history import History
 from tests.trainer.checkpoint.small_learner import (
     LAYOUTS,
     checkpoints_in,
@@ -202,8 +202,8 @@ def full_disk(rank: int, folder: str, disk: str) -> None:
 
 def _elsewhere(failed: Any, learner: Any, folder: Path) -> dict[str, Any]:
     """The last checkpoint in the fallback folder: not on one rank, then on both."""
-    from megatron_webrl.tracking import run_lease
-    from megatron_webrl.tracking.latest_checkpoint import fallback_of
+    from megatron_webrl.track import run_lease
+    from megatron_webrl.track.latest_checkpoint import fallback_of
     from megatron_webrl.trainer.checkpoint.checkpointer import read_trainer_state
     from megatron_webrl.trainer.checkpoint.fallback import restore_histories, save_in_fallback
     from megatron_webrl.trainer.parallel import broadcast_object

@@ -17,7 +17,7 @@ import torch
 
 from megatron_webrl.config.trainer import CheckpointConfig, OptimizerConfig
 from megatron_webrl.model import platform as platforms
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 
 
 @dataclass(frozen=True)

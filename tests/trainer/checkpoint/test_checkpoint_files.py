@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.tracking import run_lease
-from megatron_webrl.tracking.latest_checkpoint import fallback_of, find_latest_checkpoint
-from megatron_webrl.tracking.run_lease import Holder, RunLease
+from megatron_webrl.track import run_lease
+from megatron_webrl.track.latest_checkpoint import fallback_of, find_latest_checkpoint
+from megatron_webrl.track.run_lease import Holder, RunLease
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 

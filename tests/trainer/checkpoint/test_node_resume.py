@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.tracking import episode_log
-from megatron_webrl.tracking.metric_reference.registry import undefined
+from megatron_webrl.track import episode_log
+from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer.data import group_files
 from tests import forks
 from tests.job_control import connect, control_service

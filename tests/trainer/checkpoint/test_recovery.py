@@ -14,8 +14,8 @@ import pytest
 
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.tickets import TICKET_DONE, TICKET_FENCE, TicketClaim, TicketEpoch, ticket_epoch_at
-from megatron_webrl.tracking import episode_log
-from megatron_webrl.tracking.episode_log import EpisodeLog, trajectory_identity
+from megatron_webrl.track import episode_log
+from megatron_webrl.track.episode_log import EpisodeLog, trajectory_identity
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
 from megatron_webrl.trainer.checkpoint.recovery import complete_groups, split_tickets, ticket_claims

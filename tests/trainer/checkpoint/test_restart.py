@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.tracking import episode_log, summary
-from megatron_webrl.tracking.metric_reference.registry import undefined
+from megatron_webrl.track import episode_log, summary
+from megatron_webrl.track.metric_reference.registry import undefined
 from tests.gloo import spawn
 from tests.trainer.checkpoint import restart_ranks as ranks
 

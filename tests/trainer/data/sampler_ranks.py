@@ -22,7 +22,7 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.sampling import samplers
+from megatron_webrl.tasks.sampler import samplers
 from tests.gloo import join
 from tests.job_control import connect, control_service
 from tests.trajectories import trajectory
@@ -99,8 +99,8 @@ class _Run:
     def _run_until(self, state: Any, end: int) -> tuple[Any, dict[str, Any]]:
         """Train up to version `end`, with a new control service and ring. Unfinished groups are lost."""
         from megatron_webrl.ring.ring import Ring
-        from megatron_webrl.tracking.metrics import UpdateSeconds
-        from megatron_webrl.tracking.mlflow_run import MLflowTracker
+        from megatron_webrl.track.metrics import UpdateSeconds
+        from megatron_webrl.track.mlflow_run import MLflowTracker
         from megatron_webrl.trainer import coordinator as coordinators
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
         from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
@@ -171,7 +171,7 @@ class _Worker:
     """Runs tickets in order, several at a time."""
 
     def __init__(self, run: _Run, address: Path, ring: Any, coordinator: Any) -> None:
-        from megatron_webrl.sampling.states import SamplerStateReader
+        from megatron_webrl.tasks.sampler.states import SamplerStateReader
 
         self.run, self.ring, self.coordinator = run, ring, coordinator
         self.control = connect(address, "rollout-0")

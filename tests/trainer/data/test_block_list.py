@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
-from megatron_webrl.sampling.knowledge import SamplerLog
-from megatron_webrl.sampling.states import SamplerStateReader
+from megatron_webrl.tasks.sampler.knowledge import SamplerLog
+from megatron_webrl.tasks.sampler.states import SamplerStateReader
 from megatron_webrl.trainer.data.block_list import FILE, BlockList
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.types import Group

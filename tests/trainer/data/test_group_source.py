@@ -13,8 +13,8 @@ import pytest
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.tracking import episode_log
-from megatron_webrl.tracking.episode_log import EpisodeLog
+from megatron_webrl.track import episode_log
+from megatron_webrl.track.episode_log import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource, GroupTimeout

@@ -15,11 +15,11 @@ import pytest
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.sampling import states
-from megatron_webrl.sampling.knowledge import SamplerKnowledge
-from megatron_webrl.sampling.samplers import updated_pass_rate
-from megatron_webrl.sampling.states import SamplerStateReader
-from megatron_webrl.sampling.task_files import FileDigest
+from megatron_webrl.tasks.sampler import states
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
+from megatron_webrl.tasks.sampler.samplers import updated_pass_rate
+from megatron_webrl.tasks.sampler.states import SamplerStateReader
+from megatron_webrl.tasks.sampler.task_files import FileDigest
 from megatron_webrl.trainer.data import task_sampler
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.types import Group

@@ -14,8 +14,8 @@ import torch
 
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.sampling import samplers
-from megatron_webrl.sampling.states import SamplerState, read_published
+from megatron_webrl.tasks.sampler import samplers
+from megatron_webrl.tasks.sampler.states import SamplerState, read_published
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.types import Group
 from tests.gloo import spawn

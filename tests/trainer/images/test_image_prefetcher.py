@@ -19,7 +19,6 @@ from PIL import Image
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.patchifier import Patchifier
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.system.child_process import is_alive, start_time
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.images.image_prefetcher import (
@@ -35,6 +34,7 @@ from megatron_webrl.trainer.images.image_workers import (
     ImageWorkerPool,
 )
 from megatron_webrl.trainer.images.shm_allocator import ALIGNMENT, SharedMemoryAllocator, aligned_size
+from megatron_webrl.util.child_process import is_alive, start_time
 from tests.trainer.growing_prompts import episode
 from tests.trajectories import screenshot
 from tests.waiting import until

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from megatron_webrl.config.loss import LossConfig
-from megatron_webrl.system import torchvision_shim
 from megatron_webrl.types import Group
+from megatron_webrl.util import torchvision_shim
 from tests import gloo
 from tests.trainer.learner_ranks import VERSION, make_config, make_groups, make_learner
 

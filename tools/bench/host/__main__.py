@@ -26,17 +26,17 @@ from pathlib import Path
 
 import torch
 
-from megatron_webrl.cluster.memory_estimate import resolve_automatic
-from megatron_webrl.cluster.performance.cards import CARDS
-from megatron_webrl.cluster.performance.shapes import ModelShape
-from megatron_webrl.cluster.performance.workload import TrainingBatch
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import model_sizes
+from megatron_webrl.placement.memory_estimate import resolve_automatic
+from megatron_webrl.placement.performance.cards import CARDS
+from megatron_webrl.placement.performance.shapes import ModelShape
+from megatron_webrl.placement.performance.workload import TrainingBatch
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.ring.segment import segment_name, sweep_segments
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.host.groups import LENGTHS, make_groups
 from tools.bench.host.launches import BatchSize, Launches, count_launches

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_webrl.cluster.performance.workload import EpisodeLengths
+from megatron_webrl.checks.parity.page_images import draw_page
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.parity.page_images import draw_page
+from megatron_webrl.placement.performance.workload import EpisodeLengths
 from megatron_webrl.types import Action, Step, Task, Trajectory
 
 LENGTHS = EpisodeLengths()

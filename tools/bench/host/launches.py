@@ -28,7 +28,7 @@ from megatron_webrl.model import model_sizes
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.platform import CPU
 from megatron_webrl.model.vision_language.packed_input import PackedInput
-from megatron_webrl.system import torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from tools.bench.host.groups import GRID
 from tools.cpu_prediction.rates import cpu_seconds, in_process
 from tools.cpu_prediction.step_parts import count_operations

@@ -15,18 +15,18 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_webrl.cluster.performance.cards import CARDS
-from megatron_webrl.cluster.performance.rates import Rates
-from megatron_webrl.cluster.performance.shapes import ModelShape
-from megatron_webrl.cluster.performance.training import predict_training, stage_seconds
+from megatron_webrl.checks.parity.page_images import draw_page
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.parity.page_images import draw_page
+from megatron_webrl.placement.performance.cards import CARDS
+from megatron_webrl.placement.performance.rates import Rates
+from megatron_webrl.placement.performance.shapes import ModelShape
+from megatron_webrl.placement.performance.training import predict_training, stage_seconds
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.tracking.episode_log import EpisodeLog
-from megatron_webrl.tracking.metrics import episode_metrics, mean_response_tokens, rollout_seconds
-from megatron_webrl.tracking.step_metrics import step_metrics
+from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track.metrics import episode_metrics, mean_response_tokens, rollout_seconds
+from megatron_webrl.track.step_metrics import step_metrics
 from megatron_webrl.types import Group
 from tools.bench.host.device import ImageClock, SimulatedDevice
 from tools.bench.host.groups import GRID, HEIGHT, LENGTHS, WIDTH

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_webrl.status.progress import trained_episodes
-from megatron_webrl.status.timeline.explanation import EXCHANGE, TRAIN, WAIT, UpdateExplanation
+from megatron_webrl.monitor.status.progress import trained_episodes
+from megatron_webrl.monitor.timeline.explanation import EXCHANGE, TRAIN, WAIT, UpdateExplanation
 from megatron_webrl.trainer.metrics.group_statistics import GROUP_KINDS
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.status.timeline.explanation import UpdateExplainer, UpdateExplanation
-from megatron_webrl.status.timeline.processes import read_timeline
-from megatron_webrl.system import atomic_file
-from megatron_webrl.tracking import summary
+from megatron_webrl.monitor.timeline.explanation import UpdateExplainer, UpdateExplanation
+from megatron_webrl.monitor.timeline.processes import read_timeline
+from megatron_webrl.track import summary
+from megatron_webrl.util import atomic_file
 from tools.bench.async_modes import CONTESTANTS
 from tools.bench.jobs import run_job
 from tools.bench.modes.history import RunHistory, smoothed_success, time_to_success, update_records

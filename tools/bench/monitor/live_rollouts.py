@@ -34,11 +34,10 @@ from playwright.async_api import CDPSession, async_playwright
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.http.json_bodies import encoded
 from megatron_webrl.control.liveness import Liveness
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
-from megatron_webrl.service.json_bodies import encoded
-from megatron_webrl.system.child_process import die_with_parent
-from megatron_webrl.tracking.rollout_table import (
+from megatron_webrl.track.rollout_table import (
     ACTING,
     JUDGING,
     OBSERVING,
@@ -49,6 +48,7 @@ from megatron_webrl.tracking.rollout_table import (
     RolloutTable,
 )
 from megatron_webrl.types import Task
+from megatron_webrl.util.child_process import die_with_parent
 from tests.control.service_process import service_process
 from tests.monitor.runs import write_run
 from tools.arguments import make_bench_parser, write_json

@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.status.timeline.processes import ProcessTimeline, read_timeline
-from megatron_webrl.tracking.timeline import FOLDER, Timeline, TimelineFiles, Track
+from megatron_webrl.monitor.timeline.processes import ProcessTimeline, read_timeline
+from megatron_webrl.track.timeline import FOLDER, Timeline, TimelineFiles, Track
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.jobs import run_job
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_webrl.tracking.learning_plot import moving_average
-from megatron_webrl.tracking.plot import BLUE, GREEN, ORANGE, add_legend, add_titles, render_svg
+from megatron_webrl.track.learning_plot import moving_average
+from megatron_webrl.track.plot import BLUE, GREEN, ORANGE, add_legend, add_titles, render_svg
 from tools.bench.normalisers.runs import ARMS, Run
 
 if TYPE_CHECKING:

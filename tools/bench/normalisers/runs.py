@@ -16,9 +16,9 @@ from statistics import fmean
 from typing import Any
 
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.evaluation.result_files import read_evaluations, read_results
-from megatron_webrl.system import atomic_file
-from megatron_webrl.tracking import episode_log, summary
+from megatron_webrl.track import episode_log, summary
+from megatron_webrl.track.evaluation.result_files import read_evaluations, read_results
+from megatron_webrl.util import atomic_file
 from tools.bench.jobs import run_job
 from tools.bench.normalisers.gates import (
     LAST_UPDATES,

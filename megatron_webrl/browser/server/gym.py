@@ -1,0 +1,246 @@
+"""Tasks in real browsers as Gymnasium environments, on a farm or on a browser server that the environment starts.
+
+import gymnasium
+import megatron_webrl.browser.server.gym  # registers the environments
+env = gymnasium.make("webrl/miniwob.click-test-v0", farm_url="http://router:8700")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, ExitStack, suppress
+from typing import Any, TypeVar
+
+import gymnasium
+import numpy as np
+from PIL import Image
+
+from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.browser.server import protocol
+from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
+from megatron_webrl.browser.server.local_servers import POLL_SECONDS, LocalServers
+from megatron_webrl.browser.server.spaces import ActionSpace, observation_space
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.browser_checks import check_browser_server_config
+from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge import outcome as judge
+from megatron_webrl.tasks import miniwob, miniwob_page
+from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
+from megatron_webrl.tasks.source import TRAINING_SEEDS
+from megatron_webrl.types import TRAINABLE_OUTCOMES, Observation
+
+SERVER_POLL_SECONDS = 0.25
+RESET_ATTEMPTS = 2
+T = TypeVar("T")
+
+
+class WebEnv(gymnasium.Env[dict[str, Any], str]):
+    """One browser session. An action is the JSON of a `types.Action`, such as {"kind": "click", "element_id": 3}. The
+    reward is the page's once it has ended the episode; for a task with an answer it is 1 or 0. The step limit truncates
+    the episode with info["outcome"] "failure"; a browser failure truncates it with the name of the failure.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 1}  # noqa: RUF012
+
+    def __init__(
+        self, source: str = "miniwob", environment: str = "click-test", *, farm_url: str | None = None,
+        token: str | None = None, max_steps: int = 10, step_seconds: float = 60.0, wait_seconds: float = 600.0,
+        render_mode: str | None = None, **browser: Any,
+    ) -> None:  # fmt: skip
+        """`farm_url`: addresses as for `BrowserClient`, with their token; None starts a local browser server.
+        `browser`: settings of `BrowserConfig`; a farm must agree. Raises ConfigError, BrowserError, ProcessError.
+        """
+        if render_mode not in (None, "rgb_array"):
+            raise ConfigError(f"render_mode={render_mode!r} is not rgb_array")
+        self.render_mode = render_mode
+        self._request = protocol.ResetRequest(source=source, environment=environment)
+        self._max_steps = max_steps
+        self._steps = 0
+        self._observation: Observation | None = None
+        self._instruction = ""
+        self._servers: LocalServers | None = None
+        self._exit_stack = ExitStack()
+        self._loop = _EventLoopThread()
+        self._exit_stack.callback(self._loop.close)
+        try:
+            addresses = farm_url if farm_url is not None else self._start_server(browser, step_seconds)
+            if self._servers is not None:
+                token = self._servers.token
+            self._session = self._run(self._enter(BrowserClient(
+                addresses, token, step_seconds=step_seconds, wait_seconds=wait_seconds, owner=f"{source}/{environment}"
+            )))  # fmt: skip
+            spec = self._run(self._session.spec())
+            if farm_url is not None:
+                _check_spec(spec, browser, self._session.lease.server)
+        except BaseException:
+            self.close()
+            raise
+        self.observation_space = observation_space(spec)
+        self.action_space = self._actions = ActionSpace(spec.marks, spec.actions, spec.max_marks, spec.tabs)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Open the environment's page with a page seed drawn from `np_random`. Raises BrowserError."""
+        super().reset(seed=seed)
+        drawn = int(self.np_random.integers(len(TRAINING_SEEDS)))
+        request = protocol.ResetRequest(source=self._request.source, environment=self._request.environment, seed=drawn)
+        self._observation = None
+        for attempt in range(RESET_ATTEMPTS):
+            try:
+                self._observation = self._run(self._session.reset(request))
+                break
+            except BrowserError:
+                if attempt + 1 == RESET_ATTEMPTS:
+                    raise
+        assert self._observation is not None
+        self._instruction, self._steps = self._observation.instruction or "", 0
+        return self._fields(self._observation), self._info()
+
+    def step(self, action: str) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Execute an action. Raises ValueError for an invalid action, before reset and after the end."""
+        if self._observation is None:
+            raise ValueError("there is no episode; reset begins one")
+        parsed = self._actions.parse(action)
+        self._steps += 1
+        try:
+            self._observation = self._run(self._session.step(parsed))
+        except BrowserError as error:
+            fields = self._fields(self._observation) | {"error": str(error)}
+            self._observation = None
+            return fields, 0.0, False, True, self._info() | {"outcome": error.outcome}
+        observation, answer = self._observation, parsed.text if parsed.kind == "answer" else None
+        ended = judge.DONE if observation.done else judge.ANSWER if answer is not None else judge.STEPS_EXHAUSTED
+        fields, info = self._fields(observation), self._info()
+        if ended == judge.STEPS_EXHAUSTED and self._steps < self._max_steps:
+            return fields, 0.0, False, False, info
+        reference = self._session.task.answer if self._session.task is not None else None
+        outcome = judge.outcome(observation.reward, ended, reference, answer)
+        self._observation = None
+        terminated = outcome in TRAINABLE_OUTCOMES and ended != judge.STEPS_EXHAUSTED
+        reward = float(outcome == "success") if reference is not None else float(observation.reward or 0.0)
+        return fields, reward if terminated else 0.0, terminated, not terminated, info | {"outcome": outcome}
+
+    def render(self) -> np.ndarray | None:
+        """The screenshot, uint8 [height, width, 3], if render_mode is rgb_array."""
+        if self.render_mode is None or self._observation is None:
+            return None
+        return _pixels(self._observation.screenshot)
+
+    def close(self) -> None:
+        """Release the session and end the local server, if there is one. A second call does nothing."""
+        self._exit_stack.close()
+
+    def _start_server(self, browser: dict[str, Any], step_seconds: float) -> Callable[[], list[str]]:
+        config = Config(browser=BrowserConfig(**browser), rollout=RolloutConfig(operation_timeout_seconds=step_seconds))
+        check_browser_server_config(config)
+        servers = LocalServers(config, sessions=1)
+        self._exit_stack.callback(servers.close)
+        servers.start()
+        while not servers.poll_addresses():
+            time.sleep(POLL_SECONDS)
+        self._servers = servers
+        return servers.addresses
+
+    async def _enter(self, browsers: BrowserClient) -> RemoteSession:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(browsers)
+            session = await stack.enter_async_context(browsers.session())
+            opened = stack.pop_all()
+            self._exit_stack.callback(lambda: self._loop.run(opened.aclose(), lambda: None))
+        return session
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` in the event loop; this thread polls the local server meanwhile, as LocalServers requires."""
+        return self._loop.run(work, self._servers.poll if self._servers is not None else lambda: None)
+
+    def _info(self) -> dict[str, Any]:
+        task = self._session.task
+        assert task is not None
+        return {"task": task.id, "seed": task.seed, "steps": self._steps}
+
+    def _fields(self, observation: Observation) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "screenshot": _pixels(observation.screenshot),
+            "instruction": self._instruction or observation.instruction or "",
+            "url": observation.url, "title": observation.title,
+            "error": observation.error or "", "page_changed": int(observation.page_changed),
+        }  # fmt: skip
+        if observation.elements is not None:
+            fields["elements"] = tuple(
+                {
+                    "id": element.id, "role": element.role, "name": element.name, "value": element.value,
+                    "box": np.array(element.box, np.int32), "states": element.states, "options": element.options,
+                }
+                for element in observation.elements
+            )  # fmt: skip
+        if "switch_tab" in self._actions.kinds:
+            fields["tabs"] = tuple({"title": t.title, "url": t.url, "active": int(t.active)} for t in observation.tabs)
+        return fields
+
+
+class _EventLoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="webrl-gym", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], poll: Callable[[], object]) -> T:
+        """Run `work`, which has timeouts of its own; this thread calls `poll` every SERVER_POLL_SECONDS."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            while True:
+                try:
+                    return future.result(SERVER_POLL_SECONDS)
+                except TimeoutError:
+                    if future.done():
+                        raise
+                    poll()
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def register() -> None:
+    """Register every environment of the installed sources with Gymnasium, as webrl/<source>.<name>-v0."""
+    environments_by_source = {"sites": list(ENVIRONMENTS)}
+    with suppress(ConfigError):  # not installed; WebEnv can still open them on a farm
+        environments_by_source[miniwob.SOURCE_NAME] = miniwob_page.all_environments()
+    for source, environments in environments_by_source.items():
+        for environment in environments:
+            name = f"webrl/{source}.{environment}-v0"
+            if name not in gymnasium.registry:
+                chosen = {"source": source, "environment": environment}
+                gymnasium.register(name, entry_point="megatron_webrl.browser.server.gym:WebEnv", kwargs=chosen)
+
+
+def _check_spec(spec: protocol.SessionSpec, browser: dict[str, Any], server: str) -> None:
+    for name, value in browser.items():
+        if not hasattr(spec, name):
+            raise ConfigError(
+                f"browser.{name} is a setting of browser server {server}; leave it out, or start it with it"
+            )
+        actual = getattr(spec, name)
+        if (tuple(value) if isinstance(actual, tuple) else value) != actual:
+            raise ConfigError(f"browser server {server} has browser.{name}={actual}, not {value}; start one with it")
+
+
+def _pixels(screenshot: bytes) -> np.ndarray:
+    with Image.open(io.BytesIO(screenshot)) as image:
+        return np.array(image.convert("RGB"))
+
+
+register()

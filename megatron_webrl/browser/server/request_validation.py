@@ -1,0 +1,111 @@
+"""Validation of a client's reset request: the task to open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_webrl.browser.egress.egress_policy import EgressDenied, split_url
+from megatron_webrl.browser.server.protocol import InvalidRequest, ResetRequest
+from megatron_webrl.config.schema import Config
+from megatron_webrl.tasks.offline.hosts import offline_host
+from megatron_webrl.tasks.offline.websites import OfflineWebsites
+from megatron_webrl.tasks.registry import make_all_sources
+from megatron_webrl.tasks.source import TaskSource
+from megatron_webrl.tasks.web import SOURCE_NAME as WEB
+from megatron_webrl.tasks.web import OpenWeb
+from megatron_webrl.types import Task
+from megatron_webrl.util.text import close_matches
+
+ALLOWED_SEEDS = range(0, 2**31)  # page seeds of training and evaluation
+
+
+@dataclass(frozen=True)
+class TaskCatalog:
+    """Everything that a browser server can open."""
+
+    sources: Mapping[str, TaskSource]
+    web: OpenWeb | None  # None: browser.open_web and tasks.offline_websites are off
+
+    @classmethod
+    def from_config(cls, config: Config) -> TaskCatalog:
+        """Start all sources; `close` stops them. Raises ConfigError."""
+        tasks, open_web = config.tasks, config.browser.open_web
+        offline = OfflineWebsites(tasks.latency) if tasks.offline_websites else None
+        web = OpenWeb(tasks.max_steps, open_web, offline) if open_web or offline is not None else None
+        return cls(make_all_sources(tasks), web)
+
+    def close(self) -> None:
+        """Stop all sources."""
+        for site in self.sites.values():
+            site.close()
+
+    @property
+    def sites(self) -> dict[str, TaskSource | OpenWeb]:
+        """Task sites by the name of their source."""
+        return {**self.sources, **({WEB: self.web} if self.web is not None else {})}
+
+    @property
+    def environments(self) -> dict[str, tuple[str, ...]]:
+        """Environments by source."""
+        return {name: tuple(site.environments) for name, site in self.sites.items()}
+
+    def resolve_task(self, request: ResetRequest) -> Task:
+        """The task of a reset request. Raises InvalidRequest."""
+        given = [name for name in ("task", "source", "url") if getattr(request, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(f"task, source, url: give one of them, not {' and '.join(given) or 'none'}")
+        if request.task is not None:
+            return self._validate_task(request.task)
+        if request.url is not None:
+            return self._open_web("url", request.url).make_task(request.url, request.instruction)
+        assert request.source is not None
+        if request.source == WEB:
+            raise InvalidRequest(f"source: give url instead, which the source {WEB} opens")
+        _check_name("source", request.source, sorted(self.sources))
+        source = self.sources[request.source]
+        _check_name("environment", request.environment or "", source.environments)
+        _check_seed("seed", request.seed)
+        return source.make_task(request.environment or "", request.seed)
+
+    def _validate_task(self, task: Task) -> Task:
+        if task.source == WEB:
+            self._open_web("task.url", task.url or "")
+            return task
+        _check_name("task.source", task.source, sorted(self.sources))
+        _check_name("task.environment", task.environment, self.sources[task.source].environments)
+        _check_seed("task.seed", task.seed)
+        return task
+
+    def _open_web(self, field: str, url: str) -> OpenWeb:
+        """The source that opens a URL."""
+        if self.web is None:
+            setting = "browser.open_web" if offline_host(url) is None else "tasks.offline_websites"
+            raise InvalidRequest(f"{field}: this server opens no web pages; start it with {setting}=true")
+        _check_web_address(field, url)
+        if not self.web.opens(url):
+            raise InvalidRequest(
+                f"{field}: {url[:80]!r} is on none of the offline websites; start the server with browser.open_web=true"
+            )
+        return self.web
+
+
+def _check_name(field: str, name: str, known: Sequence[str]) -> None:
+    if name in known:
+        return
+    hint = close_matches(name, known) or f"; one of {', '.join(sorted(known)[:4])}, ..."
+    raise InvalidRequest(f"{field}: {name[:80]!r} is not known here{hint}")
+
+
+def _check_seed(field: str, seed: int) -> None:
+    if seed not in ALLOWED_SEEDS:
+        raise InvalidRequest(f"{field}: {seed} is not within 0..{ALLOWED_SEEDS.stop - 1}")
+
+
+def _check_web_address(field: str, url: str) -> None:
+    try:
+        scheme, _, _ = split_url(url)
+    except EgressDenied as refused:
+        raise InvalidRequest(f"{field}: {refused}") from None
+    if scheme not in ("http", "https"):
+        raise InvalidRequest(f"{field}: {scheme}: is not one of http, https")

@@ -1,0 +1,1 @@
+"""Checks of an installation, a model, its weights, GPUs and nodes."""

@@ -1,0 +1,142 @@
+"""Process of an HTTP service: socket, signals, resource limits, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import functools
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.http.connections import ConnectionLimits, LimitedSocket, TimedProtocol
+from megatron_webrl.control.http.tls import TlsFiles, server_context
+from megatron_webrl.util import atomic_file, child_process
+from megatron_webrl.util.network import is_loopback
+from megatron_webrl.util.redaction import configure_logging
+
+log = logging.getLogger(__name__)
+
+LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
+KILL_TIMEOUT_SECONDS = 10.0
+START_POLL_SECONDS = 0.01
+BACKLOG = 4096  # connections waiting to be accepted; also limited by the kernel (net.core.somaxconn)
+GRACE_SECONDS = 5  # for running requests at shutdown
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where to listen, with which limits, and the URL to announce."""
+
+    host: str
+    port: int  # 0: any free port
+    public_url: str | None = None  # URL for clients; None: from host and port
+    address_file: Path | None = None  # receives {"url", "pid"} once the server is ready
+    limits: ConnectionLimits = ConnectionLimits()
+    tls: TlsFiles | None = None
+
+
+class Listener:
+    """A listening socket with limits of its connections. `url` is its public URL."""
+
+    def __init__(self, address: ListenAddress) -> None:
+        """Raises ConfigError."""
+        self.tls = None if address.tls is None else server_context(address.tls)
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        try:
+            listening = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on --host={address.host} --port={address.port}: {error}") from None
+        self.socket, self.limits = LimitedSocket(listening, address.limits), address.limits
+        self._file = address.address_file
+        scheme, port = "http" if self.tls is None else "https", self.socket.getsockname()[1]
+        self.url = (address.public_url or f"{scheme}://{_public_name(address.host)}:{port}").rstrip("/")
+
+    def write_address_file(self) -> None:
+        """Write the address file atomically."""
+        if self._file is not None:
+            atomic_file.write_json(self._file, {"url": self.url, "pid": os.getpid()})
+
+
+def run_process(role: str, work: Coroutine[Any, Any, int], die_with_parent: bool) -> int:
+    """Run `work` until it ends or SIGTERM or SIGINT cancels it; returns the exit code. A second signal cancels the
+    shutdown of `work`. Descendants that are left over are killed.
+    """
+    if die_with_parent:
+        child_process.die_with_parent(signal.SIGTERM)
+    faulthandler.enable()
+    configure_logging(LOG_FORMAT.format(role=role))
+    for orphan in child_process.sweep_orphans():
+        log.warning("killed orphan %s", orphan)
+    os.environ.update(child_process.owner_environment())
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):  # every connection is a file
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (hard, hard))
+    try:
+        return asyncio.run(_until_signal(work))
+    finally:
+        for process in child_process.kill_descendants(KILL_TIMEOUT_SECONDS):
+            log.error("%s survived SIGKILL", process)
+
+
+async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
+    loop = asyncio.get_running_loop()
+    running = loop.create_task(work)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, running.cancel)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        return 0
+
+
+@asynccontextmanager
+async def run_http_server(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.Event]:
+    """Serve requests; yields an event that is set if the server stops by itself. Shutdown takes up to GRACE_SECONDS."""
+    protocol: Any = functools.partial(TimedProtocol, listener.limits.request_seconds)
+    tls: Any = None if listener.tls is None else lambda *_: listener.tls
+    idle: Any = listener.limits.idle_seconds  # uvicorn takes any number
+    server = _UvicornServer(
+        uvicorn.Config(
+            app, http=protocol, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+            backlog=BACKLOG, timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_keep_alive=idle, ssl_context_factory=tls,
+        )
+    )  # fmt: skip
+    ended = asyncio.Event()
+    running = asyncio.get_running_loop().create_task(server.serve([listener.socket]))
+    running.add_done_callback(lambda _: ended.set())
+    try:
+        while not server.started and not running.done():
+            await asyncio.sleep(START_POLL_SECONDS)
+        listener.write_address_file()
+        log.info("listening at %s", listener.url)
+        yield ended
+    finally:
+        server.should_exit = True
+        await running
+
+
+class _UvicornServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the caller, which has resources to close."""
+        yield
+
+
+def _public_name(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if (":" in host and not is_loopback(host)) or host == "::1" else host

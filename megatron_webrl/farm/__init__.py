@@ -1,1 +1,0 @@
-"""Browsers as a service: browser servers, a router, a client, a Gymnasium environment."""

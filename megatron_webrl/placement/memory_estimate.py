@@ -1,0 +1,360 @@
+"""Estimate the GPU memory of each role from the configuration and the model's config.json.
+
+Parameters, gradients, optimiser state and KV cache follow from shapes, exact except for padding; activations from the
+tensors that model/ saves for the backward pass; library buffers are a fixed reserve. Never compared with a GPU.
+Assumptions for trainer.tokens_per_microbatch tokens: half belong to images, all different and spread evenly; the scored
+fraction is rollout.max_new_tokens / max_model_len; the busiest rank gets 1.5 times the mean tokens for its experts.
+With trainer.merge_prefixes=all their sequences have twice as many tokens, as common prefixes are computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast, get_args
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.compute_options import Recompute
+from megatron_webrl.model.hf_config import choose_prefix_merging
+from megatron_webrl.model.layer_split import split_layers
+from megatron_webrl.model.parameter_counts import ParameterCounts, TextDimensions, count_parameters, deepstack_layers
+from megatron_webrl.placement import linear_attention_costs
+from megatron_webrl.placement.gpu_sharing import gpu_memory_share
+
+GIB = 2**30
+IMAGE_TOKEN_FRACTION = 0.5  # of the tokens of a packed sequence
+EXPERT_IMBALANCE = 1.5
+SEQUENCE_TOKENS_RATIO = 2  # with common prefixes; trainer/data/packing.py allows 4
+TRAINER_RESERVE_BYTES = 4 * GIB  # CUDA context, communicators, workspaces, fragmentation
+ENGINE_RESERVE_BYTES = 4 * GIB  # the same, plus vLLM's captured graphs and activations
+LOGIT_CHUNK_BYTES = 4 * 2**26  # float32 copies of a chunk of logits (model/logprobs.py)
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+FILLED_BY_AUTO = 0.9  # of a GPU, by trainer.recompute=auto: a peak may be 10 % above its estimate (`webrl gpu-check`)
+OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}  # of a parameter: two moments, plus a main weight for bfloat16
+
+REMEDIES = {
+    "parameters": "raise a parallel size of the model",
+    "gradients": "raise trainer.tensor_parallel, pipeline_parallel or expert_parallel",
+    "optimizer": "take more nodes, or raise a parallel size of the trainer",
+    "activations": "set trainer.recompute=full, or lower trainer.tokens_per_microbatch",
+    "images": "lower trainer.tokens_per_microbatch, raise trainer.tensor_parallel, or set trainer.train_vision=false",
+    "logits": "lower trainer.tokens_per_microbatch or rollout.max_new_tokens",
+    "kv_cache": "lower rollout.kv_cache_mib or rollout.gpu_memory_utilization",
+    "buffers": "lower weights.bucket_mib, or take GPUs with more memory",
+}
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of one GPU, or of one process without GPUs, bytes."""
+
+    role: str
+    parameters: int
+    gradients: int = 0
+    optimizer: int = 0  # main weights and moments
+    activations: int = 0  # of the text model
+    images: int = 0  # activations of the vision tower, and its features
+    logits: int = 0
+    kv_cache: int = 0
+    buffers: int = 0  # of weight transfers and libraries
+
+    @property
+    def components(self) -> dict[str, int]:
+        """Every component by name."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "role"}
+
+    @property
+    def total(self) -> int:
+        """Sum of all components."""
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory that a configuration needs."""
+
+    parameters: int  # of the whole model
+    trainer: tuple[MemoryUse, ...]  # of a rank of each pipeline stage; empty without a trainer
+    engine: MemoryUse  # of the largest rank
+    kv_cache_tokens: int  # capacity of an engine's KV cache
+
+
+def choose_recompute(config: Config, description: Mapping[str, Any]) -> Recompute:
+    """The value of trainer.recompute; for auto the one that recomputes least and leaves a tenth of each GPU free.
+
+    `description`: the model's config.json. Without GPUs auto recomputes nothing; where nothing fits, whole layers.
+    """
+    if config.trainer.recompute != "auto":
+        return cast(Recompute, config.trainer.recompute)
+    cluster = config.cluster
+    if not cluster.gpus_per_node:
+        return "none"
+    limit = FILLED_BY_AUTO * cluster.gpu_gib * GIB
+    for recompute in get_args(Recompute):
+        estimate = estimate_memory(_with_trainer(config, recompute=recompute), description)
+        beside = estimate.engine.total if cluster.shared_gpus else 0
+        if all(use.total + beside <= limit for use in estimate.trainer):
+            return cast(Recompute, recompute)
+    return "full"
+
+
+def resolve_automatic(config: Config, description: Mapping[str, Any]) -> Config:
+    """The configuration with the values that trainer.merge_prefixes=auto and trainer.recompute=auto have for it."""
+    config = _with_trainer(config, merge_prefixes=choose_prefix_merging(config.trainer.merge_prefixes, description))
+    return _with_trainer(config, recompute=choose_recompute(config, description))
+
+
+def _with_trainer(config: Config, **settings: Any) -> Config:
+    return replace(config, trainer=replace(config.trainer, **settings))
+
+
+def estimate_memory(config: Config, description: Mapping[str, Any]) -> MemoryEstimate:
+    """Estimate the memory of every role. `description`: the model's config.json."""
+    config = resolve_automatic(config, description)
+    counts, shape = count_parameters(description), TextDimensions.from_text_config(description["text_config"])
+    trainer = _TrainerEstimate(config, counts, shape, description["vision_config"])
+    stages = range(config.trainer.pipeline_parallel if config.trainer_world_size else 0)
+    engine, tokens = _engine(config, counts, shape)
+    return MemoryEstimate(counts.total, tuple(map(trainer.use, stages)), engine, tokens)
+
+
+def check_memory(config: Config, estimate: MemoryEstimate) -> None:
+    """Raise ConfigError if a role does not fit a GPU; without GPUs everything fits."""
+    cluster, rollout = config.cluster, config.rollout
+    if not cluster.gpus_per_node:
+        return
+    if rollout.kv_cache_mib and estimate.kv_cache_tokens < rollout.max_model_len:
+        raise ConfigError(
+            f"rollout.kv_cache_mib={rollout.kv_cache_mib} holds {estimate.kv_cache_tokens} tokens, less than "
+            f"rollout.max_model_len={rollout.max_model_len}; raise it"
+        )
+    if estimate.kv_cache_tokens < rollout.max_model_len:
+        raise ConfigError(
+            f"engine: weights of {estimate.engine.parameters / GIB:.1f} GiB on each GPU leave a KV cache of "
+            f"{estimate.kv_cache_tokens} tokens in rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} "
+            f"of cluster.gpu_gib={cluster.gpu_gib:g}, less than rollout.max_model_len={rollout.max_model_len}; raise "
+            "rollout.tensor_parallel or pipeline_parallel"
+        )
+    for use in (*estimate.trainer, estimate.engine):
+        if use.total > cluster.gpu_gib * GIB:
+            raise ConfigError(
+                f"{use.role} needs {use.total / GIB:.1f} GiB of a GPU, more than cluster.gpu_gib={cluster.gpu_gib:g} "
+                f"({_largest_components(use)}); {_remedy(use)}"
+            )
+    if cluster.shared_gpus and estimate.trainer:
+        _check_shared_memory(config, max(estimate.trainer, key=lambda use: use.total), estimate.engine)
+
+
+def _check_shared_memory(config: Config, trainer: MemoryUse, engine: MemoryUse) -> None:
+    """Check that a trainer rank and an engine rank fit one GPU, and that each fits its share of the memory."""
+    gib, share = config.cluster.gpu_gib, config.rollout.gpu_memory_utilization
+    if trainer.total + engine.total > gib * GIB:
+        raise ConfigError(
+            f"{trainer.role} needs {trainer.total / GIB:.1f} GiB ({_largest_components(trainer)}) and engine "
+            f"{engine.total / GIB:.1f} GiB ({_largest_components(engine)}) of the same GPU (cluster.shared_gpus), more "
+            f"than cluster.gpu_gib={gib:g}; {_remedy(max(trainer, engine, key=lambda use: use.total))}"
+        )
+    low, high = engine.total / GIB / gib, 1 - trainer.total / GIB / gib
+    if not low <= share <= high:
+        use = trainer if share > high else engine
+        raise ConfigError(
+            f"rollout.gpu_memory_utilization={share:g} leaves the {use.role.partition(',')[0]} "
+            f"{gpu_memory_share(config, use.role) * gib:.1f} of cluster.gpu_gib={gib:g}, but it needs "
+            f"{use.total / GIB:.1f} GiB (cluster.shared_gpus); set it to about {(low + high) / 2:.3g}"
+        )
+
+
+def _largest_components(use: MemoryUse) -> str:
+    return ", ".join(f"{name} {use.components[name] / GIB:.1f}" for name in _by_size(use)[:3])
+
+
+def _remedy(use: MemoryUse) -> str:
+    return REMEDIES[_by_size(use)[0]]
+
+
+def _by_size(use: MemoryUse) -> list[str]:
+    return sorted(use.components, key=lambda name: -use.components[name])
+
+
+def _staging_bytes(config: Config) -> int:
+    """Staging memory of weight transfers that the table counts: on the GPU if there is one, else of the process."""
+    on_host = config.cluster.gpus_per_node and config.weights_through_host
+    return 0 if on_host else config.weights.bucket_mib * 2**20
+
+
+class _TrainerEstimate:
+    """Estimates trainer ranks."""
+
+    def __init__(
+        self, config: Config, counts: ParameterCounts, shape: TextDimensions, vision: Mapping[str, Any]
+    ) -> None:
+        self.config, self.counts, self.shape, self.vision = config, counts, shape, vision
+        self.trainer = trainer = config.trainer
+        self.size = DTYPE_BYTES[config.model.dtype]  # of a weight or an activation
+        self.tokens = trainer.tokens_per_microbatch // trainer.context_parallel  # of a rank
+        self.spread = trainer.tensor_parallel  # ranks that split the sequence (sequence parallelism)
+        self.last = trainer.pipeline_parallel - 1
+        self.shares_prefixes = trainer.merge_prefixes == "all"
+
+    def use(self, stage: int) -> MemoryUse:
+        """Memory of a rank of a stage."""
+        trainer = self.trainer
+        dense, experts, frozen = self._parameters(stage)
+        replicas = trainer.data_parallel * trainer.context_parallel
+        share = self.config.trainer_world_size // trainer.pipeline_parallel
+        copies = share // (trainer.expert_parallel * trainer.expert_tensor_parallel)
+        state = OPTIMIZER_BYTES[self.config.model.dtype]
+        return MemoryUse(
+            role=f"trainer, stage {stage}" if self.last else "trainer",
+            parameters=(dense + experts) * self.size,
+            gradients=4 * (dense + experts - frozen),
+            optimizer=state * ((dense - frozen) // replicas + experts // copies),
+            activations=self._activations(stage),
+            images=self._images() if stage == 0 else 0,
+            logits=self._logits() if stage == self.last else 0,
+            buffers=_staging_bytes(self.config) + (TRAINER_RESERVE_BYTES if self.config.cluster.gpus_per_node else 0),
+        )
+
+    def _layers(self, stage: int) -> list[int]:
+        trainer = self.trainer
+        chunks = split_layers(len(self.shape.sparse_layers), trainer.pipeline_parallel * trainer.virtual_pipeline)
+        return [layer for chunk in chunks[stage :: trainer.pipeline_parallel] for layer in chunk]
+
+    def _parameters(self, stage: int) -> tuple[int, int, int]:
+        """Parameters of a rank: dense, experts, and the frozen part of the dense ones."""
+        trainer, counts = self.trainer, self.counts
+        layers = [counts.layers[one] for one in self._layers(stage)]
+        dense = sum(one.sharded for one in layers) // trainer.tensor_parallel + sum(one.replicated for one in layers)
+        experts = sum(one.experts for one in layers) // (trainer.expert_parallel * trainer.expert_tensor_parallel)
+        tower = counts.vision_sharded + counts.vision_replicated if stage == 0 else 0
+        embedding = -(-counts.vocab_size // trainer.tensor_parallel) * counts.hidden_size
+        dense += tower + (embedding if stage == 0 else 0)
+        if stage == self.last:
+            dense += counts.hidden_size + (embedding if not counts.tied or self.last else 0)
+        return dense, experts, 0 if trainer.train_vision else tower
+
+    def _in_flight(self, stage: int) -> int:
+        """Most layer chunks whose activations a stage stores at a time in Megatron's schedules."""
+        stages, chunks = self.trainer.pipeline_parallel, self.trainer.virtual_pipeline
+        if chunks == 1:
+            return stages - stage
+        return 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+
+    def _activations(self, stage: int) -> int:
+        layers = self._layers(stage)
+        if not layers:
+            return 0
+        kept = sum(self._of_layer(layer, self.trainer.recompute) for layer in layers)
+        whole = max(self._of_layer(layer, "none") for layer in layers)
+        stored = -(-len(layers) // self.trainer.virtual_pipeline) * self._in_flight(stage)
+        # In the backward pass the current layer has all activations, and half as much again of gradients.
+        current = whole // 2 if self.trainer.recompute == "none" else whole * 3 // 2
+        return stored * kept // len(layers) + current
+
+    def _of_layer(self, layer: int, recompute: str) -> int:
+        """Bytes that a layer's forward pass saves for the micro-batch."""
+        shape, size, tensor = self.shape, self.size, self.trainer.tensor_parallel
+        if recompute == "full":
+            return size * shape.hidden_size * self.tokens // self.spread
+        norms = 2 * self._norm_bytes() * shape.hidden_size // self.spread
+        mixer = self._linear_attention(recompute) if shape.linear_layers[layer] else self._attention(recompute)
+        mlp = 0
+        if recompute == "none" and shape.sparse_layers[layer]:
+            routed = (
+                shape.num_experts_per_token
+                * size
+                * (2 * shape.hidden_size + 3 * shape.moe_intermediate_size)
+                * EXPERT_IMBALANCE
+            )
+            mlp = int(routed) // self.spread + 3 * size * shape.shared_expert_intermediate_size // tensor
+        elif recompute == "none":
+            mlp = 3 * size * shape.intermediate_size // tensor  # gate and up, and their product
+        return (norms + mixer // tensor + mlp) * self.tokens
+
+    def _norm_bytes(self) -> int:
+        """Bytes that a norm saves of each value. Without Transformer Engine: model/vision_language/norm.py."""
+        if self.trainer.layers == "transformer_engine":
+            return 2 * self.size
+        return 4 + 2 * self.size if self.shape.linear is None else 8 + self.size  # a zero-centred one scales in float32
+
+    def _attention(self, recompute: str) -> int:
+        """Bytes that full attention saves of a token, without the norm of its input."""
+        shape, size = self.shape, self.size
+        norm = self._norm_bytes() - size  # of q and k; without the output
+        # The outputs of both norms; rotated k, v; rotated q, the output of attention, the input of its projection.
+        heads = norm * (shape.query_width + shape.key_width) + size * (shape.query_width + 2 * shape.key_width)
+        heads += size * shape.query_width * (1 if recompute == "selective" else 2)
+        if shape.linear:  # gated: the output before the gate, and the gate's sigmoid in float32
+            heads += (size + 4) * shape.query_width
+        if self.shares_prefixes and recompute == "none":  # each branch has keys and values of its prefix
+            heads += SEQUENCE_TOKENS_RATIO * 2 * size * shape.key_width
+        return heads
+
+    def _linear_attention(self, recompute: str) -> int:
+        assert self.shape.linear is not None
+        return int(linear_attention_costs.saved_bytes(self.shape.linear, self.size, keeps_rule=recompute == "none"))
+
+    def _images(self) -> int:
+        """Images of the first stage: activations and features of all packed sequences in flight."""
+        vision, trainer = self.vision, self.trainer
+        tokens = int(trainer.tokens_per_microbatch * IMAGE_TOKEN_FRACTION)
+        patches = tokens * vision["spatial_merge_size"] ** 2 // (trainer.tensor_parallel * trainer.context_parallel)
+        block, rest = (self.size * width for width in vision_activation_widths(vision))
+        sequences = self._sequences_in_flight()
+        # A frozen tower keeps only the layer that it is computing.
+        kept = sequences * (vision["depth"] * block + rest) if trainer.train_vision else 2 * block + rest
+        features = tokens * self.shape.hidden_size * self.size * (1 + len(deepstack_layers(vision)))
+        return patches * kept + sequences * features
+
+    def _sequences_in_flight(self) -> int:
+        return -(-self._in_flight(0) // self.trainer.virtual_pipeline)
+
+    def _logits(self) -> int:
+        """Logits of the scored positions, and their gradient."""
+        rollout, tensor = self.config.rollout, self.trainer.tensor_parallel
+        sequence_tokens = self.tokens * (SEQUENCE_TOKENS_RATIO if self.shares_prefixes else 1)
+        scored = sequence_tokens * rollout.max_new_tokens // rollout.max_model_len
+        return 2 * self.size * scored * -(-self.counts.vocab_size // tensor) + LOGIT_CHUNK_BYTES
+
+
+def vision_activation_widths(vision: Mapping[str, Any]) -> tuple[int, int]:
+    """Values per patch that the vision tower saves for the backward pass: in each block, and outside of the blocks."""
+    hidden, mergers = vision["hidden_size"], 1 + len(deepstack_layers(vision))
+    patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    return 11 * hidden + 2 * vision["intermediate_size"], patch + hidden + mergers * 3 * hidden
+
+
+def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> tuple[MemoryUse, int]:
+    """Memory of the largest rank of an engine, and the tokens that its KV cache has room for."""
+    rollout, cluster, size = config.rollout, config.cluster, DTYPE_BYTES[config.engine_dtype]
+    tensor, stages = rollout.tensor_parallel, rollout.pipeline_parallel
+    count = -(-len(counts.layers) // stages)
+    each = [one.sharded // tensor + one.replicated + one.experts // tensor for one in counts.layers]
+    layers = _most_of_neighbours(each, count)
+    # For a mixture of experts vLLM keeps both ends of the model on every stage.
+    ends = 1 if counts.tied or (stages > 1 and not shape.num_experts) else 2
+    embedding = -(-counts.vocab_size // tensor) * counts.hidden_size
+    tower = counts.vision_sharded // (1 if config.vision_data_parallel else tensor) + counts.vision_replicated
+    weights = size * (layers + ends * embedding + counts.hidden_size + tower)
+    head = shape.key_width // shape.num_key_value_heads
+    cached = size if rollout.kv_cache_dtype == "auto" else 1  # bytes of a value of the KV cache
+    full = _most_of_neighbours([int(not linear) for linear in shape.linear_layers], count)
+    token = 2 * cached * full * max(shape.num_key_value_heads // tensor, 1) * head
+    reserve = ENGINE_RESERVE_BYTES if cluster.gpus_per_node else 0
+    cache = rollout.kv_cache_mib * 2**20
+    if not cache and cluster.gpus_per_node:
+        cache = max(int(rollout.gpu_memory_utilization * cluster.gpu_gib * GIB) - weights - reserve, 0)
+    buffers = reserve + _staging_bytes(config)
+    states = 0  # of linear attention: one of each request, however long
+    if shape.linear:
+        state = linear_attention_costs.state_bytes(shape.linear, size) // tensor
+        states = config.requests_per_engine * _most_of_neighbours(list(map(int, shape.linear_layers)), count) * state
+    return MemoryUse("engine", parameters=weights, kv_cache=cache, buffers=buffers), max(cache - states, 0) // max(
+        token, 1
+    )
+
+
+def _most_of_neighbours(values: Sequence[int], count: int) -> int:
+    """The largest sum of `count` neighbouring values: a stage has neighbouring layers."""
+    return max(sum(values[start : start + count]) for start in range(len(values) - count + 1))

@@ -1,0 +1,163 @@
+"""Predicted speed of the engines: prefill, decode, images, and what the prefix cache saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.placement.linear_attention_costs import chunked_operations, state_bytes
+from megatron_webrl.placement.memory_estimate import DTYPE_BYTES
+from megatron_webrl.placement.performance.rates import Rates, gathered_bytes
+from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
+from megatron_webrl.placement.performance.workload import EpisodeLengths
+
+STEP_SECONDS = 0.5e-3  # of an engine step besides weights and cache: scheduling, sampling, graph launch; assumed
+BISECTIONS = 60
+
+
+@dataclass(frozen=True)
+class GenerationPrediction:
+    """Engines that generate an update's episodes without a pause."""
+
+    parts: Mapping[str, float]  # seconds of an engine for one step of one episode, by part
+    requests: float  # that an engine computes at a time, mean
+    decode_seconds: float  # of one token of all of these requests
+    hit_rate: float  # of prompt tokens in the prefix cache
+    prompt_tokens: float  # of a step
+    response_tokens_per_second: float  # of all engines
+    update_seconds: float  # of all engines for the episodes of one update
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of an engine for one step of one episode."""
+        return sum(self.parts.values())
+
+
+def decode_seconds(config: Config, model: ModelShape, rates: Rates, requests: float, context: float) -> float:
+    """Seconds of an engine step that makes one token for each request. `context`: tokens of a request so far, mean."""
+    rollout, text = config.rollout, model.text
+    size, tensor = DTYPE_BYTES[config.engine_dtype], rollout.tensor_parallel
+    dense, experts = _weights(model)
+    # Each request goes to experts of its own: the share of experts that at least one of them needs is read.
+    read = 1 - (1 - text.num_experts_per_token / text.num_experts) ** requests if text.num_experts else 0.0
+    weights = size * (dense + read * experts) / tensor / rates.memory
+    cached = size if rollout.kv_cache_dtype == "auto" else 1
+    cache = requests * context * 2 * cached * text.key_width * text.full_layers / tensor / rates.memory
+    if text.linear:  # the state of each request is read and written
+        states = sum(text.linear_layers) * 2 * state_bytes(text.linear, size)
+        cache += requests * states / tensor / rates.memory
+    used = experts * text.num_experts_per_token / text.num_experts if text.num_experts else 0.0
+    arithmetic = 2 * requests * (dense + used) / tensor / rates.prefill
+    return max(weights, arithmetic) + cache + STEP_SECONDS + _collectives(config, model, rates, requests)
+
+
+def prefill_seconds(config: Config, model: ModelShape, rates: Rates, tokens: float, before: float) -> float:
+    """Seconds to compute `tokens` of a prompt whose first `before` tokens are in the cache."""
+    text, tensor = model.text, config.rollout.tensor_parallel
+    dense, experts = _weights(model)
+    used = experts * text.num_experts_per_token / text.num_experts if text.num_experts else 0.0
+    linear = dense - model.counts.embedding_parameters + used  # one token of a prompt has logits
+    pairs = tokens * (before + (tokens + 1) / 2)
+    attention = text.full_layers * 4 * pairs * text.query_width / rates.attention
+    rule = sum(text.linear_layers) * tokens * chunked_operations(text.linear) / rates.prefill if text.linear else 0.0
+    compute = 2 * tokens * linear / rates.prefill + attention + rule
+    return compute / tensor + _collectives(config, model, rates, tokens)
+
+
+def predict_generation(
+    config: Config, description: Mapping[str, Any], rates: Rates, lengths: EpisodeLengths
+) -> GenerationPrediction:
+    """Predict the engines' speed. `description`: the model's config.json.
+
+    Between two requests an episode spends `lengths.browser_seconds` in its browser: an engine computes as many requests
+    at a time as make generation and browsers balance.
+    """
+    model, rollout = ModelShape.from_description(description), config.rollout
+    prompt, response = lengths.prompt_tokens(config), lengths.response_tokens
+    cached = _cached_tokens(config, lengths, prompt)
+    context = prompt + response / 2
+    parts = {
+        "prefill": prefill_seconds(config, model, rates, prompt - cached, cached),
+        "images": _image_seconds(config, model, rates, lengths),
+    }
+    blocking = sum(parts.values())  # of the engine, during which no other request advances
+    episodes = rollout.groups_in_flight * rollout.group_size
+
+    def per_step(requests: float) -> float:
+        """Seconds of the engine for one step of one episode, with so many requests at a time."""
+        return blocking + response * decode_seconds(config, model, rates, requests, context) / requests
+
+    # With R of N episodes in the engine, each step takes R x per_step(R) in it and browser_seconds outside of it.
+    low, high = 1e-3, float(min(episodes, config.requests_per_engine))
+    if high * per_step(high) * (episodes / high - 1) < lengths.browser_seconds:
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            inside = middle * per_step(middle)
+            enters = (episodes - middle) * inside > middle * lengths.browser_seconds  # more wait for the engine
+            low, high = (middle, high) if enters else (low, middle)
+    requests = max(high, 1e-3)
+    seconds = decode_seconds(config, model, rates, max(requests, 1.0), context)
+    parts["decode"] = response * seconds / max(requests, 1.0)
+    busy = sum(parts.values())
+    # A single request leaves the engine idle in between.
+    each = max(busy, (busy + lengths.browser_seconds) / episodes)
+    update = config.trainer.groups_per_update * rollout.group_size * lengths.steps * each / max(1, rollout.engines)
+    return GenerationPrediction(
+        parts=parts,
+        requests=requests,
+        decode_seconds=seconds,
+        hit_rate=cached / prompt,
+        prompt_tokens=prompt,
+        response_tokens_per_second=response * max(1, rollout.engines) / each,
+        update_seconds=update,
+    )
+
+
+def _weights(model: ModelShape) -> tuple[int, int]:
+    """Weights that a token meets: all but the experts with the output layer, and all experts."""
+    counts = model.counts
+    experts = sum(layer.experts for layer in counts.layers)
+    tower = counts.vision_sharded + counts.vision_replicated
+    embedding = 0 if counts.tied else counts.embedding_parameters  # of the input, which is looked up
+    return counts.total - experts - tower - embedding, experts
+
+
+def _cached_tokens(config: Config, lengths: EpisodeLengths, prompt: float) -> float:
+    """Tokens of a prompt that are in the prefix cache, mean over steps.
+
+    With the append policy all but the last turn, until a window is full; else the system prompt, and the first round of
+    the previous prompt only while no round has left the window.
+    """
+    context = config.rollout.context
+    most = min(context.rounds, lengths.steps)
+    turn = lengths.screenshot_tokens + lengths.turn_tokens
+    if context.policy == "append":
+        full = 1 / most  # a new window begins with its last round alone
+        return (1 - full) * (prompt - turn) + full * min(prompt, lengths.system_tokens)
+    growing = (most - 1) / lengths.steps  # share of steps whose prompt extends the one before
+    return growing * max(lengths.system_tokens, prompt - turn) + (1 - growing) * lengths.system_tokens
+
+
+def _image_seconds(config: Config, model: ModelShape, rates: Rates, lengths: EpisodeLengths) -> float:
+    """Seconds to encode the one new screenshot of a step; the engine keeps the features of the others."""
+    patches = lengths.screenshot_tokens * model.merge
+    shape = MicrobatchShape(0, 0, 0, patches, patches**2)
+    ranks = config.rollout.tensor_parallel  # they share the layers, or the images of several requests
+    return (model.vision(shape) / rates.prefill + model.vision_attention(shape) / rates.vision_attention) / ranks
+
+
+def _collectives(config: Config, model: ModelShape, rates: Rates, tokens: float) -> float:
+    """Seconds of the two sums over tensor-parallel ranks in each layer, and of sending to the next stages."""
+    rollout, size = config.rollout, DTYPE_BYTES[config.engine_dtype]
+    node, width = config.engine_gpus_per_node, tokens * model.text.hidden_size * size
+    total = 0.0
+    if rollout.tensor_parallel > 1:
+        sent = 2 * gathered_bytes(width, rollout.tensor_parallel)
+        link = rates.link(rollout.tensor_parallel, node)
+        total += 2 * model.layers * (rates.collective_seconds / 2 + sent / link)
+    if rollout.pipeline_parallel > 1:
+        link = rates.link(config.ranks_per_engine, node)
+        total += (rollout.pipeline_parallel - 1) * (rates.collective_seconds + width / link)
+    return total

@@ -1,0 +1,387 @@
+"""Placement: the node, devices, cores and port of every process, and the rings, from a configuration.
+
+Pure functions: no machine is read, so every node computes the same placement. docs/slurm.md describes cluster.*.
+Ranks are numbered in Megatron's order "tp-cp-ep-dp-pp", tp fastest, but nodes assigned by group: a model copy, else a
+stage of it, else a context-parallel, else a tensor-parallel group lies inside one node where it fits. A stage of a copy
+has ranks for all of its experts. Engines are placed likewise: whole where they fit, else by pipeline stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from megatron_webrl.config.cluster import ClusterConfig
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.placement.cores import CoreRequest, Cores, assign_cores
+from megatron_webrl.placement.gpu_sharing import check_gpu_sharing
+from megatron_webrl.ring.segment import segment_name
+
+RoleName = Literal["trainer", "rollout"]
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class ProcessPlacement:
+    """One process: a trainer rank, a worker with its engine and browsers, or a follower of an engine."""
+
+    role: RoleName
+    index: int  # of the rank or worker
+    node: int
+    local_rank: int  # index among the processes of its role on the node
+    devices: tuple[int, ...]  # GPUs of the node
+    cores: tuple[int, ...]  # of the node; empty: any
+    nics: tuple[str, ...]  # nearest to its devices; empty: NCCL chooses
+    port: int  # unique on the node
+    follower: int = 0  # of an engine over several nodes: index of the node in the engine; 0: the worker
+
+    @property
+    def name(self) -> str:
+        """Name in logs and in the control service."""
+        return (
+            rollout_process_name(self.index, self.follower) if self.role == "rollout" else f"{self.role}-{self.index}"
+        )
+
+
+@dataclass(frozen=True)
+class RingPlacement:
+    """The ring of one node."""
+
+    node: int
+    name: str
+    workers: tuple[int, ...]  # writers
+    ranks: tuple[int, ...]  # readers
+
+
+@dataclass(frozen=True)
+class RankBlocks:
+    """Sizes in ranks of the groups that should lie inside one node, from large to small."""
+
+    model_copy: int  # the whole model, all experts included
+    stage: int  # one pipeline stage of a copy
+    context: int  # tensor- times context-parallel
+    tensor: int
+
+    @classmethod
+    def from_config(cls, config: Config) -> RankBlocks:
+        """The sizes for a trainer."""
+        trainer = config.trainer
+        context = trainer.tensor_parallel * trainer.context_parallel
+        stage = math.lcm(context, trainer.expert_parallel * trainer.expert_tensor_parallel)
+        return cls(stage * trainer.pipeline_parallel, stage, context, trainer.tensor_parallel)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All processes of a job by node, trainer ranks first on each node."""
+
+    nodes: int
+    control_port: int  # of the control service, on the first node
+    processes: tuple[ProcessPlacement, ...]
+    rings: tuple[RingPlacement, ...]  # of each node; none without a trainer
+    blocks: RankBlocks
+
+    def on_node(self, node: int) -> tuple[ProcessPlacement, ...]:
+        """The processes of a node."""
+        return self._by_node[node]
+
+    def of_role(self, role: RoleName) -> tuple[ProcessPlacement, ...]:
+        """The processes of a role in the order of their indices."""
+        found = [process for process in self.processes if process.role == role]
+        return tuple(sorted(found, key=lambda process: (process.index, process.follower)))
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return asdict(self) | {"processes": [asdict(each) | {"name": each.name} for each in self.processes]}
+
+    @cached_property
+    def _by_node(self) -> tuple[tuple[ProcessPlacement, ...], ...]:
+        found: list[list[ProcessPlacement]] = [[] for _ in range(self.nodes)]
+        for process in self.processes:
+            found[process.node].append(process)
+        return tuple(map(tuple, found))
+
+
+def place_processes(config: Config) -> Placement:
+    """Place all processes of a configuration. Raises ConfigError, in one line, if that is impossible."""
+    cluster = config.cluster
+    _check_cluster_settings(config)
+    training, serving = _ranks_per_node(config)
+    blocks = RankBlocks.from_config(config)
+    copies = (blocks.model_copy, blocks.stage, blocks.context)
+    ranks = _distribute(_ranks_by_copy(config, blocks), copies, blocks.tensor, training, cluster.nodes)
+    slots = range(config.rollout.engines * config.ranks_per_engine)
+    engines = _distribute(slots, (config.ranks_per_engine,), config.rollout.tensor_parallel, serving, cluster.nodes)
+    engine_shares = [_engine_shares(slots, config.ranks_per_engine) for slots in engines]
+    node_counts: dict[int, int] = {}  # nodes of each engine so far
+    processes: list[ProcessPlacement] = []
+    for node in range(cluster.nodes):
+        processes += _processes(config, node, ranks[node], engine_shares[node], node_counts)
+    last = max(process.port for process in processes)
+    if last > 65535:
+        raise ConfigError(
+            f"cluster.base_port={cluster.base_port} and the processes of a node need ports up to {last}; lower it"
+        )
+    rings = () if config.evaluation.only else tuple(_rings(config, processes))
+    return Placement(cluster.nodes, cluster.base_port, tuple(processes), rings, blocks)
+
+
+def check_cluster(config: Config) -> None:
+    """Raise ConfigError if the configuration cannot be placed on the machines that it describes."""
+    if config.cluster.is_configured:
+        place_processes(config)
+    else:
+        check_gpu_sharing(config)
+
+
+def visible_devices(devices: Sequence[int], allocated: str, gpus: int) -> str:
+    """CUDA_VISIBLE_DEVICES of `devices` among the `allocated` GPUs; empty: all `gpus`. Raises ConfigError for fewer."""
+    names = allocated.split(",") if allocated else [str(number) for number in range(gpus)]
+    if len(names) < gpus:
+        raise ConfigError(
+            f"cluster.gpus_per_node={gpus}, but {DEVICES_VARIABLE}={allocated} allows {len(names)}; allow more (in a "
+            "Slurm job with --gpus-per-node), or lower cluster.gpus_per_node"
+        )
+    return ",".join(names[device] for device in devices)
+
+
+def visible_devices_by_process(config: Config, allocated: str) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES by process name, among the `allocated` GPUs; empty without GPUs (cluster.gpus_per_node)."""
+    gpus = config.cluster.gpus_per_node
+    if not gpus:
+        return {}
+    processes = place_processes(config).processes
+    return {process.name: visible_devices(process.devices, allocated, gpus) for process in processes}
+
+
+def ring_name(config: Config, node: int) -> str:
+    """The name of a node's ring in a job of several nodes. Raises ConfigError for an unknown node."""
+    check_node_number(config, node)
+    return segment_name(config.run.name, f"node {node}")
+
+
+def rollout_process_name(worker: int, follower: int) -> str:
+    """Name of a worker, or of a follower of its engine, in logs and in the control service; follower 0: the worker."""
+    return f"rollout-{worker}" + (f".follower-{follower}" if follower else "")
+
+
+def worker_name_of(name: str) -> str:
+    """The worker's name of a rollout process; other names unchanged."""
+    return name.partition(".follower-")[0]
+
+
+def rollout_process_names(config: Config) -> tuple[str, ...]:
+    """Names of all workers, and of all followers of engines over several nodes."""
+    if config.cluster.nodes == 1:
+        return config.worker_names
+    return tuple(process.name for process in place_processes(config).of_role("rollout"))
+
+
+def engine_nodes(config: Config, worker: int) -> tuple[int, ...]:
+    """The nodes of a worker's engine; the worker is on the first. Raises ConfigError."""
+    if config.cluster.nodes == 1:
+        return (0,)
+    found = tuple(process.node for process in place_processes(config).of_role("rollout") if process.index == worker)
+    if not found:
+        raise ConfigError(f"--worker={worker} is not one of the {config.rollout.engines} engines, from 0")
+    return found
+
+
+def check_node_number(config: Config, node: int) -> None:
+    """Raise ConfigError for a node number that the cluster does not have."""
+    if not 0 <= node < config.cluster.nodes:
+        raise ConfigError(f"--node={node} is not one of the {config.cluster.nodes} nodes (cluster.nodes), from 0")
+
+
+def _check_cluster_settings(config: Config) -> None:
+    cluster = config.cluster
+    check_gpu_sharing(config)
+    if cluster.trainer_cores and not cluster.numa_cores:
+        raise ConfigError(
+            f"cluster.trainer_cores={cluster.trainer_cores} has no effect without cluster.numa_cores; "
+            "set both or neither"
+        )
+    if not cluster.gpus_per_node:
+        for name in ("engine_gpus_per_node", "gpu_numa", "nics", "gpu_gib"):
+            if (value := getattr(cluster, name)) != getattr(ClusterConfig(), name):
+                raise ConfigError(
+                    f"cluster.{name}={value} has no effect with cluster.gpus_per_node=0; set cluster.gpus_per_node too"
+                )
+        return
+    if config.model.platform == "cpu" and not cluster.shared_gpus:  # roles that share GPUs may share the CPU as well
+        raise ConfigError(
+            f"cluster.gpus_per_node={cluster.gpus_per_node} with model.platform=cpu: set cluster.gpus_per_node=0, "
+            "or platform to auto"
+        )
+    shared = config.evaluation.only or cluster.shared_gpus
+    if not shared and not 1 <= cluster.engine_gpus_per_node < cluster.gpus_per_node:
+        raise ConfigError(
+            f"cluster.engine_gpus_per_node={cluster.engine_gpus_per_node} of "
+            f"cluster.gpus_per_node={cluster.gpus_per_node} must leave each role at least one GPU of a node; "
+            f"choose 1 to {cluster.gpus_per_node - 1}"
+        )
+    for name, value in (("gpu_numa", cluster.gpu_numa), ("nics", cluster.nics)):
+        if value and len(value) != cluster.gpus_per_node:
+            raise ConfigError(
+                f"cluster.{name} has {len(value)} entries for cluster.gpus_per_node={cluster.gpus_per_node}; "
+                "give one for each GPU"
+            )
+    if cluster.gpu_numa and not cluster.numa_cores:
+        raise ConfigError(
+            "cluster.gpu_numa has no effect without cluster.numa_cores; give the cores of each NUMA node, too"
+        )
+    for number in cluster.gpu_numa:
+        if not 0 <= number < len(cluster.numa_cores):
+            raise ConfigError(
+                f"cluster.gpu_numa={number} is not one of the {len(cluster.numa_cores)} NUMA nodes "
+                "of cluster.numa_cores"
+            )
+
+
+def _ranks_per_node(config: Config) -> tuple[int, int]:
+    """Trainer ranks and engine ranks per node. Raises ConfigError if a role does not fill its GPUs."""
+    cluster, trainer, rollout = config.cluster, config.trainer, config.rollout
+    serving = rollout.engines * config.ranks_per_engine
+    dp, replica = trainer.data_parallel, config.trainer_world_size // trainer.data_parallel
+    for name, ranks, size, share, value in (
+        (
+            "trainer.data_parallel",
+            config.trainer_world_size,
+            replica,
+            config.trainer_gpus_per_node,
+            dp,
+        ),
+        ("rollout.engines", serving, config.ranks_per_engine, config.engine_gpus_per_node, rollout.engines),
+    ):
+        if cluster.gpus_per_node and ranks != cluster.nodes * share:
+            n, left = divmod(cluster.nodes * share, size)
+            every = config.evaluation.only or cluster.shared_gpus
+            gpus = "cluster.nodes" if every else "cluster.engine_gpus_per_node"
+            way = f"set it to {n}" if n and not left else f"change {gpus} or the parallel sizes"
+            raise ConfigError(
+                f"{name}={value} makes {ranks} ranks, but {cluster.nodes} nodes have {share} GPUs each for them, "
+                f"{cluster.nodes * share} in all (cluster.*); {way}"
+            )
+        if ranks % cluster.nodes:
+            raise ConfigError(
+                f"{name}={value} makes {ranks} ranks, which cluster.nodes={cluster.nodes} do not divide; every node "
+                f"must have equally many: choose a multiple of {cluster.nodes // math.gcd(size, cluster.nodes)}"
+            )
+    training, serving = config.trainer_world_size // cluster.nodes, serving // cluster.nodes
+    for name, size, share in (
+        ("trainer.tensor_parallel", trainer.tensor_parallel, training),
+        ("rollout.tensor_parallel", rollout.tensor_parallel, serving),
+    ):
+        if share % size:
+            raise ConfigError(
+                f"{name}={size} does not divide the {share} ranks of its role on a node, so that a tensor-parallel "
+                f"group would span nodes; choose a divisor of {share}"
+            )
+    return training, serving
+
+
+def _ranks_by_copy(config: Config, blocks: RankBlocks) -> list[int]:
+    """All trainer ranks, ordered by model copy and within a copy by stage."""
+    stages = config.trainer.pipeline_parallel
+    share = config.trainer_world_size // stages  # ranks of a stage, over all copies
+    if share % blocks.stage:
+        raise ConfigError(
+            f"trainer.expert_parallel x expert_tensor_parallel needs {blocks.stage} ranks for each copy of the "
+            f"experts, which do not divide the {share} ranks of a pipeline stage; lower expert_parallel or raise "
+            "data_parallel"
+        )
+    copies = range(0, share, blocks.stage)
+    return [
+        stage * share + first + i for first in copies for stage in range(stages) for i in range(blocks.stage)
+    ]  # fmt: skip
+
+
+def _distribute(order: Sequence[int], blocks: Sequence[int], smallest: int, room: int, nodes: int) -> list[list[int]]:
+    """Distribute `order` over nodes, `room` items each: large blocks whole where they fit, the rest in smaller blocks.
+
+    Each block size is a multiple of the next, and `smallest` divides `room`.
+    """
+    assigned: list[list[int]] = [[] for _ in range(nodes)]
+    left = list(order)
+    for block in (*blocks, smallest):
+        node, rest = 0, []
+        for start in range(0, len(left), block):
+            while node < len(assigned) and room - len(assigned[node]) < block:
+                node += 1
+            if node < len(assigned):
+                assigned[node] += left[start : start + block]
+            else:
+                rest += left[start : start + block]
+        left = rest
+    return assigned
+
+
+def _engine_shares(slots: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """(engine, its ranks on the node) in the node's order."""
+    return list(Counter(slot // size for slot in slots).items())
+
+
+def _processes(
+    config: Config, node: int, ranks: Sequence[int], engines: Sequence[tuple[int, int]], node_counts: dict[int, int]
+) -> Iterator[ProcessPlacement]:
+    """The processes of one node. `node_counts`: nodes that each engine has so far; updated."""
+    cluster = config.cluster
+    sizes = tuple(size for _, size in engines)
+    cores = _node_cores(
+        _NodeShape(tuple(cluster.numa_cores), tuple(cluster.gpu_numa), _core_request(config)), len(ranks), sizes
+    )
+
+    def process(role: RoleName, number: int, local: int, first: int, count: int, follower: int = 0) -> ProcessPlacement:
+        devices = tuple(range(first, first + count)) if cluster.gpus_per_node else ()
+        nics = tuple(dict.fromkeys(cluster.nics[gpu] for gpu in devices)) if cluster.nics else ()
+        index = local + (len(ranks) if role == "rollout" else 0)
+        return ProcessPlacement(
+            role, number, node, local, devices, cores[index], nics, cluster.base_port + 1 + index, follower
+        )
+
+    for local, rank in enumerate(ranks):
+        yield process("trainer", rank, local, local, 1)
+    first = 0 if cluster.shared_gpus else len(ranks)
+    for local, (engine, size) in enumerate(engines):
+        follower = node_counts.get(engine, 0)
+        node_counts[engine] = follower + 1
+        yield process("rollout", engine, local, first, size, follower)
+        first += size
+
+
+def _core_request(config: Config) -> CoreRequest:
+    cluster, shared = config.cluster, config.cluster.shared_gpus and not config.evaluation.only
+    return CoreRequest(cluster.gpus_per_node, cluster.trainer_cores, config.trainer.image_workers, shared)
+
+
+@dataclass(frozen=True)
+class _NodeShape:
+    """Everything that decides the cores of a node's processes; few nodes differ, so results are cached by this."""
+
+    cores: tuple[str, ...]
+    gpu_numa: tuple[int, ...]
+    core_request: CoreRequest
+
+
+@lru_cache(maxsize=64)
+def _node_cores(shape: _NodeShape, ranks: int, engines: tuple[int, ...]) -> tuple[Cores, ...]:
+    """Cores of each process of a node: `ranks` trainer ranks, then an engine for each number of processes."""
+    return assign_cores(shape.cores, shape.gpu_numa, shape.core_request, ranks, engines)
+
+
+def _rings(config: Config, processes: Sequence[ProcessPlacement]) -> Iterator[RingPlacement]:
+    nodes = range(config.cluster.nodes)
+    workers: list[list[int]] = [[] for _ in nodes]
+    ranks: list[list[int]] = [[] for _ in nodes]
+    for process in processes:
+        if process.role == "trainer":
+            ranks[process.node].append(process.index)
+        elif process.follower == 0:
+            workers[process.node].append(process.index)
+    for node in nodes:
+        yield RingPlacement(node, ring_name(config, node), tuple(workers[node]), tuple(ranks[node]))

@@ -1,0 +1,127 @@
+"""Tables and lines about evaluations for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from megatron_webrl.track.evaluation.evaluation_queue import BLANK_IMAGES, GREEDY, evaluation_name
+from megatron_webrl.types import BLOCKED
+
+VARIANT_NAMES = {BLANK_IMAGES: "blank", GREEDY: "greedy"}
+MOST_INTERVALS = 3  # columns of a table that show the interval of each environment
+LEGEND = (
+    "success of episodes with a verdict, with its 95 % interval (Wilson), in percent; masked: episodes without one, "
+    "that a blocked page, a crash, an error or a time limit ended, or that were never run; they count neither way; "
+    "blank: with blank images; episodes, masked and steps are those of the last column of success"
+)
+IMAGE_GAIN_NAME = "with screenshots over blank images"
+GAIN_NAMES = {"gain": "gain of the run", "blind_gain": "gain with blank images", "seeing_gain": "learned to see"}
+
+
+def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """Success of judged episodes in several evaluations of the same tasks: a row per environment, and the total. With
+    many evaluations only the total has intervals, and steps are left out, so that the table fits a terminal.
+    """
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_footer=True)
+    wide = len(lines) <= MOST_INTERVALS
+    table.add_column("task", footer="all" if wide else "all\n95 % interval", overflow="fold")
+    for line in lines:
+        footer = format_success(line) if wide else _in_two_lines(line)
+        table.add_column(_column_title(line), footer=footer, justify="right", no_wrap=True)
+    last = lines[-1]
+    for title, footer in (
+        ("epi-\nsodes", str(last["episodes"])),
+        ("masked", str(_no_verdict(last) + last["missing"])),
+        *([("steps", f"{last['steps_mean']:.2f}")] if wide else []),
+    ):
+        table.add_column(title, footer=footer, justify="right")
+    for name in sorted({name for line in lines for name in line["environments"]}):
+        entry = last["environments"].get(name)
+        entries = [line["environments"].get(name) for line in lines]
+        cells = [format_success(each) if wide else _rate(each, 0) for each in entries]
+        if entry is not None:
+            cells += [str(entry["episodes"]), str(_no_verdict(entry))]
+            cells += [f"{entry['steps_mean']:.2f}"] if wide else []
+        table.add_row(name, *cells)
+    return table
+
+
+def _column_title(line: Mapping[str, Any]) -> str:
+    """Two lines: how the policy acted, and when."""
+    how = VARIANT_NAMES.get(line["variant"]) or ("sampled" if line["temperature"] > 0 else "greedy")
+    return f"{how}\n{'success' if line['kind'] == 'checkpoint' else line['kind']}"
+
+
+def rates_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The success rates of evaluations, and who judged: a line each, or one line if no episode lacks a verdict."""
+    complete = [line for line in lines if not (line["missing"] or _no_verdict(line) or line["judge_dollars"])]
+    if len(complete) < len(lines) or len(lines) <= MOST_INTERVALS:
+        return [format_rates(line) for line in lines]
+    evaluators = sorted({name for line in lines for name in line["evaluators"]})
+    episodes = sum(line["episodes"] for line in lines)
+    return [f"all {episodes} episodes of {len(lines)} evaluations have a verdict (evaluator: {', '.join(evaluators)})"]
+
+
+def format_rates(line: Mapping[str, Any]) -> str:
+    """The success rates of an evaluation, of all episodes first, and who judged, in one line."""
+    name = evaluation_name(line["kind"], line["variant"]).replace("_", " ")
+    requested = line["episodes"] + _no_verdict(line) + line["missing"]
+    blocked = line["no_verdict"].get(BLOCKED, 0)
+    cost = f", {line['judge_dollars']:.2f} dollars" if line["judge_dollars"] else ""
+    return (
+        f"{name}: success {line['success_of_all']:.1%} of all {requested} episodes, "
+        f"{_percent(line['success_of_reached'])} of {requested - blocked} reached, "
+        f"{_percent(line['success_of_judged'])} of {line['episodes']} with a verdict; "
+        f"{blocked} blocked by their website (evaluator: {', '.join(line['evaluators']) or 'none'}{cost})"
+    )
+
+
+def format_success(entry: Mapping[str, Any] | None) -> str:
+    """Success rate of episodes with a verdict and its interval, in percent."""
+    interval = _interval(entry)
+    return f"{_rate(entry, 0)} ({interval})" if interval else "-"
+
+
+def format_difference(name: str, gain: Mapping[str, Any], width: int = 0) -> str:
+    """A contrast of success rates in one line; `width` of the name, so that lines below each other are aligned."""
+    points = "+5.1f" if width else "+.1f"
+    mean, low, high = (format(100 * value, points) for value in (gain["mean"], *gain["interval"]))
+    return (
+        f"{name + ':':<{width}} {mean} points, 95 % interval {low} to {high} (paired bootstrap, {gain['tasks']} tasks)"
+    )
+
+
+def gain_lines(evaluation: Mapping[str, Any]) -> list[str]:
+    """What the run gained, from the field `evaluation` of a summary: in all, without looking, and by what it sees."""
+    names = GAIN_NAMES if evaluation["seeing_gain"] else {"gain": GAIN_NAMES["gain"], "image_gain": IMAGE_GAIN_NAME}
+    width = 1 + max(map(len, names.values())) if evaluation["seeing_gain"] else 0
+    return [format_difference(label, evaluation[name], width) for name, label in names.items() if evaluation[name]]
+
+
+def _in_two_lines(entry: Mapping[str, Any]) -> str:
+    return f"{_rate(entry, 1)}\n{_interval(entry) or '-'}"
+
+
+def _rate(entry: Mapping[str, Any] | None, digits: int) -> str:
+    rate = None if entry is None else entry["success_of_judged"]
+    return "-" if rate is None else f"{rate:.{digits}%}"
+
+
+def _interval(entry: Mapping[str, Any] | None) -> str:
+    """The ends of the interval in percent; empty without one."""
+    if entry is None or entry["interval"] is None:
+        return ""
+    low, high = entry["interval"]
+    return f"{100 * low:.0f}-{100 * high:.0f}"
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1%}"
+
+
+def _no_verdict(entry: Mapping[str, Any]) -> int:
+    return sum(entry["no_verdict"].values())

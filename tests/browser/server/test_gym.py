@@ -1,0 +1,179 @@
+"""The Gymnasium environment, with a local server and on a farm."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from megatron_webrl.browser.server import gym, protocol
+from megatron_webrl.browser.server.gym import WebEnv
+from megatron_webrl.browser.server.local_servers import LocalServers
+from megatron_webrl.browser.server.spaces import ActionSpace
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.ring.locks import poll_with_backoff
+from tests.browser.server.servers import browser_of, config_for, server_processes
+from tests.documented_blocks import blocks_run_by
+
+WAIT = json.dumps({"kind": "wait", "time": 0})
+
+
+@pytest.fixture(scope="module")
+def farm() -> Iterator[LocalServers]:
+    """A server with numbered elements."""
+    servers = LocalServers(config_for(marks=True, actions=["switch_tab"]), sessions=2)
+    servers.start()
+    try:
+        for _ in poll_with_backoff(120):
+            if servers.poll_addresses():
+                break
+        yield servers
+    finally:
+        servers.close()
+
+
+def on(farm: LocalServers, environment: str = "click-test", source: str = "miniwob", **settings: object) -> WebEnv:
+    return WebEnv(source, environment, farm_url=farm.addresses()[0], token=farm.token, **settings)  # type: ignore[arg-type]
+
+
+def test_an_environment_of_a_farm_passes_gymnasiums_checks(farm: LocalServers) -> None:
+    env = on(farm, render_mode="rgb_array")
+    try:
+        check_env(env)
+    finally:
+        env.close()
+
+
+def test_an_environment_without_a_farm_starts_a_local_server() -> None:
+    before = server_processes()
+    env = gymnasium.make("webrl/miniwob.click-test-v0", width=160, height=210)
+    try:
+        seen, info = env.reset(seed=4)
+        assert (seen["instruction"], seen["screenshot"].shape) == ("Click the button.", (210, 160, 3))
+        again, same = env.reset(seed=4)
+        assert info == same
+        assert (seen["screenshot"] == again["screenshot"]).all()
+        assert len(server_processes()) == len(before) + 1
+    finally:
+        env.close()
+    assert server_processes() == before
+
+
+def test_a_click_ends_the_episode_with_the_pages_reward(farm: LocalServers) -> None:
+    env = on(farm, marks=True)
+    try:
+        seen, info = env.reset(seed=1)
+        [button] = [one for one in seen["elements"] if one["role"] == "button"]
+        assert [tab["active"] for tab in seen["tabs"]] == [1]
+        seen, reward, terminated, truncated, info = env.step(json.dumps({"kind": "click", "element_id": button["id"]}))
+        assert (reward > 0.9, terminated, truncated) == (True, True, False)
+        assert (info["outcome"], info["steps"]) == ("success", 1)
+        with pytest.raises(ValueError, match="reset begins one"):
+            env.step(WAIT)
+    finally:
+        env.close()
+
+
+def test_an_answer_is_compared_with_the_tasks_answer(farm: LocalServers) -> None:
+    env = on(farm, "wiki-look-up", "sites")
+    try:
+        for right in (True, False):
+            env.reset(seed=2)
+            assert env._session.task is not None
+            text = env._session.task.answer if right else "surely not"
+            _, reward, terminated, truncated, info = env.step(json.dumps({"kind": "answer", "text": text}))
+            assert (reward, terminated, truncated) == (float(right), True, False)
+            assert info["outcome"] == ("success" if right else "failure")
+    finally:
+        env.close()
+
+
+def test_the_last_step_and_a_browser_failure_truncate(farm: LocalServers) -> None:
+    env = on(farm, max_steps=2)
+    try:
+        env.reset(seed=1)
+        assert env.step(WAIT)[2:4] == (False, False)
+        *_, terminated, truncated, info = env.step(WAIT)
+        assert (terminated, truncated, info["outcome"]) == (False, True, "failure")
+        env.reset(seed=1)
+        [server] = server_processes()
+        browser_of(server).kill()
+        seen, reward, terminated, truncated, info = env.step(WAIT)
+        assert (reward, terminated, truncated, info["outcome"]) == (0.0, False, True, "browser_crashed")
+        assert "Chromium has ended" in seen["error"]
+        assert seen in env.observation_space
+        assert env.reset(seed=1)[0]["instruction"] == "Click the button."
+    finally:
+        env.close()
+
+
+def test_settings_that_differ_from_the_farms_are_refused(farm: LocalServers) -> None:
+    with pytest.raises(ConfigError, match=r"has browser.marks=True, not False; start one with it"):
+        on(farm, marks=False)
+    with pytest.raises(ConfigError, match=r"browser.open_web is a setting of browser server"):
+        on(farm, open_web=True)
+    env = on(farm, "click-tset")
+    try:
+        with pytest.raises(ValueError, match=r"click-tset.*near: click-test"):
+            env.reset()
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_sampled_actions_of_every_kind_are_valid(marks: bool) -> None:
+    further = ("drag", "key", "select_option", "switch_tab", "new_tab", "close_tab", "double_click")
+    space = ActionSpace(marks, further, seed=0)
+    samples = [space.sample() for _ in range(500)]
+    assert all(sample in space for sample in samples)
+    assert {json.loads(sample)["kind"] for sample in samples} == set(space.kinds)
+    assert [ActionSpace(marks, further, seed=7).sample() for _ in range(2)].count(
+        ActionSpace(marks, further, seed=7).sample()
+    ) == 2
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (3, "not a int"),
+        ("click", "Invalid JSON"),
+        ('{"kind": "juggle"}', "kind"),
+        ('{"kind": "hover", "coordinate": [1, 1]}', "kind: hover is not one of left_click"),
+        ('{"kind": "left_click"}', "coordinate or element_id: left_click needs it"),
+        ('{"kind": "left_click", "coordinate": [1, 1001]}', r"coordinate: \[1, 1001\] is not within 0..1000"),
+        ('{"kind": "wait", "seconds": 3}', "seconds"),
+    ],
+)
+def test_an_invalid_action_is_named(action: object, message: str) -> None:
+    space = ActionSpace(marks=False)
+    assert action not in space
+    with pytest.raises(ValueError, match=message):
+        space.parse(action)
+
+
+def test_every_environment_is_registered() -> None:
+    names = [name for name in gymnasium.registry if name.startswith("webrl/")]
+    assert "webrl/sites.forms-vote-v0" in names
+    assert len([name for name in names if name.startswith("webrl/miniwob.")]) > 100
+    gym.register()
+    assert len([name for name in gymnasium.registry if name.startswith("webrl/")]) == len(names)
+
+
+def test_the_example_of_the_documentation_runs(
+    farm: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = blocks_run_by(__file__, "docs/browser.md", "python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    script = tmp_path / "ten_lines.py"
+    assert "http://127.0.0.1:8700" in code
+    script.write_text(code.replace("http://127.0.0.1:8700", farm.addresses()[0]))
+    monkeypatch.setenv(protocol.TOKEN_VARIABLE, farm.token)
+    ran = runpy.run_path(str(script))
+    assert isinstance(ran["observation"]["screenshot"], np.ndarray)
+    assert ran["info"]["steps"] >= 1

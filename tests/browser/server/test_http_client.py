@@ -1,0 +1,148 @@
+"""The client against busy, silent and unreachable servers, and its exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from megatron_webrl.browser.errors import BrowserError, BrowserTimeout, PageCrashed
+from megatron_webrl.browser.server import protocol
+from megatron_webrl.browser.server.client import BrowserClient
+from megatron_webrl.browser.server.http_client import BrowserBusy, ServerUnreachable, to_browser_error
+from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.browser_checks import parse_farm_addresses
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.types import Action, Observation
+from tests.browser.server.servers import LIMIT
+
+
+async def test_an_unreachable_farm_is_named() -> None:
+    async with BrowserClient("http://127.0.0.1:9", "") as browsers:
+        with pytest.raises(
+            ServerUnreachable, match=r"no browser farm within 0 s: http://127.0.0.1:9 cannot be reached"
+        ):
+            await browsers.wait_until_ready(0.2)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 0.5, None])
+def test_a_reward_that_is_no_number_stays_so(reward: float | None) -> None:
+    """It must not become a missing one, which does not mask the episode."""
+    seen = protocol.decode_observation(protocol.encode_observation(Observation(b"x", "", "", False, reward=reward)))
+    assert repr(seen.reward) == repr(reward)
+
+
+@asynccontextmanager
+async def server(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """A server with one handler for all requests."""
+    runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+    await runner.cleanup()
+
+
+async def test_retries_of_a_lease_request_respect_retry_after() -> None:
+    asked: list[float] = []
+
+    async def busy(request: web.Request) -> web.Response:
+        asked.append(time.monotonic())
+        return web.Response(status=503, text='{"error": "full"}', headers={"Retry-After": "1"})
+
+    async with server(busy) as url, BrowserClient(url, "", wait_seconds=4.0) as browsers:
+        with pytest.raises(BrowserBusy, match="answered 503: full"):
+            async with browsers.session():
+                raise AssertionError("there is no place")
+    assert 2 <= len(asked) <= 4
+    assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(asked))
+
+
+def server_state(url: str) -> web.Response:
+    return web.Response(
+        body=protocol.dump(
+            protocol.ServerState(url, "instance", 1, 1, protocol.SessionSpec.from_config(BrowserConfig()))
+        )
+    )
+
+
+async def test_a_lease_granted_to_a_cancelled_caller_is_released() -> None:
+    asked, answering = asyncio.Event(), asyncio.Event()
+    released: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.method == "DELETE":
+            released.append(request.path)
+            return web.Response(status=204)
+        if request.path.endswith("/state"):
+            return server_state(f"http://{request.host}")
+        asked.set()
+        await answering.wait()
+        lease = {"id": "a-b", "seconds": 60, "server": f"http://{request.host}"}
+        return web.Response(status=201, text=json.dumps(lease))
+
+    async with server(answer) as url:
+        async with BrowserClient(url, "") as browsers:
+            asking = asyncio.ensure_future(browsers.session().__aenter__())
+            await asked.wait()
+            asking.cancel()
+            answering.set()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        assert released == ["/v1/leases/a-b"]
+
+
+async def test_a_step_is_never_sent_twice_and_ends_within_its_timeout() -> None:
+    steps = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal steps
+        if request.path.endswith("/leases"):
+            lease = {"id": "a-b", "seconds": 60, "server": f"http://{request.host}"}
+            return web.Response(status=201, text=json.dumps(lease))
+        if request.path.endswith("/state"):
+            return server_state(f"http://{request.host}")
+        if request.path.endswith("/step"):
+            steps += 1
+            if steps == 1:
+                request.transport.abort()  # type: ignore[union-attr]
+            await asyncio.sleep(LIMIT)
+        return web.Response(status=204)
+
+    async with server(answer) as url, BrowserClient(url, "") as browsers, browsers.session() as session:
+        with pytest.raises(ServerUnreachable):
+            await session.step(Action("wait"))
+        assert steps == 1
+        session._seconds = 0.2
+        with pytest.raises(BrowserTimeout, match=r"did not answer POST /v1/leases/a-b/step within 0 s"):
+            await session.step(Action("wait"))
+        assert steps == 2
+
+
+def test_outcomes_become_browser_errors() -> None:
+    found = to_browser_error(protocol.ErrorResponse("the renderer has ended", "page_crashed"))
+    assert (type(found), str(found), found.outcome) == (PageCrashed, "the renderer has ended", "page_crashed")
+    unknown = to_browser_error(protocol.ErrorResponse("struck by lightning", "lightning"))
+    assert (type(unknown), unknown.outcome, BrowserError.outcome) == (BrowserError, "lightning", "browser_error")
+    assert to_browser_error(protocol.ErrorResponse("?")).outcome == "browser_error"
+
+
+@pytest.mark.parametrize("address", ["", "node7:8700", "http://", "ftp://node7", "http://node7/v1", "http://node7:x"])
+def test_an_invalid_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not an address such as http://node7:8700 \(browser.farm\)"):
+        parse_farm_addresses(f"http://fine:1,{address}")
+
+
+def test_a_client_needs_neither_playwright_nor_torch() -> None:
+    code = "import sys, megatron_webrl.browser.server.client; print({'playwright', 'torch', 'vllm'} & set(sys.modules))"
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True).stdout == b"set()\n"

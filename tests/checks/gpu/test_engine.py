@@ -1,0 +1,120 @@
+"""How the section "engine" judges what its job wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.checks.gpu.engine_section import FP8_GAP, GAP, judge_job, short_job
+from megatron_webrl.checks.gpu.results import CheckResult
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.launch.validation import check_config, check_settings
+from megatron_webrl.model.hf_config import read_model_config
+from megatron_webrl.model.model_sizes import config_sections, size_from_path
+
+ROOT = Path(__file__).parents[3]
+PENALTY = "trainer.reward={format_penalty: 0.1, length_penalty: 0.1, length_window: 40}"
+TEACHER = 'trainer.distillation={coefficient: 1, url: "http://node7:8000", key_variable: KEY, clip: 2}'
+OPTIONS = {
+    "gspo": ["trainer.loss={name: gspo, clip_low: 3e-4, importance_weight_level: product, kl_rejection_bound: 0.1,"
+             " importance_weight_floor: 0.5, max_token_lag: 1, entropy_coefficient: 0.1, kl_coefficient: 0.1}"],
+    "dppo": ["trainer.loss={name: dppo, dppo_divergence: kl, dppo_bound: 0.1, shuffle_advantages: true}",
+             "trainer.min_group=3", "trainer.merge_prefixes=trajectory"],
+    "raft": ["trainer.loss={name: raft, raft_versions: 2, shuffle_advantages: true, entropy_coefficient: 0.1}"],
+    "raft_plus_plus": ["trainer.loss={name: raft_plus_plus, raft_versions: 3, clip_high: 0.1, max_token_lag: 4}"],
+    "penalties apart": [PENALTY, "trainer.advantage={components: apart, discount: 0.9, overlong: mask}"],
+    "penalties of steps": [PENALTY, "trainer.advantage={penalties: step, scale: batch_std, baseline: leave_one_out}"],
+    "anchors": ["trainer.advantage={anchor_weight: 1, anchor_discount: 0.9, scale: none, overlong: mask}"],
+    "critic": ["trainer.critic={coefficient: 0.5, gae_lambda: 0.9, train_trunk: false, warmup_updates: 30}",
+               "trainer.advantage={scale: batch_std, discount: 0.9, overlong: mask}", PENALTY],
+    "teacher": [TEACHER, "trainer.loss={name: cispo, importance_weight_mode: truncate, entropy_coefficient: 0.1}"],
+    "teacher and critic": [TEACHER, "trainer.critic.coefficient=0.5", "trainer.advantage.scale=none"],
+    "teacher alone": [TEACHER, "trainer.distillation={rewards: false, timeout_seconds: 9}", "trainer.loss.name=sapo"],
+    "warm start": ["trainer.warm_start={demonstrations: 9, demonstrations_file: made.records}"],
+}  # fmt: skip
+
+EXTRA = {
+    "updates_within_step_max": 0, "updates_across_steps_max": 1, "weights/failed_transfers": 0, "weights/engines": 2,
+    "weights/engines_with_cuda_graphs": 2, "weights/in_place_parameters": 9, "weights/reloaded_parameters": 3,
+    "weights/gib_per_second": 1.0, "weights/pause_seconds": 0.1, "weights/engines_with_async_scheduling": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("platform", "changed", "statuses"),
+    [
+        ("cuda", {}, ("passed", "passed")),
+        ("cuda", {"updates_across_steps_max": 0}, ("failed", "passed")),
+        ("cpu", {"updates_across_steps_max": 0}, ("skipped", "passed")),
+        ("cuda", {"weights/engines_with_cuda_graphs": 1}, ("passed", "failed")),
+        ("cpu", {"weights/engines_with_cuda_graphs": 0}, ("passed", "passed")),
+    ],
+)
+def test_an_update_must_meet_an_episode_and_engines_on_gpus_need_graphs(
+    tmp_path: Path, platform: str, changed: dict[str, int], statuses: tuple[str, str]
+) -> None:
+    found = judged(tmp_path, [f"model.platform={platform}"], 1e-5, changed)
+    names = ("updates during an episode, at most", "engines with CUDA graphs")
+    assert tuple(found[name].status for name in names) == statuses
+
+
+def judged(folder: Path, overrides: list[str], gap: float, changed: dict[str, int]) -> dict[str, CheckResult]:
+    config = short_job(parse_config(None, overrides), folder)
+    config.run_folder.mkdir()
+    (config.run_folder / "summary.json").write_text(json.dumps({"accounting": {"matches": True}}))
+    update = {"logprob_mismatch_max": gap, "tokens_per_second": 1.0, "extra": {**EXTRA, **changed}}
+    (config.run_folder / "updates.jsonl").write_text(f"{json.dumps(update)}\n" * 3)
+    return {each.name: each for each in judge_job(config)}
+
+
+def test_the_gap_of_an_fp8_cache_is_measured_without_a_limit(tmp_path: Path) -> None:
+    fp8 = judged(tmp_path, ["model.platform=cuda", "rollout.kv_cache_dtype=fp8"], 0.5, {})[FP8_GAP]
+    assert (fp8.status, fp8.value, fp8.limit) == ("passed", 0.5, None)
+    (tmp_path / "auto").mkdir()
+    assert judged(tmp_path / "auto", ["model.platform=cuda"], 0.5, {})[GAP].status == "failed"
+
+
+@pytest.mark.parametrize("name", ["quickstart", "tiny_1gpu"])
+def test_the_short_job_of_a_configuration_is_valid(tmp_path: Path, name: str) -> None:
+    own = ["trainer.profile.updates=[9]", "model.platform=cpu"]
+    check_config(short_job(parse_config(ROOT / "configs" / f"{name}.yaml", own), tmp_path))
+
+
+def test_the_short_job_of_a_configuration_with_penalties_and_an_overlong_filter_is_valid(tmp_path: Path) -> None:
+    own = [
+        "model.platform=cpu", "trainer.loss.name=grpo", "trainer.loss.raft_versions=0", "rollout.max_new_tokens=200",
+        "trainer.reward={length_penalty: 0.1, length_window: 100}",
+        "trainer.advantage={components: apart, discount: 0.9, anchor_weight: 1, overlong: mask}",
+    ]  # fmt: skip
+    config = parse_config(ROOT / "configs" / "quickstart.yaml", own)
+    check_config(config)
+    job = short_job(config, tmp_path)
+    check_config(job)
+    assert job.trainer.advantage.components == "apart"
+    assert config.trainer.advantage.overlong == "mask"
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", ["tiny_1gpu", "normalisers", "webgym_offline", "8b_1node", "30b_a3b_32node"])
+def test_the_short_job_of_every_algorithm_is_valid(tmp_path: Path, name: str, options: list[str]) -> None:
+    path = ROOT / "configs" / f"{name}.yaml"
+    size = size_from_path(parse_config(path).model.path)
+    description = config_sections(size) if size else read_model_config(ROOT / "models" / "quickstart")
+    config = parse_config(path, ["trainer.loss={name: grpo, raft_versions: 0}", *options])
+    check_settings(config, description)
+    check_settings(short_job(config, tmp_path), description)
+
+
+def test_the_short_job_keeps_the_algorithm_but_for_what_it_cannot_have(tmp_path: Path) -> None:
+    job = short_job(parse_config(None, OPTIONS["critic"]), tmp_path).trainer
+    assert (job.critic.coefficient, job.critic.train_trunk, job.critic.warmup_updates) == (0.5, False, 0)
+    assert (job.advantage.scale, job.advantage.overlong) == ("batch_std", "keep")
+    job = short_job(parse_config(None, OPTIONS["teacher"]), tmp_path).trainer
+    assert (job.loss.name, job.loss.entropy_coefficient, job.distillation.coefficient) == ("cispo", 0.1, 0.0)
+
+
+def test_the_short_job_leaves_no_checkpoint(tmp_path: Path) -> None:
+    checkpoint = short_job(parse_config(None), tmp_path).trainer.checkpoint
+    assert (checkpoint.every, checkpoint.last) == (0, False)

@@ -1,0 +1,134 @@
+"""The scripts of jobs alone: `srun` and `scontrol` are stand-ins that record how they are called."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.slurm.slurm_jobs import ROOT, SCRIPTS
+from tests.waiting import until
+
+SRUN = """#!/bin/bash
+printf '%q ' "$@" >>"$CALLS"; echo >>"$CALLS"
+case " $* " in
+    *" node ${DIES_AT:-none} "*) exit "$CODE" ;;
+    *" browsers route "*) while [ ! -e "$CALLS.stop" ]; do sleep 0.05; done ;;
+    *" node prepare "*) echo runs/contained/config.yaml ;;
+    *" node choose "*) echo n1 n2 ;;
+    *" node control "*) while [ ! -e "$CALLS.stop" ]; do sleep 0.05; done; exit 75 ;;
+    *" node stop "*"--lost"*)
+        if [ ! -e "$CALLS.refused" ]; then touch "$CALLS.refused"; exit 1; fi # as if the control service were starting
+        touch "$CALLS.stop" ;;
+    *" node stop "*) touch "$CALLS.stop" ;;
+esac
+"""
+SCONTROL = """#!/bin/bash
+case "$*" in
+    "show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
+    "show node"*) echo "NodeName=$4 NodeAddr=127.0.0.1" ;;
+    "show job"*)
+        [ -z "${SILENT:-}" ] || exit 1
+        echo "JobId=4711 JobState=RUNNING EndTime=Unknown PreemptTime=${PREEMPT_TIME:-None}" ;;
+    requeue*)
+        if [ -n "${SILENT:-}" ] && [ ! -e "$CALLS.asked" ]; then touch "$CALLS.asked"; exit 1; fi
+        touch "$CALLS.requeued" ;;
+esac
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "calls").touch()
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    return {
+        **kept, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "PYTHON": sys.executable,
+        "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_SUBMIT_DIR": str(ROOT),
+    }  # fmt: skip
+
+
+def calls(folder: Path) -> list[list[str]]:
+    return [shlex.split(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+def run_until_preempted(script: str, folder: Path, environment: dict[str, str]) -> list[list[str]]:
+    """The calls of srun of a job that gets the notice of its end once it runs."""
+    job = subprocess.Popen(["bash", str(SCRIPTS / script), "run.name=contained"], cwd=ROOT, env=environment)
+    try:
+        until(lambda: sum("trainer" in call or "rollout" in call for call in calls(folder)) == 2, "both steps", 60)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(60) == 0
+    finally:
+        job.kill()
+    assert (folder / "calls.requeued").exists()
+    return calls(folder)
+
+
+def test_every_step_of_a_job_uses_the_container_that_the_first_one_made(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    given = {"CONTAINER": "nvcr.io#nvidia/pytorch:26.01-py3", "MOUNTS": "/data:/data"}
+    first, *steps = run_until_preempted("train_nodes.sh", tmp_path, environment | given)
+    assert first[-1] == "true"  # on all nodes, before two steps can start on one of them
+    assert "--nodelist=n1,n2,n3" in first
+    found = [step[step.index("node") + 1] for step in steps]
+    assert found[:3] == ["prepare", "check", "choose"]
+    assert sorted(found[3:]) == ["control", "rollout", "stop", "trainer"]
+    for call in (first, *steps):
+        assert "--container-name=webrl-4711:no_exec" in call
+        assert "--container-image=nvcr.io#nvidia/pytorch:26.01-py3" in call
+        assert f"--container-mounts={ROOT}:{ROOT},/data:/data" in call
+    assert next(step for step in steps if "stop" in step)[-1] == "--preempted"
+
+
+def test_a_job_without_a_container_makes_none(tmp_path: Path, environment: dict[str, str]) -> None:
+    found = run_until_preempted("train_nodes.sh", tmp_path, environment)
+    assert found[0][found[0].index("node") + 1] == "prepare"
+    assert not [word for call in found for word in call if word.startswith("--container")]
+
+
+def test_a_job_saves_and_is_requeued_although_slurm_does_not_answer_at_first(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    found = run_until_preempted("train_nodes.sh", tmp_path, environment | {"SILENT": "1"})
+    assert next(call for call in found if "stop" in call)[-1] == "--preempted"
+    assert (tmp_path / "calls.asked").exists()
+
+
+@pytest.mark.parametrize(("step", "code"), [("prepare", 143), ("choose", 76)])
+def test_a_job_that_is_preempted_before_its_start_is_requeued(
+    tmp_path: Path, environment: dict[str, str], step: str, code: int
+) -> None:
+    """The signal ends the steps of the job, too; without a report of a check no node can be chosen."""
+    given = {"DIES_AT": step, "CODE": str(code), "SLURM_RESTART_COUNT": "1"}
+    job = ["bash", str(SCRIPTS / "train_nodes.sh"), "run.name=contained"]
+    preempted = environment | given | {"PREEMPT_TIME": "2026-01-01T00:00:00"}
+    assert subprocess.run(job, cwd=ROOT, env=preempted, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "calls.requeued").exists()
+    (tmp_path / "calls.requeued").unlink()
+    held = code == 76  # too few good nodes
+    assert subprocess.run(job, cwd=ROOT, env=environment | given, timeout=60, check=False).returncode == code * (
+        not held
+    )
+    assert (tmp_path / "calls.requeued").exists() == held
+
+
+def test_a_job_whose_browsers_all_end_is_requeued(tmp_path: Path, environment: dict[str, str]) -> None:
+    components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-3]", "SLURM_JOB_NODELIST_HET_GROUP_1": "b[1-3]"}
+    given = components | {"DIES_AT": "browsers", "CODE": "1"}
+    job = ["bash", str(SCRIPTS / "train_split.sh"), "run.name=contained"]
+    assert subprocess.run(job, cwd=ROOT, env=environment | given, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "calls.requeued").exists()
+    [servers] = [call for call in calls(tmp_path) if "browsers" in call and "node" in call]
+    assert "--kill-on-bad-exit=0" in servers
+    stops = [call for call in calls(tmp_path) if "stop" in call]
+    assert len(stops) == 2
+    assert stops[-1][-2:] == ["--lost", "the browsers' router, or all of their servers, ended"]

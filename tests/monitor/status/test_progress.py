@@ -1,0 +1,61 @@
+"""How fast a run goes: worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_webrl.monitor.status.progress import WINDOW, EpisodeCounts, count_episodes, recent_progress
+from tests.monitor.status.made_runs import updates
+
+
+def test_the_figures_of_the_last_updates() -> None:
+    made = updates(20, ended=10_000.0)
+    found = recent_progress(made, group_size=4, since=0.0)
+    assert found is not None
+    assert found.updates == WINDOW
+    assert found.seconds_per_update == pytest.approx(36.0)
+    assert found.updates_per_hour == pytest.approx(100.0)
+    assert found.episodes_per_hour == pytest.approx(100 * (8 * 4 - 2))  # masked episodes are not trained
+    assert found.tokens_per_second == pytest.approx(1000.0)
+    assert found.wait_fraction == pytest.approx(0.25)
+    assert (found.staleness_mean, found.staleness_max) == (1.5, 2)
+
+
+def test_all_time_between_updates_counts() -> None:
+    made = updates(3, ended=10_000.0)
+    made[2]["finished_at"] += 36.0  # a checkpoint, an evaluation
+    found = recent_progress(made, 4, 0.0)
+    assert found is not None
+    assert found.seconds_per_update == pytest.approx((36 + 36 + 72) / 3)
+    assert found.tokens_per_second == pytest.approx(1000 * 3 / 4)
+
+
+def test_the_time_between_two_jobs_of_a_run_does_not_count() -> None:
+    made = updates(4, ended=10_000.0)
+    for update in made[:2]:
+        update["finished_at"] -= 5000.0
+    found = recent_progress(made, 4, since=9_950.0)
+    assert found is not None
+    assert found.updates == 2
+    assert found.seconds_per_update == pytest.approx(36.0)
+    assert recent_progress(made, 4, since=10_001.0) is None
+    assert recent_progress([], 4, 0.0) is None
+
+
+def test_success_is_weighted_by_episodes() -> None:
+    made = updates(2, ended=100.0)
+    made[0]["extra"] |= {"rollout_success_rate": 1.0, "rollout_episodes": 192.0}
+    found = recent_progress(made, 4, 0.0)
+    assert found is not None
+    assert found.success == pytest.approx((192 + 16) / 256)
+    for update in made:
+        del update["extra"]["rollout_success_rate"]
+    assert (recent_progress(made, 4, 0.0) or found).success is None
+
+
+def test_episodes_come_from_the_accounting_or_the_updates() -> None:
+    assert count_episodes([], 4, None) is None
+    assert count_episodes(updates(3, 1.0), 4, None) == EpisodeCounts(trained=90, dropped={"stale": 6})
+    accounting = {"finished": 9, "trained": 4, "dropped": {"stale": 3}, "waiting": 2, "matches": True}
+    accounting |= {"tokens": {}, "rolled_back": 1}
+    assert count_episodes(updates(3, 1.0), 4, accounting) == EpisodeCounts(4, {"stale": 3}, 2, 9, True, 1)

@@ -1,0 +1,71 @@
+"""What must hold for the timeline of a finished job."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.monitor.timeline.explanation import EXCHANGE, TRAIN, WAIT, UpdateExplainer
+from megatron_webrl.monitor.timeline.processes import ProcessTimeline, read_timeline
+from megatron_webrl.monitor.timeline.trace import trace_events
+from megatron_webrl.track import episode_log, summary
+from megatron_webrl.types import TRAINABLE_OUTCOMES
+from tests.monitor.timeline.trace_format import flows_of, trace_problems
+
+TOLERANCE = 0.05
+
+
+def check_pauses(worker: ProcessTimeline, trainer: ProcessTimeline) -> None:
+    """An engine pauses after the trainer has begun to send a version, and serves it before the trainer ends."""
+    error = 0.001 + (worker.clock_error or 0.0)
+    sent = {span.facts["version"]: span for span in trainer.named("weight exchange")}
+    for pause in worker.named("pause for weights"):
+        exchange = sent[pause.facts["version"]]
+        assert exchange.start - error <= pause.start < pause.end <= exchange.end + error
+
+
+def check_timeline(folder: Path, roles: set[str], other_clocks: Collection[str] = ()) -> None:
+    """The trace is valid, has a flow for each trained episode, and the explanation has the figures of updates.jsonl.
+
+    `other_clocks`: roles on a machine with another clock than the control service's.
+    """
+    processes, updates = read_timeline(folder), summary.read_updates(folder)
+    assert {process.role for process in processes} == roles
+    assert {process.role for process in processes if process.clock_error != 0.0} == set(other_clocks)
+    for process in processes:
+        assert process.clock_error is not None
+        assert process.clock_error < 0.5
+        check_pauses(process, next(each for each in processes if each.role == "trainer-0"))
+    events = trace_events(processes)
+    assert not trace_problems(events)
+    lines = episode_log.read_lines(folder)
+    trained = {
+        f"0/{line['ticket']}.{line['index']}"
+        for line in lines
+        if line["disposition"] == episode_log.TRAINED and line["outcome"] in TRAINABLE_OUTCOMES
+    }
+    assert trained
+    assert flows_of(events).keys() == trained
+
+    explainer = UpdateExplainer(processes, parse_config(folder / "config.yaml"), updates)
+    assert explainer.versions == [update["version"] for update in updates]
+    explained = [explainer.explain(version) for version in explainer.versions]
+    for found, update in zip(explained, updates, strict=True):
+        seconds = update["seconds"]
+        for part, name in ((WAIT, "wait"), (TRAIN, "train"), (EXCHANGE, "sync")):
+            assert found.parts[part] == pytest.approx(seconds[name], rel=TOLERANCE, abs=0.01), part
+        if seconds["sync"]:  # one_step_off sends nothing in the first update
+            assert found.pause == pytest.approx(update["extra"]["weights/pause_seconds"], rel=TOLERANCE, abs=0.01)
+        assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=0.01)
+        assert sum(found.path.values()) == pytest.approx(found.seconds, rel=0.01)
+        assert found.last_group is not None
+    for (_, found), (before, update) in zip(pairwise(explained), pairwise(updates), strict=True):
+        assert found.seconds == pytest.approx(update["finished_at"] - before["finished_at"], rel=TOLERANCE)
+
+    steps = [step for line in lines for step in line["steps"]]
+    generated = sum(s.seconds for p in processes for s in p.named("generate") if s.track.startswith("episode "))
+    assert generated >= sum(step["generation_seconds"] for step in steps) * (1 - TOLERANCE)  # and those not logged

@@ -1,0 +1,271 @@
+"""The memory estimate against the parameter map, an engine's own map, and sums done by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model import model_sizes
+from megatron_webrl.model.architectures import parameter_mappings
+from megatron_webrl.model.layout import ParallelSizes, expert_rank, pipeline_stages
+from megatron_webrl.model.parameter_counts import count_parameters
+from megatron_webrl.model.parameter_map import parameter_shapes
+from megatron_webrl.model.vision_language.vision import build_vision_tower
+from megatron_webrl.placement.memory_estimate import (
+    GIB,
+    LOGIT_CHUNK_BYTES,
+    MemoryEstimate,
+    MemoryUse,
+    check_memory,
+    choose_recompute,
+    estimate_memory,
+    vision_activation_widths,
+)
+from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
+from tests.model.test_model_sizes import BILLIONS
+
+GPUS = (
+    "cluster.gpus_per_node=8",
+    "cluster.engine_gpus_per_node=4",
+    "trainer.data_parallel=0",
+    "rollout.engines=0",
+    "model.dtype=bfloat16",
+)
+
+
+def made(size: str, *overrides: str) -> tuple[Config, MemoryEstimate]:
+    config = parse_config(None, [*GPUS, *overrides])
+    return config, estimate_memory(config, model_sizes.config_sections(size))
+
+
+def stored(folder: Path) -> int:
+    """Numbers in a model folder's weights."""
+    with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("size", model_sizes.RELEASED)
+def test_the_count_of_a_released_size_is_that_of_its_tensors(size: str) -> None:
+    description = model_sizes.make_hf_config(size)
+    tensors = {entry.hf_param: entry.tensor_shape for entry in parameter_mappings(description)}
+    found = count_parameters(model_sizes.config_sections(size)).total
+    assert found == sum(math.prod(shape) for shape in tensors.values())
+    assert found == count_parameters(json.loads(description.to_json_string())).total
+    if size in BILLIONS:
+        assert found / 1e9 == pytest.approx(BILLIONS[size], rel=0.01)
+
+
+def test_the_count_of_a_tiny_model_is_that_of_its_file(tiny_model: Path, tiny_sparse_model: Path) -> None:
+    for folder in (tiny_model, tiny_sparse_model):
+        assert count_parameters(json.loads((folder / "config.json").read_text())).total == stored(folder)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"),
+    [
+        ("2B", ParallelSizes(tensor=2, pipeline=2)),
+        ("4B", ParallelSizes(tensor=4)),
+        ("8B", ParallelSizes(tensor=2, pipeline=4, virtual=3)),
+        ("30B-A3B", ParallelSizes(tensor=4, pipeline=2, expert=8)),
+        ("235B-A22B", ParallelSizes(tensor=4, pipeline=8, expert=16)),
+        ("Qwen3.5-4B", ParallelSizes(tensor=2, pipeline=2)),
+        ("Qwen3.5-9B", ParallelSizes(tensor=4, pipeline=2, virtual=2)),
+        ("Qwen3.5-122B-A10B", ParallelSizes(tensor=2, pipeline=8, expert=16)),
+    ],
+)
+def test_a_ranks_parameters_are_those_that_the_parameter_map_gives_it(size: str, sizes: ParallelSizes) -> None:
+    description = model_sizes.make_hf_config(size)
+    text, tied = description.text_config, description.tie_word_embeddings
+    _, found = made(
+        size, "cluster.nodes=32", f"trainer.tensor_parallel={sizes.tensor}",
+        f"trainer.pipeline_parallel={sizes.pipeline}", f"trainer.virtual_pipeline={sizes.virtual}",
+        f"trainer.expert_parallel={sizes.expert}",
+    )  # fmt: skip
+    held: list[list[Any]] = [[] for _ in range(sizes.pipeline)]
+    for entry in parameter_mappings(description):
+        if entry.expert is None or expert_rank(entry.expert, text.num_experts, sizes) == 0:
+            for stage in pipeline_stages(entry, text.num_hidden_layers, sizes, tied):
+                held[stage].append(entry)
+    for entries, use in zip(held, found.trainer, strict=True):
+        assert use.parameters == 2 * sum(math.prod(s) for s in parameter_shapes(entries, sizes.tensor).values())
+        assert use.gradients == 2 * use.parameters
+
+
+@pytest.mark.parametrize("mode", ["data", "weights"])
+@pytest.mark.parametrize(("size", "tensor"), [("8B", 1), ("32B", 4), ("2B", 2), ("30B-A3B", 2), ("235B-A22B", 4)])
+def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank(size: str, tensor: int, mode: str) -> None:
+    _, found = made(size, f"rollout.tensor_parallel={tensor}", f"rollout.mm_encoder_tp_mode={mode}")
+    sizes = EngineSizes(tensor=tensor, vision_data_parallel=mode == "data")
+    shapes = engine_parameter_shapes(model_sizes.make_hf_config(size), sizes, 0)
+    assert found.engine.parameters == 2 * sum(math.prod(shape) for shape in shapes.values())
+
+
+@pytest.mark.parametrize("size", model_sizes.RELEASED)
+def test_an_engine_of_one_gpu_has_every_weight(size: str) -> None:
+    _, found = made(size)
+    assert found.engine.parameters == 2 * found.parameters
+
+
+def test_an_fp8_cache_holds_twice_the_tokens_of_bfloat16() -> None:
+    tokens = {dtype: made("8B", f"rollout.kv_cache_dtype={dtype}")[1].kv_cache_tokens for dtype in ("auto", "fp8")}
+    assert tokens["fp8"] == pytest.approx(2 * tokens["auto"], abs=2)
+
+
+def test_the_largest_rank_of_a_pipelined_engine_is_not_underestimated() -> None:
+    for size in ("32B", "235B-A22B"):
+        _, found = made(size, "cluster.nodes=2", "rollout.tensor_parallel=4", "rollout.pipeline_parallel=2")
+        description, sizes = model_sizes.make_hf_config(size), EngineSizes(4, 2, vision_data_parallel=True)
+        ranks = [
+            sum(math.prod(s) for s in engine_parameter_shapes(description, sizes, rank).values()) for rank in (0, 4)
+        ]
+        assert 2 * max(ranks) <= found.engine.parameters <= 2.1 * max(ranks)
+
+
+def test_the_optimizers_state_is_shared_out_over_replicas() -> None:
+    _, one = made("8B", "trainer.tensor_parallel=4")
+    _, many = made("8B", "trainer.tensor_parallel=4", "cluster.nodes=8")
+    assert one.trainer[0].optimizer == 6 * one.trainer[0].parameters  # 12 bytes beside the weights' 2
+    assert many.trainer[0].optimizer == pytest.approx(one.trainer[0].optimizer / 8, rel=1e-6)
+    assert many.trainer[0].parameters == one.trainer[0].parameters
+
+
+def test_weights_that_are_not_trained_take_neither_gradients_nor_state() -> None:
+    counts = count_parameters(model_sizes.config_sections("8B"))
+    tower = counts.vision_sharded + counts.vision_replicated
+    _, trained = made("8B", "trainer.tensor_parallel=4")
+    _, frozen = made("8B", "trainer.tensor_parallel=4", "trainer.train_vision=false")
+    assert trained.trainer[0].gradients - frozen.trainer[0].gradients == 4 * tower
+    assert trained.trainer[0].optimizer - frozen.trainer[0].optimizer == 12 * tower
+    assert trained.trainer[0].images > 5 * frozen.trainer[0].images
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_vision_tower_keeps_what_is_estimated(dtype: torch.dtype) -> None:
+    vision = model_sizes.make_hf_config("8B").vision_config
+    vision.depth, vision.deepstack_visual_indexes, vision.out_hidden_size = 3, [0, 1], 64
+    vision.hidden_size, vision.intermediate_size, vision.num_heads = 256, 1024, 4
+    tower = build_vision_tower(vision, dtype, torch.device("cpu"))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+    kept: dict[int, torch.Tensor] = {}  # one of each storage, which keeps its address
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if (address := tensor.untyped_storage().data_ptr()) not in weights:
+            kept[address] = tensor
+        return tensor
+
+    grids = torch.tensor([[1, 16, 16], [1, 8, 16]])
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        tower(torch.zeros(384, 3 * 2 * 16 * 16, dtype=dtype), grid_thw=grids, return_dict=True)
+    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 384
+    block, rest = vision_activation_widths(vision.to_dict())
+    assert found == pytest.approx(dtype.itemsize * (3 * block + rest), rel=0.05)
+
+
+def test_activations_fall_with_recomputation_tensor_and_context_parallelism() -> None:
+    def kept(*overrides: str) -> int:
+        return made("8B", "cluster.nodes=4", *overrides)[1].trainer[0].activations
+
+    none, selective, full = (kept(f"trainer.recompute={name}") for name in ("none", "selective", "full"))
+    assert none > 1.5 * selective > 4 * full
+    for size in ("tensor", "context"):
+        found = kept("trainer.recompute=none", f"trainer.{size}_parallel=2")
+        assert found == pytest.approx(none / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gib", "overrides", "chosen"),
+    [
+        (140, (), "none"), (127, (), "selective"), (104, (), "selective"), (101, (), "full"), (20, (), "full"),
+        (140, ("cluster.shared_gpus=true", "rollout.kv_cache_mib=8192"), "selective"),  # beside an engine
+        (20, ("trainer.recompute=none",), "none"), (300, ("trainer.recompute=full",), "full"),
+    ],
+)  # fmt: skip
+def test_auto_recomputes_the_least_that_leaves_a_tenth_of_a_gpu(gib: int, overrides: list[str], chosen: str) -> None:
+    config = parse_config("configs/8b_4node.yaml", ["trainer.recompute=auto", f"cluster.gpu_gib={gib}", *overrides])
+    description = model_sizes.config_sections("8B")
+    assert choose_recompute(config, description) == chosen
+    explicit = parse_config("configs/8b_4node.yaml", [f"cluster.gpu_gib={gib}", *overrides])
+    explicit.trainer.recompute = chosen
+    assert estimate_memory(config, description) == estimate_memory(explicit, description)
+    config.cluster.gpus_per_node = 0
+    assert choose_recompute(config, description) == ("none" if config.trainer.recompute == "auto" else chosen)
+
+
+def test_common_prefixes_take_copies_of_keys_and_values_and_logits_of_more_tokens() -> None:
+    def use(*overrides: str) -> MemoryUse:
+        return made("8B", "cluster.nodes=4", *overrides)[1].trainer[0]
+
+    for recompute, layers in (("none", 36 + 0.5), ("full", 1.5)):
+        merged, shared = (
+            use(f"trainer.recompute={recompute}", f"trainer.merge_prefixes={name}") for name in ("trajectory", "all")
+        )
+        copies = layers * 2 * (2 * 2 * 8 * 128) * 16384  # twice the tokens; keys and values of eight heads
+        assert shared.activations - merged.activations == pytest.approx(copies, rel=1e-6)
+        assert shared.logits - merged.logits == pytest.approx(merged.logits - LOGIT_CHUNK_BYTES, rel=1e-3)
+        assert shared.images == merged.images
+
+
+def test_the_first_stage_holds_the_rows_of_all_stages_and_the_last_one() -> None:
+    _, found = made("8B", "cluster.nodes=4", "trainer.pipeline_parallel=4", "trainer.recompute=full")
+    row = 9 * 2 * 4096 * 16384  # inputs of nine layers
+    at_work = found.trainer[3].activations - row
+    assert found.trainer[0].activations == 4 * row + at_work
+    assert [use.images > 0 for use in found.trainer] == [True, False, False, False]
+    assert [use.logits > 0 for use in found.trainer] == [False, False, False, True]
+
+
+def test_the_kv_cache_is_what_the_engine_leaves_of_its_share_of_the_card() -> None:
+    _, found = made("8B", "rollout.gpu_memory_utilization=0.5")
+    token = 2 * 36 * 8 * 128 * 2  # keys and values, layers, heads, their size, bytes
+    room = 40 * GIB - 4 * GIB - found.engine.parameters
+    assert found.engine.kv_cache == room
+    assert found.kv_cache_tokens == room // token
+    _, given = made("8B", "rollout.kv_cache_mib=1024")
+    assert given.engine.kv_cache == GIB
+
+
+def test_linear_attention_has_a_state_for_each_request_instead_of_a_cache() -> None:
+    _, found = made("Qwen3.5-9B", "rollout.tensor_parallel=2", "rollout.kv_cache_mib=8192", "rollout.max_num_seqs=16")
+    state = 32 * 128 * 128 * 4 + 3 * 8192 * 2  # float32; three tokens of the channels before the convolution
+    token = 8 * 2 * 4 * 256 * 2  # a quarter of 32 layers, keys and values, heads, their size, bytes
+    assert found.kv_cache_tokens == (8 * GIB - 16 * 24 * state // 2) // (token // 2)
+    stages = made("Qwen3.5-9B", "cluster.nodes=3", "rollout.tensor_parallel=4", "rollout.pipeline_parallel=3",
+                  "rollout.kv_cache_mib=1024", "rollout.max_num_seqs=1")[1]  # fmt: skip
+    layers, linear = 3, 9  # most that eleven neighbouring layers hold
+    assert stages.kv_cache_tokens == (GIB - linear * state // 4) // (layers * 2 * 256 * 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "words"),
+    [
+        ("32B", ["rollout.tensor_parallel=1", "cluster.gpu_gib=70"], "leave a KV cache of"),
+        ("8B", ["trainer.tensor_parallel=4", "trainer.recompute=none", "trainer.tokens_per_microbatch=65536"],
+         "set trainer.recompute=full, or lower trainer.tokens_per_microbatch"),
+        ("32B", ["trainer.tensor_parallel=4", "trainer.recompute=full"], "trainer needs 1"),
+        ("8B", ["trainer.recompute=full", "trainer.train_vision=false"], "raise trainer.tensor_parallel, pipeline"),
+        ("8B", ["trainer.tensor_parallel=4", "trainer.recompute=full", "rollout.gpu_memory_utilization=1"],
+         "engine needs 80.5 GiB of a GPU, more than cluster.gpu_gib=80"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_a_card_is_refused_with_what_takes_most(size: str, overrides: list[str], words: str) -> None:
+    config, found = made(size, *overrides)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(config, found)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_gpus_there_is_no_card_to_exceed(tiny_model: Path) -> None:
+    config = parse_config(None, ["rollout.kv_cache_mib=64", "cluster.nodes=1"])
+    found = estimate_memory(config, json.loads((tiny_model / "config.json").read_text()))
+    check_memory(config, found)
+    assert found.trainer[0].optimizer == 2 * found.trainer[0].parameters  # float32: two moments beside each weight

@@ -1,0 +1,332 @@
+"""Who runs where: nothing shared, nothing left over, groups inside nodes wherever they fit."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from megatron.core.parallel_state import RankGenerator
+from rich.console import Console
+
+from megatron_webrl.cli import main
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.launch.local_launcher import LocalLauncher
+from megatron_webrl.placement.cores import format_cores, parse_cores
+from megatron_webrl.placement.placement import (
+    Placement,
+    place_processes,
+    ring_name,
+    visible_devices,
+    visible_devices_by_process,
+)
+
+ROOT = Path(__file__).parents[2]
+CLUSTERS = sorted((ROOT / "configs").glob("*node.yaml"))
+ORDER = "tp-cp-ep-dp-pp"
+NO_GPUS = ("cluster.gpus_per_node=0", "cluster.engine_gpus_per_node=0", "trainer.data_parallel=1", "rollout.engines=1")
+EIGHT = ("cluster.gpus_per_node=8", "cluster.engine_gpus_per_node=4", "trainer.data_parallel=0", "rollout.engines=0")
+
+
+def made(*overrides: str) -> Config:
+    return parse_config(None, list(overrides))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        place_processes(made(*overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Config:
+    """Any layout that can be placed, on GPUs or without."""
+    one_of = st.sampled_from
+    tp, cp, pp, ep = draw(one_of([1, 2, 4])), draw(one_of([1, 2])), draw(st.integers(1, 4)), draw(one_of([1, 2, 4, 8]))
+    nodes, share = draw(st.integers(1, 8)), tp * draw(st.integers(1, 6))
+    engine_tp, engine_pp = draw(one_of([1, 2, 4])), draw(st.integers(1, 3))
+    serving = engine_tp * draw(st.integers(1, 4))
+    assume(nodes * share % (pp * math.lcm(tp * cp, ep)) == 0)
+    assume(nodes * serving % (engine_tp * engine_pp) == 0)
+    config = Config()  # what `read` gives, without the time that it takes
+    trainer, rollout = config.trainer, config.rollout
+    trainer.tensor_parallel, trainer.context_parallel = tp, cp
+    trainer.pipeline_parallel, trainer.expert_parallel = pp, ep
+    rollout.tensor_parallel, rollout.pipeline_parallel = engine_tp, engine_pp
+    trainer.data_parallel = nodes * share // (tp * cp * pp)
+    rollout.engines = nodes * serving // (engine_tp * engine_pp)
+    config.cluster.nodes = nodes
+    if draw(st.booleans()):
+        config.cluster.gpus_per_node, config.cluster.engine_gpus_per_node = share + serving, serving
+    numa = draw(st.integers(0, 3))
+    each = 4 * (share + serving) + draw(st.integers(0, 9))
+    config.cluster.numa_cores = [f"{i * each}-{(i + 1) * each - 1}" for i in range(numa)]
+    return config
+
+
+@given(configurations())
+@settings(max_examples=150)
+def test_devices_cores_and_ports_of_a_node_are_all_used_and_by_one_process_each(config: Config) -> None:
+    found, cluster = place_processes(config), config.cluster
+    every_core = sorted(core for text in cluster.numa_cores for core in parse_cores(text))
+    for node in range(cluster.nodes):
+        here = found.on_node(node)
+        assert sorted(gpu for process in here for gpu in process.devices) == list(range(cluster.gpus_per_node))
+        assert sorted(core for process in here for core in process.cores) == every_core
+        assert all(process.cores for process in here) or not every_core
+        ports = [process.port for process in here] + [found.control_port]
+        assert len(set(ports)) == len(ports)
+        assert [process.local_rank for process in here if process.role == "trainer"] == list(
+            range(len(found.rings[node].ranks))
+        )
+    assert sorted(process.index for process in found.of_role("trainer")) == list(range(config.trainer_world_size))
+    assert len({process.name for process in found.processes}) == len(found.processes)
+    assert found == place_processes(config)
+
+
+@given(configurations())
+@settings(max_examples=100)
+def test_every_engine_is_whole_and_writes_to_one_ring_which_the_ranks_of_its_node_read(config: Config) -> None:
+    found = place_processes(config)
+    workers = [process for process in found.of_role("rollout") if process.follower == 0]
+    assert [process.index for process in workers] == list(range(config.rollout.engines))
+    assert sorted(worker for ring in found.rings for worker in ring.workers) == list(range(config.rollout.engines))
+    assert sorted(rank for ring in found.rings for rank in ring.ranks) == list(range(config.trainer_world_size))
+    assert len({ring.name for ring in found.rings}) == config.cluster.nodes
+    home = {process.index: process.node for process in workers}
+    assert all(home[worker] == ring.node for ring in found.rings for worker in ring.workers)
+    if config.cluster.gpus_per_node:
+        held = Counter(process.index for process in found.of_role("rollout") for _ in process.devices)
+        assert set(held.values()) == {config.ranks_per_engine}
+        assert all(len(process.devices) % config.rollout.tensor_parallel == 0 for process in found.of_role("rollout"))
+
+
+@given(configurations())
+@settings(max_examples=100)
+def test_groups_of_megatrons_own_order_lie_inside_nodes_wherever_they_fit(config: Config) -> None:
+    trainer, found = config.trainer, place_processes(config)
+    node = {process.index: process.node for process in found.of_role("trainer")}
+    share = config.trainer_world_size // config.cluster.nodes
+    tp, pp, cp, ep = (
+        trainer.tensor_parallel, trainer.pipeline_parallel, trainer.context_parallel, trainer.expert_parallel
+    )  # fmt: skip
+    dense = RankGenerator(tp=tp, ep=1, dp=trainer.data_parallel, pp=pp, cp=cp, order=ORDER)
+    sparse = RankGenerator(tp=1, ep=ep, dp=config.trainer_world_size // pp // ep, pp=pp, cp=1, order=ORDER)
+
+    def inside(groups: list[list[int]]) -> int:
+        return sum(len({node[rank] for rank in group}) == 1 for group in groups)
+
+    assert inside(dense.get_ranks("tp")) == config.trainer_world_size // tp
+    # As many as there is room for: on each node, the share over the group's size.
+    if ep > tp * cp:  # the experts take more ranks than the rest of a copy
+        stage, copies = sparse.get_ranks("ep"), sparse.get_ranks("ep-pp")
+    else:
+        stage, copies = dense.get_ranks("tp-cp"), dense.get_ranks("tp-cp-pp")
+    assert inside(stage) == config.cluster.nodes * (share // len(stage[0]))
+    assert inside(copies) == config.cluster.nodes * (share // len(copies[0]))
+
+
+def test_a_replica_of_two_stages_fills_a_node_although_its_ranks_do_not_follow_each_other() -> None:
+    found = place_processes(made(*EIGHT, "cluster.nodes=4", "trainer.tensor_parallel=2", "trainer.pipeline_parallel=2"))
+    assert [ring.ranks for ring in found.rings] == [(0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13), (6, 7, 14, 15)]
+
+
+def test_an_engine_larger_than_its_share_of_a_node_is_cut_between_stages() -> None:
+    found = place_processes(made(*EIGHT, "cluster.nodes=4", "rollout.tensor_parallel=4", "rollout.pipeline_parallel=2"))
+    parts = [(p.name, p.node, p.devices) for p in found.of_role("rollout")]
+    last = (4, 5, 6, 7)
+    assert parts == [
+        ("rollout-0", 0, last), ("rollout-0.follower-1", 1, last),
+        ("rollout-1", 2, last), ("rollout-1.follower-1", 3, last),
+    ]  # fmt: skip
+    assert [ring.workers for ring in found.rings] == [(0,), (), (1,), ()]
+
+
+def test_cores_are_taken_near_a_processs_gpu_first() -> None:
+    described = ["cluster.numa_cores=['0-15,32-47','16-31,48-63']", "cluster.gpu_numa=[1,1,0,0,1,1,0,0]"]
+    found = place_processes(made(*EIGHT, *described, "trainer.image_workers=1", "cluster.nics=[a,a,b,b,c,c,d,d]"))
+    numa = [set(parse_cores(text)) for text in ("0-15,32-47", "16-31,48-63")]
+    for process, home in zip(found.on_node(0), (1, 1, 0, 0, 1, 1, 0, 0), strict=True):
+        assert set(process.cores) <= numa[home]
+        assert len(process.cores) == (7 if process.role == "trainer" else 9)
+        assert process.nics == ("aabbccdd"[process.devices[0]],)
+
+
+def test_workers_share_equally_what_the_ranks_of_another_numa_node_leave() -> None:
+    found = place_processes(made(*EIGHT, "cluster.numa_cores=['0-55','56-111']"))
+    ranks, workers = found.on_node(0)[:4], found.on_node(0)[4:]
+    assert [format_cores(process.cores) for process in ranks] == ["0-7", "8-15", "16-23", "24-31"]
+    assert {len(process.cores) for process in workers} == {20}
+    assert all(sum(core >= 56 for core in process.cores) == 14 for process in workers)
+
+
+@pytest.mark.parametrize(
+    ("cores", "image_workers", "expected"),
+    [(112, 2, 8), (112, 4, 10), (224, 2, 8), (48, 2, 6), (24, 2, 3), (16, 2, 3), (112, 0, 6)],
+)
+def test_a_rank_on_a_gpu_gets_the_cores_that_it_keeps_busy_where_there_is_room(
+    cores: int, image_workers: int, expected: int
+) -> None:
+    found = place_processes(
+        made(*EIGHT, f"cluster.numa_cores=[0-{cores - 1}]", f"trainer.image_workers={image_workers}")
+    )
+    assert {len(process.cores) for process in found.of_role("trainer")} == {expected}
+
+
+def test_machines_without_gpus_share_their_cores_by_process() -> None:
+    two = ("cluster.nodes=2", "trainer.tensor_parallel=2", "trainer.data_parallel=2", "rollout.engines=2")
+    found = place_processes(made(*two, "cluster.numa_cores=['0-5']"))
+    assert [(p.name, p.devices, p.cores) for p in found.on_node(1)] == [
+        ("trainer-2", (), (0, 1)), ("trainer-3", (), (2, 3)), ("rollout-1", (), (4, 5))
+    ]  # fmt: skip
+    assert all(process.cores == () for process in place_processes(made(*two)).processes)
+
+
+def test_a_configuration_that_describes_no_machines_has_one_node_without_gpus() -> None:
+    config = made("rollout.engines=3", "trainer.data_parallel=2")
+    assert not config.cluster.is_configured
+    assert [process.name for process in place_processes(config).on_node(0)] == [
+        "trainer-0", "trainer-1", "rollout-0", "rollout-1", "rollout-2"
+    ]  # fmt: skip
+    assert visible_devices_by_process(config, "") == {}
+    assert visible_devices_by_process(made(*EIGHT, "rollout.tensor_parallel=2"), "")["rollout-1"] == "6,7"
+
+
+def test_devices_are_counted_among_those_that_are_visible() -> None:
+    assert visible_devices((1, 3), "", 4) == "1,3"
+    assert visible_devices((1, 3), "4,5,6,7", 4) == "5,7"
+    assert visible_devices((0,), "GPU-a,GPU-b", 2) == "GPU-a"
+    with pytest.raises(ConfigError, match=r"cluster.gpus_per_node=4, but CUDA_VISIBLE_DEVICES=0,1 allows 2; "):
+        visible_devices((0,), "0,1", 4)
+
+
+def test_a_launcher_of_one_machine_refuses_several_nodes() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.nodes=2, but this command runs all roles on one machine"):
+        LocalLauncher(made("cluster.nodes=2"), Console())
+
+
+def test_thousands_of_processes_are_placed_at_once() -> None:
+    config = made(*EIGHT, "cluster.nodes=1024", "trainer.tensor_parallel=4", "trainer.pipeline_parallel=8",
+                  "trainer.expert_parallel=16", "cluster.numa_cores=['0-55','56-111']")  # fmt: skip
+    began = time.process_time()
+    assert len(place_processes(config).processes) == 8192
+    assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.tensor_parallel=3"], "trainer.data_parallel=0: 1 x 4 GPUs"),
+        (["trainer.data_parallel=3"], "1 nodes have 4 GPUs each for them, 4 in all (cluster.*); set it to 4"),
+        (["rollout.engines=9"], "rollout.engines=9 makes 9 ranks, but 1 nodes have 4 GPUs each"),
+        (["trainer.tensor_parallel=8", "cluster.nodes=2"], "does not divide the 4 ranks of its role on a node"),
+        (["rollout.tensor_parallel=8", "cluster.nodes=2"], "rollout.tensor_parallel=8 does not divide the 4 ranks"),
+        (["trainer.expert_parallel=3"], "needs 3 ranks for each copy of the experts"),
+        (["cluster.engine_gpus_per_node=8"], "trainer.data_parallel=0: 1 x 0 GPUs"),
+        (["cluster.engine_gpus_per_node=8", "trainer.data_parallel=1"],
+         "must leave each role at least one GPU of a node"),
+        (["model.platform=cpu"], "cluster.gpus_per_node=8 with model.platform=cpu"),
+        (["cluster.nics=[a]"], "cluster.nics has 1 entries for cluster.gpus_per_node=8"),
+        (["cluster.gpu_numa=[0,0,0,0,0,0,0,0]"], "has no effect without cluster.numa_cores"),
+        (["cluster.gpu_numa=[0,0,0,0,1,1,1,1]", "cluster.numa_cores=[0-99]"], "is not one of the 1 NUMA nodes"),
+        (["cluster.trainer_cores=2"], "cluster.trainer_cores=2 has no effect without cluster.numa_cores"),
+        (["cluster.numa_cores=[0-14]"], "its 4 workers at least one; set cluster.trainer_cores to at most 2"),
+        (["cluster.numa_cores=['0-63','63-99']"], "cluster.numa_cores names core 63 twice"),
+        (["cluster.numa_cores=[9-3]"], "cluster.numa_cores='9-3' is not a list of cores such as 0-31,64-95"),
+        (["cluster.base_port=65530"],
+         "cluster.base_port=65530 and the processes of a node need ports up to 65538; lower it"),
+        ([*NO_GPUS, "cluster.nics=[a]"],
+         "cluster.nics=['a'] has no effect with cluster.gpus_per_node=0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_placed_is_named_in_one_line(overrides: list[str], words: str) -> None:
+    assert words in refusal(*EIGHT, *overrides)
+
+
+def whole_machine(found: Placement, gpus: int) -> bool:
+    used = Counter((process.node, gpu) for process in found.processes for gpu in process.devices)
+    return used == Counter((node, gpu) for node in range(found.nodes) for gpu in range(gpus))
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_every_configuration_for_a_cluster_fits_its_machines_and_cards(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["placement", str(path), "--memory", "--json", str(tmp_path / "placement.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "too much" not in shown
+    assert "copies of the model" in shown
+    config = parse_config(path)
+    assert path.stem.endswith(f"_{config.cluster.nodes}node")
+    found = place_processes(config)
+    assert whole_machine(found, 8)
+    written = json.loads((tmp_path / "placement.json").read_text())
+    assert [each["name"] for each in written["processes"]] == [process.name for process in found.processes]
+    assert written["memory"]["engine"]["parameters"] > 0
+    most = max(sum(value for value in use.values() if isinstance(value, int)) for use in written["memory"]["trainer"])
+    row = next(line for line in (ROOT / "docs" / "slurm.md").read_text().splitlines() if f"| `{path.stem}` |" in line)
+    assert f"| {most / 2**30:.1f}, " in row
+    if config.cluster.nodes == 32:
+        assert sum(len(process.devices) for process in found.processes) == 256
+
+
+def test_the_table_folds_nodes_that_are_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["placement", str(ROOT / "configs" / "8b_32node.yaml")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "8b_32node: 32 nodes of 8 GPUs, 4 for engines" in lines
+    [first] = [line.split() for line in lines if "trainer rank 0 " in line]
+    assert first == ["0-31", "trainer", "rank", "0", "4", "..", "124", "by", "4", "0", "-", "0-7", "29501"]
+    assert len([line for line in lines if "worker" in line and "295" in line]) == 4
+
+
+def test_what_is_impossible_ends_with_two_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "configs" / "32b_4node.yaml")
+    assert main(["placement", path, "cluster.nodes=2", "--memory"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("webrl: trainer, stage 0 needs 100.")
+    assert "more than cluster.gpu_gib=80 (optimizer" in shown.err
+    assert "too much" in shown.out
+    assert main(["placement", path, "model.path=somewhere", "--memory"]) == 2
+    assert "nor named as a released size is" in capsys.readouterr().err
+    assert main(["placement", path, "--json", "/no/such/folder/file"]) == 2
+    assert "--json=/no/such/folder/file: No such file or directory" in capsys.readouterr().err
+    assert main(["placement", path, "trainer.context_parallel=4", "trainer.pipeline_parallel=1"]) == 2
+    assert "tensor_parallel x context_parallel=16 does not divide num_key_value_heads=8" in capsys.readouterr().err
+
+
+def test_placing_and_estimating_need_no_torch() -> None:
+    code = (
+        "import sys; from megatron_webrl.cli import main; "
+        "print(main(['placement', sys.argv[1], '--memory', '--time']), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "configs" / "235b_a22b_32node.yaml")]
+    ended = subprocess.run(command, check=True, timeout=120, capture_output=True, cwd=ROOT, text=True)
+    assert ended.stdout.splitlines()[-1] == "0 False"
+
+
+@pytest.mark.parametrize(("nodes", "node"), [(1, 1), (2, 2), (2, -1)])
+def test_a_role_on_a_node_that_there_is_not_is_refused(nodes: int, node: int, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"cluster: {{nodes: {nodes}}}\n")
+    control = str(tmp_path / "control.json")
+    words = ["rollout", "--config", str(path), "--control", control, "--worker", "0", f"--node={node}"]
+    command = [sys.executable, "-m", "megatron_webrl", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert f"--node={node} is not one of the {nodes} nodes" in ended.stderr
+
+
+def test_each_node_has_a_ring_of_the_name_that_the_placement_draws() -> None:
+    config = made("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2")
+    assert [ring.name for ring in place_processes(config).rings] == [ring_name(config, node) for node in (0, 1)]
+    assert len({ring_name(config, node) for node in (0, 1)}) == 2

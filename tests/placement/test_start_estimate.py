@@ -1,0 +1,62 @@
+"""The estimate of what a job reads at its start, and the timeouts of the configurations for clusters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.cli import main
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.placement.start_estimate import StartEstimate, describe_save, describe_start, estimate_start
+
+ROOT = Path(__file__).parents[2]
+CLUSTERS = sorted((ROOT / "configs").glob("*node.yaml"))
+
+
+def test_training_reads_one_copy_and_the_optimizer_if_resumed() -> None:
+    bfloat16 = estimate_start(parse_config(None, ["model.dtype=bfloat16", "cluster.nodes=4"]), 10**9)
+    assert bfloat16 == StartEstimate(2 * 10**9, 14 * 10**9, 2.0)  # weights; main weights and two moments, 4 bytes each
+    assert (bfloat16.new_seconds, bfloat16.resumed_seconds) == (1.0, 7.0)
+    float32 = estimate_start(parse_config(None, ["cluster.storage_gb_per_second=0.5"]), 10**9)
+    assert (float32.new_bytes, float32.resumed_bytes, float32.new_seconds) == (4 * 10**9, 12 * 10**9, 8.0)
+
+
+def test_an_evaluation_reads_a_copy_for_each_node() -> None:
+    config = parse_config(None, ["evaluation.only=true", "cluster.nodes=4", "model.dtype=bfloat16"])
+    assert estimate_start(config, 10**9) == StartEstimate(8 * 10**9, 8 * 10**9, 2.0)
+    assert "resumed" not in describe_start(config, estimate_start(config, 10**9))
+    assert not describe_save(config, estimate_start(config, 10**9))
+
+
+def test_a_short_timeout_is_named() -> None:
+    config = parse_config(None, ["model.dtype=bfloat16"])
+    assert describe_start(config, estimate_start(config, 10**10)).endswith("resumed 130 GiB, 70 s")
+    assert describe_start(config, estimate_start(config, 10**11)).endswith(
+        "run.startup_timeout_seconds=600 is short, set it to 1700 or more"
+    )
+    assert describe_save(config, estimate_start(config, 10**10)) == "checkpoint: writes 130 GiB, about 70 s"
+    assert describe_save(config, estimate_start(config, 10**11)).endswith(
+        "trainer.checkpoint.timeout_seconds=900 is short, set it to 1400 or more"
+    )
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_every_configuration_for_a_cluster_has_the_time_to_start_and_to_save(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["placement", str(path), "--memory", "--json", str(tmp_path / "placement.json")]) == 0
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("start: reads ", "checkpoint: writes "))
+    ]
+    assert len(lines) == 2
+    assert "is short" not in "".join(lines)
+    run = parse_config(path).run
+    assert run.hang_timeout_seconds > run.startup_timeout_seconds
+    start = json.loads((tmp_path / "placement.json").read_text())["start"]
+    assert start["resumed_bytes"] == 7 * start["new_bytes"]
+    if path.stem == "235b_a22b_32node":
+        assert "\n".join(lines) in (ROOT / "docs" / "slurm.md").read_text()

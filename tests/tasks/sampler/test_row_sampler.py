@@ -1,0 +1,243 @@
+"""Draws of rows: how often, how fast, and never of a blocked website."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig
+from megatron_webrl.tasks.sampler.hashing import fraction, fractions, permuted
+from megatron_webrl.tasks.sampler.knowledge import BLOCK, PASS, SamplerKnowledge, SamplerLog
+from megatron_webrl.tasks.sampler.row_sampler import RowSampler
+from megatron_webrl.tasks.sampler.step_limits import growing_limit
+from megatron_webrl.tasks.sampler.units import task_unit
+from megatron_webrl.types import DIFFICULTIES
+
+ROWS, SITES = 600, 24
+LEVELS = np.repeat(np.array([0, 1, 2], np.uint8), [360, 180, 60])
+SITE_OF_ROW = (np.random.default_rng(0).random(ROWS) ** 1.5 * SITES).astype(np.int32)  # 15 to 60 rows each
+NAMES = [f"www{site}.example" for site in range(SITES)]
+KEYS = np.arange(ROWS, dtype=np.uint64) * np.uint64(2**50) + np.uint64(7)
+UNIT_NAMES: dict[str, Callable[[int], str]] = {
+    "task": lambda row: task_unit(int(KEYS[row])),
+    "website": lambda row: NAMES[SITE_OF_ROW[row]],
+    "difficulty": lambda row: DIFFICULTIES[LEVELS[row]],
+}
+EVERY = [
+    *(SamplerConfig(name, per=per) for name in ("uniform", "curriculum", "near_target") for per in UNIT_NAMES),
+    SamplerConfig("ratio", difficulty_weights={"easy": 2, "medium": 5, "hard": 3}),
+]
+BY_NAME = pytest.mark.parametrize("settings", EVERY, ids=lambda each: f"{each.name}-{each.per}")
+
+
+def sampler(settings: SamplerConfig) -> RowSampler:
+    return RowSampler(settings, LEVELS, SITE_OF_ROW, NAMES, KEYS)
+
+
+def known(rates: dict[str, float], blocked: Sequence[str] = (), groups: int = 2) -> SamplerKnowledge:
+    log = SamplerLog()
+    for unit, rate in rates.items():
+        log.append(PASS, unit, [rate, groups])
+    for website in blocked:
+        log.append(BLOCK, website, 1e9)
+    return log.at(log.end)
+
+
+def draws(settings: SamplerConfig, tickets: range, knowledge: SamplerKnowledge | None = None, seed: int = 3) -> list:
+    made = sampler(settings)
+    return [made.draw(seed, ticket, knowledge) for ticket in tickets]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 1000])
+def test_every_pass_is_a_permutation_of_its_own(count: int) -> None:
+    passes = [[permuted(11, turn * count + index, count) for index in range(count)] for turn in range(8)]
+    assert all(sorted(each) == list(range(count)) for each in passes)
+    assert count < 3 or len(set(map(tuple, passes))) > 1
+    assert count < 16 or len(set(map(tuple, passes))) == 8
+
+
+def test_the_first_element_of_a_permutation_is_any_of_them_as_often() -> None:
+    for count in (3, 10):
+        counts = np.bincount([permuted(key * 7919, 0, count) for key in range(3000)], minlength=count)
+        assert np.abs(counts - 3000 / count).max() < 5 * (3000 / count) ** 0.5
+
+
+def test_arrays_of_random_numbers_are_those_of_single_ones() -> None:
+    assert fractions(2**64 - 5, 3, 4).tolist() == [fraction(2**64 - 5, index) for index in range(3, 7)]
+
+
+@BY_NAME
+def test_a_ticket_draws_the_same_row_on_every_machine(settings: SamplerConfig) -> None:
+    knowledge = known({UNIT_NAMES[settings.per](row): row / ROWS for row in range(0, ROWS, 7)}, NAMES[:3])
+    one = draws(settings, range(300), knowledge)
+    assert one == draws(settings, range(299, -1, -1), knowledge)[::-1]  # whatever was drawn before
+    assert one != draws(settings, range(300), knowledge, seed=4)
+    assert len(set(one)) > 100
+
+
+def test_draws_are_those_that_a_resumed_run_relies_on() -> None:
+    assert draws(SamplerConfig(), range(6), seed=0) == [103, 177, 327, 584, 513, 419]
+    assert draws(SamplerConfig("curriculum"), range(6), seed=0) == [103, 177, 327, 584, 513, 419]
+    assert draws(SamplerConfig("near_target"), range(6), seed=0) == [193, 422, 284, 437, 141, 286]
+
+
+def test_a_pass_has_every_row_once() -> None:
+    rows = draws(SamplerConfig(), range(3 * ROWS))
+    passes = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+    assert all(sorted(each) == list(range(ROWS)) for each in passes)
+    assert passes[0] != passes[1] != passes[2]
+
+
+def test_websites_are_drawn_equally_and_so_are_the_rows_of_each() -> None:
+    rows = draws(SamplerConfig(per="website"), range(40 * SITES))
+    for start in range(0, len(rows), SITES):
+        assert sorted(SITE_OF_ROW[rows[start : start + SITES]]) == list(range(SITES))
+    for site in range(SITES):
+        counts = Counter(row for row in rows if SITE_OF_ROW[row] == site)
+        assert len(counts) == min(40, np.bincount(SITE_OF_ROW)[site])
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_difficulties_are_drawn_equally_and_so_are_the_rows_of_each() -> None:
+    rows = draws(SamplerConfig(per="difficulty"), range(180))
+    assert Counter(LEVELS[rows].tolist()) == {0: 60, 1: 60, 2: 60}
+    assert len(set(rows)) == 180
+
+
+def test_difficulties_are_drawn_by_their_weights() -> None:
+    rows = draws(SamplerConfig("ratio", difficulty_weights={"easy": 2, "medium": 5, "hard": 0}), range(700))
+    assert Counter(LEVELS[rows].tolist()) == {0: pytest.approx(200, abs=3), 1: pytest.approx(500, abs=3)}
+    assert max(Counter(rows).values()) <= 5  # 180 rows, 500 draws: each window of 180 tickets repeats none
+
+
+def test_a_curriculum_draws_units_in_proportion_to_the_variance_of_their_rewards() -> None:
+    rates = {NAMES[site]: site / (SITES - 1) for site in range(SITES)}
+    rows = draws(SamplerConfig("curriculum", per="website"), range(12000), known(rates))
+    shares = np.bincount(SITE_OF_ROW[rows], minlength=SITES) / len(rows)
+    variance = np.array([rate * (1 - rate) for rate in rates.values()])
+    expected = 0.9 * variance / variance.sum() + 0.1 / SITES
+    assert np.abs(shares - expected).max() < 4 * (expected.max() / len(rows)) ** 0.5
+
+
+def test_a_curriculum_goes_through_untried_tasks_before_it_repeats_one() -> None:
+    rows = draws(SamplerConfig("curriculum"), range(ROWS))
+    assert len(set(rows)) == ROWS
+    trusted = draws(SamplerConfig("curriculum"), range(ROWS), known({UNIT_NAMES["task"](5): 0.99}, groups=1))
+    assert trusted == rows
+
+
+def test_a_curriculum_of_mastered_tasks_draws_the_least_mastered_of_many() -> None:
+    rates = {UNIT_NAMES["task"](row): 1.0 - 1e-9 * row for row in range(ROWS)}
+    rows = np.array(draws(SamplerConfig("curriculum"), range(400), known(rates)))
+    assert np.count_nonzero(rows > 0.9 * ROWS) > 0.8 * len(rows)
+
+
+def test_near_target_draws_units_near_the_target() -> None:
+    rates = {UNIT_NAMES["task"](row): (row * 7 % ROWS) / ROWS for row in range(ROWS)}
+    settings = SamplerConfig("near_target", target=0.3)
+    drawn = np.array([rates[UNIT_NAMES["task"](row)] for row in draws(settings, range(2000), known(rates))])
+    near = np.abs(drawn - 0.3) < 0.13  # a quarter of the rates, and what candidates miss of it by chance
+    assert np.count_nonzero(near) / len(near) == pytest.approx(0.9 + 0.1 * 0.26, abs=0.03)
+    assert np.histogram(drawn[near], 4)[0].min() > 300  # all of the quarter, not its middle alone
+
+
+def test_near_target_draws_rows_of_websites_near_the_target() -> None:
+    rates = {name: site / (SITES - 1) for site, name in enumerate(NAMES)}
+    settings = SamplerConfig("near_target", per="website", target=0.3)
+    rows = draws(settings, range(1000), known({"gone.example": 0.3, **rates}))
+    distances = np.abs(np.array(list(rates.values()))[SITE_OF_ROW] - 0.3)
+    near = distances <= np.sort(distances)[ROWS // 4]
+    assert np.count_nonzero(near[rows]) / len(rows) == pytest.approx(0.9 + 0.1 * near.mean(), abs=0.03)
+
+
+def test_candidates_of_near_target_are_stratified_and_ties_do_not_prefer_a_difficulty() -> None:
+    rows = draws(SamplerConfig("near_target"), range(3000))  # all at the same distance
+    shares = np.bincount(LEVELS[rows]) / len(rows)
+    assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
+
+
+def test_near_target_finds_the_right_difficulty() -> None:
+    rates = {"easy": 0.9, "medium": 0.2, "hard": 0.4}
+    rows = draws(SamplerConfig("near_target", per="difficulty"), range(2000), known(rates))
+    shares = np.bincount(LEVELS[rows]) / len(rows)
+    # A tenth of the candidates are hard; the medium ones are the next nearest and fill up the quarter.
+    assert shares[2] > 0.35
+    assert shares[0] < 0.06
+
+
+@BY_NAME
+def test_a_blocked_website_is_never_drawn_and_other_tickets_keep_their_row(settings: SamplerConfig) -> None:
+    free = draws(settings, range(500))
+    rows = draws(settings, range(500), known({}, NAMES[:6]))
+    assert not {NAMES[site] for site in SITE_OF_ROW[rows]} & set(NAMES[:6])
+    assert all(one == two for one, two in zip(free, rows, strict=True) if SITE_OF_ROW[one] >= 6)
+
+
+@BY_NAME
+def test_one_website_left_is_found_and_without_any_the_draw_stands(settings: SamplerConfig) -> None:
+    rows = draws(settings, range(60), known({}, [name for name in NAMES if name != NAMES[7]]))
+    assert {int(site) for site in SITE_OF_ROW[rows]} == {7}
+    assert len(set(rows)) > 10
+    assert draws(settings, range(60), known({}, NAMES)) == draws(settings, range(60))
+
+
+def test_a_difficulty_of_weight_zero_is_not_drawn_in_place_of_a_blocked_one() -> None:
+    hard = {NAMES[site] for site in SITE_OF_ROW[LEVELS == 2]}
+    settings = SamplerConfig("ratio", difficulty_weights={"easy": 0, "medium": 0})
+    assert set(LEVELS[draws(settings, range(50), known({}, sorted(hard)[1:]))].tolist()) == {2}
+    assert set(LEVELS[draws(settings, range(50), known({}, NAMES))].tolist()) == {2}
+
+
+def test_weights_must_fit_the_file() -> None:
+    easy = np.zeros(ROWS, np.uint8)
+    for weights, words in (
+        ({"hard": 2.0}, "tasks.sampler.difficulty_weights.hard: no task of the training file is hard"),
+        ({"easy": 0.0}, r"difficulty_weights=\{'easy': 0.0\} is 0 for every task of the training file"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            RowSampler(SamplerConfig("ratio", difficulty_weights=weights), easy, SITE_OF_ROW, NAMES, KEYS)
+    with pytest.raises(ValueError, match="600 levels, 600 websites, 599 keys"):
+        RowSampler(SamplerConfig(), easy, SITE_OF_ROW, NAMES, KEYS[1:])
+
+
+@pytest.mark.parametrize("name", ["uniform", "ratio", "curriculum", "near_target"])
+def test_a_thousand_draws_among_300_000_mapped_rows_take_a_second(name: str, tmp_path: Path) -> None:
+    rows, random = 300_000, np.random.default_rng(0)
+    made = (
+        np.sort(random.integers(0, 3, rows).astype(np.uint8)),
+        random.integers(0, 50_000, rows).astype(np.int32),
+        random.integers(0, 2**63, rows, dtype=np.uint64),
+    )
+    arrays = []
+    for number, array in enumerate(made):
+        np.save(tmp_path / f"{number}.npy", array)
+        arrays.append(np.load(tmp_path / f"{number}.npy", mmap_mode="r"))
+    rates = {task_unit(int(key)): 0.9 for key in made[2][:20_000]}
+    knowledge = known(rates, [f"site{number}" for number in range(100)])
+    weights = {"easy": 2.0} if name == "ratio" else {}
+    sampler = RowSampler(
+        SamplerConfig(name, difficulty_weights=weights),
+        arrays[0],
+        arrays[1],
+        [f"site{i}" for i in range(50_000)],
+        arrays[2],
+    )
+    sampler.draw(0, 0, knowledge)
+    started = time.process_time()
+    for ticket in range(500):
+        sampler.draw(0, ticket, knowledge)
+    assert time.process_time() - started < 0.5
+
+
+def test_step_limits_grow_by_the_published_rule() -> None:
+    settings = GrowingStepsConfig(interval=10, initial=10, max=30, cap_step=100)
+    limits = [growing_limit(settings, version) for version in (0, 9, 10, 19, 55, 99, 100, 5000)]
+    assert limits == [10, 10, 12, 12, 20, 28, 30, 30]
+    assert growing_limit(GrowingStepsConfig(interval=30, initial=5, max=10, cap_step=100), 60) == 8  # N = 3
+    assert growing_limit(GrowingStepsConfig(), 50) is None

@@ -1,0 +1,92 @@
+"""Growing step limits of the sources with pages of their own, from the settings to the tasks of tickets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_webrl.config.tasks import GrowingStepsConfig, TasksConfig
+from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge, SamplerLog
+from megatron_webrl.tasks.sampler.states import SamplerStateReader
+from megatron_webrl.tasks.sampler.step_limits import growing_limit, training_limit
+from megatron_webrl.trainer.data.task_sampler import TaskSampler
+from tests.job_control import connect, control_service
+
+GROWING = GrowingStepsConfig(interval=10, initial=6, max=26, cap_step=40)
+SETTINGS = {
+    "miniwob": {"environments": ["click-test", "click-tab"]},
+    "sites": {"environments": ["wiki-look-up", "shop-order-list"], "max_steps_by_difficulty": {"hard": 9}},
+}
+
+
+def at_version(version: int) -> SamplerKnowledge:
+    return SamplerLog().at(0, version)
+
+
+def test_a_limit_grows_in_equal_parts_until_the_last_version() -> None:
+    limits = [growing_limit(GROWING, version) for version in range(60)]
+    assert limits == [6] * 10 + [11] * 10 + [16] * 10 + [21] * 10 + [26] * 20
+    assert growing_limit(GROWING, None) == 26
+    assert growing_limit(GrowingStepsConfig(), 1000) is None
+
+
+@pytest.mark.parametrize(
+    ("by_difficulty", "growing", "version", "limit"),
+    [({}, 0, 0, 12), ({"easy": 20}, 0, 0, 20), ({}, 1, 0, 6), ({}, 1, None, 26), ({"easy": 9}, 1, 0, 6),
+     ({"easy": 9}, 1, None, 9), ({"hard": 9}, 1, 15, 11)],
+)  # fmt: skip
+def test_the_smaller_of_the_growing_and_the_difficultys_limit_holds(
+    by_difficulty: dict[str, int], growing: int, version: int | None, limit: int
+) -> None:
+    settings = GROWING if growing else GrowingStepsConfig()
+    assert training_limit(12, by_difficulty, settings, "easy", version) == limit
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_follows_the_version_and_evaluation_has_the_last_limit(name: str) -> None:
+    source = make_source(TasksConfig(source=name, growing_steps=GROWING, **SETTINGS[name]))
+    try:
+        plain = [source.training_task(0, ticket) for ticket in range(20)]  # such as of demonstrations
+        held_out = [source.held_out_task(index) for index in range(4)]
+        last = {task.difficulty: task.max_steps for task in [*plain, *held_out]}
+        assert last == {difficulty: 9 if difficulty == "hard" else 26 for difficulty in last}
+        for version, limit in ((0, 6), (9, 6), (10, 11), (39, 21), (40, 26), (1000, 26)):
+            drawn = [source.training_task(0, ticket, at_version(version)) for ticket in range(20)]
+            assert [task.id for task in drawn] == [task.id for task in plain]  # the limit changes nothing else
+            assert [task.max_steps for task in drawn] == [min(limit, last[task.difficulty]) for task in plain]
+    finally:
+        source.close()
+
+
+async def test_a_resumed_run_continues_with_the_limits_of_its_versions(tmp_path: Path) -> None:
+    tasks = TasksConfig(growing_steps=GROWING)
+    source = make_source(tasks)
+
+    async def limits(reader: SamplerStateReader) -> list[int]:
+        knowledge = [await reader.knowledge(ticket) for ticket in range(60)]
+        return [source.training_task(0, ticket, each).max_steps for ticket, each in enumerate(knowledge)]
+
+    def open_sampler(fresh: int, saved: Any, address: Path) -> tuple[TaskSampler, SamplerStateReader]:
+        sampler = TaskSampler(tasks, fresh, range(fresh), saved, tmp_path)
+        sampler.publish_initial_states(connect(address, "trainer-0"))
+        return sampler, SamplerStateReader(connect(address, "rollout-0"), 5.0)
+
+    try:
+        with control_service(tmp_path) as address:
+            sampler, reader = open_sampler(0, None, address)
+            for first, version in ((20, 15), (40, 40)):
+                sampler.publish_adapted_state(first, version)
+                assert sampler.metrics()["sampler/step_limit"] == growing_limit(GROWING, version)
+            before = await limits(reader)
+            assert before == [6] * 20 + [11] * 20 + [26] * 20
+            saved = json.loads(json.dumps(sampler.state_dict()))
+        with control_service(tmp_path) as address:
+            sampler, reader = open_sampler(60, saved, address)
+            assert await limits(reader) == before
+            assert sampler.metrics() == {"sampler/step_limit": 26.0}
+    finally:
+        source.close()

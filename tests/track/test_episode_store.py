@@ -1,0 +1,115 @@
+"""Stored episodes: what is written, what is deleted, what an interruption leaves."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.ring.record import decode_trajectory
+from megatron_webrl.ring.record_file import read_record
+from megatron_webrl.track.episode_store import FOLDER, INDEX_FILE, EpisodeStore, record_files
+from megatron_webrl.util import history
+from tests.trajectories import screenshot, trajectory
+
+MIB = 2**20
+
+
+def group(ticket: int, size: int = 2):
+    return [replace(trajectory(ticket, index), images=(screenshot(ticket),)) for index in range(size)]
+
+
+def test_an_episode_is_read_back_by_its_line_of_the_index(tmp_path: Path):
+    store = EpisodeStore(tmp_path, MIB)
+    for ticket in range(3):
+        store.add(group(ticket))
+    store.add([replace(trajectory(7), outcome="browser_error", steps=())], kind="after")
+    lines = list(history.read(tmp_path / INDEX_FILE))
+    assert [(line["ticket"], line["index"], line["kind"]) for line in lines] == [
+        *((ticket, index, "training") for ticket in range(3) for index in range(2)), (7, 0, "after"),
+    ]  # fmt: skip
+    for line, wanted in zip(lines, [*group(0), *group(1), *group(2)], strict=False):
+        found = decode_trajectory(read_record(tmp_path / line["file"], line["position"]))
+        assert (found.ticket, found.index) == (wanted.ticket, wanted.index)
+        assert [bytes(image) for image in found.images] == list(wanted.images)
+        assert np.array_equal(found.steps[0].logprobs, wanted.steps[0].logprobs)
+    assert lines[-1]["outcome"] == "browser_error"
+    assert lines[-1]["oldest_version"] is None
+
+
+def test_a_position_that_holds_no_record_is_refused(tmp_path: Path):
+    EpisodeStore(tmp_path, MIB).add(group(0))
+    path = record_files(tmp_path)[0]
+    for position in (3, 17, path.stat().st_size - 4, path.stat().st_size + 100):
+        with pytest.raises(RecordError, match=path.name):
+            read_record(path, position)
+
+
+def test_the_oldest_files_are_deleted_beyond_the_limit(tmp_path: Path):
+    size = len(screenshot(0))
+    store = EpisodeStore(tmp_path, 4 * 2 * size)
+    for ticket in range(10):
+        store.add(group(ticket))
+    names = [path.name for path in record_files(tmp_path)]
+    assert names == [f"{number:08d}.records" for number in range(11 - len(names), 11)]
+    assert 2 <= len(names) <= 4
+    assert sum(path.stat().st_size for path in record_files(tmp_path)) <= store.limit_bytes
+    assert len(list(history.read(tmp_path / INDEX_FILE))) == 20, "the index still knows the others"
+
+
+def test_a_restarted_worker_continues_its_numbers_and_counts_what_is_there(tmp_path: Path):
+    first = EpisodeStore(tmp_path, MIB)
+    first.add(group(0))
+    first.close()
+    first.add(group(1))
+    assert len(record_files(tmp_path)) == 1, "a closed store takes nothing"
+    with (tmp_path / INDEX_FILE).open("a") as file:
+        file.write('{"half a li')  # of a worker that was killed
+    size = len(screenshot(0))
+    second = EpisodeStore(tmp_path, 3 * 2 * size)
+    for ticket in range(2, 6):
+        second.add(group(ticket))
+    assert record_files(tmp_path)[-1].name == "00000005.records"
+    assert [line["ticket"] for line in history.read(tmp_path / INDEX_FILE)] == [0, 0, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_files_of_workers_that_a_resumed_run_no_longer_has_count_and_are_deleted_first(tmp_path: Path):
+    config, size = Config(), len(screenshot(0))
+    config.run.directory, config.rollout.engines = str(tmp_path), 3
+    config.tracking.episodes_gib = 3 * 4 * size / 2**30
+    for worker in config.worker_names:
+        EpisodeStore.of_worker(config, worker).add(group(0, 3))
+    folders = [config.run_folder / FOLDER / worker for worker in config.worker_names]
+    config.rollout.engines = 1
+    store = EpisodeStore.of_worker(config, "rollout-0")
+    store.add(group(1, 3))
+    assert [len(record_files(folder)) for folder in folders] == [2, 0, 1]
+    store.add(group(2, 3))
+    assert [path.name for path in record_files(folders[0])] == [f"{number:08d}.records" for number in (1, 2, 3)]
+    assert not record_files(folders[2])
+
+
+def test_nothing_is_stored_without_space(tmp_path: Path):
+    config = Config()
+    config.run.directory, config.tracking.episodes_gib = str(tmp_path), 0.0
+    EpisodeStore.of_worker(config, "rollout-0").add(group(0))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_takes_no_more_costs_episodes_and_raises_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    store = EpisodeStore(tmp_path / "full", MIB)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        store.add(group(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not record_files(store.folder)
+    assert "cannot be written" in caplog.text
+    store.add(group(1))
+    assert [line["ticket"] for line in history.read(store.folder / INDEX_FILE)] == [1, 1]

@@ -1,0 +1,85 @@
+"""The states of rollouts, over the tries and the steps of an episode."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from megatron_webrl.track.rollout_table import (
+    ACTING,
+    CHANGING,
+    FIXED,
+    JUDGING,
+    MAX_CHARACTERS,
+    NAVIGATING,
+    STATES,
+    WAITING_FOR_MODEL,
+    RolloutTable,
+)
+from tests.trajectories import trajectory  # fmt: skip
+
+TASK = replace(trajectory(0).task, website="shop.test", max_steps=9)
+
+
+def rows(table: RolloutTable) -> dict[str, dict[str, Any]]:
+    found = json.loads(table.encode())[1]
+    return {row[0]: dict(zip(FIXED + CHANGING, row, strict=True)) for row in found}
+
+
+def test_an_episode_passes_through_its_states_and_a_fault_starts_another_try():
+    table = RolloutTable()
+    live = table.open("training", 7, 1, 4, TASK)
+
+    def state() -> tuple[Any, ...]:
+        row = rows(table)["training-7-1"]
+        return STATES[row["state"]], row["reason"], row["step"], row["version"], row["tries"]
+
+    live.start_try()
+    assert state() == ("waiting for browser", "", 0, None, 1)
+    for each in (NAVIGATING, WAITING_FOR_MODEL, ACTING):
+        live.set(each)
+        assert state() == (each, "", 0, None, 1)
+    live.end_step([4, 5])
+    assert state() == ("observing", "", 1, 5, 1)
+    live.end_step([])
+    assert state() == ("observing", "", 2, None, 1)
+    live.finish("browser_crash")
+    assert state() == ("masked", "browser_crash", 2, None, 1)
+    assert table.open("training", 7, 1, 4, TASK) is live, "another try is the same rollout"
+    live.start_try()
+    assert state() == ("waiting for browser", "", 0, None, 2)
+    live.set(JUDGING)
+    live.finish("success")
+    assert state() == ("success", "", 0, None, 2)
+
+
+def test_the_seconds_of_a_state_begin_when_it_is_entered():
+    table = RolloutTable()
+    live = table.open("training", 7, 0, 4, TASK)
+    before = live.since
+    live.set(ACTING)
+    assert live.since > before
+    now, [row] = json.loads(table.encode())
+    assert 0 <= now - row[-1] < 5
+
+
+def test_a_group_leaves_the_table_together_and_an_evaluation_episode_alone():
+    table = RolloutTable()
+    for kind, ticket in (("training", 7), ("training", 70), ("after", 7)):
+        for index in range(2):
+            table.open(kind, ticket, index, 2, TASK)
+    table.close("training", 7)
+    table.close("after", 7, 1)
+    table.close("after", 99)
+    assert sorted(rows(table)) == ["after-7-0", "training-70-0", "training-70-1"]
+
+
+def test_a_row_names_the_task_and_is_small_whatever_the_task_is():
+    table = RolloutTable()
+    table.open("training", 7, 0, 4, TASK)
+    row = rows(table)["training-7-0"]
+    assert (row["task"], row["site"], row["limit"], row["group_size"]) == (TASK.id, "shop.test", 9, 4)
+    table.open("training", 8, 0, 4, replace(TASK, id="x" * 10**6, website="\ud800" * 10**6))
+    assert len(table.encode()) < 2000
+    assert len(rows(table)["training-8-0"]["task"]) == MAX_CHARACTERS

@@ -1,0 +1,160 @@
+"""The recorder of a process's timeline."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.clock import ClockOffset, clock_identity
+from megatron_webrl.track import timeline as recorder
+from megatron_webrl.track.timeline import OFF, Timeline, TimelineFiles, Track, open_timeline
+from megatron_webrl.util.history import History
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
+
+
+def spans_of(folder: Path) -> list[list[Any]]:
+    return [span for line in lines_of(folder) for span in line.get("spans", ())]
+
+
+def test_a_span_measures_itself_whether_it_is_recorded_or_not() -> None:
+    for timeline in (Timeline(), Timeline(recording=True)):
+        before = time.monotonic()
+        with timeline.span("train", "loop", version=3) as span:
+            span.facts["tokens"] = 7
+            while time.monotonic() < span.started + 0.001:
+                pass
+        after = time.monotonic()
+        assert 0.001 <= span.seconds <= after - before
+        recorded = timeline.take()
+        if not timeline.recording:
+            assert not recorded
+            continue
+        ((name, track, start, end, facts),) = recorded
+        assert (name, track, facts) == ("train", "loop", {"version": 3, "tokens": 7})
+        assert end - start == pytest.approx(1e6 * span.seconds, abs=1)
+        assert before * 1e6 - 1 <= start <= end <= after * 1e6 + 1
+        assert not timeline.take()
+
+
+def test_a_span_that_an_error_ends_is_recorded() -> None:
+    timeline = Timeline(recording=True)
+    with pytest.raises(ValueError, match="broken"), timeline.span("act"):
+        raise ValueError("broken")
+    assert [span[0] for span in timeline.take()] == ["act"]
+
+
+def test_a_track_records_one_state_after_the_other_and_none_that_is_empty() -> None:
+    timeline = Timeline(recording=True)
+    track = Track(timeline, "worker")
+    for state in ("", "wait for weights", "wait for weights", "wait for tickets", "", ""):
+        track.switch(state)
+    first, second = timeline.take()
+    assert (first[0], second[0]) == ("wait for weights", "wait for tickets")
+    assert first[3] == second[2]
+
+
+def test_without_the_setting_there_is_no_thread_and_no_file(tmp_path: Path) -> None:
+    config = Config()
+    config.run.directory = str(tmp_path)
+    threads = threading.active_count()
+    with open_timeline(config, "trainer-0", 0, lambda: None) as timeline:
+        assert timeline is OFF
+        assert threading.active_count() == threads
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_leaves_its_spans_and_its_clocks(tmp_path: Path) -> None:
+    config = Config()
+    config.run.directory, config.tracking.timeline = str(tmp_path), True
+    offset = ClockOffset("far", 5.0, 100.0, 0.001)
+    for _ in range(2):  # the role is restarted
+        with open_timeline(config, "rollout-1", 3, lambda: offset) as timeline, timeline.span("ticket"):
+            pass
+    folder = config.run_folder / recorder.FOLDER
+    assert [path.name for path in sorted(folder.iterdir())] == ["rollout-1.0001.jsonl", "rollout-1.0002.jsonl"]
+    first, service, spans, *_ = lines_of(folder)
+    assert (first["role"], first["node"], first["clock"]) == ("rollout-1", 3, clock_identity())
+    assert first["unix"] - first["monotonic"] == pytest.approx(time.time() - time.monotonic(), abs=1.0)
+    assert service["service"] == {"clock": "far", "at": 5.0, "offset": 100.0, "error": 0.001}
+    assert [span[0] for span in spans["spans"]] == ["ticket"]
+    assert len(spans_of(folder)) == 2
+
+
+def test_the_files_of_a_process_are_bounded_and_the_newest_spans_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "FILE_BYTES", 2000)
+    timeline = Timeline(recording=True)
+    files = TimelineFiles(tmp_path, "trainer-0", 0, timeline)
+    TimelineFiles(tmp_path, "trainer-1", 0, timeline).close()  # another role's files are left alone
+    timeline.recording = True
+    for number in range(500):
+        timeline.record("step", number, number + 0.5, step=number)
+        files.write()
+    files.close()
+    mine = sorted(tmp_path.glob("trainer-0.*"))
+    assert len(mine) == recorder.FILES
+    assert sum(path.stat().st_size for path in mine) <= recorder.FILES * 2500
+    kept = [span[4]["step"] for path in mine for line in map(json.loads, path.open()) for span in line.get("spans", ())]
+    assert kept == list(range(500 - len(kept), 500))
+    assert all("clock" in json.loads(path.read_text().splitlines()[0]) for path in mine)
+    assert len(list(tmp_path.glob("trainer-1.*"))) == 1
+
+
+def test_spans_of_many_threads_are_all_written(tmp_path: Path) -> None:
+    config = Config()
+    config.run.directory, config.tracking.timeline = str(tmp_path), True
+
+    def work(timeline: Timeline, thread: int) -> None:
+        for number in range(2000):
+            with timeline.span("step", f"thread {thread}", number=number):
+                pass
+
+    with open_timeline(config, "rollout-0", 0, lambda: None) as timeline:
+        threads = [threading.Thread(target=work, args=(timeline, number)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(spans_of(config.run_folder / recorder.FOLDER)) == 8000
+
+
+def test_a_disk_that_fails_ends_the_recording_and_not_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = Timeline(recording=True)
+    files = TimelineFiles(tmp_path, "trainer-0", 0, timeline)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(History, "append", fail)
+    timeline.record("step", 0.0, 1.0)
+    files.write()
+    assert not timeline.recording
+    timeline.record("step", 1.0, 2.0)
+    assert not timeline.take()
+    files.close()
+
+
+def test_a_disk_that_stalls_does_not_keep_a_process_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, stalled = Config(), threading.Event()
+    config.run.directory, config.tracking.timeline = str(tmp_path), True
+    monkeypatch.setattr(recorder, "CLOSE_SECONDS", 0.2)
+    with open_timeline(config, "trainer-0", 0, lambda: None) as timeline:
+        monkeypatch.setattr(History, "append", lambda *_: stalled.wait(60))
+        timeline.record("step", 0.0, 1.0)
+    assert "the timeline lacks its end" in caplog.text
+    stalled.set()

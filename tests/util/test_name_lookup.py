@@ -1,0 +1,63 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.name_server import silent_name_server, why_no_namespace
+
+# A judge and a farm whose names are never resolved, in the event loop of a worker.
+WORKER = """
+import asyncio, json, os, time
+from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.browser.server.http_client import HttpClient
+from megatron_webrl.judge.budget import LocalMeter
+from megatron_webrl.judge.client import JudgeClient, RequestFailed, Spending
+from megatron_webrl.util import name_lookup
+
+name_lookup.LOOKUP_SECONDS = 2.0
+FAILURES = []
+
+async def judge(client):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    try:
+        await client.complete("verdict", body, 0, asyncio.get_running_loop().time() + 3, Spending(), [])
+    except RequestFailed as error:
+        FAILURES.append(error.name)
+
+async def lease(client):
+    try:
+        await client.request("GET", "http://farm.black-hole.test:8700/api/v1/status", 3)
+    except Exception as error:
+        FAILURES.append(type(error).__name__)
+
+async def main():
+    settings = JudgeConfig(verdict=JudgeModelConfig("m", "http://judge.black-hole.test:8000/v1"))
+    farm, worst = HttpClient(None), 0.0
+    async with JudgeClient(settings, LocalMeter(BudgetConfig())) as client:
+        tasks = [asyncio.create_task(work) for _ in range(64) for work in (judge(client), lease(farm))]
+        while not all(task.done() for task in tasks):
+            started = time.monotonic()
+            await asyncio.to_thread(int)
+            worst = max(worst, time.monotonic() - started)
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*tasks)
+    await farm.close()
+    return worst
+
+worst = asyncio.run(main())
+print(json.dumps({"worst": worst, "failures": {name: FAILURES.count(name) for name in set(FAILURES)}}))
+"""
+
+
+@pytest.mark.skipif(bool(why_no_namespace()), reason=why_no_namespace())
+def test_a_name_server_that_does_not_answer_takes_no_threads_of_other_work_and_holds_up_no_end(tmp_path: Path):
+    with silent_name_server(tmp_path) as inside:
+        command = [*inside, sys.executable, "-c", WORKER]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["worst"] < 5.0
+    assert sum(found["failures"].values()) == 128
+    assert set(found["failures"]) <= {"timeout", "connection", "ServerUnreachable", "BrowserTimeout"}
