@@ -163,7 +163,7 @@ class TrainerConfig:
     train_vision: bool = setting(True, "Train the vision tower; otherwise it is frozen.")
     image_workers: int = setting(
         2,
-        "Processes of each trainer rank that decode and cut screenshots before the packed sequences that "
+        "Threads of each trainer rank that decode and patchify screenshots before the packed sequences that "
         "need them; 0: the rank does it itself, before the first packed sequence.",
         low=0,
     )

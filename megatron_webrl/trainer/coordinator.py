@@ -31,13 +31,17 @@ from megatron_webrl.trainer.credit.rewards import configured_penalties, reward_f
 from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
-from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange
-from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt, SelectedGroups, SingleNodeExchange
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
 from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
 from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
+from megatron_webrl.trainer.multi_node.exchange import (
+    CollectInterrupt,
+    MultiNodeExchange,
+    SelectedGroups,
+    SingleNodeExchange,
+)
 from megatron_webrl.types import Group, Trajectory
 from megatron_webrl.util.clock import steady_time
 from megatron_webrl.util.disk_faults import continue_without

@@ -6,7 +6,6 @@ import importlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -35,13 +34,12 @@ from megatron_webrl.model.vision_language.model import VisionLanguageModel
 from megatron_webrl.model.vision_language.routing_replay import replays_routing
 from megatron_webrl.placement.memory_estimate import choose_recompute
 from megatron_webrl.placement.parallel_layout import image_buffer_mib
+from megatron_webrl.track.timeline import OFF, Timeline
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.distributed import wrap_ddp
-from megatron_webrl.trainer.images.image_prefetcher import ImagePrefetcher
-from megatron_webrl.trainer.images.image_workers import ImageWorkerPool
-from megatron_webrl.trainer.images.shm_allocator import SharedMemoryAllocator
+from megatron_webrl.trainer.images import ImagePrefetcher, WaitTimer
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.optimizer import check_adam_implementation, make_optimizer
 from megatron_webrl.trainer.parallel import all_gather_object
@@ -165,11 +163,12 @@ def _transformer_engine_problem(platform: Platform) -> str:
     return ""
 
 
-def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
-    """Make this rank's sequence packer. The process groups must exist."""
-    trainer = config.trainer
+def make_sequence_packer(config: Config, platform: Platform, timeline: Timeline = OFF) -> SequencePacker:
+    """Make this rank's sequence packer, without an image cache. The process groups must exist."""
+    trainer, processor, wait_timer = config.trainer, Processor.load(config.model.path), WaitTimer(timeline)
+    encodes_images = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     return SequencePacker(
-        processor=Processor.load(config.model.path),
+        processor=processor,
         max_tokens=trainer.tokens_per_microbatch,
         device=platform.device,
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
@@ -179,23 +178,24 @@ def make_sequence_packer(config: Config, platform: Platform) -> SequencePacker:
         microbatch_multiple=trainer.pipeline_parallel if trainer.virtual_pipeline > 1 else 1,
         merge_prefixes=choose_prefix_merging(trainer.merge_prefixes, read_model_config(config.model.path)),
         replays_routing=replays_routing(config),
-        encodes_images=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        encodes_images=encodes_images,
         image_rank=get_pg_rank(parallel_state.get_tensor_and_context_parallel_group()),
         num_image_ranks=trainer.tensor_parallel * trainer.context_parallel,
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         context_parallel_size=trainer.context_parallel,
         token_multiple=trainer.tensor_parallel,  # sequence parallelism
+        prefetcher=make_image_prefetcher(config, processor, platform.device, wait_timer) if encodes_images else None,
+        wait_timer=wait_timer,
     )
 
 
-def with_image_prefetcher(packer: SequencePacker, config: Config, rank: int) -> SequencePacker:
-    """Add image workers, if configured; they end with the calling thread: use the main one. Raises ProcessError."""
-    settings = config.trainer
-    if not settings.image_workers or not packer.encodes_images:
-        return packer
-    patchifier = packer.processor.patchifier
-    allocator = SharedMemoryAllocator(image_buffer_mib(config, patchifier.patch_size, patchifier.merge_size) * 2**20)
-    log_file = config.run_folder / "logs" / f"pixels-{rank}.log"
-    pool = ImageWorkerPool(settings.image_workers, allocator, patchifier, log_file)
-    prefetcher = ImagePrefetcher(packer.processor, pool, allocator, packer.device, packer.wait_timer)
-    return replace(packer, prefetcher=prefetcher)
+def make_image_prefetcher(
+    config: Config, processor: Processor, device: torch.device, wait_timer: WaitTimer
+) -> ImagePrefetcher | None:
+    """Threads that prepare images, as trainer.image_workers says; None with 0."""
+    threads = config.trainer.image_workers
+    if not threads:
+        return None
+    cut = processor.patchifier
+    buffer_bytes = image_buffer_mib(config, cut.patch_size, cut.merge_size) * 2**20
+    return ImagePrefetcher(processor, device, threads, buffer_bytes, wait_timer)

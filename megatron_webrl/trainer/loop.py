@@ -19,7 +19,6 @@ from megatron_webrl.trainer.data.flops import FORWARD_ONLY_SHARE
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
-from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch, measure_logprob_mismatch
@@ -27,6 +26,7 @@ from megatron_webrl.trainer.metrics.loss_metrics import PER_STEP_METRICS
 from megatron_webrl.trainer.metrics.memory_usage import memory_metrics
 from megatron_webrl.trainer.metrics.moments import combine
 from megatron_webrl.trainer.metrics.performance import known_peak_tflops, performance_metrics
+from megatron_webrl.trainer.multi_node.exchange import CollectInterrupt
 from megatron_webrl.trainer.parallel import all_reduce_max
 from megatron_webrl.trainer.profile import profiled
 from megatron_webrl.trainer.step_values import assign_credit

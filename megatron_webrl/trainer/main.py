@@ -32,11 +32,10 @@ from megatron_webrl.trainer.coordinator import Coordinator
 from megatron_webrl.trainer.data.batching import training_samples
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
-from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange, make_exchange
-from megatron_webrl.trainer.exchange.node_topology import NodeTopology
-from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
-from megatron_webrl.trainer.images.image_prefetcher import WaitTimer
+from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
 from megatron_webrl.trainer.loop import TrainingContext, train
+from megatron_webrl.trainer.multi_node.exchange import make_exchange
+from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology
 from megatron_webrl.trainer.warm_start import warm_start
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.util import torchvision_shim
@@ -70,8 +69,7 @@ def _run(
     nodes = NodeTopology.all_gather(node_ring.node, config.cluster.nodes)
     learner = make_learner(config, platform, with_weights=parallel.broadcast_object(needs_initial_weights(config)))
     learner = replace(learner, report_progress=control.report_progress, timeline=timeline)
-    packer = replace(make_sequence_packer(config, platform), wait_timer=WaitTimer(timeline))
-    packer = with_image_prefetcher(packer, config, rank.rank)
+    packer = make_sequence_packer(config, platform, timeline)
     if not config.run.resume and config.trainer.warm_start.demonstrations:
         learner = warm_start(learner, packer, config, control)
     learner = attach_reference_policy(learner, config)  # before a checkpoint replaces the initial weights
@@ -80,8 +78,7 @@ def _run(
         log.warning("the schedule has changed: %s", reason)
         EventLog(config.run_folder, nodes.node).add("trainer-0", "schedule changed", reason)
     exchange = make_exchange(node_ring.attach(config.run.startup_timeout_seconds), nodes, config, packer)
-    if isinstance(exchange, MultiNodeExchange):
-        packer = replace(packer, image_cache=exchange.image_cache)
+    packer = replace(packer, image_cache=exchange.image_cache)  # a warm start has its images at hand
     tracker = _make_tracker(config, state) if is_first else None
     resume_point = make_resume_point(control, exchange, state, config.run_folder, is_first)
     control.report_status("waiting for the engines")

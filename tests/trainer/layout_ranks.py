@@ -66,14 +66,14 @@ def run(rank: int, folder: str, models: dict[str, str]) -> None:
 def _updates(config: Any, platform: Any) -> dict[str, Any]:
     """Two updates of several optimiser steps each; returns metrics and weights."""
     from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
-    from megatron_webrl.trainer.factory import make_sequence_packer, with_image_prefetcher
+    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
     from tests.model.hf_export import hf_tensors
 
     learner = attach_reference_policy(make_learner(config, platform), config)
-    builder = with_image_prefetcher(make_sequence_packer(config, platform), config, torch.distributed.get_rank())
+    builder = make_sequence_packer(config, platform)
     figures = [train_batch(learner, builder, config, make_groups(config), VERSION) for _ in range(2)]
-    held = None if builder.prefetcher is None else builder.prefetcher.allocator.used_bytes
+    held = None if builder.prefetcher is None else builder.prefetcher.used_bytes
     builder.close()
     weights = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
     return {"figures": figures, "weights": weights, "held": held}

@@ -169,15 +169,15 @@ def _update_ahead(
 ) -> tuple[tuple[dict[str, float], Any], dict[str, float]]:
     """An update with prefetched images, in a buffer smaller than all of them together."""
     from megatron_webrl.trainer import factory
-    from megatron_webrl.trainer.factory import make_sequence_packer, with_image_prefetcher
+    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
 
     config.run.directory, config.trainer.image_workers = str(folder), 1
     factory.image_buffer_mib = lambda *_: 1
-    builder = with_image_prefetcher(make_sequence_packer(config, platform), config, torch.distributed.get_rank())
+    builder = make_sequence_packer(config, platform)
     assert builder.prefetcher is not None
     result = train_batch(learner, builder, config, groups, VERSION)
-    held, jobs = builder.prefetcher.allocator.used_bytes, next(builder.prefetcher._job_ids)
+    held, jobs = builder.prefetcher.used_bytes, builder.prefetcher.started_images
     builder.close()
     return result, {"held": held, "jobs": jobs}
 

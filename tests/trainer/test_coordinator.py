@@ -17,7 +17,7 @@ from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.coordinator import Coordinator
-from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
+from megatron_webrl.trainer.multi_node.exchange import SingleNodeExchange
 from tests.job_control import connect, control_service
 from tools.drills.file_faults import FileFaults
 

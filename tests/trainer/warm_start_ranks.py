@@ -23,7 +23,7 @@ def run(rank: int, folder: str, model: str) -> None:
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
     from megatron_webrl.model.processor import Processor
-    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer, with_image_prefetcher
+    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
     from megatron_webrl.trainer.warm_start import warm_start
     from tests.model.hf_export import hf_tensors
 
@@ -42,10 +42,10 @@ def run(rank: int, folder: str, model: str) -> None:
         control.put_json("demonstrations/ready", True)
         for workers in (0, 1):
             config.trainer.image_workers = workers
-            builder = with_image_prefetcher(make_sequence_packer(config, platform), config, rank)
+            builder = make_sequence_packer(config, platform)
             learner = warm_start(make_learner(config, platform), builder, config, control)
             assert control.get_json("demonstrations/trained")
-            assert builder.prefetcher is None or builder.prefetcher.allocator.used_bytes == 0
+            assert builder.prefetcher is None or builder.prefetcher.used_bytes == 0
             builder.close()
             weights = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
             torch.save(weights, Path(folder) / f"weights-{workers}.pt")

@@ -86,8 +86,7 @@ class ExchangeBench:
     """One rank: its rings and its measurements."""
 
     def __init__(self, rank: int, names: Sequence[str], groups: int, group_size: int) -> None:
-        from megatron_webrl.trainer.exchange.node_topology import NodeTopology
-        from megatron_webrl.trainer.exchange.rank_messages import RankMessenger
+        from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMessenger
 
         self.rank, self.groups, self.group_size = rank, groups, group_size
         self.rings = [Ring.attach(name) for name in names]
@@ -109,9 +108,8 @@ class ExchangeBench:
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
-        from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange
-        from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
-        from megatron_webrl.trainer.images.image_cache import ImageCache, ImageShard
+        from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, SingleNodeExchange
+        from megatron_webrl.trainer.multi_node.screenshots import ImageCache, ImageShard
 
         self.write_groups(homes or (0, 0))
         rings: SingleNodeExchange | MultiNodeExchange = SingleNodeExchange(self.rings[0])
@@ -143,7 +141,7 @@ class ExchangeBench:
     def _fetch_images(self, rings: Any, groups: Sequence[Any]) -> dict[str, float]:
         from megatron_webrl.trainer.data.batching import training_samples
         from megatron_webrl.trainer.data.merging import unmerged_sequence
-        from megatron_webrl.trainer.exchange.node_assignment import assign_to_nodes
+        from megatron_webrl.trainer.multi_node.screenshots import assign_to_nodes
 
         chains = [unmerged_sequence(sample) for sample in training_samples(groups, self.config, 0)]
         begun = time.perf_counter()

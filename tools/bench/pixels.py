@@ -157,7 +157,8 @@ class PreprocessingBench:
         return found
 
     def _builder(self, workers: int, samples: Sequence[TrainingSample]) -> SequencePacker:
-        from megatron_webrl.trainer.factory import with_image_prefetcher
+        from megatron_webrl.trainer.factory import make_image_prefetcher
+        from megatron_webrl.trainer.images import WaitTimer
 
         config = Config()
         config.run.directory, config.trainer.image_workers = str(self.folder), workers
@@ -165,8 +166,9 @@ class PreprocessingBench:
             max(sample.length for sample in samples),
             FlopsEstimator.from_hf_config(load_hf_config(self.path)),
         )
-        builder = SequencePacker(self.processor, longest, self.platform.device, 0, 1, cost)
-        return with_image_prefetcher(builder, config, 0)
+        timer, device = WaitTimer(), self.platform.device
+        prefetcher = make_image_prefetcher(config, self.processor, device, timer)
+        return SequencePacker(self.processor, longest, device, 0, 1, cost, prefetcher=prefetcher, wait_timer=timer)
 
     def _sample(self, number: int, shots: list[bytes]) -> TrainingSample:
         grids = self.processor.grids(shots)

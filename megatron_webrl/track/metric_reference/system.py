@@ -85,7 +85,7 @@ SECTIONS = (
     ),
     section(
         "Nodes",
-        "trainer/exchange/multi_node_exchange.py",
+        "trainer/multi_node/exchange.py",
         "Since the last update, with trainer ranks on several nodes; [packing.md](packing.md#across-nodes).",
         ("nodes/images_mib", "MiB", "Screenshots that the ranks encoded."),
         ("nodes/remote_images_mib", "MiB", "Of these, screenshots from another node."),

@@ -27,8 +27,7 @@ from megatron_webrl.track.episode_log import line_identity, trajectory_identity
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
-from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange
-from megatron_webrl.trainer.exchange.record_exchange import RecordSource, SingleNodeExchange
+from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, RecordSource, SingleNodeExchange
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.types import Trajectory
 

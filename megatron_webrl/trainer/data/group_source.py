@@ -16,8 +16,8 @@ from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.credit.advantages import common_outcome
 from megatron_webrl.trainer.credit.rewards import reward_function
-from megatron_webrl.trainer.exchange.record_exchange import RecordSource
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, mask_name
+from megatron_webrl.trainer.multi_node.exchange import RecordSource
 from megatron_webrl.types import ABORTED, Group, Trajectory
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from megatron_webrl.model.vision_language.packed_input import partition_costs
 from megatron_webrl.trainer.data.flops import FlopsEstimator, sequence_images
 from megatron_webrl.trainer.data.merging import MergedSequence
 from megatron_webrl.trainer.data.prefix_tree import PrefixTree, separate_sequences
-from megatron_webrl.trainer.exchange.node_assignment import ReplicaNodes, assign_to_nodes
+from megatron_webrl.trainer.multi_node.screenshots import ReplicaNodes, assign_to_nodes
 
 PackedSequence = list[int]  # indices of the merged sequences that one micro-batch computes
 SHARED_PART_WEIGHT = 8.0  # weight of the cost that an item adds, which shared parts lower, against bins' balance

@@ -26,13 +26,13 @@ from megatron_webrl.trainer.data.prefix_tree import (
     separate_sequences,
 )
 from megatron_webrl.trainer.data.recorded_experts import packed_experts
-from megatron_webrl.trainer.images.image_cache import ImageCache
-from megatron_webrl.trainer.images.image_prefetcher import (
+from megatron_webrl.trainer.images import (
     ImagePrefetcher,
     ImagePreparationError,
     PrefetchedPixels,
     WaitTimer,
 )
+from megatron_webrl.trainer.multi_node.screenshots import ImageCache
 
 NON_IMAGE_TOKEN = -1  # replaces response tokens in the search for image placeholders: in a response these are text
 ImageWithGrid = tuple[bytes, tuple[int, int, int]]  # encoded image, and the grid that the engine used

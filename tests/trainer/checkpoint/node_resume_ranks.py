@@ -16,7 +16,7 @@ from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from tests.job_control import connect
 from tests.trainer.data.sampler_ranks import METRICS
-from tests.trainer.exchange.node_ranks import Member, group
+from tests.trainer.multi_node.node_ranks import Member, group
 
 UPDATES, GROUPS, SAVED, KILLED, AHEAD = 12, 3, 2, 4, 2
 """The state of version SAVED is saved. From version KILLED on the rank of node 1 dies in the first update with groups

@@ -109,8 +109,8 @@ class _Trainer:
         from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
         from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
-        from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
         from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
+        from megatron_webrl.trainer.multi_node.exchange import SingleNodeExchange
 
         control, exchange = connect(self.address, "trainer-0"), SingleNodeExchange(self.ring)
         folder = self.config.run_folder

@@ -25,8 +25,8 @@ from megatron_webrl.trainer.data import group_files
 from tests import forks
 from tests.job_control import connect, control_service
 from tests.trainer.checkpoint import node_resume_ranks as ranks
-from tests.trainer.exchange.node_ranks import group
-from tests.trainer.exchange.test_multi_node_exchange import make_rings
+from tests.trainer.multi_node.node_ranks import group
+from tests.trainer.multi_node.test_multi_node_exchange import make_rings
 from tools.bench import recorded_groups
 
 LIMIT = 120.0

@@ -11,8 +11,8 @@ from megatron_webrl.config.advantage import AdvantageConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.anchor_states import anchor_advantages, steps_by_state
 from megatron_webrl.trainer.credit.assignment import step_advantages
-from megatron_webrl.trainer.images.image_keys import strip_images
 from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
+from megatron_webrl.trainer.multi_node.screenshots import strip_images
 from megatron_webrl.types import Group, Trajectory
 from tests.trainer.credit.made_groups import varied_groups
 from tests.trajectories import trajectory

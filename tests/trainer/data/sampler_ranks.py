@@ -105,8 +105,8 @@ class _Run:
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
         from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
         from megatron_webrl.trainer.data import group_files
-        from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
         from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
+        from megatron_webrl.trainer.multi_node.exchange import SingleNodeExchange
         from tools.bench import recorded_groups
 
         ring_name = f"webrl-test-{secrets.token_hex(4)}"

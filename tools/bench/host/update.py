@@ -66,7 +66,8 @@ class HostBench:
     def __init__(self, folder: Path, config: Config, size: str, card: str, launches: Launches) -> None:
         from megatron_webrl.trainer.data.flops import FlopsEstimator
         from megatron_webrl.trainer.data.sequence_packer import SequencePacker
-        from megatron_webrl.trainer.factory import with_image_prefetcher
+        from megatron_webrl.trainer.factory import make_image_prefetcher
+        from megatron_webrl.trainer.images import WaitTimer
 
         self.config, self.launches, trainer = config, launches, config.trainer
         config.run.directory = str(folder)
@@ -78,7 +79,8 @@ class HostBench:
         after = [predicted.parts.get(part, 0.0) for part in ("gradients and weights", "optimizer")]
         self.optimizer_seconds = sum(after) / steps
         self.processor = Processor.load(make_tiny_model(folder / "model", max_pixels=2**24))
-        packer = SequencePacker(
+        timer = WaitTimer()
+        self.packer = SequencePacker(
             processor=self.processor,
             max_tokens=trainer.tokens_per_microbatch,
             device=META,
@@ -88,8 +90,9 @@ class HostBench:
             num_image_ranks=trainer.tensor_parallel * trainer.context_parallel,
             context_parallel_size=trainer.context_parallel,
             token_multiple=trainer.tensor_parallel,
+            prefetcher=make_image_prefetcher(config, self.processor, META, timer),
+            wait_timer=timer,
         )
-        self.packer = with_image_prefetcher(packer, config, 0)
         self.cut_seconds = self._worker_seconds()
 
     def _worker_seconds(self) -> float:
@@ -112,7 +115,7 @@ class _Update:
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
-        from megatron_webrl.trainer.exchange.record_exchange import SingleNodeExchange
+        from megatron_webrl.trainer.multi_node.exchange import SingleNodeExchange
 
         self.bench, self.count, self.config = bench, groups, bench.config
         self.exchange = SingleNodeExchange(ring)
@@ -161,22 +164,22 @@ class _Update:
     @contextmanager
     def _host_code(self) -> Iterator[None]:
         """Copies to the device are copies to page-locked memory; the parts of packing are timed."""
+        from megatron_webrl.trainer import images as image_module
         from megatron_webrl.trainer.data import sequence_packer
-        from megatron_webrl.trainer.images import image_prefetcher
 
         def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
             return values.clone().to(device)
 
         with ExitStack() as stack:
-            for module in (sequence_packer, image_prefetcher):
+            for module in (sequence_packer, image_module):
                 stack.enter_context(mock.patch.object(module, "copy_to_device", upload))
-            schedule = image_prefetcher.ImagePrefetcher.schedule
+            schedule = image_module.ImagePrefetcher.schedule
 
             def scheduled(prefetcher: Any, images: Sequence[tuple[bytes, Any]], *rest: Any) -> Any:
                 self.images.schedule([data for data, _ in images])
                 return schedule(prefetcher, images, *rest)
 
-            stack.enter_context(mock.patch.object(image_prefetcher.ImagePrefetcher, "schedule", scheduled))
+            stack.enter_context(mock.patch.object(image_module.ImagePrefetcher, "schedule", scheduled))
             self._time(stack, sequence_packer.SequencePacker, "_plan", "plan")
             self._time(stack, sequence_packer.SequencePacker, "_microbatch", "tensors")
             yield

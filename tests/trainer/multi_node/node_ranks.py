@@ -98,16 +98,16 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
     from megatron_webrl.trainer.data.group_source import GroupSource
-    from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange, make_exchange
-    from megatron_webrl.trainer.exchange.node_topology import NodeTopology
-    from megatron_webrl.trainer.factory import make_sequence_packer, with_image_prefetcher
-    from megatron_webrl.trainer.images.image_keys import image_key
+    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, make_exchange
+    from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology
+    from megatron_webrl.trainer.multi_node.screenshots import image_key
     from tests.model.hf_export import hf_tensors
 
     rank = torch.distributed.get_rank()
     learner = make_learner(config, platform)
-    builder = with_image_prefetcher(make_sequence_packer(config, platform), config, rank)
+    builder = make_sequence_packer(config, platform)
     nodes = NodeTopology.all_gather(layout.nodes[rank], 2)
     rings = make_exchange(Ring.attach(names[nodes.node]), nodes, config, builder)
     assert isinstance(rings, MultiNodeExchange)
@@ -141,7 +141,7 @@ def _compare_with_plan(builder: Any, groups: Sequence[Group], config: Config) ->
     """Compare this rank's training data with the plan and with the written data, byte for byte."""
     from megatron_webrl.trainer.data.batching import minibatches, training_samples
     from megatron_webrl.trainer.data.flops import unique_images
-    from megatron_webrl.trainer.images.image_keys import image_key
+    from megatron_webrl.trainer.multi_node.screenshots import image_key
 
     originals = {image_key(i): i for g in make_groups(config, len(HOMES)) for t in g.trajectories for i in t.images}
     samples = training_samples(groups, config, VERSION)
@@ -202,10 +202,9 @@ class Member:
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
-        from megatron_webrl.trainer.exchange.multi_node_exchange import MultiNodeExchange
-        from megatron_webrl.trainer.exchange.node_topology import NodeTopology
-        from megatron_webrl.trainer.exchange.rank_messages import RankMessenger
-        from megatron_webrl.trainer.images.image_cache import ImageCache, ImageShard
+        from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange
+        from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMessenger
+        from megatron_webrl.trainer.multi_node.screenshots import ImageCache, ImageShard
 
         self.rank, self.config = rank, Config()
         self.config.run.directory, self.config.cluster.nodes = folder, len(names)
@@ -252,7 +251,7 @@ def late(rank: int, folder: str, names: Sequence[str]) -> None:
         if rank == 0 and update == 0:
             put(member.ring, [group(5, 0)])
         torch.distributed.barrier()
-    from megatron_webrl.trainer.exchange.record_exchange import CollectInterrupt
+    from megatron_webrl.trainer.multi_node.exchange import CollectInterrupt
 
     interrupts = [
         member.rings.broadcast_groups(why if rank == 0 else None)
@@ -282,7 +281,7 @@ def damaged(rank: int, folder: str, names: Sequence[str]) -> None:
 
 
 def _names(groups: Sequence[Group]) -> list[bytes]:
-    from megatron_webrl.trainer.images.image_keys import image_key
+    from megatron_webrl.trainer.multi_node.screenshots import image_key
 
     originals = [group(g.ticket, 0) for g in groups]
     return [image_key(i) for g in originals for t in g.trajectories for i in t.images]
@@ -344,7 +343,7 @@ def without(rank: int, folder: str, names: Sequence[str], how: str) -> None:
 def undecided(rank: int, folder: str) -> None:
     """Both ranks claim to be on node 0 of 2."""
     gloo.join(rank, 2, folder)
-    from megatron_webrl.trainer.exchange.node_topology import NodeTopology, NodeTopologyError
+    from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, NodeTopologyError
 
     try:
         NodeTopology.all_gather(0, 2)

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from megatron_webrl.trainer.data.merging import MergedSequence
 from megatron_webrl.trainer.data.packing import pack_sequences
-from megatron_webrl.trainer.exchange.node_assignment import BALANCE_TOLERANCE, NodeSet, ReplicaNodes, assign_to_nodes
-from megatron_webrl.trainer.images.image_keys import image_key
+from megatron_webrl.trainer.multi_node.screenshots import (
+    BALANCE_TOLERANCE,
+    NodeSet,
+    ReplicaNodes,
+    assign_to_nodes,
+    image_key,
+)
 from tests.trainer.data.test_packing import COST, chain
 
 ONE, TWO, BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})

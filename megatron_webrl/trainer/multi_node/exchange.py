@@ -1,53 +1,123 @@
-"""Makes the rings of several nodes one source of groups. docs/packing.md draws the path of an episode.
+"""Distributes the groups of an update to all trainer ranks, on one node or several.
 
-The leader of each node reads its ring and sends every record, stripped of its screenshots, to rank 0. Rank 0 assembles
-groups, selects those of an update and broadcasts their stripped records to all ranks. Screenshots stay where they are,
-in the image cache, until the plan of the update says which rank makes their pixels.
+On several, the leader of each node reads its ring and sends every record, stripped of its screenshots, to rank 0. Rank
+0 assembles groups, selects those of an update and broadcasts their stripped records to all ranks. Screenshots stay
+where they are, in the image cache, until the plan of the update says which rank makes their pixels. docs/packing.md
+draws the path of an episode.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.damaged_records import FOLDER as DAMAGED_FOLDER
 from megatron_webrl.ring.damaged_records import read_trajectory
-from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
+from megatron_webrl.ring.record import Buffer, decode_trajectory, encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
-from megatron_webrl.trainer.exchange.node_topology import NodeTopology
-from megatron_webrl.trainer.exchange.rank_messages import RankMessage, RankMessenger
-from megatron_webrl.trainer.exchange.record_exchange import (
-    CollectInterrupt,
-    RecordExchange,
-    RecordSource,
-    SelectedGroups,
-    SingleNodeExchange,
+from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMessage, RankMessenger
+from megatron_webrl.trainer.multi_node.screenshots import (
+    ImageCache,
+    ImageShard,
+    ImageTransferStats,
+    restore_images,
+    strip_images,
 )
-from megatron_webrl.trainer.images.image_cache import ImageCache, ImageShard, ImageTransferStats
-from megatron_webrl.trainer.images.image_keys import restore_images, strip_images
-from megatron_webrl.trainer.parallel import collective_timeout_seconds
+from megatron_webrl.trainer.parallel import broadcast_object, collective_timeout_seconds
 from megatron_webrl.types import Group, Trajectory
 
-Value = TypeVar("Value")
-
 MESSAGE_TIMEOUT_SECONDS = 120.0  # limit of one message between trainer ranks
+Value = TypeVar("Value")
+SelectedGroups = Sequence[tuple[Group, list[int]]]  # the groups of an update with the numbers of their records
 
 
-def make_exchange(
-    ring: Ring, topology: NodeTopology, config: Config, sequence_packer: SequencePacker
-) -> SingleNodeExchange | MultiNodeExchange:
-    """The exchange of a job, given this node's ring; on several nodes the packer needs its image cache. Collective."""
-    if config.cluster.nodes == 1:
-        return SingleNodeExchange(ring)
-    messenger = RankMessenger(topology, MESSAGE_TIMEOUT_SECONDS, collective_timeout_seconds(config))
-    image_rank = sequence_packer.image_rank if sequence_packer.encodes_images else None
-    image_cache = ImageCache(messenger, ImageShard(sequence_packer.data_parallel_rank, image_rank))
-    damaged = config.run_folder / DAMAGED_FOLDER / f"node-{topology.node}"
-    return MultiNodeExchange(ring, messenger, image_cache, damaged)
+class CollectInterrupt(Enum):
+    """Why rank 0 returns no groups yet."""
+
+    STOP = "an early end was requested"
+    NEW_ENGINES = "an engine waits for weights"
+
+
+class RecordSource(Protocol):
+    """The records that rank 0 reads: of its node's ring, or of all nodes' rings. See Ring."""
+
+    def committed(self, seen: Container[int]) -> list[int]: ...
+
+    def read(self, sequence: int, verify: bool = True) -> Buffer: ...
+
+    def acknowledge(self, sequences: Iterable[int]) -> None: ...
+
+
+class RecordExchange:
+    """Exchange among ranks on one node: every rank reads the same ring and files."""
+
+    topology = NodeTopology((0,), 0)  # identifies the files that this rank reads and writes: those of node 0
+    image_cache: ImageCache | None = None  # on several nodes: where a packer finds screenshots
+
+    @property
+    def writes_node_files(self) -> bool:
+        """Whether this rank writes the episode files of its node."""
+        return torch.distributed.get_rank() == 0
+
+    def broadcast_on_node(self, value: Value) -> Value:
+        """The value of the rank that writes node files, on every rank of its node. Collective."""
+        return broadcast_object(value)
+
+    def all_gather_trajectories(self, local: Sequence[Trajectory]) -> list[Trajectory]:
+        """Trajectories of all nodes, given those that every rank of a node has. Collective."""
+        return list(local)
+
+    def trajectories_to_store(self, groups: Iterable[Group]) -> list[Trajectory]:
+        """Trajectories of an update, with images, that this rank must store. Only on ranks with writes_node_files."""
+        return [trajectory for group in groups for trajectory in group.trajectories]
+
+    def pop_metrics(self) -> dict[str, float]:
+        """On rank 0: metrics of the last update by MLflow name."""
+        return {}
+
+
+class SingleNodeExchange(RecordExchange):
+    """Single-node exchange: rank 0 selects records, and all ranks read them from the same ring."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    @property
+    def record_source(self) -> RecordSource:
+        """The records that rank 0 reads."""
+        return self._ring
+
+    def broadcast_groups(self, selected: SelectedGroups | CollectInterrupt | None) -> list[Group] | CollectInterrupt:
+        """Rank 0's selection, on every rank; other ranks pass None. Collective."""
+        numbers: CollectInterrupt | Mapping[int, list[int]] | None = None
+        if isinstance(selected, CollectInterrupt):
+            numbers = selected
+        elif selected is not None:
+            numbers = {group.ticket: sequences for group, sequences in selected}
+        shared = broadcast_object(numbers)
+        assert shared is not None
+        if isinstance(shared, CollectInterrupt):
+            return shared
+        if selected is not None and not isinstance(selected, CollectInterrupt):
+            return [group for group, _ in selected]
+        return [
+            Group(ticket, tuple(decode_trajectory(self._ring.read(s, verify=False)) for s in sequences))
+            for ticket, sequences in shared.items()
+        ]
+
+    def finish_collecting(self) -> None:
+        """Tell all ranks that rank 0 reads no more records; nothing to do on one node. Collective."""
+
+    def close(self) -> None:
+        """Detach from the ring."""
+        self._ring.close()
 
 
 class MultiNodeExchange(RecordExchange):
@@ -58,6 +128,8 @@ class MultiNodeExchange(RecordExchange):
     number contains its node: sequence * node_count + node. It stays in its ring until rank 0 acknowledges it: after a
     restart of the trainer, its leader finds it and sends it again.
     """
+
+    image_cache: ImageCache
 
     def __init__(self, ring: Ring, messenger: RankMessenger, image_cache: ImageCache, damaged_folder: Path) -> None:
         """`damaged_folder` receives the damaged records of this node's ring."""
@@ -252,3 +324,16 @@ class MultiNodeExchange(RecordExchange):
     def close(self) -> None:
         """Detach from the ring."""
         self._ring.close()
+
+
+def make_exchange(
+    ring: Ring, topology: NodeTopology, config: Config, sequence_packer: SequencePacker
+) -> SingleNodeExchange | MultiNodeExchange:
+    """The exchange of a job, given this node's ring; on several nodes the packer needs its image cache. Collective."""
+    if config.cluster.nodes == 1:
+        return SingleNodeExchange(ring)
+    messenger = RankMessenger(topology, MESSAGE_TIMEOUT_SECONDS, collective_timeout_seconds(config))
+    image_rank = sequence_packer.image_rank if sequence_packer.encodes_images else None
+    image_cache = ImageCache(messenger, ImageShard(sequence_packer.data_parallel_rank, image_rank))
+    damaged = config.run_folder / DAMAGED_FOLDER / f"node-{topology.node}"
+    return MultiNodeExchange(ring, messenger, image_cache, damaged)

@@ -15,11 +15,11 @@ import torch
 
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.trainer.data import group_files
-from megatron_webrl.trainer.images.image_keys import image_key, image_size
+from megatron_webrl.trainer.multi_node.screenshots import image_key, image_size
 from tests import forks
 from tests.gloo import spawn
-from tests.trainer.exchange import node_ranks
 from tests.trainer.learner_ranks import make_config, make_groups
+from tests.trainer.multi_node import node_ranks
 from tools.bench import recorded_groups
 
 pytestmark = pytest.mark.slow

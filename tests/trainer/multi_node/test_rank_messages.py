@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
-from megatron_webrl.trainer.exchange.node_topology import NodeTopology
-from megatron_webrl.trainer.exchange.rank_messages import RankMessageError, pack_message, unpack_message
-from megatron_webrl.trainer.images.image_keys import (
+from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMessageError, pack_message, unpack_message
+from megatron_webrl.trainer.multi_node.screenshots import (
     IMAGE_KEY_BYTES,
     image_key,
     image_size,

@@ -1,1 +1,0 @@
-"""Preparation of screenshots ahead of the forward pass, and their exchange between nodes."""

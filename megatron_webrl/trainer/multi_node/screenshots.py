@@ -1,0 +1,227 @@
+"""Screenshots of several nodes: their keys, the nodes that have them, and which replicas compute with them.
+
+Equal screenshots have equal keys. A stripped trajectory, with keys in place of its screenshots, is a valid trajectory
+and a valid record: counting, selection and planning need no screenshots, so ranks on other nodes get it. Only a rank
+that makes pixels looks up the keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_webrl.ring.record import Buffer
+from megatron_webrl.trainer.data.merging import MergedSequence
+from megatron_webrl.trainer.multi_node.rank_messages import RankMessageError, RankMessenger
+from megatron_webrl.trainer.parallel import all_gather_object
+from megatron_webrl.types import Trajectory
+
+_KEY = struct.Struct("<Q16s")  # bytes of the screenshot, BLAKE2b of them
+IMAGE_KEY_BYTES = _KEY.size
+BALANCE_TOLERANCE = 0.02  # balancing stops once no load per replica exceeds the mean by more than this fraction
+NodeSet = frozenset[int]  # nodes of the ranks that encode a replica's images
+WantedImages = Mapping[int, Sequence[bytes]]  # rank -> image keys
+
+
+def image_key(image: Buffer) -> bytes:
+    """The key of an encoded screenshot."""
+    return _KEY.pack(len(image), hashlib.blake2b(image, digest_size=16).digest())
+
+
+def image_size(key: bytes) -> int:
+    """Bytes of the screenshot with this key."""
+    return int(_KEY.unpack(key)[0])
+
+
+def strip_images(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with keys in place of its screenshots."""
+    return replace(trajectory, images=tuple(map(image_key, trajectory.images)))
+
+
+def restore_images(stripped: Trajectory, get_image: Callable[[bytes], bytes]) -> Trajectory:
+    """The trajectory with its screenshots in place of their keys."""
+    return replace(stripped, images=tuple(get_image(bytes(key)) for key in stripped.images))
+
+
+@dataclass(frozen=True)
+class ImageTransferStats:
+    """Bytes of screenshots, over all ranks."""
+
+    needed_bytes: int = 0
+    transferred_bytes: int = 0  # part of needed_bytes: from another node
+
+    def __add__(self, other: ImageTransferStats) -> ImageTransferStats:
+        return ImageTransferStats(
+            self.needed_bytes + other.needed_bytes, self.transferred_bytes + other.transferred_bytes
+        )
+
+
+@dataclass(frozen=True)
+class ImageShard:
+    """The replica whose images a rank encodes, and its shard of them."""
+
+    data_parallel_rank: int
+    image_rank: int | None  # this rank among the replica's encoding ranks; None: it encodes no images
+
+
+@dataclass(frozen=True)
+class ReplicaNodes:
+    """The nodes of each data-parallel replica, and the images on them."""
+
+    by_replica: tuple[NodeSet, ...]
+    has_image: Callable[[bytes, NodeSet], bool]  # image key, nodes -> whether one of the nodes has the image
+
+    @property
+    def unique_node_sets(self) -> tuple[NodeSet, ...]:
+        """Each node set once."""
+        return tuple(dict.fromkeys(self.by_replica))
+
+    def replicas_on(self, node_set: NodeSet) -> list[int]:
+        """The replicas on a node set."""
+        return [replica for replica, nodes in enumerate(self.by_replica) if nodes == node_set]
+
+
+class ImageCache:
+    """Life cycle per batch: `clear`, `register` all trajectories, `fetch` the images that ranks need, `get`.
+
+    Holds views of its node's ring, valid until the batch is closed, and copies of fetched images. Every rank knows
+    where all images are and who needs them, so there are no requests. No image is sent to a rank whose node has it.
+    """
+
+    def __init__(self, messenger: RankMessenger, shard: ImageShard) -> None:
+        """Collective."""
+        self._messenger, self._topology = messenger, messenger.topology
+        self.shards = tuple(all_gather_object(shard))
+        replicas = range(1 + max(each.data_parallel_rank for each in self.shards))
+        self._nodes_of_replica = tuple(
+            frozenset(self._topology.node_of_rank[rank] for rank in self.image_ranks_of(replica).values())
+            for replica in replicas
+        )
+        self._nodes_of_image: dict[bytes, set[int]] = {}
+        self._images: dict[bytes, bytes] = {}  # key -> image; local ones are views
+        self.transfer_stats = ImageTransferStats()  # accumulated; the reader of the metrics resets it
+
+    def image_ranks_of(self, replica: int) -> dict[int, int]:
+        """Image rank -> rank, for the ranks that encode a replica's images."""
+        return {
+            s.image_rank: rank
+            for rank, s in enumerate(self.shards)
+            if s.data_parallel_rank == replica and s.image_rank is not None
+        }
+
+    @property
+    def replica_nodes(self) -> ReplicaNodes:
+        """The nodes of each replica, for planning a batch."""
+        return ReplicaNodes(self._nodes_of_replica, self.has_image)
+
+    def clear(self) -> None:
+        """Forget all images."""
+        self._nodes_of_image, self._images = {}, {}
+
+    def register(self, node: int, keys: Iterable[bytes], images: Iterable[bytes] = ()) -> None:
+        """Record that `node` has the images of `keys`; on ranks of that node `images` holds them, in key order."""
+        keys = list(keys)
+        for key in keys:
+            self._nodes_of_image.setdefault(key, set()).add(node)
+        if node == self._topology.node:
+            self._images.update(zip(keys, images, strict=True))
+
+    def has_image(self, key: bytes, nodes: NodeSet) -> bool:
+        """Whether one of the nodes has an image."""
+        return not self._nodes_of_image[key].isdisjoint(nodes)
+
+    def fetch(self, wanted: WantedImages) -> ImageTransferStats:
+        """Transfer missing images. Collective, with equal arguments on all ranks. Raises RankMessageError."""
+        needed = transferred = 0
+        transfers: dict[tuple[int, int], list[bytes]] = defaultdict(list)  # sender, receiver -> keys
+        for rank, keys in sorted(wanted.items()):
+            for key in dict.fromkeys(keys):
+                nodes, size = self._nodes_of_image[key], image_size(key)
+                needed += size
+                if self._topology.node_of_rank[rank] not in nodes:
+                    transfers[self._topology.node_leader(min(nodes)), rank].append(key)
+                    transferred += size
+        rank = self._topology.rank
+        outgoing = {to: [self.get(key) for key in keys] for (sender, to), keys in transfers.items() if sender == rank}
+        expected = {sender: keys for (sender, to), keys in transfers.items() if to == rank}
+        sizes = {sender: sum(map(image_size, keys)) for sender, keys in expected.items()}
+        for sender, received in self._messenger.exchange_blobs(outgoing, sizes).items():
+            self._add_received(sender, expected[sender], received)
+        return ImageTransferStats(needed, transferred)
+
+    def get(self, key: bytes) -> bytes:
+        """An image of this node, or one that was fetched."""
+        return self._images[key]
+
+    def _add_received(self, sender: int, keys: Sequence[bytes], received: memoryview) -> None:
+        offset = 0
+        for key in keys:
+            image = received[offset : offset + image_size(key)]
+            offset += len(image)
+            if image_key(image) != key:
+                raise RankMessageError(
+                    f"{self._topology.rank_name(sender)} sent {len(image)} bytes that are not the requested screenshot"
+                )
+            self._images[key] = bytes(image)  # a copy is hashable, a view of the received buffer is not
+
+
+def assign_to_nodes(
+    sequences: Sequence[MergedSequence], costs: Sequence[float], nodes: ReplicaNodes
+) -> list[list[int]]:
+    """Ascending indices of the sequences that each unique node set computes. A pure function of its arguments.
+
+    Each sequence starts on the node set that misses the fewest bytes of its images. Then the node set with the highest
+    load per replica gives sequences to the one with the lowest, while that reduces the higher load: first the sequence
+    that transfers the fewest bytes for its cost, where an image counts once for all sequences that need it.
+    """
+    cost = np.asarray(costs, np.float64)
+    replicas = np.array([len(nodes.replicas_on(node_set)) for node_set in nodes.unique_node_sets], np.float64)
+    missing = _MissingBytes(sequences, nodes)
+    loads = np.zeros(len(replicas))  # per replica
+    target = np.empty(len(sequences), np.int64)  # node set of each sequence
+    for index in range(len(sequences)):
+        candidates = missing.bytes[:, index]
+        target[index] = min(np.flatnonzero(candidates == candidates.min()), key=lambda p: loads[p])
+        loads[target[index]] += cost[index] / replicas[target[index]]
+    while loads.max() > (1 + BALANCE_TOLERANCE) * cost.sum() / replicas.sum():
+        high, low = int(loads.argmax()), int(loads.argmin())
+        movable = np.flatnonzero((target == high) & (loads[low] + cost / replicas[low] < loads[high]))
+        if not len(movable):
+            break
+        chosen = movable[np.lexsort((movable, -cost[movable], missing.bytes[low, movable] / cost[movable]))[0]]
+        target[chosen] = low
+        loads[high] -= cost[chosen] / replicas[high]
+        loads[low] += cost[chosen] / replicas[low]
+        missing.transfer(int(chosen), low)
+    return [np.flatnonzero(target == each).tolist() for each in range(len(replicas))]
+
+
+class _MissingBytes:
+    """Bytes of each sequence's images that each node set lacks, without those transferred for another sequence."""
+
+    def __init__(self, sequences: Sequence[MergedSequence], nodes: ReplicaNodes) -> None:
+        node_sets = nodes.unique_node_sets
+        self._keys = [list(dict.fromkeys(map(bytes, sequence.images))) for sequence in sequences]
+        self._users: dict[bytes, list[int]] = defaultdict(list)
+        for index, keys in enumerate(self._keys):
+            for key in keys:
+                self._users[key].append(index)
+        self._missing = {  # image key -> missing bytes on each node set
+            key: np.array([0 if nodes.has_image(key, each) else image_size(key) for each in node_sets], np.int64)
+            for key in self._users
+        }
+        self.bytes = np.zeros((len(node_sets), len(sequences)), np.int64)
+        for key, users in self._users.items():
+            self.bytes[:, users] += self._missing[key][:, None]
+
+    def transfer(self, index: int, target: int) -> None:
+        """Count the images of a sequence as present on a node set."""
+        for key in self._keys[index]:
+            if missing := self._missing[key][target]:
+                self.bytes[target, self._users[key]] -= missing
+                self._missing[key][target] = 0

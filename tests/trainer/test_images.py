@@ -1,0 +1,232 @@
+"""Prefetched pixels: bit-identical to the processor's, in bounded memory, in the order of use."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.patchifier import Patchifier
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.sequence_packer import SequencePacker
+from megatron_webrl.trainer.images import (
+    ImagePrefetcher,
+    ImagePreparationError,
+    PrefetchedPixels,
+    WaitTimer,
+)
+from tests.trainer.growing_prompts import episode
+from tests.trajectories import screenshot
+
+LIMIT = 120.0
+SIDE = 64
+BLOCK = SIDE * SIDE * 3 + len(screenshot(0, SIDE, SIDE)) + 64
+"""At least the bytes that one screenshot takes in the buffer."""
+
+
+class Bench:
+    """A prefetcher with its timer."""
+
+    def __init__(self, processor: Processor, threads: int, size: int, seconds: float = LIMIT) -> None:
+        self.processor, self.wait_timer = processor, WaitTimer()
+        self.prefetcher = ImagePrefetcher(processor, torch.device("cpu"), threads, size, self.wait_timer, seconds)
+
+    def schedule(self, *images: bytes, passes: int = 1) -> PrefetchedPixels:
+        grids = [(t, h, w) for t, h, w in self.processor.grids(images).tolist()]
+        episodes = {image: f"ticket 7, episode {index}" for index, image in enumerate(images)}
+        return self.prefetcher.schedule(list(zip(images, grids, strict=True)), episodes, passes)
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model: Path) -> Processor:
+    return Processor.load(tiny_model)
+
+
+@pytest.fixture
+def make(processor: Processor) -> Iterator[Make]:
+    made: list[Bench] = []
+
+    def bench(threads: int = 1, blocks: int = 64, seconds: float = LIMIT) -> Bench:
+        made.append(Bench(processor, threads, blocks * BLOCK, seconds))
+        return made[-1]
+
+    yield bench
+    for one in made:
+        one.prefetcher.close()
+
+
+def shots(count: int, first: int = 0) -> list[bytes]:
+    return [screenshot(first + place, SIDE, SIDE) for place in range(count)]
+
+
+def encoded(width: int, height: int, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(screenshot(width, width, height))).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def test_prefetched_pixels_equal_the_processors_bit_for_bit(make: Make) -> None:
+    bench = make()
+    pictures = [
+        encoded(w, h, k) for w, h, k in ((64, 64, "PNG"), (160, 224, "JPEG"), (150, 210, "WEBP"), (300, 90, "PNG"))
+    ]
+    grey = io.BytesIO()
+    Image.new("LA", (96, 64), (90, 30)).save(grey, "PNG")
+    pictures.append(grey.getvalue())
+    rows = [pictures[:2], pictures[2:], pictures[1:4], pictures[::-1]]
+    made = [bench.schedule(*images, passes=2) for images in rows]
+    for _ in range(2):
+        for pixels, images in zip(made, rows, strict=True):
+            assert torch.equal(pixels(), bench.processor.pixels(images)[0])
+    assert bench.prefetcher.started_images == len(pictures)  # each once, whatever the number of rows and passes
+    assert bench.prefetcher.used_bytes == 0
+
+
+def test_microbatches_are_equal_with_and_without_workers(make: Make, tiny_model: Path) -> None:
+    bench, cost = make(), FlopsEstimator.from_hf_config(load_hf_config(tiny_model))
+    samples = [*episode(bench.processor, 0, (4, 3, 2)), *episode(bench.processor, 1, (4,), images=3)]
+    for rank in range(2):
+        plain, ahead = (
+            SequencePacker(
+                bench.processor,
+                64,
+                torch.device("cpu"),
+                0,
+                1,
+                cost,
+                image_rank=rank,
+                num_image_ranks=2,
+                prefetcher=made,
+            ).build(samples, "constant", 10)
+            for made in (None, bench.prefetcher)
+        )
+        assert len(plain) == len(ahead) > 1
+        for one, other in zip(plain, ahead, strict=True):
+            assert torch.equal(one.inputs.load_pixels(), other.inputs.load_pixels())
+            assert torch.equal(one.inputs.tokens, other.inputs.tokens)
+    assert bench.prefetcher.used_bytes == 0
+
+
+def test_only_a_packer_that_encodes_all_images_prefetches(make: Make) -> None:
+    bench, cost = make(), FlopsEstimator(1, 1, 1, 1, 1)
+    samples = episode(bench.processor, 0, (4, 3, 2))
+    for replicas in (2, 1):
+        assert bench.prefetcher.started_images == 0
+        builder = SequencePacker(
+            bench.processor, 400, torch.device("cpu"), 0, replicas, cost, prefetcher=bench.prefetcher
+        )
+        builder.prefetch(samples)
+    assert bench.prefetcher.started_images == 4
+    (batch,) = builder.build(samples, "constant", 10)
+    assert torch.equal(batch.inputs.load_pixels(), bench.processor.pixels(samples[-1].images)[0])
+    assert bench.prefetcher.started_images == 4
+
+
+def test_images_wait_for_room_and_those_needed_last_are_freed(make: Make) -> None:
+    bench, pictures = make(blocks=3), shots(8)
+    rows = [[pictures[i], pictures[(i + 1) % 8]] for i in range(8)]
+    made = [bench.schedule(*images, passes=3) for images in rows]
+    assert 0 < bench.prefetcher.started_images <= 3
+    for _ in range(3):
+        for pixels, images in zip(made, rows, strict=True):
+            assert torch.equal(pixels(), bench.processor.pixels(images)[0])
+            assert bench.prefetcher.used_bytes <= bench.prefetcher.buffer_bytes
+    assert bench.prefetcher.used_bytes == 0
+    assert bench.prefetcher.started_images < 3 * 8 + 3  # some of each pass were kept for the next one
+
+
+def test_pixels_may_be_used_in_another_order_and_more_often_than_scheduled(make: Make) -> None:
+    bench, pictures = make(blocks=3), shots(5)
+    made = [bench.schedule(picture) for picture in pictures]
+    for place in (4, 0, 2, 2, 1, 3, 4):
+        assert torch.equal(made[place](), bench.processor.pixels([pictures[place]])[0])
+    assert bench.prefetcher.used_bytes == 0
+
+
+def test_prefetched_images_are_cut_before_scheduling_and_make_room_for_others(make: Make) -> None:
+    bench, pictures, others = make(blocks=3), shots(3), shots(3, first=10)
+    (grid,) = bench.processor.grids(pictures[:1]).tolist()
+    bench.prefetcher.prefetch([(picture, tuple(grid)) for picture in pictures], "ticket 7, episode 0")
+    assert bench.prefetcher.started_images == 3
+    assert torch.equal(bench.schedule(*pictures[:2])(), bench.processor.pixels(pictures[:2])[0])
+    assert bench.prefetcher.started_images == 3
+    assert torch.equal(bench.schedule(*others)(), bench.processor.pixels(others)[0])
+    assert bench.prefetcher.started_images == 6
+
+
+def test_an_image_that_cannot_be_decoded_is_named(make: Make) -> None:
+    bench, (whole,) = make(), shots(1)
+    row = bench.schedule(whole, screenshot(1, SIDE, SIDE)[:-2000])
+    with pytest.raises(
+        ImagePreparationError, match=r"a screenshot of ticket 7, episode 1 cannot be trained on: .*truncated or dam"
+    ):
+        row()
+    (sample,) = episode(bench.processor, 3, (4,), images=1)
+    broken = type(sample)(**vars(sample) | {"images": (b"no image",)})
+    builder = SequencePacker(bench.processor, 400, torch.device("cpu"), 0, 1, FlopsEstimator(1, 1, 1, 1, 1))
+    with pytest.raises(ImagePreparationError, match=r"ticket 3, episode 0 .*are no PNG, JPEG or WebP"):
+        builder.build([sample, broken], "constant", 10)
+
+
+def test_a_dropped_groups_images_are_copies_and_make_room(make: Make) -> None:
+    bench, (dropped, *others) = make(blocks=1), shots(4)
+    record = mmap.mmap(-1, len(dropped))  # as a ring's
+    record[:] = dropped
+    (grid,) = bench.processor.grids([dropped]).tolist()
+    bench.prefetcher.prefetch([(memoryview(record).toreadonly(), tuple(grid))], "ticket 7, episode 0")
+    record[:] = bytes(len(record))  # the ring has freed and overwritten it
+    assert torch.equal(bench.schedule(*others)(), bench.processor.pixels(others)[0])
+    assert bench.prefetcher.used_bytes == 0
+    assert not bench.prefetcher._images
+
+
+def test_an_image_larger_than_the_buffer_is_refused(make: Make) -> None:
+    row = make(blocks=1).schedule(screenshot(0, 2 * SIDE, SIDE))
+    with pytest.raises(
+        ImagePreparationError, match=r"takes 0\.\d MiB, but the image buffer has 0\.\d MiB; raise rollout.max_model_len"
+    ):
+        row()
+
+
+def test_the_patchifier_knows_its_output_size(processor: Processor) -> None:
+    assert processor.patchifier == Patchifier(16, 2)
+    assert processor.patchifier.image_bytes((1, 4, 6)) == 64 * 96 * 3
+
+
+def test_waiting_is_measured_and_a_timeout_names_the_setting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, (first, second, third) = make(seconds=0.3), shots(3)
+    row = bench.schedule(first)
+    (image,) = row.images
+    assert image.patches is not None
+    image.patches.result(LIMIT)
+    assert row().numel() > 0
+    assert bench.wait_timer.pop_seconds() == 0
+    release, patchify = threading.Event(), bench.prefetcher._patchify
+
+    def blocked(data: bytes, grid: tuple[int, int, int]) -> np.ndarray:
+        release.wait(LIMIT)
+        return patchify(data, grid)
+
+    monkeypatch.setattr(bench.prefetcher, "_patchify", blocked)
+    row, _ = bench.schedule(second), bench.schedule(third)
+    try:
+        with pytest.raises(
+            ImagePreparationError, match=r"ticket 7, .* within 0 s by 1 threads \(trainer.image_workers\), which have 2"
+        ):
+            row()
+    finally:
+        release.set()
+    assert bench.wait_timer.pop_seconds() >= 0.3
+    assert bench.wait_timer.pop_seconds() == 0
