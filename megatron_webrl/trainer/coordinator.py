@@ -33,9 +33,9 @@ from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
-from megatron_webrl.trainer.metrics.engine_utilization import EngineUtilization
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
-from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
+from megatron_webrl.trainer.metrics.system_metrics import EngineUtilization
+from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
 from megatron_webrl.trainer.multi_node.exchange import (
     CollectInterrupt,
     MultiNodeExchange,

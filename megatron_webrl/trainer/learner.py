@@ -18,8 +18,7 @@ from megatron_webrl.track.timeline import OFF, Timeline
 from megatron_webrl.trainer.data.flops import FORWARD_ONLY_SHARE
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
 from megatron_webrl.trainer.loss.token_data import Objective, StepValues, TokenData
-from megatron_webrl.trainer.metrics.moments import is_extreme, is_minimum
-from megatron_webrl.trainer.metrics.token_statistics import token_statistics
+from megatron_webrl.trainer.metrics.token_metrics import is_extreme, is_minimum, token_statistics
 from megatron_webrl.trainer.optimizer import ScheduledOptimizer
 from megatron_webrl.trainer.parallel import broadcast_from_last_stage
 from megatron_webrl.trainer.reference import ReferencePolicy

@@ -22,10 +22,8 @@ from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch, measure_logprob_mismatch
-from megatron_webrl.trainer.metrics.loss_metrics import PER_STEP_METRICS
-from megatron_webrl.trainer.metrics.memory_usage import memory_metrics
-from megatron_webrl.trainer.metrics.moments import combine
-from megatron_webrl.trainer.metrics.performance import known_peak_tflops, performance_metrics
+from megatron_webrl.trainer.metrics.system_metrics import known_peak_tflops, memory_metrics, performance_metrics
+from megatron_webrl.trainer.metrics.token_metrics import PER_STEP_METRICS, combine
 from megatron_webrl.trainer.multi_node.exchange import CollectInterrupt
 from megatron_webrl.trainer.parallel import all_reduce_max
 from megatron_webrl.trainer.profile import profiled

@@ -25,7 +25,7 @@ from megatron_webrl.rollout.generator import Generation, GenerationError, Genera
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.track.metrics import episode_metrics
 from megatron_webrl.trainer.data.batching import make_samples, success_advantages
-from megatron_webrl.trainer.data.merging import merge_prefixes
+from megatron_webrl.trainer.data.prefix_merging import merge_prefixes
 from megatron_webrl.types import Action, Group, Task, Trajectory
 from tests.browser.server.servers import browser_of, config_for, server_processes
 

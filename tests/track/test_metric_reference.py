@@ -26,9 +26,7 @@ from megatron_webrl.trainer.loss.token_data import StepValues, TokenData
 from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
 from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
-from megatron_webrl.trainer.metrics.loss_metrics import PER_STEP_METRICS, loss_metrics
-from megatron_webrl.trainer.metrics.performance import performance_metrics
-from megatron_webrl.trainer.metrics.token_statistics import token_statistics
+from megatron_webrl.trainer.metrics.token_metrics import PER_STEP_METRICS, loss_metrics, token_statistics
 from megatron_webrl.types import Group, JudgeStage, Verdict
 from tests.trajectories import trajectory
 
@@ -98,12 +96,10 @@ def mismatch_example() -> dict[str, float]:
 EXAMPLES = {
     "track/metrics.py": update_example() | episode_metrics([MIXED]),
     "track/step_metrics.py": step_metrics([MIXED], uses_memory=True),
-    "trainer/metrics/loss_metrics.py": loss_example(),
+    "trainer/metrics/token_metrics.py": loss_example(),
     "trainer/metrics/credit_metrics.py": credit_metrics([MIXED], AdvantageConfig(overlong="mask", anchor_weight=1.0)),
     "trainer/metrics/logprob_mismatch.py": mismatch_example(),
     "trainer/metrics/group_statistics.py": group_example(),
-    "trainer/metrics/verdict_statistics.py": group_example(),
-    "trainer/metrics/performance.py": performance_metrics(100.0, 1e15, 2.0, 4, 989.0),
     "trainer/accounting.py": accounting_example(),
     "track/evaluation/results.py": evaluation_example(),
 }

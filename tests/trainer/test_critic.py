@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_webrl.track.metric_reference.registry import undefined
-from megatron_webrl.trainer.metrics.loss_metrics import CRITIC_METRICS, loss_metrics
+from megatron_webrl.trainer.metrics.token_metrics import CRITIC_METRICS, loss_metrics
 from tests.gloo import spawn
 from tests.trainer import critic_ranks
 

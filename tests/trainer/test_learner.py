@@ -12,7 +12,7 @@ import torch
 
 from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer.metrics.logprob_mismatch import BOUND, LagMismatch, LogprobMismatch
-from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
+from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
 from tests.gloo import spawn
 from tests.trainer import learner_ranks
 

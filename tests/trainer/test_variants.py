@@ -13,7 +13,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer import loop
 from megatron_webrl.trainer.data import batching
-from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
+from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
 from tests.gloo import spawn
 from tests.trainer import variant_ranks
 from tests.trainer.credit.made_groups import plain_group

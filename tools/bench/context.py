@@ -44,9 +44,16 @@ from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.registry import make_source, scripted_environments
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
-from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes, unmerged_sequence
 from megatron_webrl.trainer.data.packing import pack_sequences
-from megatron_webrl.trainer.data.prefix_tree import PrefixTree, build_prefix_tree, restrict_to, separate_sequences
+from megatron_webrl.trainer.data.prefix_merging import (
+    MergedSequence,
+    PrefixTree,
+    build_prefix_tree,
+    merge_prefixes,
+    restrict_to,
+    separate_sequences,
+    unmerged_sequence,
+)
 from megatron_webrl.types import Action, Observation, Task
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.episodes import EpisodeShape, make_group, make_sample

@@ -140,7 +140,7 @@ class ExchangeBench:
 
     def _fetch_images(self, rings: Any, groups: Sequence[Any]) -> dict[str, float]:
         from megatron_webrl.trainer.data.batching import training_samples
-        from megatron_webrl.trainer.data.merging import unmerged_sequence
+        from megatron_webrl.trainer.data.prefix_merging import unmerged_sequence
         from megatron_webrl.trainer.multi_node.screenshots import assign_to_nodes
 
         chains = [unmerged_sequence(sample) for sample in training_samples(groups, self.config, 0)]

@@ -12,9 +12,13 @@ from megatron_webrl.checks.gpu.small_models import IMAGE, MERGE, TEMPERATURE, VI
 from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.flops import sequence_images, unique_images
-from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence
-from megatron_webrl.trainer.data.prefix_tree import build_prefix_tree
+from megatron_webrl.trainer.data.prefix_merging import (
+    MergedSequence,
+    build_prefix_tree,
+    sequence_images,
+    unique_images,
+    unmerged_sequence,
+)
 
 
 def branches() -> list[Sample]:

@@ -32,7 +32,7 @@ from megatron_webrl.model.compute_options import ComputeOptions, Recompute
 from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.placement.memory_estimate import GIB, LOGIT_CHUNK_BYTES, MemoryUse, estimate_memory
 from megatron_webrl.placement.performance.cards import find_card
-from megatron_webrl.trainer.data.prefix_tree import MIN_SHARED_TOKENS
+from megatron_webrl.trainer.data.prefix_merging import MIN_SHARED_TOKENS
 
 SECTION = "speed"
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -20,7 +20,7 @@ _STATISTICS = {"mean": "mean", "std": "population standard deviation", "min": "s
 SECTIONS = (
     section(
         "Loss and optimiser",
-        "trainer/metrics/loss_metrics.py",
+        "trainer/metrics/token_metrics.py",
         "Over the response tokens of all passes (epochs and minibatches), on all data-parallel and context-parallel "
         "ranks. theta is the policy at the pass, prox that at the start of the update, behave the one that produced "
         "the token; all at the sampling temperature. [algorithm.md](algorithm.md) has the equations.",

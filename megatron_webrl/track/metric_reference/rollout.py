@@ -50,7 +50,7 @@ SECTIONS = (
     ),
     section(
         "Verdicts",
-        "trainer/metrics/verdict_statistics.py",
+        "trainer/metrics/group_statistics.py",
         "Over the evaluated episodes of all groups completed since the last update. The judge is the name of the "
         "evaluator and of its protocol. Cost is there if a judge model was asked.",
         ("verdict/<judge>/episodes", "episodes", "Verdicts."),

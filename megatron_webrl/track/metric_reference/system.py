@@ -7,7 +7,7 @@ from megatron_webrl.track.metric_reference.definition import section
 SECTIONS = (
     section(
         "Engines",
-        "trainer/metrics/engine_utilization.py",
+        "trainer/metrics/system_metrics.py",
         "Since the last update, over all workers.",
         ("engine/idle_fraction", "share", "Time in which an engine had no request; see [rollout.md](rollout.md)."),
         ("engine/running_requests", "requests", "Requests in an engine, mean over time."),
@@ -22,7 +22,7 @@ SECTIONS = (
     ),
     section(
         "Memory of the trainer",
-        "trainer/metrics/memory_usage.py",
+        "trainer/metrics/system_metrics.py",
         "At the end of the update, of the rank that has most; without its child processes.",
         ("memory/trainer_gib", "GiB", "Private memory of the process, without shared memory and files."),
         (
@@ -38,7 +38,7 @@ SECTIONS = (
     ),
     section(
         "Speed of training",
-        "trainer/metrics/performance.py",
+        "trainer/metrics/system_metrics.py",
         "Over `seconds/train`: packing, all passes and optimiser steps, not the wait for groups. A GPU is a trainer "
         "rank, on the CPU a process. The operations are those of every pass over what is computed, common prefixes and "
         "images once, three times a forward pass where there is a backward pass; recomputed activations are not "

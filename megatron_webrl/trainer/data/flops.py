@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
-from megatron_webrl.trainer.data.merging import MergedSequence
+from megatron_webrl.trainer.data.prefix_merging import MergedSequence, unique_images
 
 FORWARD_ONLY_SHARE = 1 / 3  # a backward pass costs two forward passes; frozen parameters need none
 
@@ -74,19 +74,9 @@ class FlopsEstimator:
         return sum(map(self.text_flops, sequences)) + self._images_flops(sequences)
 
     def tree_flops(self, sequences: Sequence[MergedSequence], segments: Iterable[TokenRange]) -> float:
-        """Operations of packed sequences whose `segments` (prefix_tree.py) are computed, and images encoded, once."""
+        """Operations of packed sequences whose `segments` (`PrefixTree`) are computed, and images encoded, once."""
         text = sum(self.segment_flops(each.start, each.stop) for each in segments)
         return text + sum(map(self.scoring_flops, sequences)) + self._images_flops(sequences)
 
     def _images_flops(self, sequences: Iterable[MergedSequence]) -> float:
         return sum(self.image_flops(grid) for _, grid in unique_images(sequences))
-
-
-def unique_images(sequences: Iterable[MergedSequence]) -> list[tuple[bytes, tuple[int, int, int]]]:
-    """The images of packed sequences with their grids, each once, in token order."""
-    return list(dict.fromkeys(image for sequence in sequences for image in sequence_images(sequence)))
-
-
-def sequence_images(sequence: MergedSequence) -> list[tuple[bytes, tuple[int, int, int]]]:
-    """All images of a sequence with their grids, in token order."""
-    return [(data, (t, h, w)) for data, (t, h, w) in zip(sequence.images, sequence.grids.tolist(), strict=True)]

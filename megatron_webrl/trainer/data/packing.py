@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_webrl.model.vision_language.packed_input import partition_costs
-from megatron_webrl.trainer.data.flops import FlopsEstimator, sequence_images
-from megatron_webrl.trainer.data.merging import MergedSequence
-from megatron_webrl.trainer.data.prefix_tree import PrefixTree, separate_sequences
+from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.prefix_merging import MergedSequence, PrefixTree, separate_sequences, sequence_images
 from megatron_webrl.trainer.multi_node.screenshots import ReplicaNodes, assign_to_nodes
 
 PackedSequence = list[int]  # indices of the merged sequences that one micro-batch computes

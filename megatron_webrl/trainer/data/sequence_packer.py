@@ -14,18 +14,22 @@ from megatron_webrl.model.vision_language.packed_input import NOT_RECORDED, Pack
 from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.trainer.credit.step_critic import StepId
 from megatron_webrl.trainer.data.batching import TrainingSample, token_weights
-from megatron_webrl.trainer.data.flops import FlopsEstimator, sequence_images, unique_images
-from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes, unmerged_sequence
+from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.packing import PackedSequence, pack_sequences
-from megatron_webrl.trainer.data.prefix_tree import (
+from megatron_webrl.trainer.data.prefix_merging import (
     MIN_SHARED_TOKENS,
+    MergedSequence,
     PrefixTree,
     Segment,
     build_prefix_tree,
+    merge_prefixes,
+    packed_experts,
     restrict_to,
     separate_sequences,
+    sequence_images,
+    unique_images,
+    unmerged_sequence,
 )
-from megatron_webrl.trainer.data.recorded_experts import packed_experts
 from megatron_webrl.trainer.images import (
     ImagePrefetcher,
     ImagePreparationError,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.trainer.loss.token_data import Objective, TokenData
-from megatron_webrl.trainer.metrics.moments import moments
+from megatron_webrl.trainer.metrics.token_metrics import moments
 
 
 def with_teacher(base: Objective, settings: DistillationConfig, decoupled: bool) -> Objective:

@@ -17,7 +17,7 @@ from megatron_webrl.trainer.loss.distillation import with_teacher
 from megatron_webrl.trainer.loss.off_policy import off_policy_correction
 from megatron_webrl.trainer.loss.surrogates import SURROGATES, PolicyRatio
 from megatron_webrl.trainer.loss.token_data import Objective, TokenData, clamp_log_ratio, k3, mean_per_step
-from megatron_webrl.trainer.metrics.moments import moments
+from megatron_webrl.trainer.metrics.token_metrics import moments
 
 REFERENCE_RATIO_LIMIT = 10.0
 """Of pi_ref / pi_theta: a token whose ratio is in the millions would otherwise be all that an update learns from."""

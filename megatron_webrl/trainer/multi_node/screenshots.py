@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_webrl.ring.record import Buffer
-from megatron_webrl.trainer.data.merging import MergedSequence
+from megatron_webrl.trainer.data.prefix_merging import MergedSequence
 from megatron_webrl.trainer.multi_node.rank_messages import RankMessageError, RankMessenger
 from megatron_webrl.trainer.parallel import all_gather_object
 from megatron_webrl.types import Trajectory

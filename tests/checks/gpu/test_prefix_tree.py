@@ -11,7 +11,7 @@ import torch
 from megatron_webrl.checks.gpu import branches, small_models
 from megatron_webrl.checks.gpu.model_section import MIN_SHARED_TOKENS
 from megatron_webrl.checks.gpu.speed_section import CPU, GROUP, _group, check_tree
-from megatron_webrl.trainer.data.prefix_tree import MIN_SHARED_TOKENS as TRAINERS_MINIMUM
+from megatron_webrl.trainer.data.prefix_merging import MIN_SHARED_TOKENS as TRAINERS_MINIMUM
 from tests.checks.gpu import tree_ranks
 from tests.gloo import spawn
 

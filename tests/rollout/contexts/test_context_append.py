@@ -19,7 +19,7 @@ from megatron_webrl.rollout.contexts.base import ContextOverflow, Prompt
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.rollout.prompts import MAX_ELEMENT_LIST_CHARS
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
-from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes
+from megatron_webrl.trainer.data.prefix_merging import MergedSequence, merge_prefixes
 from megatron_webrl.types import Action, Observation
 from tests.rollout.conversations import HOSTILE, expanded, numbered, observation_of, response_of, texts
 from tests.trainer.growing_prompts import step

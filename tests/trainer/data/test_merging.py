@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.merging import MergedSequence, merge_prefixes
+from megatron_webrl.trainer.data.prefix_merging import MergedSequence, merge_prefixes
 from tests.trainer.growing_prompts import random_tokens, step
 
 IMAGE, VIDEO = 500, 501

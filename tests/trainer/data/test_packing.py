@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_webrl.trainer.data.flops import FlopsEstimator
-from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence
 from megatron_webrl.trainer.data.packing import pack_sequences
+from megatron_webrl.trainer.data.prefix_merging import MergedSequence, unmerged_sequence
 from tests.trainer.growing_prompts import step
 
 COST = FlopsEstimator(

@@ -16,9 +16,15 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.vision_language.segments import segment_keys
 from megatron_webrl.trainer.data.flops import FlopsEstimator
-from megatron_webrl.trainer.data.merging import MergedSequence, unmerged_sequence
 from megatron_webrl.trainer.data.packing import MAX_SEQUENCE_TOKENS_RATIO, pack_sequences
-from megatron_webrl.trainer.data.prefix_tree import NO_PARENT, PrefixTree, build_prefix_tree, restrict_to
+from megatron_webrl.trainer.data.prefix_merging import (
+    NO_PARENT,
+    MergedSequence,
+    PrefixTree,
+    build_prefix_tree,
+    restrict_to,
+    unmerged_sequence,
+)
 from tests.trainer.growing_prompts import random_tokens, step
 
 IMAGE, VIDEO = 500, 501

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from megatron_webrl.trainer.loss.token_data import TokenData
-from megatron_webrl.trainer.metrics.loss_metrics import loss_metrics
-from megatron_webrl.trainer.metrics.moments import combine, moments, summarise
-from megatron_webrl.trainer.metrics.token_statistics import token_statistics
+from megatron_webrl.trainer.metrics.token_metrics import combine, loss_metrics, moments, summarise, token_statistics
 
 rng = np.random.default_rng(0)
 PASSES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.trainer.metrics.verdict_statistics import VerdictStatistics
+from megatron_webrl.trainer.metrics.group_statistics import VerdictStatistics
 from megatron_webrl.types import JudgeStage, Verdict
 
 

@@ -140,7 +140,7 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
 def _compare_with_plan(builder: Any, groups: Sequence[Group], config: Config) -> dict[str, Any]:
     """Compare this rank's training data with the plan and with the written data, byte for byte."""
     from megatron_webrl.trainer.data.batching import minibatches, training_samples
-    from megatron_webrl.trainer.data.flops import unique_images
+    from megatron_webrl.trainer.data.prefix_merging import unique_images
     from megatron_webrl.trainer.multi_node.screenshots import image_key
 
     originals = {image_key(i): i for g in make_groups(config, len(HOMES)) for t in g.trajectories for i in t.images}

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_webrl.trainer.data.merging import MergedSequence
 from megatron_webrl.trainer.data.packing import pack_sequences
+from megatron_webrl.trainer.data.prefix_merging import MergedSequence
 from megatron_webrl.trainer.multi_node.screenshots import (
     BALANCE_TOLERANCE,
     NodeSet,

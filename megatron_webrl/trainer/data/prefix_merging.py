@@ -1,20 +1,114 @@
-"""Prefix tree: the common beginning of several sequences is one segment, computed once; branches attend to it."""
+"""Prefix merging: what steps and sequences have in common is computed once.
+
+Steps of a trajectory that extend each other become one sequence (`merge_prefixes`); the common beginning of several
+sequences is one segment of a tree, to which their branches attend (`build_prefix_tree`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from megatron_webrl.trainer.data.flops import sequence_images
-from megatron_webrl.trainer.data.merging import MergedSequence
+from megatron_webrl.model.vision_language.packed_input import NOT_RECORDED
+from megatron_webrl.trainer.data.batching import TrainingSample
 
 MIN_SHARED_TOKENS = 64  # a shorter common part is computed by each sequence: every segment costs a call of attention
 NO_PARENT = -1
 _RESPONSE_PLACEHOLDER = -1  # in a response a placeholder is text
 _FIRST_IMAGE = -2  # keys of the distinct images count down from here
+
+
+@dataclass(frozen=True)
+class MergedSequence:
+    """One step, or several that extend each other: attention is causal, so a response sees exactly its context."""
+
+    samples: tuple[TrainingSample, ...]  # in the order of their responses
+    tokens: np.ndarray  # int32 [n], prompt and response of the last step, which contains all others
+    response_positions: np.ndarray  # int64 [r], ascending positions of all steps' response tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompts and responses."""
+        return len(self.tokens)
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """Encoded images, in token order."""
+        return self.samples[-1].images
+
+    @property
+    def grids(self) -> np.ndarray:
+        """int32 [images, 3], patches (t, h, w)."""
+        return self.samples[-1].grids
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature of all steps."""
+        return self.samples[-1].temperature
+
+
+def unmerged_sequence(sample: TrainingSample) -> MergedSequence:
+    """A sequence of one step."""
+    tokens = np.concatenate([sample.prompt, sample.response])
+    return MergedSequence((sample,), tokens, np.arange(len(sample.prompt), len(tokens)))
+
+
+def unique_images(sequences: Iterable[MergedSequence]) -> list[tuple[bytes, tuple[int, int, int]]]:
+    """The images of packed sequences with their grids, each once, in token order."""
+    return list(dict.fromkeys(image for sequence in sequences for image in sequence_images(sequence)))
+
+
+def sequence_images(sequence: MergedSequence) -> list[tuple[bytes, tuple[int, int, int]]]:
+    """All images of a sequence with their grids, in token order."""
+    return [(data, (t, h, w)) for data, (t, h, w) in zip(sequence.images, sequence.grids.tolist(), strict=True)]
+
+
+def merge_prefixes(samples: Sequence[TrainingSample], placeholders: Collection[int]) -> list[MergedSequence]:
+    """Merge samples that share a prefix; each sample is in exactly one sequence, whatever the order of `samples`.
+
+    A step joins the longest sequence of its trajectory that is a prefix of its prompt, with the same images, grids and
+    temperature; else it starts one. It never extends a response with one of `placeholders`, tokens for images or
+    videos: in a response they are text, but the engine treats them as images once they are part of a prompt.
+    Sequences come in the order of their trajectories' first samples, shorter ones of a trajectory first.
+    """
+    trajectories: dict[tuple[int, int], list[TrainingSample]] = {}
+    for sample in samples:
+        trajectories.setdefault(sample.trajectory_id, []).append(sample)
+    forbidden = np.array(sorted(placeholders))
+    return [sequence for steps in trajectories.values() for sequence in _merge_steps(steps, forbidden)]
+
+
+def _merge_steps(steps: Sequence[TrainingSample], forbidden: np.ndarray) -> list[MergedSequence]:
+    merged: list[MergedSequence] = []
+    # A step is longer than its prefix, so this order visits prefixes first.
+    for sample in sorted(steps, key=lambda s: s.length):
+        step = unmerged_sequence(sample)
+        prefixes = [index for index, sequence in enumerate(merged) if _extends(step, sequence, forbidden)]
+        if prefixes:
+            index = max(prefixes, key=lambda i: merged[i].length)
+            base = merged[index]
+            merged[index] = MergedSequence(
+                (*base.samples, sample), step.tokens, np.concatenate([base.response_positions, step.response_positions])
+            )
+        else:
+            merged.append(step)
+    return merged
+
+
+def _extends(step: MergedSequence, prefix: MergedSequence, forbidden: np.ndarray) -> bool:
+    """Whether the prompt of `step` begins with all of `prefix`."""
+    shared = len(prefix.images)
+    return bool(
+        len(step.samples[0].prompt) >= prefix.length
+        and step.temperature == prefix.temperature
+        and step.images[:shared] == prefix.images
+        and np.array_equal(step.grids[:shared], prefix.grids)
+        and np.array_equal(step.tokens[: prefix.length], prefix.tokens)
+        and not np.isin(prefix.samples[-1].response, forbidden).any()
+    )
 
 
 @dataclass(frozen=True)
@@ -188,3 +282,47 @@ def _common_length(one: np.ndarray, other: np.ndarray) -> int:
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length
+
+
+def packed_experts(sequences: Sequence[MergedSequence], tree: PrefixTree) -> np.ndarray | None:
+    """int16 [T, MoE layers, top_k], see PackedInput.experts; None if no step has recorded experts.
+
+    A segment that several sequences share gets the experts of the one with the newest token among those that have any:
+    its experts are those of the weights nearest to the trainer's.
+    """
+    found = {index: experts for index, each in enumerate(sequences) if (experts := sequence_experts(each)) is not None}
+    if not found:
+        return None
+    source: dict[int, int] = {}  # segment -> the sequence whose experts it gets
+    for index in sorted(found, key=lambda index: (_newest_version(sequences[index]), index)):
+        # A segment may go beyond the end of a sequence that is a prefix of another.
+        whole = [each for each in tree.path(index) if tree.segments[each].stop <= len(found[index])]
+        source |= dict.fromkeys(whole, index)
+    unknown = next(iter(found.values()))[:0]
+    parts = []
+    for number, segment in enumerate(tree.segments):
+        if number in source:
+            parts.append(found[source[number]][segment.start : segment.stop])
+        else:
+            parts.append(np.full((segment.length, *unknown.shape[1:]), NOT_RECORDED, np.int16))
+    return np.concatenate(parts)
+
+
+def _newest_version(sequence: MergedSequence) -> int:
+    return max(int(sample.versions.max()) for sample in sequence.samples)
+
+
+def sequence_experts(sequence: MergedSequence) -> np.ndarray | None:
+    """int16 [tokens, MoE layers, top_k] of merged steps; None if none of them has recorded experts.
+
+    A token that several steps have gets the experts of the last of them: with these, or the same ones, the engine
+    computed the keys and values that the responses after it saw.
+    """
+    recorded = [sample.experts for sample in sequence.samples if sample.experts is not None]
+    if not recorded:
+        return None
+    merged = np.full((sequence.length, *recorded[0].shape[1:]), NOT_RECORDED, np.int16)
+    for experts in recorded:
+        rows = experts[:, 0, 0] != np.iinfo(experts.dtype).max
+        merged[: len(experts)][rows] = experts[rows]
+    return merged
