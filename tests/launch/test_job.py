@@ -64,7 +64,7 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
         assert summary["evaluation"][name]["versions"] == [version, version]
         assert summary["evaluation"][name]["temperature"] == (0 if name.endswith("greedy") else 1)
         assert set(summary["evaluation"][name]["environments"]) == {"click-test", "focus-text"}
-    for line in ("gain of the run", "gain with blank images", "learned to see"):
+    for line in ("gain of the run", "gain with blank images", "gain that needs the screenshot"):
         assert line in job.output()
     assert summary["package_versions"]["megatron-core"]
     assert Path(summary["checkpoint"], "megatron").is_dir()

@@ -19,7 +19,12 @@ LEGEND = (
     "blank: with blank images; episodes, masked and steps are those of the last column of success"
 )
 IMAGE_GAIN_NAME = "with screenshots over blank images"
-GAIN_NAMES = {"gain": "gain of the run", "blind_gain": "gain with blank images", "seeing_gain": "learned to see"}
+GAIN_NAMES = {
+    "gain": "gain of the run",
+    "blind_gain": "gain with blank images",
+    "seeing_gain": "gain that needs the screenshot",
+}
+FIRST_STEP_NAME = "not failed at the first step"
 
 
 def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
@@ -90,16 +95,22 @@ def format_difference(name: str, gain: Mapping[str, Any], width: int = 0) -> str
     """A contrast of success rates in one line; `width` of the name, so that lines below each other are aligned."""
     points = "+5.1f" if width else "+.1f"
     mean, low, high = (format(100 * value, points) for value in (gain["mean"], *gain["interval"]))
-    return (
-        f"{name + ':':<{width}} {mean} points, 95 % interval {low} to {high} (paired bootstrap, {gain['tasks']} tasks)"
-    )
+    return f"{name + ':':<{width}} {mean} points, 95 % interval {low} to {high} (bootstrap, {gain['tasks']} tasks)"
 
 
 def gain_lines(evaluation: Mapping[str, Any]) -> list[str]:
-    """What the run gained, from the field `evaluation` of a summary: in all, without looking, and by what it sees."""
+    """Total gain of the run, gain with blank images, and gain that needs the screenshot, from the field `evaluation` of
+    a summary; then the success before and after of the episodes that did not fail at their first step, because a gain
+    may be one habit less, such as a premature submit.
+    """
     names = GAIN_NAMES if evaluation["seeing_gain"] else {"gain": GAIN_NAMES["gain"], "image_gain": IMAGE_GAIN_NAME}
     width = 1 + max(map(len, names.values())) if evaluation["seeing_gain"] else 0
-    return [format_difference(label, evaluation[name], width) for name, label in names.items() if evaluation[name]]
+    lines = [format_difference(label, evaluation[name], width) for name, label in names.items() if evaluation[name]]
+    rates = [evaluation[kind] and evaluation[kind].get("success_past_first_step") for kind in ("before", "after")]
+    if lines and None not in rates:
+        before, after = map(_percent, rates)
+        lines.append(f"{FIRST_STEP_NAME + ':':<{width}} {before} succeed before, {after} after")
+    return lines
 
 
 def _in_two_lines(entry: Mapping[str, Any]) -> str:

@@ -57,7 +57,8 @@ def aggregate_results(
     without a result count as missing; `seconds` is the wall-clock time of the evaluation.
 
     Successes as a share: `success_of_all` of all requested episodes, `success_of_reached` of all but those that their
-    website blocked, `success_of_judged` of those with a verdict. A rate of no episode is None.
+    website blocked, `success_of_judged` of those with a verdict, `success_past_first_step` of those of them
+    that did not fail at their first step. A rate of no episode is None.
     """
     results = list(results)
     outcomes = Counter(result.outcome for result in results)
@@ -124,7 +125,8 @@ def seeing_gain(
     seed: int = 0,
 ) -> dict[str, Any] | None:
     """The `contrast` (after - before) - (after_blank - before_blank), a difference of differences: what the policy
-    gained from what it sees, beyond what it gained without looking.
+    gained beyond what it gained with blank images. It is positive, too, when a habit that needs no screenshot goes and
+    what the policy saw before counts for more: it does not show that something was learned to be seen.
     """
     return contrast(((1, after), (-1, before), (-1, after_blank), (1, before_blank)), seed)
 
@@ -157,9 +159,13 @@ def _statistics(results: Sequence[EvaluationResult]) -> dict[str, Any]:
     # Samples of one task are correlated: counting tasks makes the interval too wide rather than too narrow.
     interval = wilson_interval(success, len({result.index for result in judged})) if success is not None else None
     steps = sum(result.steps for result in judged)
+    past_first = [result for result in judged if result.outcome == "success" or result.steps > 1]
     return {
         "success_of_judged": success,
         "interval": list(interval) if interval else None,
+        "success_past_first_step": (
+            sum(result.outcome == "success" for result in past_first) / len(past_first) if past_first else None
+        ),
         "episodes": len(judged),
         "no_verdict": dict(sorted(Counter(result.outcome for result in results if not result.has_verdict).items())),
         "steps_mean": steps / max(1, len(judged)),

@@ -91,6 +91,14 @@ def test_the_difference_uses_tasks_with_verdicts_in_both_evaluations():
     }  # fmt: skip
 
 
+def test_success_past_the_first_step_leaves_out_episodes_that_failed_at_it():
+    outcomes = ("success", "failure", "failure")
+    at_once = [replace(result(index, outcome), steps=1) for index, outcome in enumerate(outcomes)]
+    line = aggregate_results(REQUEST, [*at_once, result(3, "failure"), result(4, "engine_error")], 1.0)
+    assert (line["success_of_judged"], line["success_past_first_step"]) == (0.25, 0.5)
+    assert aggregate_results(REQUEST, at_once[1:], 1.0)["success_past_first_step"] is None
+
+
 def test_episodes_without_a_verdict_and_missing_ones_count_neither_way():
     results = [result(0), result(1, "failure", environment="focus-text"), result(2, "browser_crashed")]
     line = aggregate_results(REQUEST, results, seconds=9.0, restart_epoch=2)
@@ -236,7 +244,7 @@ def successes_of(rates: tuple[float, float, float], seed: int, missing: int) -> 
     ]
 
 
-def test_what_was_learned_to_see_is_a_difference_of_differences_over_tasks_with_verdicts_in_all_four():
+def test_the_gain_that_needs_the_screenshot_is_a_difference_of_differences_over_tasks_with_verdicts_in_all_four():
     rates = ((0.3, 0.6, 0.1), (0.7, 0.2, 0.1), (0.2, 0.7, 0.1), (0.4, 0.3, 0.3))
     before, after, before_blank, after_blank = (
         successes_of(each, seed, missing) for seed, (each, missing) in enumerate(zip(rates, (0, 3, 0, 9), strict=True))
@@ -334,10 +342,10 @@ def test_six_evaluations_of_the_longest_environment_names_fit_a_terminal_of_100_
         [row] = [line for line in text.splitlines() if f" {name} " in line]  # in one line
         assert row.count("%") == 6
     all_of_them = "all 1440 episodes of 6 evaluations have a verdict (evaluator: page)"
-    *_, verdicts, gain, blind, seeing = text.splitlines()
+    *_, verdicts, gain, blind, seeing, first_step = text.splitlines()
     assert verdicts == all_of_them
-    assert [line.partition(":")[0] for line in (gain, blind, seeing)] == [
-        "gain of the run", "gain with blank images", "learned to see",
+    assert [line.partition(":")[0] for line in (gain, blind, seeing, first_step)] == [
+        "gain of the run", "gain with blank images", "gain that needs the screenshot", "not failed at the first step",
     ]  # fmt: skip
     lines[2]["missing"] = 3
     assert len(result_table.rates_lines(lines)) == 6
@@ -354,4 +362,4 @@ def test_the_table_fits_a_terminal_of_80_columns():
     assert "…" not in out.getvalue()
     assert "67% (54-77)" in out.getvalue()
     line_of_text = result_table.format_difference("gain", {"mean": 0.25, "interval": [0.1, 0.4], "tasks": 60})
-    assert line_of_text == "gain: +25.0 points, 95 % interval +10.0 to +40.0 (paired bootstrap, 60 tasks)"
+    assert line_of_text == "gain: +25.0 points, 95 % interval +10.0 to +40.0 (bootstrap, 60 tasks)"

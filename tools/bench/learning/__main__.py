@@ -34,7 +34,7 @@ from tools.bench.learning.plot import draw
 from tools.bench.learning.runs import RunFiles, changed_settings, run_arm
 
 COLUMNS = (
-    "arm", "seeds", "before", "after, 95 %", "gain", "blind\ngain", "learned to see", "greedy\nafter",
+    "arm", "seeds", "before", "after, 95 %", "gain", "blind\ngain", "needs the\nscreenshot", "greedy\nafter",
     f"lost over\n{100 * LOSS:.0f} points", "metric", "min-\nutes",
 )  # fmt: skip
 
@@ -82,7 +82,7 @@ def _show_progress(files: RunFiles, arm: str, seconds_left: float, console: Cons
     """Print the arm's success over its finished runs, and the time that those still to run will take."""
     runs = [run for run in files.read_all() if run.arm in (arm, INITIAL)]
     result = "".join(
-        f"{each.arm}: {_percent(each.success['before'])} -> {_percent(each.success['after'])}, learned to see "
+        f"{each.arm}: {_percent(each.success['before'])} -> {_percent(each.success['after'])}, needs the screenshot "
         f"{_points(each.success['seeing_gain'])}; "
         for each in arm_figures(runs)
         if each.arm == arm
@@ -100,9 +100,9 @@ def show(figures: Sequence[ArmFigures], console: Console) -> None:
         table.add_row(*cells(each))
     console.print(table)
     console.print(
-        "gain, and learned to see (the gain less that with blank images), in points; intervals: bootstrap over seeds, "
-        "then tasks, with one seed over tasks alone; metric: of the arm, mean over updates; minutes: of the whole job, "
-        "without the evaluation of the initial weights",
+        "gain, and gain that needs the screenshot (the gain less that with blank images), in points; intervals: "
+        "bootstrap over seeds, then tasks, with one seed over tasks alone; metric: of the arm, mean over updates; "
+        "minutes: of the whole job, without the evaluation of the initial weights",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
