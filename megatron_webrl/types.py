@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -100,6 +100,19 @@ class Task:
     subdomain: str = ""
     fact_count: int = 0  # difficulty as task files give it: the number of facts; 0: not given
     facts: tuple[RubricFact, ...] = ()  # of the rubric judge
+
+
+class TaskReference(NamedTuple):
+    """What a ticket says of its task: the source makes the same task of environment and seed on every machine."""
+
+    id: str
+    environment: str
+    seed: int
+    max_steps: int
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        return cls(task.id, task.environment, task.seed, task.max_steps)
 
 
 @dataclass(frozen=True)

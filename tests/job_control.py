@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.control.journal import restore
 from megatron_webrl.control.service import serve
+from megatron_webrl.types import TaskReference
 from tests.waiting import until
 
 
@@ -43,6 +44,11 @@ def control_service(folder: Path, seconds: float = 300.0, heartbeat_timeout_seco
 def connect(address: Path, role: str) -> ControlClient:
     """Connect as a role."""
     return ControlClient(address, role)
+
+
+def tickets(numbers: Iterable[int]) -> dict[int, TaskReference]:
+    """Tickets with a task each, as a trainer issues them."""
+    return {number: TaskReference(f"task {number}", "click-test", number, 3) for number in numbers}
 
 
 def facts(address: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Claim slots of a counter of the control service in the background: tickets, or episodes of an evaluation."""
+"""Claim items of a queue of the control service in the background: tickets, or episodes of an evaluation."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ CLAIM_SECONDS = 1.0  # for which a claim waits at the service
 
 
 class Claimer:
-    """Claims slots of one counter, so that neither a wait nor an outage holds up the caller. Methods never wait.
+    """Claims items of one queue, so that neither a wait nor an outage holds up the caller. Methods never wait.
 
     They raise JobFailed without a control service.
     """
 
-    def __init__(self, control: ControlClient, counter: str, owner: str, sharers: int = 1) -> None:
-        """`owner`: the name that claims; `sharers`: the number of claimers that share free slots."""
-        self._control, self._counter, self._owner, self._sharers = control, counter, owner, sharers
+    def __init__(self, control: ControlClient, queue: str, owner: str, sharers: int = 1) -> None:
+        """`owner`: the name that claims; `sharers`: the number of claimers that share free items."""
+        self._control, self._queue, self._owner, self._sharers = control, queue, owner, sharers
         self._thread: threading.Thread | None = None
         self._claimed: list[Any] = []
         self._error: Exception | None = None
 
     def poll(self, room: int) -> list[Any]:
-        """Slots claimed since the last call, as `ControlClient.claim` returns them; then claims more, up to `room`."""
+        """Items claimed since the last call, as `ControlClient.claim` returns them; then claims more, up to `room`."""
         if self._is_busy():
             return []
         claimed, self._claimed = self._claimed, []
@@ -34,10 +34,10 @@ class Claimer:
         return claimed
 
     def put_back(self) -> None:
-        """Let others claim the slots of the last claim: the caller cannot use them now. Call this until it can."""
+        """Let others claim the items of the last claim: the caller cannot use them now. Call this until it can."""
         if not self._is_busy() and self._claimed:
             claimed, self._claimed = self._claimed, []
-            self._start(self._return, [each[0] if isinstance(each, list) else each for each in claimed])
+            self._start(self._return, [item for item, *_ in claimed])
 
     def _is_busy(self) -> bool:
         if self._thread is not None and self._thread.is_alive():
@@ -57,9 +57,7 @@ class Claimer:
         self._thread.start()
 
     def _claim(self, count: int) -> None:
-        self._claimed = self._control.claim(
-            self._counter, self._owner, count, self._sharers, wait_seconds=CLAIM_SECONDS
-        )
+        self._claimed = self._control.claim(self._queue, self._owner, count, self._sharers, CLAIM_SECONDS)
 
-    def _return(self, slots: list[int]) -> None:
-        self._control.run("return_slots", self._counter, slots)
+    def _return(self, items: list[int]) -> None:
+        self._control.run("give_back", self._queue, self._owner, items)

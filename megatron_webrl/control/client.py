@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from megatron_webrl.control.connection import LOST_SECONDS, Connection, ControlL
 from megatron_webrl.control.exchanger import Exchanger, Reports, no_reports
 from megatron_webrl.control.fact_cache import FactCache
 from megatron_webrl.control.state import TICKETS
-from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
+from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.control.viewers import VIEWED
-from megatron_webrl.types import CLEAN_JOB_OUTCOMES, STOPPED
+from megatron_webrl.types import CLEAN_JOB_OUTCOMES, STOPPED, TaskReference
 
 POLL_SECONDS = 0.05
 END_SECONDS = 30.0  # for the outcome to reach the service
@@ -263,9 +262,9 @@ class ControlClient:
 
     # -- tickets ----------------------------------------------------------------------------------
 
-    def start_ticket_epoch(self, epoch: TicketEpoch, limit: int) -> None:
-        """Trainer: publish an epoch, so that workers may claim its slots. Later epochs of a job start at a fence."""
-        self._run(["start_epoch", asdict(epoch), limit])
+    def start_ticket_epoch(self, restart_epoch: int, version: int, tickets: Mapping[int, TaskReference]) -> None:
+        """Trainer: issue the first tickets of a restart epoch, which resumes from a policy version."""
+        self._run(["start_epoch", restart_epoch, version, list(tickets.items())])
 
     def ticket_epoch_count(self) -> int:
         """Number of the job's ticket epochs; 0 until the trainer has started the first."""
@@ -273,52 +272,47 @@ class ControlClient:
         assert isinstance(count, int)
         return count
 
-    def ticket_epochs(self) -> tuple[TicketEpoch, ...]:
-        """All ticket epochs of the job, in order."""
-        return tuple(map(TicketEpoch.from_json, self._run(["read_epochs"])))
+    def issue_tickets(self, tickets: Mapping[int, TaskReference]) -> None:
+        """Trainer: let workers claim these tickets, too, after the others."""
+        self._run(["append", TICKETS, list(tickets.items())])
 
-    def fence_tickets(self) -> int:
-        """Trainer: stop claims until `start_ticket_epoch`; returns the fence's slot: all below it are claimed."""
-        return int(self._run(["fence"]))
+    def rewind_tickets(self) -> tuple[list[tuple[int, int]], dict[int, TaskReference], int]:
+        """Trainer: take back the tickets that were never claimed, and stop claims until `start_ticket_epoch`.
 
-    def set_ticket_limit(self, limit: int) -> None:
-        """Trainer: set the slot below which workers may claim."""
-        self._run(["set_limit", TICKETS, limit])
+        Returns restart epoch and version of each epoch of the job, the tasks of the open tickets, and the lowest
+        ticket that was never issued.
+        """
+        found = self._run(["rewind_tickets"])
+        tasks = {ticket: TaskReference(*task) for ticket, task in found["open"]}
+        return [(epoch, version) for epoch, version in found["epochs"]], tasks, found["end"]
 
     def claim_tickets(self, count: int, sharers: int = 1, wait_seconds: float = 0.0) -> list[TicketClaim]:
         """Worker: claim up to `count` tickets, at most the share of one of `sharers` workers in the free ones.
 
-        Waits up to `wait_seconds` for one, as claims of other counters do. The facts that this client reads afterwards
+        Waits up to `wait_seconds` for one, as claims of other queues do. The facts that this client reads afterwards
         are from after the claim.
         """
-        return [TicketClaim(*each) for each in self.claim(TICKETS, self.role, count, sharers, wait_seconds)]
+        return list(map(TicketClaim.from_json, self.claim(TICKETS, self.role, count, sharers, wait_seconds)))
 
     def unfinished_claims(self) -> list[TicketClaim]:
-        """Worker: tickets that earlier instances of this role claimed and did not close, in order of their slots."""
-        return [TicketClaim(*each) for each in self._run(["claims_of", TICKETS, self.role])]
+        """Worker: tickets that earlier instances of this role claimed and did not close, in order."""
+        return list(map(TicketClaim.from_json, self._run(["claims_of", TICKETS, self.role])))
 
-    def close_slot(self, slot: int) -> None:
-        """Worker: close a slot, whose group is completely in the ring."""
-        self._run(["close", TICKETS, slot])
+    def close_ticket(self, ticket: int) -> None:
+        """Worker: close a ticket, whose group is completely in the ring."""
+        self._run(["close", TICKETS, ticket])
 
-    def claims(self, first: int, end: int) -> list[str]:
-        """The owner of each claimed slot in [first, end), or TICKET_DONE, or TICKET_FENCE."""
-        owners: list[str] = self._run(["owners", TICKETS, first, end])
-        return owners
+    # -- other queues -----------------------------------------------------------------------------
 
-    def claimed_slots(self) -> int:
-        """Number of slots claimed so far."""
-        return int(self._run(["read_counter", TICKETS])["claimed"])
-
-    # -- other counters ---------------------------------------------------------------------------
-
-    def claim(self, counter: str, owner: str, count: int, sharers: int = 1, wait_seconds: float = 0.0) -> list[Any]:
-        """Claim up to `count` slots of a counter for `owner`; none of a counter that was removed."""
+    def claim(self, queue: str, owner: str, count: int, sharers: int = 1, wait_seconds: float = 0.0) -> list[Any]:
+        """Claim up to `count` items of a queue for `owner`, [item, content, restart epoch] each; none of a queue that
+        was removed.
+        """
         request = self._subscription()
-        answer = self._claims.claim([counter, owner, count, sharers], wait_seconds, **request)
+        answer = self._claims.claim([queue, owner, count, sharers], wait_seconds, **request)
         self._merge(request, answer)
-        slots: list[Any] = answer["replies"][0]
-        return slots
+        items: list[Any] = answer["replies"][0]
+        return items
 
     def run(self, *command: Any) -> Any:
         """Run another command of the state machine (state.py); returns its reply. Raises ValueError if it fails."""

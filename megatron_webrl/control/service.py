@@ -1,7 +1,7 @@
 """The control service of a job: the facts, tickets and heartbeats of its roles, over HTTP. No data passes through it.
 
     POST /commands   run commands of the state machine (state.py); each request once, however often it is sent
-    POST /claim      the same for one `claim`, which waits until there is a slot to claim
+    POST /claim      the same for one `claim`, which waits until there is an item to claim
     POST /exchange   heartbeats and reports of roles; waits until one of the facts that the sender subscribes to changes
     GET  /job        what does not change of the job
     GET  /status     the whole job at a glance
@@ -61,7 +61,7 @@ class ControlService:
         self._viewers = Viewers()
         self._viewed: dict[str, Any] | None = None  # value of VIEWED
         self._subscriptions = Subscriptions(self._read)
-        self._free_slots: defaultdict[str, asyncio.Condition] = defaultdict(asyncio.Condition)  # by counter
+        self._free_items: defaultdict[str, asyncio.Condition] = defaultdict(asyncio.Condition)  # by queue
         self.handlers: dict[str, Handler] = {
             "POST /commands": self._commands,
             "POST /claim": self._claim,
@@ -93,11 +93,11 @@ class ControlService:
         return self._subscriptions.answer(body, replies)
 
     async def _claim(self, body: Body, request: Request) -> bytes:
-        """A claim that finds no slot waits without a place in the journal."""
+        """A claim that finds no item waits without a place in the journal."""
         stream, number, arguments = str(body["stream"]), int(body["number"]), body["arguments"]
         name, deadline = str(arguments[0]), time.monotonic() + wait_seconds(body)
-        available = self._free_slots[name]
-        while not self.state.free_slots(name) and not self.state.is_applied(stream, number):
+        available = self._free_items[name]
+        while not self.state.free_items(name) and not self.state.is_applied(stream, number):
             timed_out = False
             async with available:
                 try:
@@ -128,10 +128,9 @@ class ControlService:
     async def _status(self, body: None, request: Request) -> bytes:
         state, now = self.state, time.monotonic()
         self._watch(now)  # the service may have been suspended until now
-        counter = state.counters.get(TICKETS)
-        tickets = None
-        if counter is not None and state.epochs:
-            tickets = {"claimed": counter.claimed, "limit": counter.limit, "in_progress": len(counter.open)}
+        queue, tickets = state.queues.get(TICKETS), None
+        if queue is not None and state.epochs:
+            tickets = {"claimed": queue.claimed, "limit": queue.appended, "in_progress": len(queue.owners)}
         instances = {
             key.removeprefix("instances/"): n for key, n in state.facts.items() if key.startswith("instances/")
         }
@@ -166,9 +165,9 @@ class ControlService:
         changed, self.state.changed = self.state.changed, set()
         for key in changed:
             self._subscriptions.publish(key)
-        for counter in (key for key in changed if self.state.free_slots(key)):
-            async with self._free_slots[counter]:
-                self._free_slots[counter].notify(self.state.free_slots(counter))
+        for queue in (key for key in changed if self.state.free_items(key)):
+            async with self._free_items[queue]:
+                self._free_items[queue].notify(self.state.free_items(queue))
         await self.journal.sync()
         return replies
 

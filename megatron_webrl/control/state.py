@@ -4,8 +4,8 @@ A command is a JSON list, its name and its arguments; `JobState.apply` runs a re
 replies. The same requests in the same order always give the same state, so a journal of them restores it.
 
     facts       values by key: the outcome of the job, the trainer's offers, announcements of engines, ...
-    counters    slots that workers claim one by one: "tickets", and "evaluation/<number>"
-    epochs      what the slots of the ticket counter mean (tickets.py)
+    queues      items that workers claim: "tickets" with their tasks, and the episodes of "evaluation/<number>"
+    epochs      restart epoch and policy version of each start of the trainer that issued tickets
     streams     the last request of each connection: one that is sent again gets the same replies, and changes nothing
 """
 
@@ -16,9 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_webrl.control.tickets import TICKET_DONE, TICKET_FENCE, TicketEpoch, ticket_epoch_at
-
-TICKETS = "tickets"  # name of their counter
+TICKETS = "tickets"  # name of their queue
 MAX_STREAMS = 50_000  # connections whose last request is known
 Json = Any
 
@@ -28,50 +26,84 @@ class CommandError(ValueError):
 
 
 @dataclass
-class SlotCounter:
-    """Slots 0, 1, 2, ... that are claimed in order, each by one owner until it is closed.
+class WorkQueue:
+    """Numbered items that are claimed in order, each by one owner until it is closed.
 
-    Invariant: a slot below `claimed` is open, closed, or a fence. A closed slot is never opened again.
+    Invariant: an item that was appended is waiting, open, or closed. Only the trainer appends a closed one again.
     """
 
-    claimed: int = 0  # number of slots claimed so far
-    limit: int = 0  # slots from here on may not be claimed
-    fenced: bool = False  # whether claims wait until the next epoch
-    open: dict[int, str] = field(default_factory=dict)  # owner by claimed slot
-    returned: list[int] = field(default_factory=list)  # open slots whose owner has ended: the next ones to be claimed
-    values: list[tuple[int, Json]] = field(default_factory=list)  # of closed slots, as they were closed
-    fences: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)  # never claimed since they were appended
+    owners: dict[int, str] = field(default_factory=dict)  # of open items
+    returned: list[int] = field(default_factory=list)  # open items whose owner has ended: the next ones to be claimed
+    contents: dict[int, Json] = field(default_factory=dict)  # of waiting and open items
+    values: list[tuple[int, Json]] = field(default_factory=list)  # of closed items, as they were closed
+    appended: int = 0  # number of items so far
+    claimed: int = 0  # of them
+    end: int = 0  # above the highest item so far
+    paused: bool = False  # whether claims wait until the trainer has started an epoch
 
     @property
     def free(self) -> int:
-        """Number of slots that can be claimed."""
-        return 0 if self.fenced else len(self.returned) + max(0, self.limit - self.claimed)
+        """Number of items that can be claimed."""
+        return 0 if self.paused else len(self.returned) + len(self.waiting)
+
+    def append(self, items: Sequence[tuple[int, Json]]) -> None:
+        """Add items with their contents. Raises CommandError, without an effect, if one is waiting or open."""
+        known = [item for item, _ in items if item in self.contents]
+        if known or len({item for item, _ in items}) < len(items):
+            raise CommandError(f"items {known or [item for item, _ in items]} are in the queue already")
+        self.waiting += [item for item, _ in items]
+        self.contents |= dict(items)
+        self.appended += len(items)
+        self.end = max([self.end, *(item + 1 for item, _ in items)])
 
     def claim(self, owner: str, count: int) -> list[int]:
-        """Claim up to `count` slots: returned ones first."""
-        slots: list[int] = []
-        while len(slots) < count and self.free:
-            if self.returned:
-                slot = self.returned.pop(0)
-            else:
-                slot, self.claimed = self.claimed, self.claimed + 1
-            self.open[slot] = owner
-            slots.append(slot)
-        return slots
+        """Claim up to `count` items: returned ones first."""
+        count = min(count, self.free)
+        again, first = self.returned[:count], self.waiting[: max(0, count - len(self.returned))]
+        del self.returned[: len(again)], self.waiting[: len(first)]
+        self.claimed += len(first)
+        self.owners |= dict.fromkeys(again + first, owner)
+        return again + first
 
-    def close(self, slot: int, value: Json) -> bool:
-        """Close a slot; False if it is not open. `value` is kept unless it is None."""
-        if self.open.pop(slot, None) is None:
+    def close(self, item: int, value: Json) -> bool:
+        """Close an item; False if it is not open. `value` is kept unless it is None."""
+        if self.owners.pop(item, None) is None:
             return False
-        if slot in self.returned:
-            self.returned.remove(slot)
+        del self.contents[item]
+        if item in self.returned:
+            self.returned.remove(item)
         if value is not None:
-            self.values.append((slot, value))
+            self.values.append((item, value))
         return True
 
-    def owner(self, slot: int) -> str:
-        """The owner of a claimed slot, or TICKET_DONE, or TICKET_FENCE."""
-        return TICKET_FENCE if slot in self.fences else self.open.get(slot, TICKET_DONE)
+    def give_back(self, owner: str, items: Sequence[int]) -> None:
+        """Let open items of an owner be claimed again, because it has ended or cannot use them."""
+        mine = set(self.items_of(owner))
+        self.returned += [item for item in dict.fromkeys(items) if item in mine]
+
+    def rewind(self) -> list[tuple[int, Json]]:
+        """Stop claims and remove the items that were never claimed; returns the open ones with their contents."""
+        self.paused = True
+        for item in self.waiting:
+            del self.contents[item]
+        self.waiting.clear()
+        return [(item, self.contents[item]) for item in sorted(self.owners)]
+
+    def items_of(self, owner: str) -> list[int]:
+        """The open items of an owner, in order, without returned ones."""
+        return sorted(item for item, each in self.owners.items() if each == owner and item not in self.returned)
+
+    def to_json(self) -> Json:
+        fields = asdict(self)  # keys of JSON objects are no numbers
+        return fields | {name: list(fields[name].items()) for name in ("owners", "contents")}
+
+    @classmethod
+    def from_json(cls, fields: Json) -> WorkQueue:
+        values = [(item, value) for item, value in fields["values"]]
+        return cls(
+            **fields | {"owners": dict(fields["owners"]), "contents": dict(fields["contents"]), "values": values}
+        )
 
 
 class JobState:
@@ -79,10 +111,10 @@ class JobState:
 
     def __init__(self) -> None:
         self.facts: dict[str, Json] = {}
-        self.counters: dict[str, SlotCounter] = {}
-        self.epochs: list[TicketEpoch] = []
+        self.queues: dict[str, WorkQueue] = {}
+        self.epochs: list[tuple[int, int]] = []  # restart epoch and policy version
         self.streams: OrderedDict[str, tuple[int, list[Json]]] = OrderedDict()
-        self.changed: set[str] = set()  # keys of facts and names of counters, since the caller has cleared it
+        self.changed: set[str] = set()  # keys of facts and names of queues, since the caller has cleared it
 
     def apply(self, stream: str, number: int, commands: Sequence[Sequence[Json]]) -> list[Json]:
         """Run the commands of request `number`, from 1, of a stream; returns a reply for each: {"error"} if it failed.
@@ -112,7 +144,7 @@ class JobState:
     def _run(self, command: Callable[..., Json], arguments: Sequence[Json]) -> Json:
         try:
             return command(self, *arguments)
-        except (CommandError, TypeError, KeyError, AttributeError) as error:  # arguments of another form
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # arguments of another form
             return {"error": f"{command.__name__}: {error}"}
 
     def request_count(self, stream: str) -> int:
@@ -123,9 +155,9 @@ class JobState:
         """Whether a stream's request has been run."""
         return self.request_count(stream) >= number
 
-    def free_slots(self, counter: str) -> int:
-        """Slots of a counter that can be claimed; 0 without this counter."""
-        return self.counters[counter].free if counter in self.counters else 0
+    def free_items(self, queue: str) -> int:
+        """Items of a queue that can be claimed; 0 without this queue."""
+        return self.queues[queue].free if queue in self.queues else 0
 
     # -- facts ------------------------------------------------------------------------------------
 
@@ -154,102 +186,82 @@ class JobState:
         """The values of facts; None without one."""
         return [self.facts.get(key) for key in keys]
 
-    # -- counters ---------------------------------------------------------------------------------
+    # -- queues -----------------------------------------------------------------------------------
 
-    def open_counter(self, name: str, limit: int) -> None:
-        """Make a counter, unless there is one of this name."""
-        self._counter(name, make=True).limit = limit
-        self.changed.add(name)
-
-    def set_limit(self, name: str, limit: int) -> None:
-        """Let the slots of a counter below `limit` be claimed."""
-        self._counter(name).limit = limit
+    def append(self, name: str, items: list[Any]) -> None:
+        """Add items, [number, content] each, to a queue, which is made if there is none of this name."""
+        self.queues.setdefault(name, WorkQueue()).append([(int(item), content) for item, content in items])
         self.changed.add(name)
 
     def claim(self, name: str, owner: str, count: int, sharers: int = 1) -> list[Any]:
-        """Claim up to `count` slots, at most the owner's share of the free ones; of tickets with what they stand for.
-
-        Returns slots, or [slot, ticket, restart epoch] for tickets.
-        """
-        if name not in self.counters or (name == TICKETS and owner in self.facts.get("workers/given_up", {})):
+        """Claim up to `count` items, at most the owner's share of the free ones: [item, content, restart epoch]."""
+        if name not in self.queues or (name == TICKETS and owner in self.facts.get("workers/given_up", {})):
             return []  # a worker that was given up may not know it yet
-        counter = self.counters[name]
-        return self._described(name, counter.claim(owner, min(count, -(-counter.free // sharers))))
+        queue = self.queues[name]
+        return self._described(queue, queue.claim(owner, min(count, -(-queue.free // sharers))))
 
     def claims_of(self, name: str, owner: str) -> list[Any]:
-        """The open slots of an owner, in order, without returned ones; as `claim` returns them."""
-        self._counter(name, make=True)
-        return self._described(name, self._slots_of(name, owner))
+        """The open items of an owner, in order, without returned ones; as `claim` returns them."""
+        queue = self.queues.get(name, WorkQueue())
+        return self._described(queue, queue.items_of(owner))
 
-    def close(self, name: str, slot: int, value: Json = None) -> bool:
-        """Close a slot; False if it is not open, or its counter was removed."""
-        return name in self.counters and self.counters[name].close(slot, value)
+    def close(self, name: str, item: int, value: Json = None) -> bool:
+        """Close an item; False if it is not open, or its queue was removed."""
+        return name in self.queues and self.queues[name].close(item, value)
 
-    def return_slots(self, name: str, slots: list[int]) -> None:
-        """Let open slots be claimed again, because their owner has ended."""
-        counter = self._counter(name)
-        counter.returned += [slot for slot in slots if slot in counter.open and slot not in counter.returned]
+    def give_back(self, name: str, owner: str, items: list[int]) -> None:
+        """Let open items of an owner be claimed again, because it has ended or cannot use them."""
+        self._queue(name).give_back(owner, items)
         self.changed.add(name)
 
-    def remove_counter(self, name: str) -> None:
-        """Remove a counter with its slots, if there is one of this name."""
-        self.counters.pop(name, None)
+    def remove_queue(self, name: str) -> None:
+        """Remove a queue with its items, if there is one of this name."""
+        self.queues.pop(name, None)
         self.changed.add(name)
 
-    def read_counter(self, name: str, values_from: int = 0) -> Json:
-        """Claimed slots, limit, [slot, owner] of open ones, and the values from number `values_from` on."""
-        counter = self._counter(name)
+    def read_queue(self, name: str, values_from: int = 0) -> Json:
+        """Numbers of appended and claimed items, [item, owner] of open ones, and the values from number `values_from`
+        on.
+        """
+        queue = self._queue(name)
         return {
-            "claimed": counter.claimed,
-            "limit": counter.limit,
-            "open": [[slot, owner] for slot, owner in counter.open.items() if slot not in counter.returned],
-            "values": [list(each) for each in counter.values[values_from:]],
+            "appended": queue.appended,
+            "claimed": queue.claimed,
+            "open": [[item, owner] for item, owner in queue.owners.items() if item not in queue.returned],
+            "values": [list(each) for each in queue.values[values_from:]],
         }
-
-    def owners(self, name: str, first: int, end: int) -> list[str]:
-        """The owner of each claimed slot in [first, end), or TICKET_DONE, or TICKET_FENCE."""
-        return [self._counter(name).owner(slot) for slot in range(first, end)]
 
     # -- tickets ----------------------------------------------------------------------------------
 
     def give_up_worker(self, worker: str, reason: str) -> None:
         """Continue without a worker: others run its open tickets."""
         self.put("workers/given_up", self.facts.get("workers/given_up", {}) | {worker: reason})
-        if TICKETS in self.counters:
-            self.return_slots(TICKETS, self._slots_of(TICKETS, worker))
+        if TICKETS in self.queues:
+            self.give_back(TICKETS, worker, self.queues[TICKETS].items_of(worker))
 
-    def start_epoch(self, epoch: dict[str, Json], limit: int) -> None:
-        """Start a ticket epoch, so that its slots can be claimed below `limit`. Later epochs start at a fence."""
-        counter = self._counter(TICKETS, make=True)
-        if not self.epochs:
-            counter.claimed = epoch["first_slot"]
-        self.epochs.append(TicketEpoch.from_json(epoch))
-        counter.limit, counter.fenced = limit, False
-        self.changed |= {TICKETS}
+    def start_epoch(self, restart_epoch: int, version: int, items: list[Any]) -> None:
+        """Issue the first tickets of a restart epoch, which resumes from a policy version."""
+        self.append(TICKETS, items)
+        self.queues[TICKETS].paused = False
+        self.epochs.append((restart_epoch, version))
         self.put("tickets/epoch_count", len(self.epochs))
 
-    def fence(self) -> int:
-        """Stop claims until `start_epoch`; returns the fence's slot: all below it are claimed."""
-        counter = self._counter(TICKETS)
-        slot, counter.claimed, counter.fenced = counter.claimed, counter.claimed + 1, True
-        counter.fences.append(slot)
-        return slot
+    def rewind_tickets(self) -> Json:
+        """Take back what was issued and never claimed, and stop claims until `start_epoch`.
 
-    def read_epochs(self) -> list[Json]:
-        """All ticket epochs of the job, in order."""
-        return [asdict(epoch) for epoch in self.epochs]
+        Returns the epochs so far, [ticket, content] of the open tickets, and the lowest ticket that was never issued.
+        """
+        queue = self._queue(TICKETS)
+        return {"epochs": [list(each) for each in self.epochs], "open": queue.rewind(), "end": queue.end}
 
     # -- snapshots --------------------------------------------------------------------------------
 
     def to_json(self) -> Json:
         """The whole state, without `changed`."""
-        counters = {name: asdict(counter) for name, counter in self.counters.items()}
-        for counter in counters.values():
-            counter["open"] = list(counter["open"].items())  # keys of JSON objects are no numbers
         return {
             "facts": self.facts,
-            "counters": counters,
-            "epochs": self.read_epochs(),
+            "queues": {name: queue.to_json() for name, queue in self.queues.items()},
+            "epochs": self.epochs,
             "streams": [[stream, *last] for stream, last in self.streams.items()],
         }
 
@@ -257,42 +269,31 @@ class JobState:
     def from_json(cls, content: Json) -> JobState:
         state = cls()
         state.facts = content["facts"]
-        for name, fields in content["counters"].items():
-            values = [(slot, value) for slot, value in fields["values"]]
-            state.counters[name] = SlotCounter(**{**fields, "open": dict(fields["open"]), "values": values})
-        state.epochs = [TicketEpoch.from_json(epoch) for epoch in content["epochs"]]
+        state.queues = {name: WorkQueue.from_json(fields) for name, fields in content["queues"].items()}
+        state.epochs = [(epoch, version) for epoch, version in content["epochs"]]
         state.streams = OrderedDict((stream, (number, replies)) for stream, number, replies in content["streams"])
         return state
 
-    def _counter(self, name: str, make: bool = False) -> SlotCounter:
-        if name not in self.counters:
-            if not make:
-                raise CommandError(f"there is no counter {name!r}")
-            self.counters[name] = SlotCounter()
-        return self.counters[name]
+    def _queue(self, name: str) -> WorkQueue:
+        if name not in self.queues:
+            raise CommandError(f"there is no queue {name!r}")
+        return self.queues[name]
 
-    def _slots_of(self, name: str, owner: str) -> list[int]:
-        counter = self.counters[name]
-        return sorted(slot for slot, each in counter.open.items() if each == owner and slot not in counter.returned)
-
-    def _described(self, name: str, slots: list[int]) -> list[Any]:
-        if name != TICKETS:
-            return slots
-        epochs = [ticket_epoch_at(self.epochs, slot) for slot in slots]
-        newest = self.epochs[-1].restart_epoch if self.epochs else 0
-        return [[slot, epoch.ticket_at(slot), newest] for slot, epoch in zip(slots, epochs, strict=True)]
+    def _described(self, queue: WorkQueue, items: list[int]) -> list[Any]:
+        newest = self.epochs[-1][0] if self.epochs else 0
+        return [[item, queue.contents[item], newest] for item in items]
 
 
 COMMANDS: dict[str, Callable[..., Json]] = {
     each.__name__: each
     for each in (
         JobState.put, JobState.put_if_absent, JobState.add, JobState.get,
-        JobState.open_counter, JobState.set_limit, JobState.claim, JobState.claims_of, JobState.close,
-        JobState.return_slots, JobState.remove_counter, JobState.read_counter,
-        JobState.owners, JobState.give_up_worker, JobState.start_epoch, JobState.fence, JobState.read_epochs,
+        JobState.append, JobState.claim, JobState.claims_of, JobState.close, JobState.give_back,
+        JobState.remove_queue, JobState.read_queue, JobState.give_up_worker, JobState.start_epoch,
+        JobState.rewind_tickets,
     )
 }  # fmt: skip
-QUERIES = frozenset({"get", "read_counter", "owners", "read_epochs"})
+QUERIES = frozenset({"get", "claims_of", "read_queue"})
 """Commands that change nothing: they need no journal."""
 
 

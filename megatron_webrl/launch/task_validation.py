@@ -59,8 +59,7 @@ def check_evaluators(config: Config) -> None:
 
 def _check_resumed_file(config: Config) -> None:
     """Check that the training file has the rows that it had when the run wrote its newest checkpoint."""
-    from megatron_webrl.tasks.files.digests import task_file_digests
-    from megatron_webrl.tasks.sampler.task_files import difference_from_checkpoint
+    from megatron_webrl.tasks.files.digests import difference_from_checkpoint, task_file_digests
 
     checkpoint = find_latest_checkpoint(config.run_folder)
     if checkpoint is None or not (checkpoint / "state.json").is_file():

@@ -13,6 +13,7 @@ from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.judge.budget import UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
 from megatron_webrl.judge.outcome import with_verdict
@@ -24,8 +25,7 @@ from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.rollout.stepping import FreeStepping, Lockstep, SteppingMode
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tasks.registry import make_source
-from megatron_webrl.tasks.sampler.states import SamplerStateReader
-from megatron_webrl.tasks.source import TaskSource
+from megatron_webrl.tasks.source import TaskSource, referenced_task
 from megatron_webrl.track import rollout_table
 from megatron_webrl.track.episode_store import TRAINING
 from megatron_webrl.track.rollout_table import LiveRollout, RolloutTable
@@ -74,7 +74,6 @@ class EpisodeRunner:
     processor: Processor
     stepping: SteppingMode
     evaluator: EpisodeEvaluator
-    sampler_states: SamplerStateReader | None = None  # None: no training tickets are run
     live: RolloutTable = field(default_factory=RolloutTable)
     timeline: Timeline = OFF
     teacher: Teacher | None = None  # scores training episodes for distillation
@@ -83,44 +82,43 @@ class EpisodeRunner:
     @asynccontextmanager
     async def open(
         cls, config: Config, processor: Processor, name: str, meter: UsageMeter,
-        states: SamplerStateReader | None = None, timeline: Timeline = OFF,
+        trains: bool = False, timeline: Timeline = OFF,
     ) -> AsyncIterator[EpisodeRunner]:  # fmt: skip
         """Open the task source, the browsers and the evaluators of the worker `name`, and close all at the end.
 
-        With `states`, for training, also the teacher, if there is one. `meter` counts the use of judge models.
+        If it `trains`, also the teacher, if there is one. `meter` counts the use of judge models.
         """
         source = make_source(config.tasks)
         try:
             async with (
                 open_browsers(config, config.sessions_per_worker, name) as browsers,
                 open_evaluator(config.judge, meter) as evaluator,
-                _open_teacher(config, processor, states is not None) as teacher,
+                _open_teacher(config, processor, trains) as teacher,
             ):
                 rollout = config.rollout
                 lockstep = rollout.stepping == "lockstep"
                 stepping: SteppingMode = Lockstep(rollout.operation_timeout_seconds) if lockstep else FreeStepping()
                 yield cls(
-                    config, source, browsers, processor, stepping, evaluator, states, timeline=timeline, teacher=teacher
+                    config, source, browsers, processor, stepping, evaluator, timeline=timeline, teacher=teacher
                 )  # fmt: skip
         finally:
             source.close()
 
     async def run_episode(
-        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None,
+        self, generator: Generator, claim: TicketClaim, index: int, deadline: Deadline | None = None,
         on_acted: Callable[[], None] = lambda: None,
     ) -> Trajectory:  # fmt: skip
         """Run one try at an episode; a missing browser masks it. Calls `on_acted` when its browser is released.
 
-        Raises JobFailed without a sampler state, BudgetSpent, JobEnded.
+        Raises BudgetSpent, and ConfigError for a task that the source does not have.
         """
-        knowledge = None if self.sampler_states is None else await self.sampler_states.knowledge(ticket)
-        task = self.task_source.training_task(self.config.run.seed, ticket, knowledge)
-        rollout = self.config.rollout
+        task = referenced_task(self.task_source, claim.task)
+        rollout, ticket = self.config.rollout, claim.ticket
         deadline = deadline or Deadline(rollout.episode_timeout_seconds)
-        labels = EpisodeLabels(ticket, index, rollout.group_size, restart_epoch)
+        labels = EpisodeLabels(ticket, index, rollout.group_size, claim.restart_epoch)
         live = self.live.open(TRAINING, ticket, index, rollout.group_size, task)
         track = Track(self.timeline, f"episode {ticket}.{index}")
-        with track.span("episode", ticket=ticket, index=index, epoch=restart_epoch) as span:
+        with track.span("episode", ticket=ticket, index=index, epoch=claim.restart_epoch) as span:
             trajectory = await self.act(
                 generator, task, labels, rollout, deadline, self.stepping, rollout.max_go_backs, live, track
             )

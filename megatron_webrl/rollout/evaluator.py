@@ -159,8 +159,8 @@ class Evaluator:
         if request.exclusive and request.version != self.engine.version:
             return
         if self._claimer is None:
-            self._claimer = Claimer(self.control, evaluation_queue.counter_name(request), self.instance_id)
-        for episode in self._claimer.poll(self._max_episodes - len(self._running)):
+            self._claimer = Claimer(self.control, evaluation_queue.queue_name(request), self.instance_id)
+        for episode, *_ in self._claimer.poll(self._max_episodes - len(self._running)):
             self._running.add(asyncio.create_task(self._run(request, episode)))
 
     async def close(self) -> None:

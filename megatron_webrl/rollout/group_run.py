@@ -24,7 +24,7 @@ class SupportsRunEpisode(Protocol):
     """Runs one try at an episode, as EpisodeRunner does."""
 
     async def run_episode(
-        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None,
+        self, generator: Generator, claim: TicketClaim, index: int, deadline: Deadline | None = None,
         on_acted: Callable[[], None] = lambda: None,
     ) -> Trajectory:  # fmt: skip
         """The try's trajectory; a fault masks it and does not raise. Calls `on_acted` when only its verdict is left."""
@@ -61,7 +61,7 @@ class GroupRun:
         settings: RolloutConfig,
         load: EngineLoad,
     ) -> None:
-        self.slot, self.ticket, self.restart_epoch = claim.slot, claim.ticket, claim.restart_epoch
+        self.claim, self.ticket, self.restart_epoch = claim, claim.ticket, claim.restart_epoch
         self.aborted, self.finished_episodes = False, 0
         self._finished_acting: set[int] = set()  # indices of episodes that need neither engine nor browser any more
         self._runner, self._generator = runner, generator
@@ -121,5 +121,5 @@ class GroupRun:
         with ExitStack() as acting:  # left early while the episode waits for its verdict
             acting.enter_context(self._load.episodes.track())
             return await self._runner.run_episode(
-                run, self.ticket, index, self.restart_epoch, run.deadline, partial(self._stop_acting, index, acting)
+                run, self.claim, index, run.deadline, partial(self._stop_acting, index, acting)
             )

@@ -23,8 +23,6 @@ from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator, run_evaluation_worker
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
-from megatron_webrl.tasks.files.digests import task_file_digests
-from megatron_webrl.tasks.sampler.states import SamplerStateReader
 from megatron_webrl.track.episode_store import EpisodeStore
 from megatron_webrl.track.timeline import Timeline, open_timeline
 
@@ -75,9 +73,8 @@ async def _run(
     try:
         engine = await _start_engine(config, control, worker, number, nodes)
         await _unless_job_ends(control, demonstrations)
-        states = SamplerStateReader.from_config(config, control, task_file_digests(config.tasks), nodes[0])
         meter = JobUsageMeter(control, config.judge.budget)
-        async with EpisodeRunner.open(config, engine.processor, control.role, meter, states, timeline) as runner:
+        async with EpisodeRunner.open(config, engine.processor, control.role, meter, True, timeline) as runner:
             weights = WeightClient(config, control, engine, worker, instance_id, timeline)
             with closing(EpisodeStore.of_worker(config, control.role)) as store:
                 evaluator = Evaluator(config, control, engine, runner, store, instance_id)

@@ -24,6 +24,7 @@ from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.group_run import GroupRun
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.rollout.trajectory_writer import TIMEOUT_SECONDS, TrajectoryWriter
+from megatron_webrl.tasks.files.digests import task_file_digests
 from megatron_webrl.track.episode_store import TRAINING, EpisodeStore
 from megatron_webrl.track.process_memory import PeakMemory
 from megatron_webrl.track.running_episodes import RunningEpisodes
@@ -53,7 +54,7 @@ class RolloutPool:
     _budget_spent: bool = False  # of the judge
 
     def __post_init__(self) -> None:
-        self.claims = TicketClaims(self.control, self.config.rollout.engines)
+        self.claims = TicketClaims(self.control, self.config.rollout.engines, task_file_digests(self.config.tasks))
         save_seconds = self.config.trainer.checkpoint.timeout_seconds  # for which the trainer may wait
         self.writer = TrajectoryWriter(self.ring, TIMEOUT_SECONDS + save_seconds)
         self.waiting = Track(self.episode_runner.timeline, "worker")
@@ -121,7 +122,7 @@ class RolloutPool:
         finally:
             self.episode_runner.live.close(TRAINING, group.ticket)
         await asyncio.to_thread(
-            self.control.close_slot, group.slot
+            self.control.close_ticket, group.ticket
         )  # an outage of the control service delays no other group
         await asyncio.to_thread(self.store.add, trajectories)
 
@@ -175,14 +176,14 @@ class RolloutPool:
     async def _cancel_groups_for_evaluation(self) -> None:
         """Cancel in-flight groups before an exclusive evaluation: after the last update they are not trained.
 
-        Their slots are free again: a trainer that resumes from an earlier checkpoint needs their tickets.
+        They can be claimed again: a trainer that resumes from an earlier checkpoint needs their tickets.
         """
         for task in self._groups:
             task.cancel()
         await asyncio.gather(*self._groups, return_exceptions=True)
-        slots = [group.slot for task, group in self._groups.items() if task.cancelled()]
-        if slots:
-            await asyncio.to_thread(self.control.run, "return_slots", TICKETS, slots)
+        tickets = [group.ticket for task, group in self._groups.items() if task.cancelled()]
+        if tickets:
+            await asyncio.to_thread(self.control.run, "give_back", TICKETS, self.control.role, tickets)
         self._finished += sum(group.finished_episodes for group in self._groups.values())
         self._groups.clear()
 

@@ -16,7 +16,7 @@ from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.samplers import draw_environment, environment_probabilities
 from megatron_webrl.tasks.sampler.step_limits import training_limit
 from megatron_webrl.tasks.server import LocalServer
-from megatron_webrl.types import Action, Task, TaskSite
+from megatron_webrl.types import Action, Task, TaskReference, TaskSite
 from megatron_webrl.util.text import close_matches
 
 TRAINING_SEEDS = range(0, 2**30)
@@ -43,10 +43,10 @@ class TaskSource(TaskSite, Protocol):
         ...
 
     def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
-        """The task of a training ticket: a pure function of sampler seed, ticket and knowledge.
+        """Draw the task of a training ticket. `make_task` of its environment and seed must make it again.
 
-        `knowledge`: that of the ticket's admission; None: nothing is known, as at the start of a run, and a growing
-        step limit is at its last value, as for demonstrations.
+        `knowledge`: what the trainer's sampler knows; None: nothing, as at the start of a run, and a growing step limit
+        is at its last value, as for demonstrations.
         """
         ...
 
@@ -88,7 +88,7 @@ class LocalTaskSource(ABC):
         self.environments, self.max_steps, self.limits = tuple(environments), max_steps, limits
         self._server, self._difficulties, self._sampler = server, difficulties, sampler or SamplerConfig()
         try:
-            self._latest: tuple[SamplerKnowledge | None, tuple[float, ...]] = None, self._probabilities(None)
+            self._probabilities(None)
         except ConfigError:
             server.close()
             raise
@@ -115,9 +115,7 @@ class LocalTaskSource(ABC):
         return training_limit(self.max_steps, self.limits.training, self.limits.growing, difficulty, version)
 
     def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
-        if knowledge is not self._latest[0]:  # tickets of one sampler state have the same object
-            self._latest = knowledge, self._probabilities(knowledge)
-        environment = draw_environment(self._latest[1], seed, ticket)
+        environment = draw_environment(self._probabilities(knowledge), seed, ticket)
         task = self.make_task(self.environments[environment], training_page_seed(seed, ticket))
         version = None if knowledge is None else knowledge.version
         return replace(task, max_steps=self.training_max_steps(task.difficulty, version))
@@ -132,6 +130,17 @@ class LocalTaskSource(ABC):
 
     def evaluation_tasks(self, episodes: int) -> int:
         return episodes * len(self.environments)
+
+
+def referenced_task(source: TaskSource, reference: TaskReference) -> Task:
+    """The task of a ticket. Raises ConfigError if the source makes another one than the trainer's."""
+    task = source.make_task(reference.environment, reference.seed)
+    if task.id != reference.id:
+        raise ConfigError(
+            f"make_task({reference.environment!r}, {reference.seed}) of tasks.source makes the task {task.id!r}, but "
+            f"the trainer drew {reference.id!r}; use the same tasks on all nodes"
+        )
+    return replace(task, max_steps=reference.max_steps)
 
 
 def training_page_seed(seed: int, ticket: int) -> int:

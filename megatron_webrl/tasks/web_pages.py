@@ -32,7 +32,7 @@ class WebPageSource(ABC):
 
     @abstractmethod
     def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
-        """The task of a training ticket: a pure function of the arguments."""
+        """Draw the task of a training ticket; `make_task` makes it again."""
 
     @abstractmethod
     def held_out_task(self, index: int) -> Task:

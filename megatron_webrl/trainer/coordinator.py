@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,8 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.judge.job_budget import restore_usage, save_usage
-from megatron_webrl.tasks.files.digests import task_file_digests
+from megatron_webrl.tasks.files.digests import TASK_FILES, task_file_digests
+from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.track import summary
 from megatron_webrl.track.episode_log import EpisodeLog
 from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
@@ -42,7 +43,7 @@ from megatron_webrl.trainer.multi_node.exchange import (
     SelectedGroups,
     SingleNodeExchange,
 )
-from megatron_webrl.types import Group, Trajectory
+from megatron_webrl.types import Group, TaskReference, Trajectory
 from megatron_webrl.util.clock import steady_time
 from megatron_webrl.util.disk_faults import continue_without
 from megatron_webrl.util.history import History
@@ -95,18 +96,10 @@ class Coordinator:
         self.config, self.control, self.exchange, self.tracker = config, control, exchange, tracker
         self._lease, self._lease_checked_at = lease, -math.inf
         self.accounting = Accounting.from_state_dict(state.accounting)
-        self.resume_point, self.ticket_epoch = resume_point, resume_point.ticket_epoch
+        self.resume_point = resume_point
         self.tickets_dropped_before = state.dropped_tickets
         self._resumed_version = state.version if state.restart_epoch else None  # of a checkpoint of this run
-        self.task_sampler = TaskSampler(
-            config.tasks,
-            self.ticket_epoch.next_ticket,
-            resume_point.unclosed_tickets,
-            state.task_sampler,
-            config.run_folder,
-            self.ticket_epoch.version,
-            task_file_digests(config.tasks) if self.is_first_rank else None,
-        )
+        self.task_sampler = _open_task_sampler(config, state, resume_point) if self.is_first_rank else None
         self.episode_log: EpisodeLog | None = None
         self.updates: History | None = None
         self._histories: tuple[History, ...] = ()  # on the first rank
@@ -122,10 +115,10 @@ class Coordinator:
             config,
             resume_point,
             self.accounting,
-            self.task_sampler.record_group,
+            self.task_sampler.record_group if self.task_sampler else lambda group: None,
             self.episode_log,
             on_ready,
-            self.task_sampler.block_list.record_group,
+            self.task_sampler.block_list.record_group if self.task_sampler else lambda group: None,
             lambda: control.add(DAMAGED_COUNTER, 1),
         )
         self.checkpoints = Checkpointer(
@@ -139,7 +132,9 @@ class Coordinator:
         self._fallback = fallback
         self.utilization = EngineUtilization(control, config.worker_names)
         self._sequences: dict[int, list[int]] = {}
-        self._ticket_limit = -1  # as the control service has it
+        self._reissued = deque(resume_point.reissued_tickets)  # those that are still to be issued
+        self._next_ticket = resume_point.next_ticket
+        self._issued = 0  # tickets of this restart epoch
 
     @property
     def is_first_rank(self) -> bool:
@@ -148,10 +143,10 @@ class Coordinator:
 
     def open_job(self, version: int) -> None:
         """Let the workers claim tickets."""
-        if self.is_first_rank:
-            self._ticket_limit = self._compute_ticket_limit(version, self._updates_ahead)
-            self.task_sampler.publish_initial_states(self.control)
-            self.control.start_ticket_epoch(self.ticket_epoch, self._ticket_limit)
+        if self.task_sampler is not None:
+            self.control.put_json(TASK_FILES, self.task_sampler.files)
+            tickets = self._draw_tickets(version, self._updates_ahead)
+            self.control.start_ticket_epoch(self.resume_point.restart_epoch, self.resume_point.version, tickets)
             self.utilization.pop_metrics()
 
     def open_next_batch(self, version: int) -> None:
@@ -231,7 +226,7 @@ class Coordinator:
             | result.system_metrics
             | self.exchange.pop_metrics()
             | self.group_source.pop_metrics()
-            | self.task_sampler.metrics()
+            | (self.task_sampler.metrics() if self.task_sampler else {})
             | self.utilization.pop_metrics()
             | self.accounting.wasted_token_shares()
             | {f"dropped/{metric_label(reason)}": float(count) for reason, count in self.accounting.dropped.items()},
@@ -280,17 +275,18 @@ class Coordinator:
 
     def trainer_state(self, version: int) -> TrainerState:
         """The state that a checkpoint of `version` stores."""
-        end_slot = self.control.claimed_slots() if self.is_first_rank else self.ticket_epoch.first_slot
-        closed_tickets, open_tickets = self.resume_point.checkpoint_tickets(end_slot, self.group_source.closed_tickets)
+        closed_tickets, open_tickets = self.resume_point.checkpoint_tickets(
+            self._next_ticket, self.group_source.closed_tickets
+        )
         return TrainerState(
             version=version,
-            restart_epoch=self.ticket_epoch.restart_epoch,
+            restart_epoch=self.resume_point.restart_epoch,
             closed_tickets=closed_tickets,
             open_tickets=open_tickets,
             accounting=self.accounting.state_dict(),
             dropped_tickets=self.tickets_dropped_before + self.group_source.dropped_tickets,
             mlflow_run_id=self.tracker.run_id if self.tracker else None,
-            task_sampler=self.task_sampler.state_dict(),
+            task_sampler=self.task_sampler.state_dict() if self.task_sampler else None,
             episode_log_bytes=self.episode_log.size if self.episode_log else None,
             has_critic=self.config.trainer.critic.coefficient > 0,
         )
@@ -306,6 +302,8 @@ class Coordinator:
                 self.control.end_job(outcome)
                 self._write_summary(outcome, version)
                 self._save_judge_usage()
+            assert self.task_sampler is not None
+            self.task_sampler.close()
             self.tracker.close("FINISHED" if outcome == "finished" else "KILLED")
         else:
             self.exchange.finish_collecting()
@@ -379,18 +377,27 @@ class Coordinator:
         return self.config.rollout.max_staleness if self.config.rollout.mode == "async" else 0
 
     def _raise_ticket_limit(self, version: int, updates_ahead: int) -> None:
-        limit = self._compute_ticket_limit(version, updates_ahead)
-        if limit != self._ticket_limit:
-            first_ticket = self.ticket_epoch.next_ticket_at(self._ticket_limit)
-            self.task_sampler.publish_adapted_state(first_ticket, version)
-            self._ticket_limit = limit
-            self.control.set_ticket_limit(limit)
+        if tickets := self._draw_tickets(version, updates_ahead):
+            self.control.issue_tickets(tickets)
+
+    def _draw_tickets(self, version: int, updates_ahead: int) -> dict[int, TaskReference]:
+        """The tickets up to the limit, with their tasks: those that are issued again come first."""
+        assert self.task_sampler is not None
+        tickets = []
+        for _ in range(self._compute_ticket_limit(version, updates_ahead) - self._issued):
+            if self._reissued:
+                tickets.append(self._reissued.popleft())
+            else:
+                tickets.append(self._next_ticket)
+                self._next_ticket += 1
+        self._issued += len(tickets)
+        return self.task_sampler.draw(tickets, version)
 
     def _compute_ticket_limit(self, version: int, updates_ahead: int) -> int:
         if version >= self.config.trainer.updates:
-            return max(self._ticket_limit, self.ticket_epoch.first_slot)  # no more groups are needed
+            return self._issued  # no more groups are needed
         count = self.config.trainer.groups_per_update
-        closed = (version - self.ticket_epoch.version) * count + self.group_source.dropped_tickets
+        closed = (version - self.resume_point.version) * count + self.group_source.dropped_tickets
         replaced = closed + self.group_source.lost_tickets
         return self.resume_point.ticket_limit(replaced, updates_ahead, count)
 
@@ -402,3 +409,11 @@ class Coordinator:
                 return None
             time.sleep(0.05)
         return report["instance_id"], report
+
+
+def _open_task_sampler(config: Config, state: TrainerState, resume_point: ResumePoint) -> TaskSampler:
+    """The sampler as the checkpoint left it, with the tasks of the surviving tickets."""
+    source, files = make_source(config.tasks), task_file_digests(config.tasks)
+    sampler = TaskSampler(config, source, state.task_sampler, state.version, files)
+    sampler.tasks |= resume_point.surviving_tickets
+    return sampler

@@ -60,7 +60,7 @@ def train(context: TrainingContext) -> None:
         if groups is None:
             break
         old = context.replay.sample(context.version)
-        new = batching.clear_versions_before_restart(groups, coordinator.ticket_epoch.restart_epoch)
+        new = batching.clear_versions_before_restart(groups, coordinator.resume_point.restart_epoch)
         new = batching.shuffled_rewards(new, config, context.version)
         sync_seconds = _sync_before_training(context) if one_step_off else 0.0
         with (

@@ -87,7 +87,7 @@ def _run(
         config, control, exchange, state, resume_point, tracker,
         on_ready=lambda group: packer.prefetch(training_samples([group], config, 0)), lease=lease, fallback=fallback,
     )  # fmt: skip
-    evaluations = EvaluationScheduler(config, control, tracker, resume_point.ticket_epoch.restart_epoch, state.version)
+    evaluations = EvaluationScheduler(config, control, tracker, resume_point.restart_epoch, state.version)
     replay = ReplayBuffer(config, exchange)
     # Megatron runs the garbage collector for each checkpoint; frozen objects of imported modules are not scanned.
     gc.collect()

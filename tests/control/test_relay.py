@@ -13,9 +13,9 @@ import pytest
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.fact_cache import FactCache
 from megatron_webrl.control.liveness import Liveness
-from megatron_webrl.control.tickets import TicketEpoch
 from tests.control.relay_process import RelayProcess, relay_process, role_process
 from tests.control.service_process import ServiceProcess, service_process
+from tests.job_control import tickets
 from tests.waiting import until
 
 TIMEOUT_SECONDS = 6.0  # of heartbeats: longer than a client waits for a relay
@@ -149,21 +149,21 @@ def test_a_role_that_has_claimed_knows_all_facts_from_before_the_claim(tmp_path:
     """The relay is stopped for a part of the claims, the service killed once, and may forget its sessions."""
     with service_process(tmp_path, 60.0, before) as service, relay_process(service.address) as relay:
         trainer, worker = service.connect("trainer-0"), connect(service, "rollout-0", relay)
-        trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=0)
+        trainer.start_ticket_epoch(0, 0, {})
         assert worker.get_json("index") is None
         until(has_relay(worker), "the relay")
-        for slot in range(40):
-            if slot == 10:
+        for ticket in range(40):
+            if ticket == 10:
                 service.kill()
                 service.start()
-            if slot in (20, 30):
-                relay.process.send_signal(signal.SIGSTOP if slot == 20 else signal.SIGCONT)
+            if ticket in (20, 30):
+                relay.process.send_signal(signal.SIGSTOP if ticket == 20 else signal.SIGCONT)
             if before:
                 time.sleep(0.25)  # the session is forgotten
-            trainer.put_json("index", slot)
-            trainer.set_ticket_limit(slot + 1)
+            trainer.put_json("index", ticket)
+            trainer.issue_tickets(tickets([ticket]))
             [claim] = worker.claim_tickets(1, wait_seconds=5.0)
-            assert (claim.slot, worker.get_json("index")) == (slot, slot)
+            assert (claim.ticket, worker.get_json("index")) == (ticket, ticket)
         worker.close()
 
 

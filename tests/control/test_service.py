@@ -20,8 +20,10 @@ from megatron_webrl.control.claimer import Claimer
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.control.fact_store import FactStore
-from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
+from megatron_webrl.control.state import TICKETS
+from megatron_webrl.control.tickets import TicketClaim
 from tests.control.service_process import ServiceProcess, service_process, wait_for_exit
+from tests.job_control import tickets
 from tests.waiting import until
 
 SHUTDOWN = "service.LINGER_SECONDS = 0.2"
@@ -35,7 +37,7 @@ def service(tmp_path: Path) -> Iterator[ServiceProcess]:
 
 def test_each_ticket_is_claimed_once_although_the_service_is_killed_again_and_again(service: ServiceProcess) -> None:
     trainer = service.connect("trainer-0")
-    trainer.start_ticket_epoch(TicketEpoch(0, 0, 10, (), 10), limit=310)
+    trainer.start_ticket_epoch(0, 0, tickets(range(10, 310)))
     taken: list[list[TicketClaim]] = [[], [], []]
 
     def work(number: int) -> None:
@@ -43,7 +45,7 @@ def test_each_ticket_is_claimed_once_although_the_service_is_killed_again_and_ag
         while claims := control.claim_tickets(2):
             taken[number] += claims
             for claim in claims[:1]:
-                control.close_slot(claim.slot)
+                control.close_ticket(claim.ticket)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -55,45 +57,45 @@ def test_each_ticket_is_claimed_once_although_the_service_is_killed_again_and_ag
         service.start()
     for thread in threads:
         thread.join(120)
-    assert sorted(claim.slot for part in taken for claim in part) == list(range(10, 310))
-    assert all(claim.ticket == claim.slot for part in taken for claim in part)
-    assert trainer.claimed_slots() == 310
+    assert sorted(claim.ticket for part in taken for claim in part) == list(range(10, 310))
+    assert all(claim.task.seed == claim.ticket for part in taken for claim in part)
     unfinished = [c for n in range(3) for c in service.connect(f"rollout-{n}").unfinished_claims()]
-    assert len(unfinished) == trainer.claims(10, 310).count("done") == 150
+    queue = trainer.run("read_queue", TICKETS)
+    assert (queue["claimed"], len(queue["open"]), len(unfinished)) == (300, 150, 150)
 
 
 def test_a_restarted_worker_finds_its_unfinished_claims(service: ServiceProcess) -> None:
-    service.connect("trainer-0").start_ticket_epoch(TicketEpoch(0, 0, 5, (), 5), limit=12)
+    service.connect("trainer-0").start_ticket_epoch(0, 0, tickets(range(5, 12)))
     first, other = service.connect("rollout-0"), service.connect("rollout-1")
-    assert [claim.slot for _ in range(3) for claim in first.claim_tickets(1)] == [5, 6, 7]
-    assert [claim.slot for claim in other.claim_tickets(1)] == [8]
-    first.close_slot(6)
+    assert [claim.ticket for _ in range(3) for claim in first.claim_tickets(1)] == [5, 6, 7]
+    assert [claim.ticket for claim in other.claim_tickets(1)] == [8]
+    first.close_ticket(6)
     assert first.register_instance() == 1
     again = service.connect("rollout-0")
     assert again.register_instance() == 2
-    assert [claim.slot for claim in again.unfinished_claims()] == [5, 7]
+    assert [claim.ticket for claim in again.unfinished_claims()] == [5, 7]
     again.give_up_worker("rollout-1", "it failed too often")
-    assert [claim.slot for claim in again.claim_tickets(1)] == [8]
+    assert [claim.ticket for claim in again.claim_tickets(1)] == [8]
     assert other.given_up_workers() == {"rollout-1": "it failed too often"}
 
 
-def test_a_claim_waits_for_a_slot_and_a_claimer_waits_in_the_background(service: ServiceProcess) -> None:
+def test_a_claim_waits_for_a_ticket_and_a_claimer_waits_in_the_background(service: ServiceProcess) -> None:
     trainer, worker = service.connect("trainer-0"), service.connect("rollout-0")
-    trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=0)
+    trainer.start_ticket_epoch(0, 0, {})
     worker.start_heartbeat()
     claimer = Claimer(worker, "tickets", "rollout-0", sharers=2)
     assert claimer.poll(4) == []
-    trainer.put_json("sampler/index", "of the limit 4")
-    trainer.set_ticket_limit(4)
-    found: list[list[int]] = []
+    trainer.put_json("key", "of four tickets")
+    trainer.issue_tickets(tickets(range(4)))
+    found: list[list[object]] = []
     until(lambda: found or found.extend(claimer.poll(4)), "a claim")  # type: ignore[func-returns-value]
-    assert found == [[0, 0, 0], [1, 1, 0]]  # a share of half
-    assert worker.get_json("sampler/index") == "of the limit 4"
+    assert [item for item, *_ in found] == [0, 1]  # a share of half
+    assert worker.get_json("key") == "of four tickets"
     third = worker.claim("tickets", "rollout-1", 1, 1, wait_seconds=5.0)[0][0]
     assert third in (2, 3)
-    open_slots = lambda: len(trainer.run("read_counter", "tickets")["open"])  # noqa: E731
-    until(lambda: open_slots() == 4, "the claimer's next claim")
-    until(lambda: claimer.put_back() or open_slots() == 3, "its return")  # type: ignore[func-returns-value]
+    open_tickets = lambda: len(trainer.run("read_queue", "tickets")["open"])  # noqa: E731
+    until(lambda: open_tickets() == 4, "the claimer's next claim")
+    until(lambda: claimer.put_back() or open_tickets() == 3, "its return")  # type: ignore[func-returns-value]
     assert worker.claim("tickets", "rollout-1", 1)[0][0] == 5 - third
     worker.close()
 

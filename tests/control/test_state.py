@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_webrl.control.state import TICKETS, CommandError, JobState
-from megatron_webrl.control.tickets import TICKET_DONE, TICKET_FENCE, TicketEpoch, ticket_limit
+from megatron_webrl.control.tickets import ticket_limit
 
 WORKERS = ("rollout-0", "rollout-1", "rollout-2")
 
@@ -20,8 +19,8 @@ WORKERS = ("rollout-0", "rollout-1", "rollout-2")
 class Job(RuleBasedStateMachine):
     """Workers, a trainer and a supervisor act in any order; the service is restarted, and requests are sent twice.
 
-    The accounting invariant: each ticket below the newest claim is claimed by one worker, closed, or to be claimed
-    again; none is lost and none is run by two workers.
+    The accounting invariant: each ticket that was issued is waiting, run by one worker, to be claimed again, or closed;
+    none is lost and none is run by two workers. Each keeps the task with which it was issued.
     """
 
     def __init__(self) -> None:
@@ -29,10 +28,11 @@ class Job(RuleBasedStateMachine):
         self.state = JobState()
         self.journal: list[list[Any]] = []
         self.number = 0
-        self.held: dict[int, str] = {}  # model: worker by slot
+        self.waiting: list[int] = []  # model: tickets that were never claimed
+        self.held: dict[int, str] = {}  # worker by ticket
+        self.returned: list[int] = []  # open tickets that others may claim
         self.closed: set[int] = set()
-        self.fences: set[int] = set()
-        self.tickets: dict[int, int] = {}  # by claimed slot
+        self.next, self.epoch = 5, 0
         self.given_up: set[str] = set()
 
     def run(self, *command: Any) -> Any:
@@ -43,55 +43,75 @@ class Job(RuleBasedStateMachine):
         assert self.state.apply(*entry) == replies, "a request that is sent again has another answer"
         return json.loads(json.dumps(replies[0]))
 
-    @initialize(first=st.integers(0, 5), open_tickets=st.lists(st.integers(0, 4), unique=True, max_size=3))
-    def start(self, first: int, open_tickets: list[int]) -> None:
-        self.first = first
-        self.epoch = TicketEpoch(0, 0, first, tuple(sorted(open_tickets)), 5)
-        self.run("start_epoch", vars(self.epoch), first + 4)
+    def issue(self, count: int) -> list[list[Any]]:
+        tickets = list(range(self.next, self.next + count))
+        self.next += count
+        self.waiting += tickets
+        return [[ticket, f"task {ticket}"] for ticket in tickets]
+
+    @initialize(reissued=st.lists(st.integers(0, 4), unique=True, max_size=3))
+    def start(self, reissued: list[int]) -> None:
+        self.waiting = sorted(reissued)
+        self.run("start_epoch", 0, 0, [[ticket, f"task {ticket}"] for ticket in self.waiting] + self.issue(4))
 
     @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 4), sharers=st.integers(1, 3))
     def claim(self, worker: str, count: int, sharers: int) -> None:
         if worker in self.given_up:  # it may not know so far
             assert self.run("claim", TICKETS, worker, count, sharers) == []
             return
-        free = self.state.free_slots(TICKETS)
+        free = self.returned + self.waiting
         claims = self.run("claim", TICKETS, worker, count, sharers)
-        assert len(claims) == min(count, -(-free // sharers))
-        for slot, ticket, _ in claims:
-            assert slot not in self.closed
-            assert slot not in self.fences
-            assert self.held.get(slot) in (None, *self.given_up), "two workers run a ticket"
-            assert self.tickets.setdefault(slot, ticket) == ticket
-            self.held[slot] = worker
+        expected = free[: min(count, -(-len(free) // sharers))]
+        assert claims == [[ticket, f"task {ticket}", self.epoch] for ticket in expected]
+        for ticket in expected:
+            (self.returned if ticket in self.returned else self.waiting).remove(ticket)
+            self.held[ticket] = worker
 
     @rule(data=st.data())
     @precondition(lambda self: self.held)
     def close(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.held)))
-        assert self.run("close", TICKETS, slot)
-        assert not self.run("close", TICKETS, slot), "a slot is closed once"
-        del self.held[slot]
-        self.closed.add(slot)
+        ticket = data.draw(st.sampled_from(sorted(self.held)))
+        assert self.run("close", TICKETS, ticket)
+        assert not self.run("close", TICKETS, ticket), "a ticket is closed once"
+        del self.held[ticket]
+        self.returned = [each for each in self.returned if each != ticket]
+        self.closed.add(ticket)
 
     @rule(more=st.integers(0, 5))
     def raise_limit(self, more: int) -> None:
-        self.run("set_limit", TICKETS, self.state.counters[TICKETS].limit + more)
+        self.run("append", TICKETS, self.issue(more))
+
+    @rule()
+    @precondition(lambda self: self.held or self.waiting)
+    def issue_twice(self) -> None:
+        ticket = next(iter([*self.held, *self.waiting]))
+        assert "already" in self.run("append", TICKETS, [[self.next, None], [ticket, None]])["error"]
+
+    @rule(worker=st.sampled_from(WORKERS), data=st.data())
+    def give_back(self, worker: str, data: st.DataObject) -> None:
+        mine = [ticket for ticket, owner in self.held.items() if owner == worker and ticket not in self.returned]
+        tickets = data.draw(st.lists(st.integers(0, self.next), unique=True, max_size=3)) + mine[:1]
+        self.run("give_back", TICKETS, worker, tickets)
+        self.returned += [each for each in dict.fromkeys(tickets) if each in mine]
 
     @rule(worker=st.sampled_from(WORKERS[:2]))
     def give_up(self, worker: str) -> None:
         self.run("give_up_worker", worker, "it failed too often")
         self.given_up.add(worker)
+        mine = sorted(ticket for ticket, owner in self.held.items() if owner == worker)
+        self.returned += [ticket for ticket in mine if ticket not in self.returned]
 
     @rule()
     def restart_trainer(self) -> None:
-        fence = self.run("fence")
-        self.fences.add(fence)
+        rewound = self.run("rewind_tickets")
+        assert rewound["open"] == [[ticket, f"task {ticket}"] for ticket in sorted(self.held)]
+        assert (len(rewound["epochs"]), rewound["end"]) == (self.epoch + 1, self.next)
         assert self.run("claim", TICKETS, WORKERS[2], 3) == []
-        claimed = [slot for slot in range(self.first, fence) if slot not in self.fences]
-        assert set(claimed) == set(self.tickets)
-        epoch = TicketEpoch(len(self.fences), 0, fence + 1, (), self.epoch.next_ticket_at(fence))
-        self.epoch = epoch
-        self.run("start_epoch", vars(epoch), fence + 3)
+        lost, self.waiting = self.waiting, []
+        self.epoch += 1
+        again = [[ticket, f"task {ticket}"] for ticket in lost]
+        self.waiting = list(lost)
+        self.run("start_epoch", self.epoch, 7, again + self.issue(1))
 
     @rule()
     def restart_service(self) -> None:
@@ -102,17 +122,13 @@ class Job(RuleBasedStateMachine):
         self.state = JobState.from_json(json.loads(json.dumps(self.state.to_json())))
 
     @invariant()
-    def every_claimed_slot_is_accounted_for(self) -> None:
-        if TICKETS not in self.state.counters:
+    def every_issued_ticket_is_accounted_for(self) -> None:
+        if TICKETS not in self.state.queues:
             return
-        counter = self.state.counters[TICKETS]
-        owners = self.state.owners(TICKETS, self.first, counter.claimed)
-        expected = [
-            TICKET_FENCE if slot in self.fences else TICKET_DONE if slot in self.closed else self.held[slot]
-            for slot in range(self.first, counter.claimed)
-        ]
-        assert owners == expected
-        assert max(Counter(self.tickets[slot] for slot in self.tickets).values(), default=1) == 1
+        queue = self.state.queues[TICKETS]
+        assert (queue.waiting, queue.owners, queue.returned) == (self.waiting, self.held, self.returned)
+        assert queue.contents.keys() == {*self.waiting, *self.held}
+        assert {*range(5, self.next)} <= {*self.waiting, *self.held, *self.closed}
 
 
 Job.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
@@ -130,7 +146,7 @@ def test_an_unknown_command_changes_nothing() -> None:
         state.apply("a", 0, [["put", "key", 2]])
 
 
-@pytest.mark.parametrize("command", [["put", "key"], ["add", "key", "1"], ["set_limit", "none", 3], ["claim", 1, 2]])
+@pytest.mark.parametrize("command", [["put", "key"], ["add", "key", "1"], ["append", "a", [3]], ["claim", 1, 2]])
 def test_a_command_with_wrong_arguments_is_answered_with_an_error(command: list[Any]) -> None:
     [reply] = JobState().apply("a", 1, [command])
     assert reply["error"].startswith(f"{command[0]}: ")
@@ -143,42 +159,28 @@ def test_a_query_changes_nothing() -> None:
     assert state.query([["get", ["a"]]]) == [[None]]
 
 
-def test_the_results_of_a_counter_are_read_once_each() -> None:
-    state = JobState()
-    state.open_counter("evaluation/1", 3)
-    assert state.claim("evaluation/1", "rollout-0.1", 2) == [0, 1]
-    assert state.claim("evaluation/1", "rollout-1.1", 2) == [2]
-    state.close("evaluation/1", 1, {"outcome": "success"})
-    assert state.read_counter("evaluation/1") == {
-        "claimed": 3, "limit": 3, "open": [[0, "rollout-0.1"], [2, "rollout-1.1"]],
+def test_the_results_of_a_queue_are_read_once_each() -> None:
+    state, name = JobState(), "evaluation/1"
+    state.append(name, [[episode, None] for episode in range(3)])
+    assert state.claim(name, "rollout-0.1", 2) == [[0, None, 0], [1, None, 0]]
+    assert state.claim(name, "rollout-1.1", 2) == [[2, None, 0]]
+    state.close(name, 1, {"outcome": "success"})
+    assert state.read_queue(name) == {
+        "appended": 3, "claimed": 3, "open": [[0, "rollout-0.1"], [2, "rollout-1.1"]],
         "values": [[1, {"outcome": "success"}]],
     }  # fmt: skip
-    state.return_slots("evaluation/1", [0, 1])
-    assert state.claim("evaluation/1", "rollout-1.1", 9) == [0]
-    state.close("evaluation/1", 0, {"outcome": "failure"})
-    assert state.read_counter("evaluation/1", 1)["values"] == [[0, {"outcome": "failure"}]]
-    state.remove_counter("evaluation/1")
-    assert state.claim("evaluation/1", "rollout-1.1", 9) == []
-    assert state.close("evaluation/1", 2, {}) is False
-
-
-def test_open_tickets_are_issued_again_before_later_ones() -> None:
-    start = TicketEpoch(restart_epoch=1, version=3, first_slot=24, open_tickets=(20, 22, 25), next_ticket=27)
-    assert [start.ticket_at(n) for n in range(24, 30)] == [20, 22, 25, 27, 28, 29]
+    state.give_back(name, "rollout-0.1", [0, 1, 2])
+    assert state.claim(name, "rollout-1.1", 9) == [[0, None, 0]]
+    state.close(name, 0, {"outcome": "failure"})
+    assert state.read_queue(name, 1)["values"] == [[0, {"outcome": "failure"}]]
+    state.remove_queue(name)
+    assert state.claim(name, "rollout-1.1", 9) == []
+    assert state.close(name, 2, {}) is False
 
 
 def test_the_ticket_limit_keeps_groups_trainable() -> None:
-    assert ticket_limit(first_slot=0, surviving_tickets=0, closed_tickets=0, updates_ahead=0, groups_per_update=8) == 8
-    assert (
-        ticket_limit(first_slot=0, surviving_tickets=0, closed_tickets=3 * 8 + 5, updates_ahead=2, groups_per_update=8)
-        == 53
-    )
-    # Behind a fence: 24 may be open, 10 of them are; four that are closed make room for as many.
-    assert (
-        ticket_limit(first_slot=100, surviving_tickets=10, closed_tickets=0, updates_ahead=2, groups_per_update=8)
-        == 114
-    )
-    assert (
-        ticket_limit(first_slot=100, surviving_tickets=10, closed_tickets=4, updates_ahead=2, groups_per_update=8)
-        == 118
-    )
+    assert ticket_limit(surviving_tickets=0, closed_tickets=0, updates_ahead=0, groups_per_update=8) == 8
+    assert ticket_limit(surviving_tickets=0, closed_tickets=3 * 8 + 5, updates_ahead=2, groups_per_update=8) == 53
+    # After a restart: 24 may be open, 10 of them are; four that are closed make room for as many.
+    assert ticket_limit(surviving_tickets=10, closed_tickets=0, updates_ahead=2, groups_per_update=8) == 14
+    assert ticket_limit(surviving_tickets=10, closed_tickets=4, updates_ahead=2, groups_per_update=8) == 18

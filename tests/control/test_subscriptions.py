@@ -37,7 +37,7 @@ async def test_a_change_that_many_wait_for_lets_other_requests_pass() -> None:
     await asyncio.gather(*waiting)
 
 
-async def test_a_limit_wakes_as_many_claims_as_there_are_slots(tmp_path: Path) -> None:
+async def test_new_items_wake_as_many_claims_as_there_are(tmp_path: Path) -> None:
     service, woken = ControlService(JobState(), Journal(tmp_path / "journal"), "job", 60.0), 0
     never = asyncio.Event()
 
@@ -48,21 +48,21 @@ async def test_a_limit_wakes_as_many_claims_as_there_are_slots(tmp_path: Path) -
         return {"type": "http.disconnect"}
 
     async def claim(number: int) -> list[int]:
-        body = {"stream": str(number), "number": 1, "arguments": ["counter", str(number), 1], "wait": 5.0}
+        body = {"stream": str(number), "number": 1, "arguments": ["queue", str(number), 1], "wait": 5.0}
         request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-        slots: list[int] = json.loads(await service.handlers["POST /claim"](body, request))["replies"][0]
-        return slots
+        claimed = json.loads(await service.handlers["POST /claim"](body, request))["replies"][0]
+        return [item for item, *_ in claimed]
 
     async def run(number: int, *command: object) -> None:
         body = {"stream": "trainer", "number": number, "commands": [list(command)]}
         await service.handlers["POST /commands"](body, Request({"type": "http", "method": "POST", "headers": []}))
 
-    await run(1, "open_counter", "counter", 0)
+    await run(1, "append", "queue", [])
     claims = [asyncio.create_task(claim(number)) for number in range(100)]
     await asyncio.sleep(0.05)
-    await run(2, "set_limit", "counter", 3)
+    await run(2, "append", "queue", [[item, None] for item in range(3)])
     done, _ = await asyncio.wait(claims, timeout=0.3)
-    assert sorted(slot for task in done for slot in task.result()) == [0, 1, 2]
+    assert sorted(item for task in done for item in task.result()) == [0, 1, 2]
     assert woken == 3
-    await run(3, "set_limit", "counter", 100)
-    assert sorted(slot for slots in await asyncio.gather(*claims) for slot in slots) == list(range(100))
+    await run(3, "append", "queue", [[item, None] for item in range(3, 100)])
+    assert sorted(item for items in await asyncio.gather(*claims) for item in items) == list(range(100))

@@ -164,7 +164,7 @@ class WithoutWorkers(EvaluationLauncher):
             def claim_first() -> None:
                 request = evaluation_queue.current_request(control)
                 assert request is not None
-                control.claim(evaluation_queue.counter_name(request), "rollout-0.1", 1)
+                control.claim(evaluation_queue.queue_name(request), "rollout-0.1", 1)
 
             self.evaluation = CheckpointEvaluation(self.config, self.checkpoint, self.output_file)
             with FileFaults(self.config.run_folder, self.disk_fault, errno.ENOSPC, until=1_000_000):

@@ -15,7 +15,7 @@ import pytest
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import ControlLost, JobEnded, JobFailed
-from megatron_webrl.control.tickets import TicketClaim, TicketEpoch
+from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.role_supervisor import RoleSupervisor
 from megatron_webrl.monitor.status.role_groups import CONTROL
@@ -25,7 +25,7 @@ from megatron_webrl.track.events import EventLog
 from megatron_webrl.types import is_infrastructure_failure
 from megatron_webrl.util import child_process, restart_policy
 from megatron_webrl.util.supervised_process import SupervisedProcess
-from tests.job_control import connect, control_service, start
+from tests.job_control import connect, control_service, start, tickets
 from tests.waiting import until
 
 SLEEPS = [sys.executable, "-c", "import time; print('served', flush=True); time.sleep(600)"]
@@ -199,11 +199,11 @@ def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(
     with control_service(tmp_path) as address:
         trainer = connect(address, "trainer-0")
         lost, *others = (connect(address, f"rollout-{number}") for number in range(3))
-        trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), 6)
-        assert [claim.slot for claim in lost.claim_tickets(6)] == [0, 1, 2, 3, 4, 5]
-        lost.close_slot(1)
+        trainer.start_ticket_epoch(0, 0, tickets(range(6)))
+        assert [claim.ticket for claim in lost.claim_tickets(6)] == [0, 1, 2, 3, 4, 5]
+        lost.close_ticket(1)
         first, second = (TicketClaims(each, 2) for each in others)
-        assert first.claim(4) + second.claim(4) == []  # the limit is reached
+        assert first.claim(4) + second.claim(4) == []  # all are claimed
         trainer.give_up_worker("rollout-0", "it failed")
         found: dict[TicketClaims, list[TicketClaim]] = {first: [], second: []}
 
@@ -214,11 +214,13 @@ def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(
 
         until(lambda: claim(3), "the tickets of the worker")
         assert sorted(each.ticket for mine in found.values() for each in mine) == [0, 2, 3, 4, 5]
-        owners = {each.slot: f"rollout-{number}" for number, mine in enumerate(found.values(), 1) for each in mine}
-        assert trainer.claims(0, 6) == ["done" if slot == 1 else owners[slot] for slot in range(6)]
+        owners = {each.ticket: f"rollout-{number}" for number, mine in enumerate(found.values(), 1) for each in mine}
+        assert dict(trainer.run("read_queue", "tickets")["open"]) == owners
         again = TicketClaims(others[1], 2)  # another instance of rollout-2 finds what it had taken over
-        assert sorted(again.claim(4), key=lambda each: each.slot) == sorted(found[second], key=lambda each: each.slot)
-        trainer.set_ticket_limit(12)  # the instances of rollout-2 may take some
+        assert sorted(again.claim(4), key=lambda each: each.ticket) == sorted(
+            found[second], key=lambda each: each.ticket
+        )
+        trainer.issue_tickets(tickets(range(6, 12)))  # the instances of rollout-2 may take some
         later: list[TicketClaim] = []
         until(lambda: later.extend(first.claim(1)) or later, "a later ticket")  # type: ignore[func-returns-value]
         assert later[0].ticket in range(6, 12)

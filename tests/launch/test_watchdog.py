@@ -18,7 +18,6 @@ import pytest
 from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.launch import role_process, watchdog
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.launch.watchdog import HangDetector, Watchdog
@@ -147,7 +146,7 @@ def test_the_first_trainer_rank_to_stop_is_killed_when_all_wait(tmp_path: Path) 
     with machine(tmp_path, "run.hang_timeout_seconds=4", "trainer.data_parallel=3", "rollout.engines=1") as here:
         others = [here.start(f"trainer-{rank}", FOR_EVER) for rank in (0, 2)]
         culprit = here.start("trainer-1", "1")
-        here.control.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), 1)
+        here.control.start_ticket_epoch(0, 0, {})
         silent = time.monotonic() + 6
         here.until(lambda: time.monotonic() > silent, "more than the limit, for one rank")
         assert here.messages == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,6 @@ import numpy as np
 from megatron_webrl.browser.server.client import RemoteSession
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.state import TICKETS
-from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
@@ -29,6 +28,7 @@ from megatron_webrl.track.episode_store import EpisodeStore
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource
+from megatron_webrl.types import TaskReference
 from tests.job_control import connect
 
 Place = tuple[Path, Ring]  # address file and ring of a job
@@ -90,16 +90,26 @@ class Job:
     def __post_init__(self) -> None:
         self.trainer = connect(self.address, "trainer-0")
         self.accounting = Accounting()
-        self.source = GroupSource(self.ring, self.config, ResumePoint.for_new_job(), self.accounting)
+        self.source = GroupSource(self.ring, self.config, ResumePoint(), self.accounting)
         self.trainer.put_json("weights/trainer", 1)
         self.trainer.put_json("weights/description", {"workers": self.config.worker_names})
 
+    def drawn(self, tickets: Iterable[int]) -> dict[int, TaskReference]:
+        source, seed = self.pools[0].episode_runner.task_source, self.config.run.seed
+        return {ticket: TaskReference.of(source.training_task(seed, ticket)) for ticket in tickets}
+
     def open(self, limit: int) -> None:
-        self.trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit)
+        self.trainer.start_ticket_epoch(0, 0, self.drawn(range(limit)))
+
+    def raise_limit(self, limit: int) -> None:
+        self.trainer.issue_tickets(self.drawn(range(self.queue()["appended"], limit)))
+
+    def queue(self) -> dict[str, Any]:
+        read: dict[str, Any] = self.trainer.run("read_queue", TICKETS)
+        return read
 
     def has_free_tickets(self) -> bool:
-        counter = self.trainer.run("read_counter", TICKETS)
-        return counter["claimed"] < counter["limit"]
+        return bool(self.queue()["claimed"] < self.queue()["appended"])
 
     async def offer(self, version: int, workers: Sequence[int] | None = None) -> None:
         """Offer weights to these workers (None: all), once they are linked."""

@@ -16,12 +16,13 @@ from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.teacher.scoring import Teacher
-from megatron_webrl.types import Trajectory
+from megatron_webrl.types import TaskReference, Trajectory
 from megatron_webrl.util.child_process import ProcessError
 from tests.browser.server.servers import config_for, server_processes
 from tests.rollout.teacher.servers import reply, serving, teacher
@@ -36,12 +37,17 @@ def config(tmp_path: Path, tiny_model: Path) -> Config:
     return config
 
 
+def drawn(episodes: EpisodeRunner, ticket: int) -> TicketClaim:
+    task = episodes.task_source.training_task(episodes.config.run.seed, ticket)
+    return TicketClaim(ticket, TaskReference.of(task), 0)
+
+
 async def play(config: Config, tickets: range) -> list[Trajectory]:
     """A scripted episode of each ticket."""
     processor = Processor.load(config.model.path)
     generator = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
-        return [await episodes.run_episode(generator, ticket, 0, 0) for ticket in tickets]
+        return [await episodes.run_episode(generator, drawn(episodes, ticket), 0) for ticket in tickets]
 
 
 async def test_local_servers_write_their_logs_into_the_run_folder(config: Config) -> None:
@@ -84,9 +90,10 @@ async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(con
         teacher(url, processor) as scorer,
         EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes,
     ):
-        assert episodes.teacher is None  # without sampler states it runs no training episodes
-        found = await replace(episodes, teacher=scorer).run_episode(generator, 0, 0, 0)
-        failed = await replace(episodes, teacher=scorer).run_episode(generator, 0, 0, 0, on_acted=scorer_fails(scorer))
+        assert episodes.teacher is None  # opened as it is here, it runs no training episodes
+        claim = drawn(episodes, 0)
+        found = await replace(episodes, teacher=scorer).run_episode(generator, claim, 0)
+        failed = await replace(episodes, teacher=scorer).run_episode(generator, claim, 0, on_acted=scorer_fails(scorer))
     assert found.outcome == "success"
     for step in found.steps:
         first = len(step.prompt_token_ids)

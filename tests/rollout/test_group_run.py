@@ -16,7 +16,7 @@ from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.engine_load import EngineLoad, TimeWeightedGauge
 from megatron_webrl.rollout.generator import Generation, Generator
 from megatron_webrl.rollout.group_run import GroupRun
-from megatron_webrl.types import ABORTED, FAULT_OUTCOMES, Trajectory
+from megatron_webrl.types import ABORTED, FAULT_OUTCOMES, TaskReference, Trajectory
 from tests.trajectories import trajectory
 
 LIMIT = 30.0  # seconds; CI machines are slow
@@ -31,7 +31,7 @@ class ScriptedRunner:
         self.judged.set()
 
     async def run_episode(
-        self, generator: Generator, ticket: int, index: int, restart_epoch: int, deadline: Deadline | None = None,
+        self, generator: Generator, claim: TicketClaim, index: int, deadline: Deadline | None = None,
         on_acted: Callable[[], None] = lambda: None,
     ) -> Trajectory:  # fmt: skip
         assert deadline is not None
@@ -43,7 +43,7 @@ class ScriptedRunner:
             await self.judged.wait()
             return played
         except TimeoutError:
-            return trajectory(ticket, index, outcome=deadline.outcome, group_size=SETTINGS.group_size)
+            return trajectory(claim.ticket, index, outcome=deadline.outcome, group_size=SETTINGS.group_size)
 
 
 class VersionedEngine:
@@ -59,7 +59,7 @@ class VersionedEngine:
 
 SETTINGS = RolloutConfig(group_size=3, retries=1, episode_timeout_seconds=LIMIT)
 NONE: Any = None
-CLAIM = TicketClaim(slot=7, ticket=7, restart_epoch=0)
+CLAIM = TicketClaim(7, TaskReference("task", "click-test", 0, 3), restart_epoch=0)
 
 
 def group_of(play: Play, engine: Generator = NONE, settings: RolloutConfig = SETTINGS) -> GroupRun:

@@ -15,7 +15,6 @@ import pytest_asyncio
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.control.state import TICKETS
-from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory
@@ -83,7 +82,7 @@ async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_ol
         assert job.accounting.dropped == {"aborted": 2}
         assert job.accounting.tokens_dropped["aborted"] > 0  # of the steps that they had made
         engine.delays = lambda answered: False
-        job.trainer.set_ticket_limit(2)  # the replacement
+        job.raise_limit(2)  # the replacement
         await job.until(
             lambda: (job.source.poll(2), job.source.waiting_episodes() + job.accounting.dropped["all_succeeded"])[1]
         )
@@ -114,7 +113,7 @@ async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(
         await job.offer(1)
         await job.until(lambda: engine.version == 1)
         engine.delays = lambda answered: True
-        job.trainer.set_ticket_limit(4)
+        job.raise_limit(4)
         await job.until(lambda: engine.asking == 4)
         await job.offer(2)  # though the batch is incomplete: the trainer does not need its groups
         await job.until(lambda: engine.version == 2)
@@ -158,8 +157,9 @@ async def test_a_spent_budget_stops_the_job_and_loses_no_episode(
         await job.until(job.trainer.stop_requested)
         assert job.trainer.requested_outcome() == BUDGET_SPENT
         job.trainer.report_progress()
-    owners = job.trainer.claims(0, job.trainer.claimed_slots())
-    assert set(owners) == {"rollout-0"}  # every claimed ticket is still open: a resumed job runs it again
+    queue = job.queue()
+    assert {owner for _, owner in queue["open"]} == {"rollout-0"}
+    assert len(queue["open"]) == queue["claimed"]  # every claimed ticket is still open: a resumed job runs it again
     assert job.account()["matches"]
 
 
@@ -180,7 +180,7 @@ async def test_a_worker_with_outdated_weights_claims_no_ticket(
         await job.offer(3)
         await job.until(lambda: left_out.version == 3)
         other.delays = lambda answered: True
-        job.trainer.set_ticket_limit(8)
+        job.raise_limit(8)
         await job.until(lambda: job.pools[0].writer.written_episodes)
     assert job.account()["matches"]
 
@@ -211,7 +211,7 @@ async def test_no_worker_claims_all_tickets_in_one_poll(
         await job.until(lambda: all(engine.version == 0 for engine in engines))
         job.open(limit=4)  # the room of one worker
         await job.until(lambda: not job.has_free_tickets())
-        assert set(job.trainer.claims(0, 4)) == {"rollout-0", "rollout-1"}
+        assert {owner for _, owner in job.queue()["open"]} == {"rollout-0", "rollout-1"}
     assert job.account()["matches"]
 
 
@@ -264,12 +264,11 @@ async def test_a_worker_waits_for_the_weights_of_a_restarted_trainer_and_runs_it
         job.open(limit=1)
         await job.until(lambda: job.pools[0].writer.written_episodes == 2)
         job.trainer.put_json("weights/trainer", 2)
-        fence = job.trainer.fence_tickets()
-        job.trainer.start_ticket_epoch(TicketEpoch(1, 2, fence + 1, (0,), 1), limit=fence + 3)
+        assert job.trainer.rewind_tickets() == ([(0, 0)], {}, 1)
+        job.trainer.start_ticket_epoch(1, 2, job.drawn(range(2)))
         announced = lambda: job.trainer.get_json("engine/rollout-0")["trainer"] == 2  # type: ignore[index]  # noqa: E731
         await job.until(lambda: announced() and "new weights" in job.trainer.status_of("rollout-0"))
-        assert fence == 1
-        await job.until(lambda: not job.trainer.run("read_counter", TICKETS)["open"])  # others can claim them
+        await job.until(lambda: not job.queue()["open"])  # others can claim them
         assert job.pools[0].writer.written_episodes == 2
         await job.offer(2)
         await job.until(lambda: job.pools[0].writer.written_episodes == 6)
@@ -286,10 +285,10 @@ async def test_the_tickets_of_groups_that_an_exclusive_evaluation_ends_can_be_cl
         await job.offer(0)
         job.open(limit=2)
         await job.until(lambda: engine.asking == 4)
-        assert len(job.trainer.run("read_counter", TICKETS)["open"]) == 2
+        assert len(job.queue()["open"]) == 2
         request = EvaluationRequest(1, "after", tasks=1, samples=1, temperature=0.0, version=0, exclusive=True)
         evaluation_queue.submit_request(job.trainer, request)
-        await job.until(lambda: not job.trainer.run("read_counter", TICKETS)["open"])
-        assert [slot for slot, *_ in job.trainer.claim(TICKETS, "rollout-1.1", 2)] == [0, 1]
+        await job.until(lambda: not job.queue()["open"])
+        assert [ticket for ticket, *_ in job.trainer.claim(TICKETS, "rollout-1.1", 2)] == [0, 1]
         assert engine.asking <= 1  # of the evaluation
         engine.released.set()

@@ -9,7 +9,7 @@ import pytest
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
 from megatron_webrl.tasks.registry import make_source
-from megatron_webrl.tasks.sampler.knowledge import PASS, SamplerLog
+from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge
 
 
 def test_difficulties_have_step_limits_and_shares_of_the_tickets() -> None:
@@ -34,19 +34,17 @@ def test_difficulties_have_step_limits_and_shares_of_the_tickets() -> None:
         make_source(one_difficulty)
 
 
-def test_a_ticket_draws_by_the_knowledge_of_its_admission_and_keeps_its_page_seed() -> None:
+def test_a_ticket_draws_by_what_is_known_and_keeps_its_page_seed() -> None:
     names = ["forms-vote", "forms-apply", "forms-renew", "wiki-watch"]
     source = make_source(TasksConfig(source="sites", environments=names, sampler=SamplerConfig("curriculum")))
-    log = SamplerLog()
-    for name in (*names[:2], names[3]):
-        log.append(PASS, name, [1.0, 5])
+    knowledge = SamplerKnowledge(passes={name: PassRate(1.0, 5) for name in (*names[:2], names[3])})
     try:
         training = [source.training_task(0, ticket) for ticket in range(100)]
         assert {task.environment for task in training} == set(names)
-        learned = [source.training_task(0, ticket, log.at(3)) for ticket in range(100)]
+        learned = [source.training_task(0, ticket, knowledge) for ticket in range(100)]
         counts = Counter(task.environment for task in learned)
         assert counts["forms-renew"] == pytest.approx(92.5, abs=3)  # a tenth is shared by all
         assert [task.seed for task in learned] == [task.seed for task in training]
-        assert [source.training_task(0, ticket, log.at(0)) for ticket in range(100)] == training
+        assert [source.training_task(0, ticket, SamplerKnowledge()) for ticket in range(100)] == training
     finally:
         source.close()

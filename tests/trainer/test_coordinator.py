@@ -50,7 +50,7 @@ def test_a_checkpoint_has_the_mlflow_entries_that_wait_for_a_full_disk(tmp_path:
             SingleNodeExchange(ring),
             MLflowTracker(config, None),
         )
-        coordinator = Coordinator(config, control, exchange, state, ResumePoint.for_new_job(), tracker)
+        coordinator = Coordinator(config, control, exchange, state, ResumePoint(), tracker)
         with FileFaults(folder, 1, errno.ENOSPC, until=1_000_000):
             tracker.log_metrics({"reward": 0.5}, 1)
             with pytest.raises(OSError, match="No space left"):

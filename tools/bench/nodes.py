@@ -116,11 +116,7 @@ class ExchangeBench:
         if homes is not None:
             cache, damaged = ImageCache(self.wire, ImageShard(self.rank, 0)), self.config.run_folder / "damaged_records"
             rings = MultiNodeExchange(self.rings[self.rank], self.wire, cache, damaged)
-        source = (
-            GroupSource(rings.record_source, self.config, ResumePoint.for_new_job(), Accounting())
-            if self.rank == 0
-            else None
-        )
+        source = GroupSource(rings.record_source, self.config, ResumePoint(), Accounting()) if self.rank == 0 else None
         begun = time.perf_counter()
         taken = None if source is None else source.wait_for_groups(0, self.groups, SECONDS, lambda ready: True)
         headers_read = time.perf_counter()

@@ -31,7 +31,7 @@ import psutil
 
 from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
 from megatron_webrl.tasks.files.source import FileTaskSource
-from megatron_webrl.tasks.sampler.knowledge import PASS, Entry, SamplerKnowledge, SamplerLog
+from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge
 from megatron_webrl.tasks.sampler.row_sampler import RowSampler
 from megatron_webrl.tasks.sampler.units import task_unit
 from megatron_webrl.types import Task
@@ -41,7 +41,6 @@ ROWS, QUICK_ROWS = 300_000, 3_000
 PROCESSES = 8  # workers of a node
 STARTS = 3
 TRIED = (10_000, 100_000)  # tasks of a sampler log; fewer if the file has fewer rows
-CHUNK_ENTRIES, FOLD_ENTRIES = 4096, 1024  # of sampling/states.py, trainer/data/task_sampler.py, which import torch
 DRAWS = 3_000
 READS = 100  # tasks that a process reads before its memory is measured
 SAMPLERS = ("uniform", "ratio", "curriculum", "near_target")
@@ -108,13 +107,7 @@ def _open_tried(tried: int, path: str) -> tuple[FileTaskSource, SamplerKnowledge
     source = FileTaskSource(TasksConfig(source="webgym", train_file=path, sampler=sampler))
     assert source.training is not None
     units = [task_unit(int(key)) for key in source.training.index.task_keys[:tried]]
-    log = SamplerLog(len(units))
-    for first in range(0, len(units), CHUNK_ENTRIES):
-        part = [(log.base, PASS, unit, [index % 9 / 8, 2]) for index, unit in enumerate(units[first:][:CHUNK_ENTRIES])]
-        log.add_folded(Entry(*fields) for fields in json.loads(json.dumps(part)))
-    for unit in units[:FOLD_ENTRIES]:
-        log.append(PASS, unit, [0.25, 3])
-    return source, log.at(log.end)
+    return source, SamplerKnowledge(passes={unit: PassRate(index % 9 / 8, 2) for index, unit in enumerate(units)})
 
 
 def _draw_tried(opened: tuple[FileTaskSource, SamplerKnowledge], ticket: int) -> Task:
@@ -189,11 +182,9 @@ def draws_per_second(path: Path, draws: int) -> dict[str, dict[str, float]]:
         sampler = SamplerConfig(name, difficulty_weights=weights)
         source = FileTaskSource(TasksConfig(source="webgym", train_file=str(path), sampler=sampler))
         assert source.training is not None
-        index, log = source.training.index, SamplerLog()
-        for number in range(1000):  # tasks that have been tried
-            log.append(PASS, task_unit(int(index.task_keys[number])), [number % 9 / 8, 2])
-        log.fold(log.end)
-        knowledge = log.at(log.end)
+        index = source.training.index
+        tried = {task_unit(int(key)): PassRate(number % 9 / 8, 2) for number, key in enumerate(index.task_keys[:1000])}
+        knowledge = SamplerKnowledge(passes=tried)
         rows = RowSampler(sampler, index.levels, index.website_ids, index.websites, index.task_keys)
         rows.draw(0, 0, knowledge)  # sorts the rows by difficulty
         source.training_task(0, 0, knowledge)

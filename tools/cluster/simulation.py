@@ -146,7 +146,7 @@ class Simulation:
     def _raise_limit(self, ahead: int) -> None:
         if self._version < self._settings.updates:
             count = self._settings.groups_per_update
-            self._limit = ticket_limit(0, 0, self._version * count + self._dropped_groups, ahead, count)
+            self._limit = ticket_limit(0, self._version * count + self._dropped_groups, ahead, count)
         self._rollout.set_ticket_limit(self._limit)
 
     # -- an update ---------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
 from megatron_webrl.control.relay import Relay, RelayThread
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.subscriptions import Unavailable
-from megatron_webrl.control.tickets import TicketEpoch
+from megatron_webrl.types import TaskReference
 from tests.control.service_process import ServiceProcess, service_process
 from tools.drills.report import Findings, run
 
@@ -104,9 +104,9 @@ class Simulation:
             body |= {"number": next(number), "arguments": [TICKETS, name, 1, 1], "wait": 5.0}
             answer = await connection.post("/claim", body)
             body |= _knowledge(answer)
-            for slot, ticket, _ in answer["replies"][0]:
+            for ticket, *_ in answer["replies"][0]:
                 await asyncio.sleep(random.uniform(0.5, 1.5) * GROUP_SECONDS * (not self.ended))
-                close = {"stream": name, "number": next(number), "commands": [["close", TICKETS, slot]]}
+                close = {"stream": name, "number": next(number), "commands": [["close", TICKETS, ticket]]}
                 assert (await connection.post("/commands", close))["replies"] == [True]
                 self.run_of.setdefault(ticket, []).append(name)
 
@@ -206,7 +206,8 @@ def measure(quick: bool) -> Findings:
         service = stack.enter_context(service_process(folder, heartbeat_timeout_seconds=20.0))
         trainer = service.connect("trainer-0", 600.0)
         trainer.start_heartbeat()
-        trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=2 * WORKERS // share)
+        trainer.start_ticket_epoch(0, 0, {})
+        _issue(trainer, 2 * WORKERS // share)
         listeners = [stack.enter_context(_process(_listen, service.address, n)) for n in nodes[-LISTENERS:]]
         others = stack.enter_context(_process(_simulate, service.address, nodes[:-LISTENERS]))
         deadline = time.monotonic() + CONNECT_SECONDS
@@ -217,8 +218,7 @@ def measure(quick: bool) -> Findings:
         _disturb(service, trainer, findings, 5 if quick else KILLS, (3.0,) if quick else STOPS)
         silent = [role for role, each in trainer.role_reports().items() if each["silent_seconds"] > 20]
         _add(findings, "roles that count as silent after the outages", len(silent), 0)
-        limit = trainer.claimed_slots()
-        trainer.set_ticket_limit(limit)
+        issued = trainer.run("read_queue", TICKETS)["appended"]
         for pipe in (others, *listeners):
             pipe.send("end")
         run_of: dict[int, list[str]] = others.recv()
@@ -226,18 +226,21 @@ def measure(quick: bool) -> Findings:
     _add(findings, "p99 until a change arrives, s", round(_p99(arrivals), 4), GOAL_ARRIVAL_SECONDS)
     _add(findings, "tickets run", len(run_of))
     _add(findings, "tickets run by two workers", sum(len(each) > 1 for each in run_of.values()), 0)
-    _add(findings, "tickets that no worker ran", len(set(range(limit)) - run_of.keys()), 0)
+    _add(findings, "tickets that no worker ran", len(set(range(issued)) - run_of.keys()), 0)
     return findings
+
+
+def _issue(trainer: ControlClient, count: int) -> None:
+    first = trainer.run("read_queue", TICKETS)["appended"]
+    trainer.issue_tickets({first + n: TaskReference("click-test/1", "click-test", 1, 10) for n in range(count)})
 
 
 def _measure_quiet(service: ServiceProcess, trainer: ControlClient, findings: Findings, seconds: float) -> None:
     assert service.process is not None
     process, times = psutil.Process(service.process.pid), []
     before, started = sum(process.cpu_times()[:2]), time.monotonic()
-    limit = trainer.claimed_slots()
     while (now := time.monotonic()) - started < seconds:
-        limit += 2
-        trainer.set_ticket_limit(limit)
+        _issue(trainer, 2)
         times.append(time.monotonic() - now)
         if len(times) % REQUESTS_PER_OFFER == 1:
             trainer.put_json("weights/offer", time.monotonic())
@@ -254,7 +257,7 @@ def _disturb(
 ) -> None:
     away = []
     for _ in range(kills):
-        trainer.set_ticket_limit(trainer.claimed_slots() + 100)
+        _issue(trainer, 100)
         time.sleep(random.uniform(0.5, 3.0))
         started = time.monotonic()
         service.kill()

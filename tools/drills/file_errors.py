@@ -28,14 +28,13 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, read_usage, write_usage
 from megatron_webrl.judge.cache import CachedReply, ReplyCache
 from megatron_webrl.ring.record_file import RecordFileWriter, read_record_file
-from megatron_webrl.tasks.sampler.knowledge import SamplerLog
 from megatron_webrl.track import events, run_lease, summary
 from megatron_webrl.track.evaluation import result_files
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lease import Holder
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
-from megatron_webrl.trainer.data.block_list import BlockList
+from megatron_webrl.trainer.data.task_sampler import BlockList
 from megatron_webrl.types import BLOCKED, Group
 from megatron_webrl.util import atomic_file, history
 from megatron_webrl.util.history import History
@@ -82,7 +81,7 @@ def _record(folder: Path, number: int) -> None:
 
 
 def _block(folder: Path, number: int) -> None:
-    blocked = BlockList(SamplerLog(), 24, folder / "blocklist.jsonl")
+    blocked = BlockList({}, 24, folder / "blocklist.jsonl")
     made = trajectory(number, outcome=BLOCKED)
     blocked.record_group(Group(number, (replace(made, task=replace(made.task, website="example.org")),)))
 

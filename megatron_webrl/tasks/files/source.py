@@ -139,7 +139,7 @@ class FileTaskSource(WebPageSource):
         return self.training
 
     def _task(self, rows: TaskRows, row: int) -> Task:
-        task = rows[row]
+        task = replace(rows[row], seed=row)
         return task if self._by_domain else replace(task, environment=ENVIRONMENT_NAME)
 
 

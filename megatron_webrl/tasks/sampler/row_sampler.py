@@ -7,7 +7,6 @@ replaced by that of the next attempt. No draw copies or scans the arrays of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig
 from megatron_webrl.tasks.sampler.hashing import fraction, fractions, label_key, number, permuted
-from megatron_webrl.tasks.sampler.knowledge import NOTHING_KNOWN, SamplerKnowledge
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.samplers import UNIFORM_FRACTION, draw_environment
 from megatron_webrl.tasks.sampler.units import task_unit
 from megatron_webrl.types import DIFFICULTIES
@@ -59,13 +58,12 @@ class RowSampler:
         self._settings, self._websites = settings, websites
         self._levels, self._website_ids, self._task_keys = map(np.asarray, (levels, website_ids, task_keys))
         self._weights = _level_weights(settings, np.bincount(self._levels, minlength=len(DIFFICULTIES)))
-        self._rates: tuple[SamplerKnowledge, np.ndarray, np.ndarray] | None = None  # `_rate_table` of a knowledge
         self._search: tuple[frozenset[str], np.ndarray] | None = None  # rows of other websites than these
 
     def draw(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> int:
         """The row of a ticket. If all rows are blocked, the first candidate is drawn all the same."""
-        knowledge = knowledge or NOTHING_KNOWN
-        blocked = knowledge.blocked
+        knowledge = knowledge or SamplerKnowledge()
+        blocked = frozenset(knowledge.blocked)
         first = row = self._candidate(seed, ticket, 0, knowledge)
         for attempt in range(1, ATTEMPTS):
             if not blocked or self._websites[self._website_ids[row]] not in blocked:
@@ -102,7 +100,7 @@ class RowSampler:
         best, best_row = -1.0, 0
         for trial in range(TRIALS):
             row = self._uniform_row(seed, number(stream, 2 * trial + 1) if trial else ticket)
-            [rate] = knowledge.pass_rates([self._unit(row)], INITIAL_PASS_RATE, TRUSTED_GROUPS)
+            [rate] = self._pass_rates(np.array([row]), knowledge)
             accepted = 4 * rate * (1 - rate)
             if fraction(stream, 2 * trial + 2) < accepted:
                 return row
@@ -114,52 +112,22 @@ class RowSampler:
         noise = fractions(stream, 1, 2 * CANDIDATES)
         places = (np.arange(CANDIDATES) + noise[:CANDIDATES]) * (len(self._levels) / CANDIDATES)
         rows = self._by_level.order[np.minimum(places.astype(np.int64), len(self._levels) - 1)]
-        distances = np.abs(self._pass_rates(rows, knowledge) - self._settings.target)
-        distances = np.round(distances, 6)  # equal ones are equal
+        rates = np.array(self._pass_rates(rows, knowledge))
+        distances = np.round(np.abs(rates - self._settings.target), 6)  # equal ones are equal
         kept = np.lexsort((noise[CANDIDATES:], distances))[:KEPT]  # among equal distances by chance
         return int(rows[kept[int(fraction(stream, 2 * CANDIDATES + 1) * KEPT)]])
 
-    def _unit(self, row: int) -> str:
-        """Name of the unit of a row."""
+    def _units(self, rows: np.ndarray) -> list[str]:
+        """Names of the units of rows, [rows]."""
         if self._settings.per == "website":
-            return self._websites[self._website_ids[row]]
+            return [self._websites[website] for website in self._website_ids[rows].tolist()]
         if self._settings.per == "difficulty":
-            return DIFFICULTIES[self._levels[row]]
-        return task_unit(int(self._task_keys[row]))
+            return [DIFFICULTIES[level] for level in self._levels[rows].tolist()]
+        return [task_unit(key) for key in self._task_keys[rows].tolist()]
 
-    def _pass_rates(self, rows: np.ndarray, knowledge: SamplerKnowledge) -> np.ndarray:
-        """The pass rates of the rows' units: float32, as many."""
-        if self._rates is None or self._rates[0] is not knowledge:
-            self._rates = knowledge, *self._rate_table(knowledge)
-        _, keys, rates = self._rates
-        if self._settings.per == "website":
-            return rates[self._website_ids[rows]]
-        if self._settings.per == "difficulty":
-            return rates[self._levels[rows]]
-        wanted = self._task_keys[rows]
-        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[places] == wanted, rates[places], np.float32(INITIAL_PASS_RATE))
-
-    def _rate_table(self, knowledge: SamplerKnowledge) -> tuple[np.ndarray, np.ndarray]:
-        """float32 pass rates of all websites or difficulties; or of the tasks whose keys, uint64, come with them."""
-        none = np.zeros(0, np.uint64)
-        if self._settings.per == "difficulty":
-            return none, np.array(knowledge.pass_rates(DIFFICULTIES, INITIAL_PASS_RATE, TRUSTED_GROUPS), np.float32)
-        units, trusted = knowledge.trusted_pass_rates(TRUSTED_GROUPS)
-        if self._settings.per == "website":
-            return none, self._website_rates(units, trusted)
-        if not len(units):
-            return np.zeros(1, np.uint64), np.array([INITIAL_PASS_RATE], np.float32)
-        keys = np.frombuffer(bytes.fromhex(b"".join(units).decode()), ">u8")  # names of tasks in order: keys, too
-        return keys.astype(np.uint64), trusted.astype(np.float32)
-
-    def _website_rates(self, names: np.ndarray, trusted: np.ndarray) -> np.ndarray:
-        """float32 [websites]. Names are looked up, not listed: few of a large file's websites have been tried."""
-        rates = np.full(len(self._websites), INITIAL_PASS_RATE, np.float32)
-        for name, rate in zip(names, trusted, strict=True):
-            with suppress(ValueError):  # a website that the file no longer has
-                rates[self._websites.index(name.decode())] = rate
-        return rates
+    def _pass_rates(self, rows: np.ndarray, knowledge: SamplerKnowledge) -> list[float]:
+        """The pass rates of the rows' units, [rows]."""
+        return knowledge.pass_rates(self._units(rows), INITIAL_PASS_RATE, TRUSTED_GROUPS)
 
     def _allowed_rows(self, blocked: frozenset[str]) -> np.ndarray:
         """The rows that may be drawn while `blocked` websites may not: int32 [allowed], kept for the next draw."""

@@ -13,7 +13,6 @@ from megatron_webrl.config.tasks import SamplerConfig
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 
 ADAPTIVE_SAMPLERS = ("curriculum", "near_target")  # probabilities follow the policy's pass rates; others' are constant
-LATEST_GROUP_WEIGHT = 0.3  # of the latest group in the moving average of a pass rate
 UNIFORM_FRACTION = 0.1  # share of the tickets that an adaptive sampler draws uniformly
 NEAR_TARGET_CANDIDATES = 4  # `near_target` takes the nearest of this many environments drawn uniformly
 _RANGE = 2**64
@@ -60,11 +59,6 @@ def environment_probabilities(
 def initial_pass_rate(sampler: SamplerConfig) -> float:
     """The assumed pass rate of an environment before its first group: the one that the sampler draws most."""
     return sampler.target if sampler.name == "near_target" else 0.5
-
-
-def updated_pass_rate(estimate: float, observed: float) -> float:
-    """The exponential moving average of a pass rate after a group with the pass rate `observed`."""
-    return estimate + LATEST_GROUP_WEIGHT * (observed - estimate)
 
 
 def adaptive_probabilities(sampler: SamplerConfig, pass_rates: Sequence[float]) -> tuple[float, ...]:

@@ -112,7 +112,7 @@ def next_request_number(control: ControlClient) -> int:
 def submit_request(control: ControlClient, request: EvaluationRequest) -> None:
     """Let the workers run an evaluation; an earlier request is replaced."""
     withdraw_request(control)
-    control.run("open_counter", counter_name(request), request.episodes)
+    control.run("append", queue_name(request), [[episode, None] for episode in range(request.episodes)])
     control.put_json(REQUEST_KEY, asdict(request))
 
 
@@ -120,7 +120,7 @@ def withdraw_request(control: ControlClient) -> None:
     """Withdraw the current request, if any; workers abort its running episodes."""
     if (request := current_request(control)) is not None:
         control.put_json(REQUEST_KEY, None)
-        control.run("remove_counter", counter_name(request))
+        control.run("remove_queue", queue_name(request))
 
 
 def current_request(control: ControlClient) -> EvaluationRequest | None:
@@ -131,11 +131,11 @@ def current_request(control: ControlClient) -> EvaluationRequest | None:
 
 def submit_result(control: ControlClient, request: EvaluationRequest, result: EvaluationResult, episode: int) -> None:
     """Worker: store the result of a claimed episode; the first one counts."""
-    control.run("close", counter_name(request), episode, asdict(result))
+    control.run("close", queue_name(request), episode, asdict(result))
 
 
-def counter_name(request: EvaluationRequest) -> str:
-    """Name of the counter whose slots are the episodes."""
+def queue_name(request: EvaluationRequest) -> str:
+    """Name of the queue of its episodes."""
     return f"evaluation/{request.number}"
 
 
@@ -154,10 +154,11 @@ class ResultCollector:
 
     def poll(self) -> bool:
         """Read new results, and return the episodes of lost workers. Does not wait."""
-        counter = self.control.run("read_counter", counter_name(self.request), len(self.results))
-        self.has_started = counter["claimed"] > 0
-        self.results |= {episode: EvaluationResult.from_json(result) for episode, result in counter["values"]}
-        ended = self.control.ended_instances({worker for _, worker in counter["open"]})
-        if lost := [episode for episode, worker in counter["open"] if worker in ended]:
-            self.control.run("return_slots", counter_name(self.request), lost)
+        name = queue_name(self.request)
+        queue = self.control.run("read_queue", name, len(self.results))
+        self.has_started = queue["claimed"] > 0
+        self.results |= {episode: EvaluationResult.from_json(result) for episode, result in queue["values"]}
+        for worker in self.control.ended_instances({worker for _, worker in queue["open"]}):
+            lost = [episode for episode, owner in queue["open"] if owner == worker]
+            self.control.run("give_back", name, worker, lost)
         return not self.missing_count

@@ -89,7 +89,7 @@ SECTIONS = (
     ),
     section(
         "Draws of task files",
-        "trainer/data/draw_statistics.py",
+        "trainer/data/task_sampler.py",
         "Over all closed tickets since the start of the run.",
         ("sampler/tasks_seen", "tasks", "Different tasks drawn."),
         ("sampler/websites_seen", "websites", "Different websites of these tasks."),
@@ -97,7 +97,7 @@ SECTIONS = (
     ),
     section(
         "Block list",
-        "trainer/data/block_list.py",
+        "trainer/data/task_sampler.py",
         "Of task files; [tasks.md](tasks.md#block-list).",
         ("blocked_websites", "websites", "Websites of which training draws no task at present."),
         ("block_list/added", "websites", "Websites blocked since the last update."),

@@ -48,7 +48,7 @@ class TrainerState:
     version: int
     restart_epoch: int
     closed_tickets: int  # tickets trained or dropped
-    open_tickets: tuple[int, ...]  # claimed, neither trained nor dropped: issued again after a resume
+    open_tickets: tuple[int, ...]  # issued, neither trained nor dropped: issued again after a resume
     accounting: dict[str, Any]
     dropped_tickets: int
     mlflow_run_id: str | None = None
@@ -56,6 +56,11 @@ class TrainerState:
     episode_log_bytes: int | None = None  # size of episodes.jsonl at the checkpoint
     has_critic: bool | None = None  # None in a checkpoint that does not say it
     unwritten_lines: dict[str, tuple[int, str]] | None = None  # of a fallback checkpoint: History.unwritten by file
+
+    @property
+    def next_ticket(self) -> int:
+        """The lowest ticket that was never issued."""
+        return self.closed_tickets + len(self.open_tickets)
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:

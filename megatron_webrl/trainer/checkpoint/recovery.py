@@ -7,20 +7,20 @@ is open in the checkpoint, and is not closed in the checkpoint's accounting, is 
     adopted     done, with all its episodes in a ring: they count when they are trained or dropped
     reissued    the rest: trained or dropped by the dead trainer after the checkpoint, or never claimed
 
-The first two survive; the others are open tickets of the next ticket epoch. Claims are read before the rings: a group
-marked as done was in its ring before that. A trainer logs an episode (episodes.jsonl) before it frees the record: a
-logged episode beyond the checkpoint is rolled back if its record is gone, else it is counted again.
+The first two survive with their tasks; the others are issued again: with their tasks if the checkpoint has them, else
+the sampler draws. The queue is rewound before the rings are read: a group marked as done was in its ring before that.
+A trainer logs an episode (episodes.jsonl) before it frees the record: a logged episode beyond the checkpoint is rolled
+back if its record is gone, else it is counted again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.tickets import TICKET_DONE, TICKET_FENCE, TicketEpoch
 from megatron_webrl.ring.damaged_records import undamaged_trajectories
 from megatron_webrl.track import episode_log
 from megatron_webrl.track.episode_log import line_identity, trajectory_identity
@@ -29,7 +29,7 @@ from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, RecordSource, SingleNodeExchange
 from megatron_webrl.trainer.parallel import broadcast_object
-from megatron_webrl.types import Trajectory
+from megatron_webrl.types import TaskReference, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ def make_resume_point(
         resume_point = _recover(control, exchange.record_source, state, folder)
     elif is_first_rank:
         closed = Accounting.from_state_dict(state.accounting).closed_episodes
-        resume_point = ResumePoint.for_new_job(
-            state.restart_epoch, state.version, state.closed_tickets, state.open_tickets, closed
+        resume_point = ResumePoint(
+            state.restart_epoch, state.version, state.open_tickets, state.next_ticket, episodes_closed_before=closed
         )
         control.put_json(_CLOSED_BEFORE, {"episodes": closed, "bytes": state.episode_log_bytes})
         episode_log.clear_rolled_back(folder)
@@ -61,13 +61,11 @@ def make_resume_point(
 
 
 def _recover(control: ControlClient, records: RecordSource, state: TrainerState, folder: Path) -> ResumePoint:
-    fence, epochs = control.fence_tickets(), control.ticket_epochs()
-    claims = ticket_claims(epochs, control.claims(epochs[0].first_slot, fence), fence)  # before reading the rings
+    epochs, in_flight, next_ticket = control.rewind_tickets()  # before reading the rings
     closed = Accounting.from_state_dict(state.accounting).closed_episodes
     before = control.get_json(_CLOSED_BEFORE)
     assert isinstance(before, dict)
     found = undamaged_trajectories(records, records.committed(()))  # others are counted when groups are collected
-    next_ticket = epochs[-1].next_ticket_at(fence)
     arrived = {trajectory_identity(trajectory) for trajectory in found.values()}
     counted_identities, by_instance = set(), Counter[str]()
     start = episode_log.size_of_lines(folder, before["episodes"], before["bytes"])
@@ -75,7 +73,7 @@ def _recover(control: ControlClient, records: RecordSource, state: TrainerState,
         by_instance[line["worker"]] += 1
         if line_identity(line) in arrived:
             counted_identities.add(line_identity(line))
-    surviving, reissued = split_tickets(claims, state, next_ticket, complete_groups(found.values()))
+    surviving, reissued = split_tickets(in_flight, complete_groups(found.values()), state, next_ticket)
     # The trainer may die between counting an episode and freeing its record.
     obsolete = [
         number
@@ -89,54 +87,44 @@ def _recover(control: ControlClient, records: RecordSource, state: TrainerState,
     logged = counted_identities | {line_identity(line) for line in rolled_back}
     control.add(DAMAGED_COUNTER, sum(trajectory_identity(found[number]) not in logged for number in obsolete))
 
-    restart_epoch = max(state.restart_epoch, epochs[-1].restart_epoch + 1)
-    adopted = sum(claims[ticket] == TICKET_DONE for ticket in surviving)
+    restart_epoch = max(state.restart_epoch, epochs[-1][0] + 1)
+    adopted = len(surviving.keys() - in_flight.keys())
     log.info(
         "restart epoch %d resumes from version %d: %d groups in flight, %d adopted, %d reissued; "
         "%d episodes of the job rolled back",
         restart_epoch, state.version, len(surviving) - adopted, adopted, len(reissued), len(rolled_back),
     )  # fmt: skip
-    ticket_epoch = TicketEpoch(restart_epoch, state.version, fence + 1, reissued, next_ticket)
     by_instance.update(line["worker"] for line in rolled_back)
-    return ResumePoint(ticket_epoch, epochs, surviving, before["episodes"], by_instance, len(rolled_back))
+    return ResumePoint(
+        restart_epoch, state.version, reissued, next_ticket, surviving, tuple(epochs), before["episodes"], by_instance,
+        len(rolled_back),
+    )  # fmt: skip
 
 
-def ticket_claims(epochs: Sequence[TicketEpoch], claims: Sequence[str], end_slot: int) -> dict[int, str]:
-    """State of each ticket that a job has issued: the last claimer's instance id, TICKET_DONE, or TICKET_FENCE if free.
-
-    `claims`: one per slot, from the first slot of the first epoch up to `end_slot`, exclusive.
-    """
-    by_ticket: dict[int, str] = {}
-    for number, epoch in enumerate(epochs):
-        by_ticket |= dict.fromkeys(epoch.open_tickets, TICKET_FENCE)  # unless their slots were claimed
-        fence = epochs[number + 1].first_slot - 1 if number + 1 < len(epochs) else end_slot
-        for slot in range(epoch.first_slot, fence):
-            by_ticket[epoch.ticket_at(slot)] = claims[slot - epochs[0].first_slot]
-    return by_ticket
-
-
-def complete_groups(trajectories: Iterable[Trajectory]) -> set[int]:
-    """Tickets of the groups whose episodes are all among the trajectories."""
-    indices: dict[int, set[int]] = defaultdict(set)
-    sizes: dict[int, int] = {}
+def complete_groups(trajectories: Iterable[Trajectory]) -> dict[int, TaskReference]:
+    """Tickets of the groups whose episodes are all among the trajectories, and their tasks."""
+    groups: dict[int, dict[int, Trajectory]] = defaultdict(dict)
     for trajectory in trajectories:
-        indices[trajectory.ticket].add(trajectory.index)
-        sizes[trajectory.ticket] = trajectory.group_size
-    return {ticket for ticket, present in indices.items() if len(present) == sizes[ticket]}
+        groups[trajectory.ticket][trajectory.index] = trajectory
+    members = {ticket: list(group.values()) for ticket, group in groups.items()}
+    return {
+        ticket: TaskReference.of(group[0].task)
+        for ticket, group in members.items()
+        if len(group) == group[0].group_size
+    }
 
 
 def split_tickets(
-    claims: Mapping[int, str], state: TrainerState, first_new_ticket: int, complete: Container[int]
-) -> tuple[frozenset[int], tuple[int, ...]]:
-    """The surviving tickets and, in order, the reissued ones, among those that `state` has not closed.
+    in_flight: Mapping[int, TaskReference],
+    complete: Mapping[int, TaskReference],
+    state: TrainerState,
+    next_ticket: int,
+) -> tuple[dict[int, TaskReference], tuple[int, ...]]:
+    """The surviving tickets with their tasks and, in order, the reissued ones, among those that `state` has not closed.
 
-    `first_new_ticket`: the lowest ticket that was never issued. `complete`: tickets of groups complete in a ring.
+    `complete`: of groups complete in a ring; `next_ticket`: the lowest ticket that was never issued.
     """
-    first_unissued_at_checkpoint = state.closed_tickets + len(state.open_tickets)
-    candidates = {*state.open_tickets, *range(first_unissued_at_checkpoint, first_new_ticket)}
-    surviving = set()
-    for ticket in candidates:
-        claim = claims.get(ticket, TICKET_FENCE)
-        if claim not in (TICKET_DONE, TICKET_FENCE) or (claim == TICKET_DONE and ticket in complete):
-            surviving.add(ticket)
-    return frozenset(surviving), tuple(sorted(candidates - surviving))
+    candidates = {*state.open_tickets, *range(state.next_ticket, next_ticket)}
+    known = {**complete, **in_flight}
+    surviving = {ticket: known[ticket] for ticket in sorted(candidates & known.keys())}
+    return surviving, tuple(sorted(candidates - surviving.keys()))

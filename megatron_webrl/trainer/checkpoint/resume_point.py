@@ -6,67 +6,49 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from megatron_webrl.control.tickets import TicketEpoch, ticket_limit
-from megatron_webrl.types import Trajectory
+from megatron_webrl.control.tickets import ticket_limit
+from megatron_webrl.types import TaskReference, Trajectory
 
 
 @dataclass(frozen=True)
 class ResumePoint:
     """Start of one restart epoch; the same on all ranks."""
 
-    ticket_epoch: TicketEpoch
-    earlier_ticket_epochs: tuple[TicketEpoch, ...] = ()  # of this job, in order
-    surviving_tickets: frozenset[int] = frozenset()  # claimed before the restart; in flight, or complete in a ring
+    restart_epoch: int = 0
+    version: int = 0  # of the policy
+    reissued_tickets: tuple[int, ...] = ()  # issued before and not closed: they are issued again, in this order
+    next_ticket: int = 0  # the lowest one that was never issued
+    surviving_tickets: Mapping[int, TaskReference] = field(default_factory=dict)  # in flight, or complete in a ring
+    earlier_epochs: tuple[tuple[int, int], ...] = ()  # of this job, in order: restart epoch and version
     episodes_closed_before: int = 0  # closed when the job started
     episodes_counted: Mapping[str, int] = field(default_factory=Counter)  # of the job, by worker instance id
     episodes_rolled_back: int = 0  # of the job, closed after the checkpoint to which the trainer returned
 
-    @classmethod
-    def for_new_job(
-        cls,
-        restart_epoch: int = 0,
-        version: int = 0,
-        closed_tickets: int = 0,
-        open_tickets: tuple[int, ...] = (),
-        closed_episodes: int = 0,
-    ) -> ResumePoint:
-        """The resume point of a job's first attempt; without arguments that of a fresh run."""
-        return cls(
-            TicketEpoch(restart_epoch, version, closed_tickets, open_tickets, closed_tickets + len(open_tickets)),
-            episodes_closed_before=closed_episodes,
-        )
-
     @property
     def unclosed_tickets(self) -> frozenset[int]:
         """All tickets that were issued before and are not closed."""
-        return self.surviving_tickets.union(self.ticket_epoch.open_tickets)
+        return frozenset({*self.surviving_tickets, *self.reissued_tickets})
 
     def is_closed(self, ticket: int) -> bool:
         """Whether a ticket was trained or dropped before."""
-        return (
-            ticket < self.ticket_epoch.next_ticket
-            and ticket not in self.surviving_tickets
-            and ticket not in self.ticket_epoch.open_tickets
-        )
+        return ticket < self.next_ticket and ticket not in self.unclosed_tickets
 
     def ticket_limit(self, closed: int, updates_ahead: int, groups_per_update: int) -> int:
-        """The limit of the slot counter once `closed` tickets are closed in this epoch; see control's ticket_limit."""
-        first_slot, surviving = self.ticket_epoch.first_slot, len(self.surviving_tickets)
-        return ticket_limit(first_slot, surviving, closed, updates_ahead, groups_per_update)
+        """Number of tickets to issue once `closed` tickets are closed in this epoch; see control's ticket_limit."""
+        return ticket_limit(len(self.surviving_tickets), closed, updates_ahead, groups_per_update)
 
-    def checkpoint_tickets(self, end_slot: int, closed: Set[int]) -> tuple[int, tuple[int, ...]]:
+    def checkpoint_tickets(self, next_ticket: int, closed: Set[int]) -> tuple[int, tuple[int, ...]]:
         """For a checkpoint: the number of tickets closed in the whole run, and the open ones in order.
 
-        `end_slot`: the next unclaimed slot; `closed`: in this epoch. Tickets below both counts' sum are closed or open.
+        `next_ticket`: the lowest one that was not issued; `closed`: in this epoch. Tickets below the sum of both counts
+        are closed or open.
         """
-        next_ticket = self.ticket_epoch.next_ticket_at(end_slot)
-        open_tickets = self.unclosed_tickets.union(range(self.ticket_epoch.next_ticket, next_ticket)) - closed
+        open_tickets = self.unclosed_tickets.union(range(self.next_ticket, next_ticket)) - closed
         return next_ticket - len(open_tickets), tuple(sorted(open_tickets))
 
     def belongs_to_job(self, trajectory: Trajectory) -> bool:
         """Whether a record was written in this job; records that an earlier job left do not count."""
-        epochs = (*self.earlier_ticket_epochs, self.ticket_epoch)
-        return any(trajectory.restart_epoch == epoch.restart_epoch for epoch in epochs)
+        return trajectory.restart_epoch in (self.restart_epoch, *(epoch for epoch, _ in self.earlier_epochs))
 
     def oldest_version(self, trajectory: Trajectory, fixed_weights: bool) -> int | None:
         """The version of a trajectory's oldest token, for its staleness; None without tokens.
@@ -75,8 +57,8 @@ class ResumePoint:
         which training resumed; or the one before if all tokens of a batch need the same weights (`fixed_weights`).
         """
         oldest = trajectory.oldest_version
-        epochs = (*self.earlier_ticket_epochs, self.ticket_epoch)
-        resumed_from = [e.version for e in epochs if e.restart_epoch > trajectory.restart_epoch]
+        epochs = (*self.earlier_epochs, (self.restart_epoch, self.version))
+        resumed_from = [version for epoch, version in epochs if epoch > trajectory.restart_epoch]
         if oldest is None or not resumed_from or oldest <= min(resumed_from):
             return oldest
         return min(resumed_from) - fixed_weights

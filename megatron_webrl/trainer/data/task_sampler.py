@@ -1,130 +1,110 @@
-"""Task sampling in the trainer: what groups teach the sampler log, and the sampler states of tickets."""
+"""The task sampler: draws the task of each ticket that the trainer issues, and learns from the groups."""
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.tasks.sampler.knowledge import BLOCK, PASS, PassRate, SamplerLog
+from megatron_webrl.tasks.files.digests import FileDigest, difference_from_checkpoint
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.row_sampler import INITIAL_PASS_RATE
-from megatron_webrl.tasks.sampler.samplers import (
-    ADAPTIVE_SAMPLERS,
-    environment_probabilities,
-    initial_pass_rate,
-    updated_pass_rate,
-)
-from megatron_webrl.tasks.sampler.states import SamplerPublisher, SamplerState, read_published
+from megatron_webrl.tasks.sampler.samplers import ADAPTIVE_SAMPLERS, environment_probabilities, initial_pass_rate
 from megatron_webrl.tasks.sampler.step_limits import growing_limit
-from megatron_webrl.tasks.sampler.task_files import FileDigest, difference_from_checkpoint
-from megatron_webrl.tasks.sampler.units import draws_environments, unit_kind, unit_of
-from megatron_webrl.trainer.data.block_list import FILE as BLOCK_LIST_FILE
-from megatron_webrl.trainer.data.block_list import BlockList
-from megatron_webrl.trainer.data.draw_statistics import DrawStatistics
-from megatron_webrl.types import DIFFICULTIES, Group, Task
+from megatron_webrl.tasks.sampler.units import draws_environments, task_key, task_unit, unit_kind, unit_of
+from megatron_webrl.tasks.source import TaskSource
+from megatron_webrl.types import BLOCKED, DIFFICULTIES, Group, Task, TaskReference
+from megatron_webrl.util import history
 
-FOLD_ENTRIES = 1024  # the base takes in at least as many entries at a time
+log = logging.getLogger(__name__)
+
+BLOCK_LIST_FILE = "blocklist.jsonl"
 
 
 class TaskSampler:
-    """The sampler log of a run, the states that name its prefixes, and statistics of what was drawn.
+    """Draws tasks by what is known when their tickets are issued. Used on the first trainer rank only.
 
-    Life cycle: `publish_initial_states` before the first ticket is issued; `block_list.record_group` for every complete
-    group and `record_group` for every closed one. Before the ticket limit rises, `publish_adapted_state` learns from
-    the groups closed since, in ticket order, and publishes a state for the tickets above the old limit; those below it
-    have been admitted and keep their state.
-    Invariants: a ticket counts once, when it is closed, so a checkpoint's statistics cover exactly its closed tickets.
-    `states` covers all unclosed tickets and holds no older state; the log knows the prefixes of all of them.
+    Life cycle: `draw` for tickets that are issued; `block_list.record_group` for every complete group, and
+    `record_group` for every closed one.
+    Invariant: `tasks` has the task of every ticket that was drawn and is not closed, so an open ticket keeps its task,
+    from a checkpoint, too. A ticket counts once, when it is closed.
     """
 
     def __init__(
         self,
-        tasks: TasksConfig,
-        fresh: int,
-        open_tickets: Collection[int],
+        config: Config,
+        source: TaskSource,
         saved: Mapping[str, Any] | None,
-        run_folder: Path,
-        version: int = 0,
+        version: int,
         files: Mapping[str, FileDigest] | None = None,
     ) -> None:
-        """`fresh`: first unclaimed ticket; `open_tickets`: unclosed ones below; `saved`: an earlier `state_dict`;
-        `version`: of the policy; `files`: task files by setting. Raises JobFailed if `saved` is of another file.
+        """`saved`: an earlier `state_dict`; `version`: of the policy; `files`: digests of the task files by setting.
+
+        Raises JobFailed if `saved` is of another training file.
         """
-        if difference := difference_from_checkpoint(saved, files or {}):
+        tasks, saved, self.files = config.tasks, saved or {}, dict(files or {})
+        if difference := difference_from_checkpoint(saved, self.files):
             raise JobFailed(difference)
-        self._files = dict(files or {})
         self.settings, self.environments = tasks.sampler, tuple(tasks.environments)
+        self._source, self._source_name, self._seed = source, tasks.source, config.run.seed
         self._growing_steps = tasks.growing_steps
         self._by_environment, self._unit_kind = draws_environments(tasks), unit_kind(tasks)
         self._initial = initial_pass_rate(self.settings) if self._by_environment else INITIAL_PASS_RATE
-        saved = saved or {}
-        self.log, self.states = _restored(saved, self._unit_kind, version)
+        same_source = saved.get("source") == tasks.source
+        self.tasks = {ticket: TaskReference(*task) for ticket, task in saved.get("tasks", ()) if same_source}
+        self.knowledge = SamplerKnowledge.from_state_dict(saved.get("knowledge", {}), version)
+        if not same_source or saved.get("unit") != self._unit_kind:
+            self.knowledge.passes.clear()  # of other units
         self.closed_tickets = Counter(saved.get("closed_tickets", {}))  # by environment
         self._draws = DrawStatistics(saved.get("draws", {}))
-        self.block_list = BlockList(self.log, tasks.block_hours, run_folder / BLOCK_LIST_FILE)
-        self._fresh = fresh
-        self._oldest_open = min(open_tickets, default=fresh)
-        self._closed = set(range(self._oldest_open, fresh)).difference(open_tickets)  # closed tickets above it
-        self._recorded: dict[int, tuple[Task, float | None]] = {}  # ticket -> task, pass rate of its group
-        self._publisher: SamplerPublisher | None = None
+        self.block_list = BlockList(self.knowledge.blocked, tasks.block_hours, config.run_folder / BLOCK_LIST_FILE)
+        self.block_list.restore()
 
     @property
     def adapts(self) -> bool:
         """Whether draws follow the pass rates."""
         return self.settings.name in ADAPTIVE_SAMPLERS
 
-    def publish_initial_states(self, control: ControlClient) -> None:
-        """Publish the first states; tickets claimed under an earlier trainer process keep those that it published."""
-        published = read_published(control)
-        if published is not None:
-            log, states = published
-            kept = [state for state in self.states if state.first_ticket < states[0].first_ticket]
-            kept += [each for each in states if each.first_ticket < self._fresh and each.learned >= self.log.base]
-            self.states = kept + [state for state in self.states if state.first_ticket >= self._fresh] or self.states
-            _continue_log(self.log, log)
-        self.block_list.restore()  # at the end of the log: for later states only
-        self._publisher = SamplerPublisher(control, self._files)
-        self._publisher.publish(self.log, self.states)
+    def draw(self, tickets: Iterable[int], version: int) -> dict[int, TaskReference]:
+        """The tasks of tickets that are issued at a policy version; those of tickets drawn before stay as they are."""
+        self.block_list.remove_expired()
+        self.knowledge.version = version
+        drawn = {}
+        for ticket in tickets:
+            if ticket not in self.tasks:
+                task = self._source.training_task(self._seed, ticket, self.knowledge)
+                self.tasks[ticket] = TaskReference.of(task)
+            drawn[ticket] = self.tasks[ticket]
+        return drawn
 
     def record_group(self, group: Group) -> None:
-        """Record the pass rate of a trained or dropped group.
+        """Learn from a trained or dropped group.
 
         One of several tasks says nothing of any of them, and one that is not complete is biased.
         """
-        counts = group.has_one_task and group.is_complete
-        passed = [t.outcome == "success" for t in group.trajectories if t.trainable and counts]
-        self._recorded[group.ticket] = group.trajectories[0].task, sum(passed) / len(passed) if passed else None
-
-    def publish_adapted_state(self, limit: int, version: int) -> None:
-        """Learn from recorded groups and publish the state of tickets from `limit` on, before they can be claimed."""
-        assert self._publisher is not None, "publish_initial_states comes first"
-        self._learn()
-        self.block_list.remove_expired()
-        first = max(limit, self._fresh)  # tickets below `fresh` were claimed, whatever the limit
-        states = [state for state in self.states if state.first_ticket < first]
-        latest = SamplerState(first, self.log.end, version)
-        if not states or (states[-1].learned, states[-1].version) != (latest.learned, latest.version):
-            states.append(latest)
-        while len(states) > 1 and states[1].first_ticket <= self._oldest_open:
-            del states[0]
-        self.states = states
-        base = min(state.learned for state in states)
-        if base - self.log.base >= FOLD_ENTRIES:
-            self.log.fold(base)
-        self._publisher.publish(self.log, states)
+        self.tasks.pop(group.ticket, None)
+        task = group.trajectories[0].task
+        if not self._by_environment:
+            self._draws.add(task)
+        elif task.environment in self.environments:  # else the setting changed since its ticket was issued
+            self.closed_tickets[task.environment] += 1
+        counts = self.adapts and group.has_one_task and group.is_complete
+        if passed := [t.outcome == "success" for t in group.trajectories if t.trainable and counts]:
+            self.knowledge.learn(unit_of(task, self._unit_kind), sum(passed) / len(passed), self._initial)
 
     def pass_rate(self, unit: str) -> float:
         """The latest estimate of a unit's pass rate."""
-        known = self.log.passes.get(unit, self.log.end)
-        return self._initial if known is None else known.rate
+        return self.knowledge.pass_rates([unit], self._initial)[0]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of an update by MLflow name: of the draws, and the step limit that the next tickets have."""
-        limit = growing_limit(self._growing_steps, self.states[-1].version)
+        """Metrics of an update by MLflow name: of the draws, and the step limit of the latest tickets."""
+        limit = growing_limit(self._growing_steps, self.knowledge.version)
         return self._draw_metrics() | ({} if limit is None else {"sampler/step_limit": float(limit)})
 
     def _draw_metrics(self) -> dict[str, float]:
@@ -135,9 +115,9 @@ class TaskSampler:
             return metrics | {f"sampler/pass_rate/{unit}": self.pass_rate(unit) for unit in units}
         if not self.adapts:
             return {}
-        metrics, knowledge = {}, self.log.at(self.states[-1].learned)
+        metrics = {}
         easy = [DIFFICULTIES[0]] * len(self.environments)  # adaptive samplers do not look at difficulties
-        probabilities = environment_probabilities(self.settings, self.environments, easy, knowledge)
+        probabilities = environment_probabilities(self.settings, self.environments, easy, self.knowledge)
         for name, probability in zip(self.environments, probabilities, strict=True):
             metrics[f"sampler/probability/{name}"] = probability
             metrics[f"sampler/pass_rate/{name}"] = self.pass_rate(name)
@@ -145,68 +125,98 @@ class TaskSampler:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The log, states and statistics that a checkpoint stores."""
-        self._learn()
+        """What a checkpoint stores: the tasks of open tickets, the knowledge and the statistics."""
         return {
+            "source": self._source_name,
             "unit": self._unit_kind,
-            "files": self._files,
-            "log": self.log.to_json(),
-            "states": [[state.first_ticket, state.learned, state.version] for state in self.states],
+            "files": self.files,
+            "tasks": sorted(self.tasks.items()),
+            "knowledge": self.knowledge.state_dict(),
             "closed_tickets": dict(self.closed_tickets),
             "draws": self._draws.state_dict(),
         }
 
-    def _learn(self) -> None:
-        for ticket, (task, rate) in sorted(self._recorded.items(), key=lambda item: item[0]):
-            if not self._by_environment:
-                self._draws.add(task)
-            elif task.environment in self.environments:  # else the setting changed since its ticket was issued
-                self.closed_tickets[task.environment] += 1
-            unit = unit_of(task, self._unit_kind)
-            if rate is not None and self.adapts:
-                groups = (self.log.passes.get(unit, self.log.end) or PassRate(0.0, 0)).groups
-                self.log.append(PASS, unit, [updated_pass_rate(self.pass_rate(unit), rate), groups + 1])
-            self._closed.add(ticket)
-        self._recorded.clear()
-        while self._oldest_open in self._closed:
-            self._closed.remove(self._oldest_open)
-            self._oldest_open += 1
+    def close(self) -> None:
+        self._source.close()
 
 
-def _restored(saved: Mapping[str, Any], kind: str, version: int) -> tuple[SamplerLog, list[SamplerState]]:
-    """Log and states of a checkpoint; without one, or if its pass rates are those of other units, of nothing."""
-    if "log" not in saved:
-        return SamplerLog(), [SamplerState(0, 0, version)]
-    log = SamplerLog.from_json(saved["log"])
-    if saved["unit"] == kind:
-        return log, [SamplerState(*state) for state in saved["states"]]
-    log.forget_passes()
-    return log, [SamplerState(0, log.end, version)]
+class DrawStatistics:
+    """How much of a task file has been drawn: tasks and websites of closed tickets, and repeated tasks."""
+
+    def __init__(self, saved: Mapping[str, Any]) -> None:
+        """`saved`: an earlier `state_dict`, or empty."""
+        self._tasks, self._websites = set(saved.get("tasks", ())), set(saved.get("websites", ()))
+        self._duplicates = int(saved.get("duplicates", 0))
+
+    def add(self, task: Task) -> None:
+        """Count the task of a closed ticket."""
+        unit = task_unit(task_key(task.id))
+        self._duplicates += unit in self._tasks
+        self._tasks.add(unit)
+        self._websites.add(task.website)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics over the whole run by MLflow name."""
+        return {
+            "sampler/tasks_seen": float(len(self._tasks)),
+            "sampler/websites_seen": float(len(self._websites)),
+            "sampler/duplicate_tasks": float(self._duplicates),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "tasks": sorted(self._tasks), "websites": sorted(self._websites), "duplicates": self._duplicates
+        }  # fmt: skip
 
 
-def _continue_log(log: SamplerLog, published: SamplerLog) -> None:
-    """Continue the log of a checkpoint where that of the job ends, which another trainer wrote after the checkpoint.
+class BlockList:
+    """Websites that blocked the agent: training draws none of their tasks for tasks.block_hours.
 
-    Its pass rates return to those of the checkpoint, because the groups behind the later ones are lost and their
-    tickets are issued again. Blocked websites stay blocked.
+    A website is blocked by the first group with a blocked episode; later groups do not prolong it. Wall-clock time
+    counts, so that a block also expires while no job runs.
     """
-    if published.end <= log.end:
-        return
-    known = log.passes.all(log.end)
-    if published.base > log.end:  # entries in between have been folded: their sum takes their place
-        passes, blocks = dict(published.passes.folded.items()), dict(published.blocks.folded.items())
-        _append_differences(log, PASS, known, passes)
-        _append_differences(log, BLOCK, log.blocks.all(log.end), blocks)
-        log.end = max(log.end, published.base)
-    for entry in published.entries:
-        if entry.position >= log.end:
-            log.add(entry)
-    log.end = published.end
-    _append_differences(log, PASS, log.passes.all(log.end), known)
 
+    def __init__(
+        self, blocked: dict[str, float], hours: float, path: Path, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`blocked`: the end of each block by website, which this object changes; `hours`: of a block; 0: none, and
+        those of a checkpoint end. `path`: every event is appended as a line.
+        """
+        self._blocked, self._seconds, self._path, self._clock = blocked, 3600 * hours, path, clock
+        self._added = 0
 
-def _append_differences(log: SamplerLog, kind: str, values: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Append the entries that turn `values` into `wanted`."""
-    for name in sorted(values.keys() | wanted.keys()):
-        if values.get(name) != wanted.get(name):
-            log.append(kind, name, wanted.get(name))
+    def record_group(self, group: Group) -> None:
+        """Block the website of a complete group, trained or dropped, if it blocked any of its episodes."""
+        website = next((each.task.website for each in group.trajectories if each.outcome == BLOCKED), "")
+        if website and self._seconds and website not in self._blocked:
+            until = self._blocked[website] = self._clock() + self._seconds
+            self._added += 1
+            self._write(website, "blocked", until=round(until, 3), ticket=group.ticket)
+
+    def restore(self) -> None:
+        """Block the websites that the file has as blocked: training may resume from before these events."""
+        latest: dict[str, dict[str, Any]] = {}
+        for event in history.read(self._path) if self._seconds else ():
+            latest[event["website"]] = event
+        for website, event in latest.items():
+            if event["event"] == "blocked" and event["until"] > self._clock():
+                self._blocked.setdefault(website, event["until"])
+
+    def remove_expired(self) -> None:
+        """Unblock the websites whose time is over."""
+        for website, until in list(self._blocked.items()):
+            if until <= self._clock() or not self._seconds:
+                del self._blocked[website]
+                self._write(website, "unblocked", until=round(until, 3), ticket=None)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Websites blocked at present, and those added since the last call."""
+        added, self._added = self._added, 0
+        return {"blocked_websites": float(len(self._blocked)), "block_list/added": float(added)}
+
+    def _write(self, website: str, event: str, **fields: Any) -> None:
+        line = {"time": round(self._clock(), 3), "website": website, "event": event, **fields}
+        try:
+            history.append_shared(self._path, [json.dumps(line).encode() + b"\n"])
+        except OSError as error:  # the block holds in this job, and in its checkpoints
+            log.warning("%s cannot be written: %s; it lacks %s, %s", self._path, error, website, event)

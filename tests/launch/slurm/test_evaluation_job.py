@@ -220,7 +220,7 @@ class Host:
                 while control.job_end() is None:
                     request = evaluation_queue.current_request(control)
                     name = f"{worker}.{instance}"
-                    claimed = request and control.claim(evaluation_queue.counter_name(request), name, 1)
+                    claimed = request and control.claim(evaluation_queue.queue_name(request), name, 1)
                     if request is None or not claimed:
                         time.sleep(POLL_SECONDS)
                         continue
@@ -292,7 +292,7 @@ def test_an_evaluation_with_missing_episodes_stores_its_results_and_fails(tmp_pa
         for worker in workers:
             assert connect(host.address, worker).register_instance() == 1
         for worker in workers:
-            (episode,) = host.control.claim(evaluation_queue.counter_name(request), f"{worker}.1", 1)
+            (episode,) = host.control.claim(evaluation_queue.queue_name(request), f"{worker}.1", 1)
         evaluation_queue.submit_result(host.control, request, host.result(episode, worker), episode)
         assert host.process.wait(120) == 1, host.output.read_text()
     finally:

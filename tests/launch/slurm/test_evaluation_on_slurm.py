@@ -84,7 +84,7 @@ def has_result_of(worker: str, folder: Path) -> bool:
     if request is None:  # with screenshots, then blank images
         return False
     with suppress(ValueError):  # withdrawn since
-        values = control.run("read_counter", evaluation_queue.counter_name(request))["values"]
+        values = control.run("read_queue", evaluation_queue.queue_name(request))["values"]
         return any(result["worker"] == worker for _, result in values)
     return False
 

@@ -19,7 +19,6 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.tickets import TicketEpoch
 from megatron_webrl.launch import role_process
 from megatron_webrl.monitor.status import control_probe
 from megatron_webrl.monitor.status.control_probe import ControlStatus
@@ -27,7 +26,7 @@ from megatron_webrl.monitor.status.report import RunReport, build_report, find_r
 from megatron_webrl.monitor.status.role_status import RoleState
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.events import EventLog
-from tests.job_control import connect, control_service
+from tests.job_control import connect, control_service, tickets
 from tests.monitor.status.made_runs import begin_job, make_run, train
 from tests.waiting import until
 
@@ -70,9 +69,9 @@ def test_a_running_job_is_reported_from_its_control_service(config: Config) -> N
     with control_service(config.run_folder) as address:
         trainer, worker = connect(address, "trainer-0"), connect(address, "rollout-0")
         trainer.report_status("update 5: waiting for groups, 3 of 8; dropped so far: none")
-        trainer.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=12)
+        trainer.start_ticket_epoch(0, 0, tickets(range(12)))
         assert len(worker.claim_tickets(7)) == 7
-        worker.close_slot(2)
+        worker.close_ticket(2)
         worker.register_instance()
         line = "2026-11-22 17:06:42,838 rollout-0 INFO a.module: version 8 in place"
         journal.add("rollout-0", events.RESTARTED, f"rollout-0 killed by SIGKILL; last log line: {line} (log: x.log)")
@@ -116,7 +115,7 @@ def test_a_restarted_role_does_not_show_the_status_of_its_earlier_instance(confi
 def test_a_probe_leaves_no_trace_in_the_job(config: Config) -> None:
     with control_service(config.run_folder) as address:
         control = connect(address, "test")
-        control.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=3)
+        control.start_ticket_epoch(0, 0, tickets(range(3)))
         reports, journal = control.role_reports(), (config.run_folder / "control.journal").read_bytes()
         assert journal
         assert build_report(config.run_folder).state == "running"

@@ -19,7 +19,7 @@ from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, Tasks
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.tasks.files.source import FileTaskSource
 from megatron_webrl.tasks.registry import make_source
-from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge, SamplerLog
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS, held_out_environment_and_seed
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
 
@@ -48,7 +48,7 @@ def source(tasks: TasksConfig) -> Iterator[FileTaskSource]:
 
 
 def at_version(version: int) -> SamplerKnowledge:
-    return SamplerLog().at(0, version)
+    return SamplerKnowledge(version)
 
 
 def test_tickets_draw_every_row_once_before_one_is_repeated(tasks: TasksConfig, source: FileTaskSource) -> None:
@@ -71,10 +71,8 @@ def test_weights_of_difficulties_are_those_of_the_rows(tasks: TasksConfig) -> No
 
 
 def test_training_draws_no_task_of_a_blocked_website(source: FileTaskSource) -> None:
-    log = SamplerLog()
-    for number in range(TRAINING_ROWS - 2):
-        log.append("block", f"site{number}.example.com", 1e12)
-    drawn = {source.training_task(0, ticket, log.at(log.end)).website for ticket in range(60)}
+    knowledge = SamplerKnowledge(blocked={f"site{number}.example.com": 1e12 for number in range(TRAINING_ROWS - 2)})
+    drawn = {source.training_task(0, ticket, knowledge).website for ticket in range(60)}
     assert drawn == {f"site{number}.example.com" for number in range(TRAINING_ROWS - 2, TRAINING_ROWS)}
 
 

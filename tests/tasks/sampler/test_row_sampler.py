@@ -13,7 +13,7 @@ import pytest
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig
 from megatron_webrl.tasks.sampler.hashing import fraction, fractions, permuted
-from megatron_webrl.tasks.sampler.knowledge import BLOCK, PASS, SamplerKnowledge, SamplerLog
+from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge
 from megatron_webrl.tasks.sampler.row_sampler import RowSampler
 from megatron_webrl.tasks.sampler.step_limits import growing_limit
 from megatron_webrl.tasks.sampler.units import task_unit
@@ -41,12 +41,8 @@ def sampler(settings: SamplerConfig) -> RowSampler:
 
 
 def known(rates: dict[str, float], blocked: Sequence[str] = (), groups: int = 2) -> SamplerKnowledge:
-    log = SamplerLog()
-    for unit, rate in rates.items():
-        log.append(PASS, unit, [rate, groups])
-    for website in blocked:
-        log.append(BLOCK, website, 1e9)
-    return log.at(log.end)
+    passes = {unit: PassRate(rate, groups) for unit, rate in rates.items()}
+    return SamplerKnowledge(0, passes, dict.fromkeys(blocked, 1e9))
 
 
 def draws(settings: SamplerConfig, tickets: range, knowledge: SamplerKnowledge | None = None, seed: int = 3) -> list:

@@ -12,6 +12,7 @@ import pytest
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig
 from megatron_webrl.tasks.sampler import samplers
+from megatron_webrl.tasks.sampler.knowledge import LATEST_GROUP_WEIGHT
 from megatron_webrl.tasks.sampler.samplers import (
     adaptive_probabilities,
     draw_environment,
@@ -19,7 +20,6 @@ from megatron_webrl.tasks.sampler.samplers import (
     initial_probabilities,
     nearest_target_shares,
     reward_variance_shares,
-    updated_pass_rate,
 )
 
 CHI_SQUARE_99 = {1: 6.63, 2: 9.21, 4: 13.28, 5: 15.09}  # by degrees of freedom
@@ -87,7 +87,7 @@ def test_draws_follow_the_probabilities_of_changing_states() -> None:
         if len(in_flight) > 24:
             done = in_flight.popleft()
             seen = sum(chance.random() < skill[done] for _ in range(8)) / 8
-            rates[done] = updated_pass_rate(rates[done], seen)
+            rates[done] += LATEST_GROUP_WEIGHT * (seen - rates[done])
         ahead.append(adaptive_probabilities(settings, rates))
     assert np.abs(counts - expected).max() < 25  # independent draws stray by this much already as often as not
     assert counts[2] > 2 * counts[5]
@@ -146,4 +146,3 @@ def test_near_target_prefers_the_target_and_leaves_the_rest_a_share(monkeypatch:
 def test_estimates_begin_at_the_preferred_pass_rate_and_move_by_a_constant_weight() -> None:
     assert initial_pass_rate(SamplerConfig("curriculum")) == 0.5
     assert initial_pass_rate(SamplerConfig("near_target", target=0.3)) == 0.3
-    assert updated_pass_rate(0.5, 1.0) == pytest.approx(0.65)

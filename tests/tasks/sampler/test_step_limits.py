@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from megatron_webrl.config.tasks import GrowingStepsConfig, TasksConfig
 from megatron_webrl.tasks.registry import make_source
-from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge, SamplerLog
-from megatron_webrl.tasks.sampler.states import SamplerStateReader
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.step_limits import growing_limit, training_limit
-from megatron_webrl.trainer.data.task_sampler import TaskSampler
-from tests.job_control import connect, control_service
 
 GROWING = GrowingStepsConfig(interval=10, initial=6, max=26, cap_step=40)
 SETTINGS = {
@@ -24,7 +17,7 @@ SETTINGS = {
 
 
 def at_version(version: int) -> SamplerKnowledge:
-    return SamplerLog().at(0, version)
+    return SamplerKnowledge(version)
 
 
 def test_a_limit_grows_in_equal_parts_until_the_last_version() -> None:
@@ -58,35 +51,5 @@ def test_training_follows_the_version_and_evaluation_has_the_last_limit(name: st
             drawn = [source.training_task(0, ticket, at_version(version)) for ticket in range(20)]
             assert [task.id for task in drawn] == [task.id for task in plain]  # the limit changes nothing else
             assert [task.max_steps for task in drawn] == [min(limit, last[task.difficulty]) for task in plain]
-    finally:
-        source.close()
-
-
-async def test_a_resumed_run_continues_with_the_limits_of_its_versions(tmp_path: Path) -> None:
-    tasks = TasksConfig(growing_steps=GROWING)
-    source = make_source(tasks)
-
-    async def limits(reader: SamplerStateReader) -> list[int]:
-        knowledge = [await reader.knowledge(ticket) for ticket in range(60)]
-        return [source.training_task(0, ticket, each).max_steps for ticket, each in enumerate(knowledge)]
-
-    def open_sampler(fresh: int, saved: Any, address: Path) -> tuple[TaskSampler, SamplerStateReader]:
-        sampler = TaskSampler(tasks, fresh, range(fresh), saved, tmp_path)
-        sampler.publish_initial_states(connect(address, "trainer-0"))
-        return sampler, SamplerStateReader(connect(address, "rollout-0"), 5.0)
-
-    try:
-        with control_service(tmp_path) as address:
-            sampler, reader = open_sampler(0, None, address)
-            for first, version in ((20, 15), (40, 40)):
-                sampler.publish_adapted_state(first, version)
-                assert sampler.metrics()["sampler/step_limit"] == growing_limit(GROWING, version)
-            before = await limits(reader)
-            assert before == [6] * 20 + [11] * 20 + [26] * 20
-            saved = json.loads(json.dumps(sampler.state_dict()))
-        with control_service(tmp_path) as address:
-            sampler, reader = open_sampler(60, saved, address)
-            assert await limits(reader) == before
-            assert sampler.metrics() == {"sampler/step_limit": 26.0}
     finally:
         source.close()

@@ -69,7 +69,7 @@ def work(control: ControlClient, asked: EvaluationRequest, instance_id: str, cou
 
 
 def claim(control: ControlClient, asked: EvaluationRequest, instance_id: str) -> list[int]:
-    return control.claim(evaluation_queue.counter_name(asked), instance_id, 1)
+    return [episode for episode, *_ in control.claim(evaluation_queue.queue_name(asked), instance_id, 1)]
 
 
 def test_workers_share_the_episodes_and_retry_those_of_a_lost_worker(address: Path):

@@ -98,7 +98,7 @@ def work(address: Path, name: str, worker: int) -> None:
                         now = replace(each, restart_epoch=claim.restart_epoch, finished_at=time.time())
                         ring.write(encode_trajectory(now), 10.0)
                         written += 1
-                    control.close_slot(claim.slot)
+                    control.close_ticket(claim.ticket)
                 time.sleep(0.04 * worker + 0.02)
         except JobEnded:
             final = {"instance_id": f"rollout-{worker}.1", "finished": finished, "unwritten": finished - written}

@@ -77,7 +77,7 @@ def _work(address: Path, ring: Ring, number: int, versions: dict[str, int], seed
                     made = replace(made, worker=instance_id, restart_epoch=claim.restart_epoch, finished_at=time.time())
                     finished += 1
                     ring.write(encode_trajectory(made), 10.0)
-                control.close_slot(claim.slot)
+                control.close_ticket(claim.ticket)
             time.sleep(0.005)
     except JobEnded:
         report = {"instance_id": instance_id, "finished": finished, "unwritten": 0}
@@ -97,8 +97,8 @@ class _Trainer:
         for attempt in range(ATTEMPTS):
             resume_point = self._attempt(last=attempt == ATTEMPTS - 1)
             found.append({
-                "version": resume_point.ticket_epoch.version, "surviving": len(resume_point.surviving_tickets),
-                "reissued": len(resume_point.ticket_epoch.open_tickets),
+                "version": resume_point.version, "surviving": len(resume_point.surviving_tickets),
+                "reissued": len(resume_point.reissued_tickets),
                 "rolled_back": resume_point.episodes_rolled_back,
             })  # fmt: skip
         return found

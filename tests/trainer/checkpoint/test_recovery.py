@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.tickets import TICKET_DONE, TICKET_FENCE, TicketClaim, TicketEpoch, ticket_epoch_at
+from megatron_webrl.control.state import TICKETS, JobState
 from megatron_webrl.track import episode_log
 from megatron_webrl.track.episode_log import EpisodeLog, trajectory_identity
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
-from megatron_webrl.trainer.checkpoint.recovery import complete_groups, split_tickets, ticket_claims
+from megatron_webrl.trainer.checkpoint.recovery import complete_groups, split_tickets
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.batching import NO_VERSION, clear_versions_before_restart
-from megatron_webrl.types import Group
-from tests.job_control import connect, control_service
+from megatron_webrl.types import Group, TaskReference
+from tests.job_control import connect, control_service, tickets
 from tests.trajectories import trajectory
 
 EMPTY = Accounting().state_dict()
@@ -34,96 +34,55 @@ def control(tmp_path: Path) -> Iterator[ControlClient]:
         yield connect(address, "trainer-0")
 
 
-def test_no_worker_claims_a_slot_above_a_fence_until_the_job_is_opened_again(control: ControlClient) -> None:
-    control.start_ticket_epoch(TicketEpoch(0, 0, 0, (), 0), limit=100_000)
+def test_no_worker_claims_a_ticket_between_a_rewind_and_the_next_epoch(control: ControlClient) -> None:
+    control.start_ticket_epoch(0, 0, tickets(range(2000)))
     taken: list[list[int]] = [[], []]
-    fences: list[int] = []
 
     def worker(number: int) -> None:
         mine = ControlClient(control.address_file, f"rollout-{number}")
         while claims := mine.claim_tickets(1):
-            taken[number].append(claims[0].slot)
+            taken[number].append(claims[0].ticket)
 
     threads = [threading.Thread(target=worker, args=(number,)) for number in (0, 1)]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 60
-    while control.claimed_slots() < 50 or not all(taken):
+    while control.run("read_queue", TICKETS)["claimed"] < 50 or not all(taken):
         assert time.monotonic() < deadline
-    fences.append(control.fence_tickets())
+    epochs, in_flight, next_ticket = control.rewind_tickets()
     for thread in threads:
         thread.join(60)
-    assert sorted(taken[0] + taken[1]) == list(range(fences[0]))
-    assert control.claimed_slots() == fences[0] + 1
+    claimed = sorted(taken[0] + taken[1])
+    assert claimed == list(range(len(claimed)))
+    assert (epochs, in_flight, next_ticket) == ([(0, 0)], tickets(claimed), 2000)
     assert control.claim_tickets(1) == []
-    assert set(control.claims(0, fences[0])) == {"rollout-0", "rollout-1"}
-    control.start_ticket_epoch(TicketEpoch(1, 0, fences[0] + 1, (3, 5), fences[0]), limit=fences[0] + 4)
-    assert control.claim_tickets(9) == [
-        TicketClaim(fences[0] + 1 + number, ticket, 1) for number, ticket in enumerate((3, 5, fences[0]))
-    ]
-    epochs = control.ticket_epochs()
-    assert ticket_epoch_at(epochs, 7).ticket_at(7) == 7
-
-
-def test_each_ticket_has_the_claim_of_its_last_slot() -> None:
-    epochs = [TicketEpoch(0, 0, 4, (1, 3), 6), TicketEpoch(1, 2, 10, (1, 7, 8), 9)]
-    #  slot  4: 1    5: 3         6: 6   7: 7   8: 8         9      10: 1
-    claims = [TICKET_DONE, "rollout-0", TICKET_DONE, TICKET_DONE, "rollout-1", TICKET_FENCE, "rollout-0"]
-    assert ticket_claims(epochs[:1], claims[:5], 9) == {
-        1: TICKET_DONE,
-        3: "rollout-0",
-        6: TICKET_DONE,
-        7: TICKET_DONE,
-        8: "rollout-1",
-    }
-    # The second epoch reissues 7 and 8, and no worker has claimed them.
-    assert ticket_claims(epochs, claims, 11) == {
-        1: "rollout-0", 3: "rollout-0", 6: TICKET_DONE, 7: TICKET_FENCE, 8: TICKET_FENCE,
-    }  # fmt: skip
-    assert epochs[1].next_ticket_at(11) == epochs[1].next_ticket_at(13) == 9
-    assert epochs[1].next_ticket_at(15) == 11
-
-
-def test_a_fence_without_an_opened_job_is_a_ticket_that_no_worker_ran() -> None:
-    epochs = [TicketEpoch(0, 0, 0, (), 0)]
-    assert ticket_claims(epochs, [TICKET_DONE, TICKET_FENCE, "rollout-0"], 3) == {
-        0: TICKET_DONE,
-        1: TICKET_FENCE,
-        2: "rollout-0",
-    }
+    control.start_ticket_epoch(1, 0, tickets([1990, 1995, 2000]))
+    assert [(claim.ticket, claim.restart_epoch) for claim in control.claim_tickets(9)] == [
+        (1990, 1), (1995, 1), (2000, 1)
+    ]  # fmt: skip
 
 
 def test_tickets_in_flight_and_complete_groups_survive_and_all_others_are_reissued() -> None:
     state = TrainerState(3, 0, 6, (2, 5), EMPTY, 0)  # of 0..7 all but 2 and 5 are closed
-    claims = {
-        2: "rollout-0",
-        5: TICKET_DONE,
-        7: TICKET_DONE,
-        8: TICKET_DONE,
-        9: TICKET_DONE,
-        10: "rollout-1",
-        11: TICKET_FENCE,
-        4: TICKET_DONE,
-    }
-    surviving, reissued = split_tickets(claims, state, 13, complete={8, 7, 4})
-    assert surviving == {2, 8, 10}
+    in_ring = dict.fromkeys((2, 8, 7, 4), TaskReference("other", "click-test", 0, 3))
+    surviving, reissued = split_tickets(tickets([2, 10]), in_ring, state, 13)
+    assert surviving == tickets([2, 10]) | {8: in_ring[8]}
     assert reissued == (5, 9, 11, 12)  # trained or dropped since, partly freed, or never claimed
 
 
 def test_a_group_is_complete_with_one_record_of_each_episode() -> None:
     records = [trajectory(1, 0), trajectory(1, 0, worker="rollout-0.2"), trajectory(2, 0), trajectory(2, 1)]
-    assert complete_groups(records) == {2}
+    assert complete_groups(records) == {2: TaskReference.of(records[2].task)}
 
 
 def test_a_resume_point_knows_closed_and_open_tickets() -> None:
-    resume_point = ResumePoint(TicketEpoch(2, 5, 40, (7, 9), 12), surviving_tickets=frozenset({8}))
+    resume_point = ResumePoint(2, 5, reissued_tickets=(7, 9), next_ticket=12, surviving_tickets=tickets([8]))
     assert resume_point.unclosed_tickets == {7, 8, 9}
     assert [ticket for ticket in range(14) if resume_point.is_closed(ticket)] == [*range(7), 10, 11]
 
 
 def test_a_lost_version_counts_as_the_one_from_which_training_resumed() -> None:
-    earlier = (TicketEpoch(0, 0, 0, (), 0), TicketEpoch(1, 4, 20, (), 19))
-    resume_point = ResumePoint(TicketEpoch(2, 6, 40, (), 30), earlier)
+    resume_point = ResumePoint(2, 6, earlier_epochs=((0, 0), (1, 4)))
 
     def oldest(restart_epoch: int, version: int, fixed: bool = False) -> int | None:
         return resume_point.oldest_version(trajectory(version=version, restart_epoch=restart_epoch), fixed)
@@ -144,32 +103,40 @@ def test_tokens_of_an_earlier_restart_epoch_have_no_version() -> None:
 
 
 class _Job:
-    """A simulated job: claims of slots, and the contents of ring, trainer and checkpoint."""
+    """A simulated job: the control service's queue, and the contents of ring, trainer and checkpoint."""
 
     GROUPS, AHEAD = 3, 2
 
     def __init__(self, seed: int) -> None:
         self.choose = random.Random(seed)
-        self.resume_point = ResumePoint.for_new_job()
-        self.epochs, self.claims = [self.resume_point.ticket_epoch], []  # type: list[TicketEpoch], list[str]
-        self.in_flight: dict[int, int] = {}  # slot -> ticket
+        self.resume_point = ResumePoint()
+        self.state = JobState()
+        self.state.start_epoch(0, 0, [])
+        self.issued, self.next, self.pending = 0, 0, []  # type: int, int, list[int]
+        self.epochs = 1
+        self.in_flight: list[int] = []
         self.ring: list[int] = []
         self.closed: set[int] = set()  # since the beginning
         self.all_closed: list[int] = []  # not rolled back
         self.saved = (TrainerState(0, 0, 0, (), EMPTY, 0), 0)
         self.wasted = 0
 
+    def issue(self) -> None:
+        limit = self.resume_point.ticket_limit(len(self.closed), self.AHEAD, self.GROUPS)
+        for _ in range(limit - self.issued):
+            ticket = self.pending.pop(0) if self.pending else self.next
+            self.next = max(self.next, ticket + 1)
+            self.issued += 1
+            self.state.append(TICKETS, [[ticket, tickets([ticket])[ticket]]])
+
     def claim(self) -> None:
-        slot = len(self.claims)
-        if slot < self.resume_point.ticket_limit(len(self.closed), self.AHEAD, self.GROUPS):
-            self.claims.append("rollout-0")
-            self.in_flight[slot] = ticket_epoch_at(self.epochs, slot).ticket_at(slot)
+        self.issue()
+        self.in_flight += [ticket for ticket, *_ in self.state.claim(TICKETS, "rollout-0", 1)]
 
     def finish(self) -> None:
         if self.in_flight:
-            slot = self.choose.choice(sorted(self.in_flight))
-            self.ring.append(self.in_flight.pop(slot))
-            self.claims[slot] = TICKET_DONE
+            self.ring.append(self.in_flight.pop(self.choose.randrange(len(self.in_flight))))
+            assert self.state.close(TICKETS, self.ring[-1])
 
     def close(self) -> None:
         if self.ring:
@@ -178,24 +145,24 @@ class _Job:
             self.all_closed.append(ticket)
 
     def save(self) -> None:
-        base, open_tickets = self.resume_point.checkpoint_tickets(len(self.claims), self.closed)
+        base, open_tickets = self.resume_point.checkpoint_tickets(self.next, self.closed)
         assert sorted([*self.all_closed, *open_tickets]) == list(range(base + len(open_tickets)))
         self.saved = (TrainerState(0, 0, base, open_tickets, EMPTY, 0), len(self.all_closed))
 
     def trainer_dies(self) -> None:
         state, closed = self.saved
-        fence = len(self.claims)
-        self.claims.append(TICKET_FENCE)
+        rewound = self.state.rewind_tickets()
         if self.choose.random() < 0.2:  # the next attempt dies before it opens the job
-            return
+            rewound = self.state.rewind_tickets()
         self.wasted += len(self.all_closed) - closed
         del self.all_closed[closed:]
-        taken, fresh = ticket_claims(self.epochs, self.claims, fence), self.epochs[-1].next_ticket_at(fence)
-        survivors, again = split_tickets(taken, state, fresh, set(self.ring))
-        assert survivors == {*self.in_flight.values(), *self.ring}
-        start = TicketEpoch(self.epochs[-1].restart_epoch + 1, 0, fence + 1, again, fresh)
-        self.resume_point = ResumePoint(start, tuple(self.epochs), survivors)
-        self.epochs, self.closed = [*self.epochs, start], set()
+        survivors, again = split_tickets(dict(rewound["open"]), tickets(self.ring), state, rewound["end"])
+        assert survivors == tickets([*self.in_flight, *self.ring])
+        epochs = tuple((epoch, version) for epoch, version in rewound["epochs"])
+        self.resume_point = ResumePoint(len(epochs), 0, again, rewound["end"], survivors, epochs)
+        self.issued, self.next, self.pending, self.closed = 0, rewound["end"], list(again), set()
+        self.state.start_epoch(len(epochs), 0, [])
+        self.epochs += 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -206,8 +173,8 @@ def test_after_trainer_deaths_every_ticket_is_closed_once_and_open_tickets_stay_
         job.choose.choices(steps, weights)[0]()
         open_count = len(job.in_flight) + len(job.ring)
         assert open_count <= (job.AHEAD + 1) * job.GROUPS
-        assert len({*job.in_flight.values(), *job.ring}) == open_count  # no surviving ticket is reissued
-    assert len(job.epochs) > 5
+        assert len({*job.in_flight, *job.ring}) == open_count  # no surviving ticket is reissued
+    assert job.epochs > 5
     assert job.wasted > 0
     for _ in range(40):  # reissued tickets, and those in flight
         for step in (job.claim, job.finish, job.close):

@@ -6,7 +6,6 @@ does not depend on the machine. An episode succeeds at random, seeded by its tas
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import secrets
@@ -21,8 +20,9 @@ from unittest import mock
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.client import ControlClient
-from megatron_webrl.tasks.sampler import samplers
+from megatron_webrl.control.tickets import TicketClaim
+from megatron_webrl.tasks.sampler import knowledge, samplers
+from megatron_webrl.tasks.source import referenced_task
 from tests.gloo import join
 from tests.job_control import connect, control_service
 from tests.trajectories import trajectory
@@ -58,15 +58,16 @@ class _Run:
         self.config.tasks.environments, self.config.tasks.sampler.name = list(SKILL), sampler
         self.config.trainer.updates, self.config.trainer.groups_per_update = UPDATES, 3
         # Many tickets in flight and fast estimates: a ticket that changed its state would change its task.
-        samplers.LATEST_GROUP_WEIGHT, self.config.rollout.max_staleness = 0.8, 4
+        knowledge.LATEST_GROUP_WEIGHT, self.config.rollout.max_staleness = 0.8, 4
         self.config.tracking.keep_records = True
         self.config.run_folder.mkdir()
         (self.config.run_folder / "config.yaml").touch()
         self.folder = folder
         self.source = MiniWobTaskSource(list(SKILL), 4, sampler=self.config.tasks.sampler)
         self.tasks: dict[int, set[str]] = {}  # ticket -> its task ids
+        self.versions: dict[int, int] = {}  # ticket -> policy version at its draw
+        self.drawn: dict[int, str] = {}  # ticket -> environment
         self.expected = torch.zeros(len(SKILL), dtype=torch.float64)  # expected draws of each environment
-        self.raises: list[tuple[int, int, list[int]]] = []  # rises of the ticket limit: from, to, published states
         self.open: list[tuple[int, ...]] = []  # open tickets at each restart
 
     def run(self, ends: Iterable[int]) -> dict[str, Any]:
@@ -84,7 +85,8 @@ class _Run:
                 state, found = self._run_until(state, end)
         updates = [json.loads(line) for line in (self.config.run_folder / "updates.jsonl").read_text().splitlines()]
         return found | {
-            "tasks": self.tasks, "expected": self.expected, "open": self.open, "raises": self.raises,
+            "tasks": self.tasks, "expected": self.expected, "drawn": self.drawn, "open": self.open,
+            "versions": self.versions,
             "base": state.closed_tickets, "rates": found["rates"], "figures": updates[-1]["extra"],
         }  # fmt: skip
 
@@ -115,8 +117,7 @@ class _Run:
             ring = Ring.create_or_attach(ring_name, 2**21, ring_name)
             stack.callback(ring.close)
             stack.callback(ring.unlink)
-            control = _RecordingControlClient(address, "trainer-0")
-            control.raises = self.raises
+            control = connect(address, "trainer-0")
             tracker = MLflowTracker(self.config, state.mlflow_run_id)
             exchange = SingleNodeExchange(ring)
             coordinator = Coordinator(
@@ -127,9 +128,11 @@ class _Run:
                 make_resume_point(control, exchange, state, self.config.run_folder, True),
                 tracker,
             )
+            assert coordinator.task_sampler is not None
+            coordinator.task_sampler.draw = self._recorded(coordinator.task_sampler, coordinator.task_sampler.draw)
             coordinator.open_job(state.version)
             worker = _Worker(self, address, ring, coordinator)
-            version, most, trained = state.version, 0, []
+            version, trained = state.version, []
             while version < end:
                 groups = coordinator.collect(version, lambda: worker.step(version))  # noqa: B023
                 version += 1
@@ -142,48 +145,43 @@ class _Run:
                     warned = [call.args[0] % call.args[1:] for call in warning.call_args_list]
                     trained = [(g.ticket, [t.index for t in g.trajectories]) for g in groups]
                 coordinator.close_update(groups, version)
-                most = max(most, len(coordinator.task_sampler.states))
             sampler = coordinator.task_sampler
-            states = [state.first_ticket for state in sampler.states]
-            index: Any = control.get_json("sampler/index")
             stored = recorded_groups.read_groups(group_files.group_file_path(self.config.records_folder, end - 1))
             kept = [(g.ticket, [t.index for t in g.trajectories]) for g in stored]
             return coordinator.trainer_state(version), {
-                "rates": {name: sampler.pass_rate(name) for name in SKILL}, "versions": worker.versions,
-                "states": states, "published": [first for first, _, _ in index["states"]], "most": most,
+                "rates": {name: sampler.pass_rate(name) for name in SKILL}, "kept_tasks": len(sampler.tasks),
                 "trained": trained, "kept": kept, "warned": warned,
             }  # fmt: skip
 
+    def _recorded(self, sampler: Any, draw: Any) -> Any:
+        """Record by which probabilities and at which version each ticket is drawn for the first time."""
 
-class _RecordingControlClient(ControlClient):
-    """Records the published states at each rise of the ticket limit."""
+        def recorded(tickets: list[int], version: int) -> Any:
+            probabilities = samplers.environment_probabilities(
+                self.config.tasks.sampler, list(SKILL), [], sampler.knowledge
+            )
+            drawn = draw(tickets, version)
+            for ticket, task in drawn.items():
+                if ticket not in self.versions:
+                    self.expected += torch.tensor(probabilities, dtype=torch.float64)
+                    self.versions[ticket], self.drawn[ticket] = version, task.environment
+            return drawn
 
-    raises: list[tuple[int, int, list[int]]]
-
-    def set_ticket_limit(self, limit: int) -> None:
-        index: Any = self.get_json("sampler/index")
-        firsts = [first for first, _, _ in index["states"]]
-        self.raises.append((self.run("read_counter", "tickets")["limit"], limit, firsts))
-        super().set_ticket_limit(limit)
+        return recorded
 
 
 class _Worker:
     """Runs tickets in order, several at a time."""
 
     def __init__(self, run: _Run, address: Path, ring: Any, coordinator: Any) -> None:
-        from megatron_webrl.tasks.sampler.states import SamplerStateReader
-
         self.run, self.ring, self.coordinator = run, ring, coordinator
         self.control = connect(address, "rollout-0")
-        self.states = SamplerStateReader.from_config(run.config, self.control)
-        self.start = self.control.ticket_epochs()[-1]
-        self.versions: list[int] = []  # of the policy, at the admission of each ticket
         self.in_flight: deque[list[Any]] = deque()
 
     def step(self, version: int) -> bool:
         """Claim tickets, and finish one if the trainer lacks groups."""
         for claim in self.control.claim_tickets(IN_FLIGHT - len(self.in_flight)):
-            self.in_flight.append(self._run_ticket(claim.ticket, version))
+            self.in_flight.append(self._run_ticket(claim, version))
         if len(self.coordinator.group_source._ready) < self.run.config.trainer.groups_per_update:
             self.coordinator.control.check_job()
             for each in self.in_flight.popleft():
@@ -192,20 +190,13 @@ class _Worker:
                 self.ring.write(encode_trajectory(each), 10.0)
         return False
 
-    def _run_ticket(self, ticket: int, version: int) -> list[Any]:
-        knowledge = asyncio.run(self.states.knowledge(ticket))
-        task = self.run.source.training_task(self.run.config.run.seed, ticket, knowledge)
-        if ticket not in self.run.tasks:
-            probabilities = samplers.environment_probabilities(
-                self.run.config.tasks.sampler, list(SKILL), [], knowledge
-            )
-            self.run.expected += torch.tensor(probabilities, dtype=torch.float64)
+    def _run_ticket(self, claim: TicketClaim, version: int) -> list[Any]:
+        ticket, task = claim.ticket, referenced_task(self.run.source, claim.task)
         self.run.tasks.setdefault(ticket, set()).add(task.id)
-        self.versions.append(knowledge.version)
         chance = random.Random(task.id)
         rewards = [float(chance.random() < SKILL[task.environment]) for _ in range(GROUP)]
         made = [
-            trajectory(ticket, i, reward=r, version=version, group_size=GROUP, restart_epoch=self.start.restart_epoch)
+            trajectory(ticket, i, reward=r, version=version, group_size=GROUP, restart_epoch=claim.restart_epoch)
             for i, r in enumerate(rewards)
         ]
         return [replace(each, task=task) for each in made]

@@ -36,7 +36,7 @@ def ring() -> Iterator[Ring]:
 def source(ring: Ring) -> GroupSource:
     config = Config()
     config.rollout.max_staleness = 1
-    return GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
+    return GroupSource(ring, config, ResumePoint(), accounting=Accounting())
 
 
 def put(ring: Ring, ticket: int, rewards: list[float], **options) -> None:
@@ -70,9 +70,7 @@ def test_a_damaged_record_costs_its_episode_and_neither_the_job_nor_the_room_of_
     config = Config()
     config.run.directory = str(tmp_path)
     damaged: list[int] = []
-    source = GroupSource(
-        ring, config, ResumePoint.for_new_job(), accounting=Accounting(), on_damaged=lambda: damaged.append(1)
-    )
+    source = GroupSource(ring, config, ResumePoint(), accounting=Accounting(), on_damaged=lambda: damaged.append(1))
     put(ring, 0, [1.0, 0.0])
     put(ring, 1, [1.0, 0.0])
     for position in (0, 40, -1):  # header, description and last image of three records
@@ -203,7 +201,7 @@ def test_a_group_of_different_tasks_is_dropped_by_name(ring: Ring, source: Group
 def test_the_mode_limits_the_staleness_of_a_group(ring: Ring, mode: str, kept: int):
     config = Config()
     config.rollout.mode, config.rollout.max_staleness = mode, 2
-    source = GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
+    source = GroupSource(ring, config, ResumePoint(), accounting=Accounting())
     put(ring, 0, [1.0, 0.0], version=3)
     put(ring, 1, [1.0, 0.0], version=4)
     source.poll(version=5)
@@ -277,7 +275,7 @@ def test_group_rates_include_dropped_groups_and_reset(ring: Ring, source: GroupS
 def test_a_group_needs_enough_trainable_members(ring: Ring, least: int, dropped: dict[str, int]):
     config = Config()
     config.trainer.min_group = least
-    source = GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
+    source = GroupSource(ring, config, ResumePoint(), accounting=Accounting())
     for index, outcome in enumerate(("success", "failure", "engine_error", "engine_error")):
         ring.write(encode_trajectory(trajectory(0, index, outcome=outcome, group_size=4)), 1.0)
     source.poll(0)
@@ -289,7 +287,7 @@ def test_outcomes_decide_whether_a_group_is_trained_and_penalties_do_not(ring: R
     config = Config()
     config.trainer.reward.length_penalty, config.trainer.reward.length_window = 1.0, 4
     config.rollout.max_new_tokens = 8
-    source = GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
+    source = GroupSource(ring, config, ResumePoint(), accounting=Accounting())
     for index, response in enumerate((4, 6)):  # both fail, one of them at length
         ring.write(encode_trajectory(trajectory(0, index, response=response)), 1.0)
     for index, (reward, response) in enumerate([(0.0, 4), (1.0, 8)]):  # a success that is worth a failure
@@ -323,7 +321,7 @@ def test_records_written_again_by_a_restarted_worker_are_duplicates(ring: Ring, 
 
 def test_each_counted_episode_is_logged_with_its_disposition(ring: Ring, tmp_path: Path):
     log = EpisodeLog(tmp_path, 0)
-    source = GroupSource(ring, Config(), ResumePoint.for_new_job(), accounting=Accounting(), episode_log=log)
+    source = GroupSource(ring, Config(), ResumePoint(), accounting=Accounting(), episode_log=log)
     put(ring, 0, [1.0, 0.0])
     put(ring, 1, [0.0, 0.0])
     for group, sequences in source.wait_for_groups(0, 1, 5.0, go) or []:
@@ -337,9 +335,7 @@ def test_each_counted_episode_is_logged_with_its_disposition(ring: Ring, tmp_pat
 
 def test_on_ready_is_called_when_a_group_becomes_trainable(ring: Ring):
     ready: list[int] = []
-    source = GroupSource(
-        ring, Config(), ResumePoint.for_new_job(), Accounting(), on_ready=lambda group: ready.append(group.ticket)
-    )
+    source = GroupSource(ring, Config(), ResumePoint(), Accounting(), on_ready=lambda group: ready.append(group.ticket))
     put(ring, 0, [1.0, 0.0])
     put(ring, 1, [1.0, 1.0])  # without variance
     ring.write(encode_trajectory(trajectory(2, 0)), 1.0)  # not whole
@@ -355,7 +351,7 @@ def test_on_complete_is_called_for_every_complete_group_and_before_its_drop(ring
     source = GroupSource(
         ring,
         Config(),
-        ResumePoint.for_new_job(),
+        ResumePoint(),
         Accounting(),
         on_complete=lambda group: seen.append((group.ticket, source.dropped_tickets)),
     )
@@ -371,7 +367,7 @@ def test_on_complete_is_called_for_every_complete_group_and_before_its_drop(ring
 def test_a_teacher_alone_trains_groups_of_one_outcome_and_of_one_trainable_episode(ring: Ring) -> None:
     config = Config()
     config.trainer.distillation.coefficient, config.trainer.distillation.rewards = 1.0, False
-    source = GroupSource(ring, config, ResumePoint.for_new_job(), accounting=Accounting())
+    source = GroupSource(ring, config, ResumePoint(), accounting=Accounting())
     put(ring, 0, [0.0, 0.0])
     put(ring, 1, [1.0, 1.0])
     ring.write(encode_trajectory(trajectory(2, 0)), 1.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
-from megatron_webrl.control.client import ControlClient
-from megatron_webrl.tasks.sampler import samplers
-from megatron_webrl.tasks.sampler.states import SamplerState, read_published
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig
+from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.tasks.files.digests import FileDigest
+from megatron_webrl.tasks.registry import make_source
+from megatron_webrl.tasks.sampler import knowledge, samplers
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
-from megatron_webrl.types import Group
+from megatron_webrl.types import Group, Task
 from tests.gloo import spawn
-from tests.job_control import connect, control_service
 from tests.trainer.data import sampler_ranks
 from tests.trainer.data.sampler_ranks import SKILL
 from tests.trajectories import trajectory
@@ -49,10 +50,10 @@ def test_a_resumed_run_goes_on_with_the_tasks_of_an_uninterrupted_one(found, sam
 
 
 @BOTH
-def test_environments_are_drawn_as_often_as_the_states_of_their_tickets_say(found, sampler: str) -> None:
+def test_environments_are_drawn_as_often_as_the_pass_rates_say(found, sampler: str) -> None:
     for label in ("whole", "resumed"):
         run = found[sampler, label]
-        drawn = Counter(task.split("/")[1] for tasks in run["tasks"].values() for task in tasks)
+        drawn = Counter(run["drawn"].values())
         for name, expected in zip(SKILL, run["expected"].tolist(), strict=True):
             assert abs(drawn[name] - expected) < 5, name
         wanted, unwanted = ("click-tab", "click-link")
@@ -60,26 +61,14 @@ def test_environments_are_drawn_as_often_as_the_states_of_their_tickets_say(foun
 
 
 @BOTH
-def test_a_state_is_published_before_its_first_ticket_may_be_taken(found, sampler: str) -> None:
-    raises = found[sampler, "resumed"]["raises"]
-    firsts = {first for _, _, index in raises for first in index}
-    assert len(firsts) > 12
-    for before, after, index in raises:
-        assert firsts & set(range(before, after)) <= set(index)
-
-
-@BOTH
-def test_states_of_closed_tickets_are_forgotten(found, sampler: str) -> None:
+def test_the_sampler_keeps_the_tasks_of_open_tickets_only(found, sampler: str) -> None:
     for label in ("whole", "resumed"):
-        run = found[sampler, label]
-        assert 1 < run["most"] < 20
-        assert run["states"][0] > 0
-        assert run["published"] == run["states"]
+        assert 1 < found[sampler, label]["kept_tasks"] <= 15  # 3 groups of each of 5 updates
 
 
 @BOTH
 def test_tickets_know_the_policy_version_of_their_admission(found, sampler: str) -> None:
-    versions = found[sampler, "whole"]["versions"]
+    versions = list(found[sampler, "whole"]["versions"].values())
     assert versions == sorted(versions)
     assert set(versions) == set(range(sampler_ranks.UPDATES))
 
@@ -110,123 +99,153 @@ def test_the_groups_of_an_update_are_kept_where_that_is_wanted(found, sampler: s
     assert run["kept"] == run["trained"]
 
 
-TWO = TasksConfig(environments=["a", "b"], sampler=SamplerConfig("curriculum"))
+TWO = TasksConfig(environments=["click-test", "click-tab"], sampler=SamplerConfig("curriculum"))
+BY_WEBSITE = TasksConfig(source="webgym", train_file="train.jsonl", sampler=SamplerConfig("curriculum", per="website"))
 
 
-@pytest.fixture
-def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlClient]:
-    """A control service; samplers that halve the distance to the latest pass rate and draw by it alone."""
-    monkeypatch.setattr(samplers, "LATEST_GROUP_WEIGHT", 0.5)
+@pytest.fixture(autouse=True)
+def simple_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samplers that halve the distance to the latest pass rate and draw by it alone."""
+    monkeypatch.setattr(knowledge, "LATEST_GROUP_WEIGHT", 0.5)
     monkeypatch.setattr(samplers, "UNIFORM_FRACTION", 0.0)
-    with control_service(tmp_path) as address:
-        yield connect(address, "trainer-0")
 
 
-def group(ticket: int, environment: str, *outcomes: str) -> Group:
-    made = (
+class Rows:
+    """A source whose tickets draw websites in turn, without blocked ones."""
+
+    def training_task(self, seed: int, ticket: int, known: SamplerKnowledge) -> Task:
+        websites = [name for name in ("a.example", "b.example") if name not in known.blocked]
+        return Task(f"row {ticket}", "web", "page", ticket, known.version, website=websites[ticket % len(websites)])
+
+    def close(self) -> None: ...
+
+
+def group(ticket: int, environment: str, *outcomes: str, website: str = "", task_id: str = "") -> Group:
+    made = [
         trajectory(ticket, index, outcome=outcome, group_size=len(outcomes)) for index, outcome in enumerate(outcomes)
-    )
-    return Group(ticket, tuple(replace(each, task=replace(each.task, environment=environment)) for each in made))
+    ]
+    task = replace(made[0].task, id=task_id or f"task {ticket}", environment=environment, website=website)
+    return Group(ticket, tuple(replace(each, task=task) for each in made))
 
 
-def started(
-    control: ControlClient,
-    folder: Path,
-    fresh: int = 0,
-    open_tickets: Sequence[int] = (),
-    saved: Any = None,
-    tasks: TasksConfig = TWO,
+def opened(
+    folder: Path, saved: Any = None, tasks: TasksConfig = TWO, version: int = 0, source: Any = None, **options: Any
 ) -> TaskSampler:
-    """A sampler that has published its first states; `saved` as a checkpoint stores it."""
-    sampler = TaskSampler(tasks, fresh, open_tickets, json.loads(json.dumps(saved)), folder)
-    sampler.publish_initial_states(control)
-    return sampler
+    """A sampler; `saved` as a checkpoint stores it."""
+    config = Config()
+    config.tasks, config.run.directory = tasks, str(folder)
+    config.run_folder.mkdir(exist_ok=True)
+    source = source or (Rows() if tasks.from_files else make_source(tasks))
+    return TaskSampler(config, source, json.loads(json.dumps(saved)), version, **options)
 
 
-def rates(sampler: TaskSampler, state: int = -1, units: Sequence[str] = ("a", "b")) -> list[float]:
-    """Pass rates that the tickets of a state know."""
-    return sampler.log.at(sampler.states[state].learned).pass_rates(units, 0.5)
+def test_groups_move_the_pass_rates_and_masked_or_missing_episodes_do_not(tmp_path: Path) -> None:
+    sampler = opened(tmp_path)
+    sampler.record_group(group(0, "click-test", "success", "browser_crashed", "failure", "success", "success"))
+    sampler.record_group(group(1, "click-tab", "browser_crashed", "success", "aborted"))
+    sampler.record_group(group(2, "click-test", "failure", "failure"))
+    sampler.record_group(Group(3, group(3, "click-tab", "success", "success", "failure").trajectories[:2]))
+    assert [sampler.pass_rate(name) for name in TWO.environments] == [0.3125, 0.5]  # 0.5, 0.625, 0.3125
+    assert sampler.closed_tickets == {"click-test": 2, "click-tab": 2}
+    probabilities = [sampler.metrics()[f"sampler/probability/{name}"] for name in TWO.environments]
+    assert probabilities == pytest.approx([0.4622, 0.5378], 1e-3)
 
 
-def firsts(sampler: TaskSampler) -> list[int]:
-    return [state.first_ticket for state in sampler.states]
+def test_a_ticket_keeps_its_task_until_it_is_closed_and_a_checkpoint_has_it(tmp_path: Path) -> None:
+    sampler = opened(tmp_path)
+    drawn = sampler.draw(range(40), 0)
+    assert {task.environment for task in drawn.values()} == {"click-test", "click-tab"}
+    for ticket in range(20):
+        sampler.record_group(group(ticket, "click-test", "success"))
+    assert {task.environment for task in sampler.draw(range(40, 60), 0).values()} == {"click-tab"}
+    resumed = opened(tmp_path, sampler.state_dict())
+    assert resumed.draw(range(20, 40), 5) == {ticket: drawn[ticket] for ticket in range(20, 40)}
+    assert resumed.draw(range(60, 80), 1) == sampler.draw(range(60, 80), 1)
+    assert resumed.tasks.keys() == set(range(20, 80))
 
 
-def test_groups_count_in_the_order_of_their_tickets_and_masked_episodes_do_not(
-    control: ControlClient, tmp_path: Path
-) -> None:
-    sampler = started(control, tmp_path)
-    sampler.record_group(group(2, "a", "failure", "failure"))
-    sampler.record_group(group(0, "a", "success", "browser_crashed", "failure", "success", "success"))
-    sampler.record_group(group(1, "b", "browser_crashed", "success", "aborted"))
-    sampler.publish_adapted_state(6, 1)
-    assert rates(sampler) == [0.3125, 0.5]  # 0.5, then half-way to 0.75, then half-way to 0
-    assert rates(sampler, 0) == [0.5, 0.5]
-    assert sampler.closed_tickets == {"a": 2, "b": 1}
-    assert sampler.states == [SamplerState(0, 0, 0), SamplerState(6, 2, 1)]  # tickets 3 to 5 are open
-    assert read_published(control)[1] == tuple(sampler.states)
-    assert [sampler.metrics()[f"sampler/probability/{name}"] for name in "ab"] == pytest.approx([0.4622, 0.5378], 1e-3)
+def test_other_environments_after_a_resume_keep_what_is_known(tmp_path: Path) -> None:
+    sampler = opened(tmp_path)
+    drawn = sampler.draw([0, 1], 0)
+    sampler.record_group(group(0, "click-test", "success"))
+    three = replace(TWO, environments=["focus-text", "click-test", "click-link"])
+    resumed = opened(tmp_path, sampler.state_dict(), three)
+    assert [resumed.pass_rate(name) for name in three.environments] == [0.5, 0.75, 0.5]
+    assert resumed.draw([1], 0) == {1: drawn[1]}
+    resumed.record_group(group(1, "click-tab", "success"))
+    assert resumed.closed_tickets == {"click-test": 1}
 
 
-def test_a_group_that_lacks_an_episode_says_nothing_of_its_task(control: ControlClient, tmp_path: Path) -> None:
-    sampler = started(control, tmp_path)
-    sampler.record_group(Group(0, group(0, "a", "success", "success", "failure").trajectories[:2]))
-    sampler.record_group(group(1, "b", "success", "success", "failure"))
-    sampler.publish_adapted_state(6, 1)
-    assert rates(sampler) == [0.5, pytest.approx(0.5833, 1e-3)]
-
-
-def test_a_state_stays_as_long_as_one_of_its_tickets_is_open(control: ControlClient, tmp_path: Path) -> None:
-    sampler = started(control, tmp_path)
-    for limit, ticket in ((4, 1), (5, 3), (6, 2), (7, 4)):
-        sampler.record_group(group(ticket, "a", "success"))
-        sampler.publish_adapted_state(limit, 0)
-    assert firsts(sampler) == [0, 4, 5, 6, 7]
-    sampler.record_group(group(0, "b", "failure"))
-    sampler.publish_adapted_state(8, 0)
-    assert firsts(sampler) == [5, 6, 7, 8]
-    assert read_published(control)[1] == tuple(sampler.states)
-
-
-def test_a_limit_that_rises_without_anything_learned_needs_no_state(control: ControlClient, tmp_path: Path) -> None:
-    sampler = started(control, tmp_path)
-    sampler.record_group(group(0, "a", "browser_crashed"))
-    sampler.publish_adapted_state(5, 0)
-    assert firsts(sampler) == [0]
-    sampler.publish_adapted_state(6, 1)  # the policy has changed
-    assert sampler.states == [SamplerState(0, 0, 0), SamplerState(6, 0, 1)]
-
-
-def test_a_limit_that_is_lower_after_a_resume_redefines_only_what_was_never_issued(
-    control: ControlClient, tmp_path: Path
-) -> None:
-    sampler = started(control, tmp_path)
-    for ticket, limit in enumerate((6, 9)):
-        sampler.record_group(group(ticket, "a", "success"))
-        sampler.publish_adapted_state(limit, 0)
-    resumed = started(control, tmp_path, 7, (2, 3, 4, 5, 6), sampler.state_dict())
-    assert resumed.states == sampler.states
-    resumed.record_group(group(2, "b", "failure"))
-    resumed.publish_adapted_state(4, 0)  # a limit below the tickets in flight
-    assert firsts(resumed) == [0, 6, 7]
-
-
-def test_other_environments_after_a_resume_keep_what_is_known(control: ControlClient, tmp_path: Path) -> None:
-    sampler = started(control, tmp_path)
-    sampler.record_group(group(0, "a", "success"))
-    sampler.publish_adapted_state(4, 0)
-    three = replace(TWO, environments=["c", "a", "b"])
-    resumed = started(control, tmp_path, 1, (), sampler.state_dict(), three)
-    assert rates(resumed, units="cab") == [0.5, 0.75, 0.5]
-    resumed.record_group(group(1, "d", "success"))
-    assert resumed.state_dict()["closed_tickets"] == {"a": 1}
+def test_another_source_or_unit_after_a_resume_forgets_what_does_not_fit(tmp_path: Path) -> None:
+    sampler = opened(tmp_path, tasks=BY_WEBSITE)
+    drawn = sampler.draw([0, 1], 3)
+    sampler.block_list.record_group(group(2, "page", "blocked", "success", website="a.example"))
+    sampler.record_group(group(2, "page", "blocked", "success", website="a.example"))
+    by_task = opened(tmp_path, sampler.state_dict(), replace(BY_WEBSITE, sampler=SamplerConfig("curriculum")), 7)
+    assert (by_task.knowledge.passes, by_task.knowledge.version) == ({}, 7)
+    assert by_task.draw([0, 1], 7) == drawn
+    assert list(by_task.knowledge.blocked) == ["a.example"]
+    other = opened(tmp_path, sampler.state_dict())
+    assert other.tasks == other.knowledge.passes == {}
 
 
 @pytest.mark.parametrize("name", ["uniform", "ratio"])
-def test_a_sampler_that_does_not_adapt_learns_no_pass_rates(control: ControlClient, tmp_path: Path, name: str) -> None:
-    sampler = started(control, tmp_path, tasks=TasksConfig(sampler=SamplerConfig(name)))
+def test_a_sampler_that_does_not_adapt_learns_no_pass_rates(tmp_path: Path, name: str) -> None:
+    weights = {"click-test": 1.0} if name == "ratio" else {}
+    sampler = opened(tmp_path, tasks=TasksConfig(sampler=SamplerConfig(name, weights=weights)))
     sampler.record_group(group(0, "click-test", "success"))
-    sampler.publish_adapted_state(4, 1)
-    assert sampler.states == [SamplerState(0, 0, 0), SamplerState(4, 0, 1)]
-    assert sampler.log.end == 0
+    assert sampler.knowledge.passes == {}
     assert sampler.metrics() == {}
+
+
+def test_a_growing_step_limit_is_that_of_the_version_of_the_draw(tmp_path: Path) -> None:
+    tasks = TasksConfig(growing_steps=GrowingStepsConfig(interval=10, initial=6, max=26, cap_step=40))
+    sampler = opened(tmp_path, tasks=tasks)
+    for first, version in ((0, 0), (20, 15), (40, 40)):
+        sampler.draw(range(first, first + 20), version)
+    assert sampler.metrics() == {"sampler/step_limit": 26.0}
+    resumed = opened(tmp_path, sampler.state_dict(), tasks)
+    assert [task.max_steps for task in resumed.draw(range(60), 50).values()] == [6] * 20 + [11] * 20 + [26] * 20
+
+
+def test_no_ticket_draws_a_blocked_website_also_after_a_restart_from_an_older_checkpoint(tmp_path: Path) -> None:
+    sampler = opened(tmp_path, tasks=BY_WEBSITE)
+    before = sampler.draw(range(6), 0)
+    checkpoint = sampler.state_dict()
+    sampler.block_list.record_group(group(0, "page", "blocked", website="a.example"))
+    assert sampler.draw(range(6), 0) == before  # open tickets keep their tasks
+    for each in (sampler, opened(tmp_path, checkpoint, BY_WEBSITE)):
+        assert list(each.knowledge.blocked) == ["a.example"]
+    without = opened(tmp_path, checkpoint, replace(BY_WEBSITE, block_hours=0.0))
+    assert not without.knowledge.blocked
+
+
+def test_a_group_of_several_tasks_teaches_no_pass_rate(tmp_path: Path) -> None:
+    sampler = opened(tmp_path, tasks=BY_WEBSITE)
+    [first], [second] = (group(0, "page", "success", website="a", task_id=name).trajectories for name in "xy")
+    sampler.record_group(Group(0, (first, second)))
+    sampler.record_group(group(1, "page", "success", website="b"))
+    assert list(sampler.knowledge.passes) == ["b"]
+
+
+def test_metrics_of_a_task_file_count_tasks_websites_and_duplicates(tmp_path: Path) -> None:
+    tasks = replace(BY_WEBSITE, sampler=SamplerConfig("curriculum", per="difficulty"))
+    sampler = opened(tmp_path, tasks=tasks)
+    for ticket, (website, task_id) in enumerate([("a", "1"), ("b", "2"), ("a", "3"), ("b", "2"), ("b", "2")]):
+        sampler.record_group(group(ticket, "page", "success", website=website, task_id=task_id))
+    resumed = opened(tmp_path, sampler.state_dict(), tasks)
+    assert resumed.metrics() == sampler.metrics() == {
+        "sampler/tasks_seen": 3.0, "sampler/websites_seen": 2.0, "sampler/duplicate_tasks": 2.0,
+        "blocked_websites": 0.0, "block_list/added": 0.0,
+        "sampler/pass_rate/easy": 1 - 0.5**6, "sampler/pass_rate/medium": 0.5, "sampler/pass_rate/hard": 0.5,
+    }  # fmt: skip
+
+
+def test_a_checkpoint_of_another_training_file_is_refused(tmp_path: Path) -> None:
+    def files(path: str, train: str, test: str) -> dict[str, FileDigest]:
+        return {"tasks.train_file": FileDigest(path, train), "tasks.test_file": FileDigest("test.jsonl", test)}
+
+    saved = opened(tmp_path, files=files("train.jsonl", "aa", "bb")).state_dict()
+    opened(tmp_path, saved, files=files("moved.jsonl", "aa", "cc"))
+    with pytest.raises(JobFailed, match=r"^tasks\.train_file=train\.jsonl has the digest cc, but .* aa, .* a new run"):
+        opened(tmp_path, saved, files=files("train.jsonl", "cc", "bb"))

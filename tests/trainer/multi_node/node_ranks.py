@@ -113,7 +113,7 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     assert isinstance(rings, MultiNodeExchange)
     builder, taken, source = replace(builder, image_cache=rings.image_cache), None, None
     if rank == 0:
-        source = GroupSource(rings.record_source, config, ResumePoint.for_new_job(), Accounting())
+        source = GroupSource(rings.record_source, config, ResumePoint(), Accounting())
         taken = source.wait_for_groups(VERSION, len(HOMES), 60.0, lambda ready: True)
     groups = rings.broadcast_groups(taken)
     assert isinstance(groups, list)
@@ -214,9 +214,7 @@ class Member:
         cache, damaged = ImageCache(wire, ImageShard(rank, 0)), Path(folder, "damaged_records", f"node-{nodes.node}")
         self.rings = MultiNodeExchange(self.ring, wire, cache, damaged)
         self.source = (
-            GroupSource(self.rings.record_source, self.config, ResumePoint.for_new_job(), Accounting())
-            if rank == 0
-            else None
+            GroupSource(self.rings.record_source, self.config, ResumePoint(), Accounting()) if rank == 0 else None
         )
 
     def share(self, count: int, version: int = 0) -> list[Group]:

@@ -121,7 +121,7 @@ class _Update:
         self.exchange = SingleNodeExchange(ring)
         log = EpisodeLog(bench.config.run_folder, 0, 0, lambda: None)
         self.source = GroupSource(
-            self.exchange.record_source, self.config, ResumePoint.for_new_job(), Accounting(), episode_log=log
+            self.exchange.record_source, self.config, ResumePoint(), Accounting(), episode_log=log
         )
         self.seconds: dict[str, float] = defaultdict(float)
         self.launching = self.image_wait = 0.0
