@@ -1,14 +1,70 @@
-"""Settings of credit assignment, trainer.advantage.* and trainer.critic.*: docs/algorithm.md says what they do."""
+"""Settings of credit assignment, trainer.advantage.*: docs/algorithm.md says what they do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_webrl.config.setting import setting
+from megatron_webrl.config.setting import ConfigError, setting
+
+PENALTIES = (
+    "Steps that bear a penalty: all steps of the episode share its mean, or each step bears its own."  # of two variants
+)
 
 
 @dataclass
 class AdvantageConfig:
+    """Settings of every way to assign credit; the classes below add those of one."""
+
+    name: str = setting(
+        "group",
+        "group: the return against the statistics of its group; gdpo: outcome and each penalty normalised separately, "
+        "then added with the penalties as weights; critic: a step critic, a value head on the policy's trunk, whose "
+        "values replace the statistics of groups.",
+        choices=("group", "gdpo", "critic"),
+    )
+    discount: float = setting(
+        1.0, "A step's return is the outcome times this, to the power of the steps that follow it.", above=0, high=1
+    )
+    overlong: str = setting(
+        "keep",
+        "Failures by the step limit or with a response cut at rollout.max_new_tokens: train them, or mask them from "
+        "the loss (DAPO); they count in the group statistics either way.",
+        choices=("keep", "mask"),
+    )
+
+
+@dataclass
+class AnchoredConfig(AdvantageConfig):
+    """What advantages from the statistics of groups share."""
+
+    anchor_weight: float = setting(
+        0.0,
+        "Weight of a second advantage, among the steps of a group that saw the same screenshot at the same URL "
+        "(GiGPO); 0: none.",
+        low=0,
+    )
+    anchor_discount: float = setting(
+        0.95,
+        "Discount of the returns that the second advantage compares.",
+        above=0,
+        high=1,
+        only_with="anchor_weight",
+    )
+
+    @property
+    def divides_anchors(self) -> bool:
+        """Whether the second advantage is divided by the deviation of its returns."""
+        return True
+
+
+@dataclass
+class GdpoConfig(AnchoredConfig):
+    pass
+
+
+@dataclass
+class GroupAdvantageConfig(AnchoredConfig):
     baseline: str = setting(
         "group_mean",
         "Subtracted from the return: the group's mean, or the mean of the group's other episodes (RLOO).",
@@ -20,45 +76,23 @@ class AdvantageConfig:
         "the whole batch (REINFORCE++).",
         choices=("group_std", "none", "batch_std"),
     )
-    components: str = setting(
-        "sum",
-        "Outcome and penalties are added up before the group statistics, or normalised apart and then added with the "
-        "penalties as weights (GDPO).",
-        choices=("sum", "apart"),
-    )
-    penalties: str = setting(
-        "trajectory",
-        "Steps that bear a penalty: all steps of the episode share its mean, or each step bears its own.",
-        choices=("trajectory", "step"),
-    )
-    discount: float = setting(
-        1.0, "A step's return is the outcome times this, to the power of the steps that follow it.", above=0, high=1
-    )
-    anchor_weight: float = setting(
-        0.0,
-        "Weight of a second advantage, among the steps of a group that saw the same screenshot at the same URL "
-        "(GiGPO); 0: none.",
-        low=0,
-    )
-    anchor_discount: float = setting(
-        0.95, "Discount of the returns that the second advantage compares.", above=0, high=1
-    )
-    overlong: str = setting(
-        "keep",
-        "Failures by the step limit or with a response cut at rollout.max_new_tokens: train them, or mask them from "
-        "the loss (DAPO); they count in the group statistics either way.",
-        choices=("keep", "mask"),
-    )
+    penalties: str = setting("trajectory", PENALTIES, choices=("trajectory", "step"))
+
+    @property
+    def divides_anchors(self) -> bool:
+        return self.scale == "group_std"
+
+    def check(self) -> None:
+        if self.anchor_weight and self.scale == "batch_std":
+            raise ConfigError(
+                f"trainer.advantage.anchor_weight={self.anchor_weight} compares the steps of a group alone, which "
+                "trainer.advantage.scale=batch_std does not divide; set scale to group_std or none"
+            )
 
 
 @dataclass
-class CriticConfig:
-    coefficient: float = setting(
-        0.0,
-        "Weight of the value loss of a step critic, a value head on the policy's trunk whose values replace the "
-        "group's statistics in the advantage; 0: no critic.",
-        low=0,
-    )
+class CriticConfig(AdvantageConfig):
+    coefficient: float = setting(0.5, "Weight of the value loss.", above=0)
     gae_lambda: float = setting(
         0.95,
         "Weight of what follows a step against its value: 0 trusts the next step's value, 1 the return of the episode.",
@@ -67,3 +101,22 @@ class CriticConfig:
     )
     train_trunk: bool = setting(True, "The value loss trains the policy's trunk too; false: the value head alone.")
     warmup_updates: int = setting(0, "First updates of the run that change the value head alone.", low=0)
+    scale: str = setting(
+        "batch_std",
+        "Divisor of the advantage: the standard deviation over the whole batch, or none.",
+        choices=("batch_std", "none"),
+    )
+    penalties: str = setting("trajectory", PENALTIES, choices=("trajectory", "step"))
+
+
+ADVANTAGES: dict[str, type[AdvantageConfig]] = {
+    "group": GroupAdvantageConfig,
+    "gdpo": GdpoConfig,
+    "critic": CriticConfig,
+}
+"""Settings of each way to assign credit, by trainer.advantage.name."""
+
+
+def advantage_config(name: str = "group", **settings: Any) -> Any:
+    """Settings of one way to assign credit; those that are left out have their defaults."""
+    return ADVANTAGES[name](name=name, **settings)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from urllib.parse import urlsplit
 
-from megatron_webrl.config.setting import setting
+from megatron_webrl.config.setting import ConfigError, setting
+from megatron_webrl.types import OPTIONAL_ACTION_KINDS, TAB_ACTION_KINDS
+
+# Settings that only the process with the browsers reads.
+BROWSER_SERVER_SETTINGS = (
+    "processes", "executable", "user", "reuse_pages", "open_web", "allow", "deny", "ports", "max_requests",
+    "max_network_mib", "record", "replay", "replay_ignore",
+)  # fmt: skip
+DENIED_PLACES = "write hosts such as example.com or *.example.com, addresses, or networks such as 10.0.0.0/8"
 
 
 @dataclass
@@ -55,6 +67,7 @@ class BrowserConfig:
         [],
         "Query parameters left out of the comparison of a request with recorded ones where nothing matches with "
         "them, such as _ or utm_*.",
+        only_with="replay",
     )
     max_requests: int = setting(5000, "Requests of one episode; a TLS connection counts as one.", low=1)
     max_network_mib: int = setting(512, "Network traffic of one episode, both directions together.", low=1)
@@ -65,3 +78,75 @@ class BrowserConfig:
         "context.",
         low=0,
     )
+
+    def check(self) -> None:
+        for name in self.actions:
+            if name not in OPTIONAL_ACTION_KINDS:
+                raise ConfigError(f"browser.actions={name} is not one of {', '.join(OPTIONAL_ACTION_KINDS)}")
+        if set(self.actions) & set(TAB_ACTION_KINDS) and "switch_tab" not in self.actions:
+            raise ConfigError(f"browser.actions={','.join(self.actions)} has tabs but no switch_tab; add it")
+        if self.record and self.replay:
+            raise ConfigError(
+                f"browser.record={self.record} and browser.replay={self.replay} are both set; leave one of them empty"
+            )
+        for text in self.deny:
+            if "/" in text:
+                parse_denied_network(text)
+        if self.reuse_pages and (self.record or self.replay):
+            name = "record" if self.record else "replay"
+            raise ConfigError(
+                f"browser.reuse_pages={self.reuse_pages}, but with browser.{name} no page serves twice; set it to 0"
+            )
+        if self.farm:
+            self._check_farm()
+        if self.executable and not shutil.which(self.executable):
+            raise ConfigError(
+                f"browser.executable={self.executable} is not an executable file; leave it empty to search for Chromium"
+            )
+
+    def _check_farm(self) -> None:
+        parse_farm_addresses(self.farm)
+        usual = BrowserConfig()
+        for name in BROWSER_SERVER_SETTINGS:
+            if (value := getattr(self, name)) != getattr(usual, name):
+                raise ConfigError(
+                    f"browser.{name}={value} has no effect with browser.farm={self.farm}: its servers have settings of "
+                    "their own; leave it out"
+                )
+
+
+def check_browser_user(browser: BrowserConfig) -> None:
+    """Whether browsers may run as the user of this process. Raises ConfigError."""
+    if os.geteuid() != 0 and browser.user:
+        raise ConfigError(f"browser.user={browser.user} needs root, but this process is not root; leave it out")
+    if os.geteuid() == 0 and browser.open_web and not browser.user:
+        raise ConfigError(
+            "browser.open_web=true, but this process is root, and so would be a page that breaks out of Chromium, "
+            "which has no sandbox then; set browser.user=nobody or another user, run as another user, or set "
+            "browser.user=root to accept it"
+        )
+
+
+def parse_denied_network(text: str) -> IPv4Network | IPv6Network:
+    """A network on browser.deny. Raises ConfigError."""
+    try:
+        return ip_network(text)
+    except ValueError as error:
+        raise ConfigError(f"browser.deny contains {text!r}: {error}; {DENIED_PLACES}") from None
+
+
+def parse_farm_addresses(text: str) -> tuple[str, ...]:
+    """The addresses of a setting, separated by commas. Raises ConfigError."""
+    found = []
+    for part in text.split(","):
+        address = part.strip().rstrip("/")
+        try:
+            parts = urlsplit(address)
+            plain = parts.scheme in ("http", "https") and parts.hostname and not (parts.path or parts.query)
+            plain = plain and (parts.port is None or parts.port > 0)
+        except ValueError:
+            plain = False
+        if not plain:
+            raise ConfigError(f"{part.strip()!r} is not an address such as http://node7:8700 (browser.farm)")
+        found.append(address)
+    return tuple(found)

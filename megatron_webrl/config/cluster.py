@@ -14,7 +14,7 @@ class ClusterConfig:
     engine_gpus_per_node: int = setting(
         0, "GPUs of each node for engines, the last ones; the trainer uses the others.", low=0
     )
-    shared_gpus: bool = setting(
+    colocate: bool = setting(
         False,
         "Trainer ranks and engines use the same GPUs: engines take rollout.gpu_memory_utilization of their memory, the "
         "trainer the rest (docs/one_gpu.md).",

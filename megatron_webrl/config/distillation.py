@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_webrl.config.judge import check_key_variable, check_url
-from megatron_webrl.config.setting import setting
+from megatron_webrl.config.setting import ConfigError, setting
 
 
 @dataclass
@@ -19,19 +19,36 @@ class DistillationConfig:
         True,
         "Add the teacher's advantage to that of the rewards; otherwise learn from the teacher alone, from every group "
         "whatever its outcomes.",
+        only_with="coefficient",
     )
     url: str = setting(
         "",
         "vLLM server of the teacher, started with --enable-scale-out, such as http://node7:8000.",
         check=check_url,
+        only_with="coefficient",
     )
     key_variable: str = setting(
-        "", "Environment variable with the key of the server; empty: none.", check=check_key_variable
+        "",
+        "Environment variable with the key of the server; empty: none.",
+        check=check_key_variable,
+        only_with="coefficient",
     )
-    clip: float = setting(10.0, "Largest magnitude of the teacher's advantage, in nats.", above=0)
+    clip: float = setting(
+        10.0, "Largest magnitude of the teacher's advantage, in nats.", above=0, only_with="coefficient"
+    )
     timeout_seconds: float = setting(
-        300.0, "Limit of scoring one episode, retries included; then the episode is masked as teacher_error.", above=0
+        300.0,
+        "Limit of scoring one episode, retries included; then the episode is masked as teacher_error.",
+        above=0,
+        only_with="coefficient",
     )
+
+    def check(self) -> None:
+        if self.coefficient and not self.url:
+            raise ConfigError(
+                f"trainer.distillation.coefficient={self.coefficient} needs a teacher; set trainer.distillation.url to "
+                "its vLLM server, such as http://node7:8000"
+            )
 
     @property
     def alone(self) -> bool:

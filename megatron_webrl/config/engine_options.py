@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 
 SETTINGS = {
@@ -20,7 +19,7 @@ SETTINGS = {
     "enable_expert_parallel": "rollout.expert_parallel",
     "nnodes": "cluster.nodes",
     "max_model_len": "rollout.max_model_len",
-    "limit_mm_per_prompt": "rollout.context.rounds",
+    "limit_mm_per_prompt": "rollout.context.history_turns",
     "mm_encoder_tp_mode": "rollout.mm_encoder_tp_mode",
     "kv_cache_dtype": "rollout.kv_cache_dtype",
     "kv_cache_memory_bytes": "rollout.kv_cache_mib",
@@ -51,21 +50,21 @@ FIXED_IN_TRAINING = {
 """Arguments of vLLM that only engines without a trainer (evaluation.only) can have."""
 
 
-def check_engine_options(config: Config) -> None:
+def check_engine_options(options: Iterable[str], *, in_training: bool) -> None:
     """Refuse options that settings or the project govern. Raises ConfigError."""
-    for name in config.rollout.engine_options:
+    for name in options:
         key = f"rollout.engine_options.{name}"
         if setting := SETTINGS.get(name) or ("rollout.engines" if name.startswith("data_parallel_") else ""):
             raise ConfigError(f"{key} is governed by {setting}; set that instead")
-        fixed = FIXED | FIXED_IN_TRAINING if config.trainer_feeds_engines else FIXED
+        fixed = FIXED | FIXED_IN_TRAINING if in_training else FIXED
         if reason := fixed.get(name):
             raise ConfigError(f"{key} cannot be set: {reason}; leave it out")
 
 
-def check_engine_option_names(config: Config) -> None:
+def check_engine_option_names(options: Iterable[str]) -> None:
     """Refuse options that the vLLM that is installed here does not know; without one do nothing. Raises ConfigError."""
-    if config.rollout.engine_options and (known := installed_arguments()) is not None:
-        refuse_unknown(config.rollout.engine_options, known)
+    if options and (known := installed_arguments()) is not None:
+        refuse_unknown(options, known)
 
 
 def refuse_unknown(options: Iterable[str], known: Iterable[str]) -> None:

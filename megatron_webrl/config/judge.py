@@ -88,12 +88,14 @@ class BudgetConfig:
 
 @dataclass
 class JudgeConfig:
+    """Settings of every protocol, and all of webvoyager; the classes below add those of one protocol."""
+
     evaluators: list[str] = setting(
         ["page"],
         "What decides the outcome of an episode: page (the page's reward, else the task's answer), exact_answer, "
         "normalized_answer, judge (a judge model), or the import path of a function, such as my_package.my_module:f.",
     )
-    success_at: float = setting(
+    reward_threshold: float = setting(
         0.0, "Least reward of a page that is a success for the evaluator page; 0: any reward above 0.", low=0
     )
     combine: str = setting(
@@ -106,8 +108,6 @@ class JudgeConfig:
     )
     prompts: str = setting("configs/judge", "Folder with the prompt files of the protocols.")
     verdict: JudgeModelConfig = field(default_factory=JudgeModelConfig)
-    blocked: JudgeModelConfig = field(default_factory=JudgeModelConfig)
-    relevance: JudgeModelConfig = field(default_factory=JudgeModelConfig)
     structured: str = setting(
         "auto",
         "How replies are constrained: a JSON schema, or an exact final line; auto: a schema until the endpoint "
@@ -123,7 +123,6 @@ class JudgeConfig:
     temperature: float = setting(0.7, "Sampling temperature of the judge models.", low=0)
     top_p: float = setting(0.95, "Nucleus sampling of the judge models.", above=0, high=1)
     max_screenshots: int = setting(48, "Latest relevant screenshots shown to the verdict stages.", low=1)
-    blocked_screenshots: int = setting(20, "Screenshots, evenly sampled, shown to the blocked stage.", low=1)
     concurrency: int = setting(64, "Requests that one worker has in flight.", low=1)
     attempts: int = setting(3, "Replies to one question until one is usable; then the episode is masked.", low=1)
     timeout_seconds: float = setting(120.0, "Limit of one request.", above=0)
@@ -139,3 +138,27 @@ class JudgeConfig:
     def uses_models(self) -> bool:
         """Whether a judge model is among the evaluators."""
         return "judge" in self.evaluators
+
+
+@dataclass
+class WebJudgeConfig(JudgeConfig):
+    relevance: JudgeModelConfig = field(default_factory=JudgeModelConfig)
+
+
+@dataclass
+class RubricConfig(WebJudgeConfig):
+    blocked: JudgeModelConfig = field(default_factory=JudgeModelConfig)
+    blocked_screenshots: int = setting(20, "Screenshots, evenly sampled, shown to the blocked stage.", low=1)
+
+
+PROTOCOLS: dict[str, type[JudgeConfig]] = {
+    "rubric": RubricConfig,
+    "webjudge": WebJudgeConfig,
+    "webvoyager": JudgeConfig,
+}
+"""Settings of each protocol, by judge.protocol."""
+
+
+def judge_config(protocol: str = "rubric", **settings: Any) -> Any:
+    """Settings of one protocol; those that are left out have their defaults."""
+    return PROTOCOLS[protocol](protocol=protocol, **settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,27 +18,69 @@ from megatron_webrl.util import atomic_file
 from megatron_webrl.util.text import first_line
 
 
-def parse_config(path: str | Path | None, overrides: list[str] | None = None) -> Config:
+def parse_config(path: str | Path | None, overrides: Sequence[str] | None = None) -> Config:
     """Read a configuration, or take the defaults, and check types and keys only. Raises ConfigError."""
     path = None if path is None else Path(path)
     if path is not None and not path.is_file():
         raise ConfigError(f"configuration {path} is not a file")
-    for override in overrides or []:
+    try:
+        file = OmegaConf.load(path) if path is not None else OmegaConf.create({})
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {first_line(error)}") from error
+    if not isinstance(file, DictConfig):
+        raise ConfigError(f"{path} does not hold a mapping of sections")
+    config = merge_config(file, overrides or [], f"{path} or an override" if path is not None else "an override")
+    resolve_cluster_sizes(config)
+    return config
+
+
+def merge_config(file: DictConfig, overrides: Sequence[str], place: str) -> Config:
+    """The defaults, replaced by the settings of a file and by overrides, key=value. Raises ConfigError.
+
+    A section with variants takes the settings of the chosen one alone. If an override chooses another variant than the
+    file, what the file says about the former one is left out.
+    """
+    for override in overrides:
         if "=" not in override:
             raise ConfigError(f"override {override!r} is not of the form key=value")
     try:
-        file = OmegaConf.load(path) if path is not None else OmegaConf.create({})
-        if not isinstance(file, DictConfig):
-            raise ConfigError(f"{path} does not hold a mapping of sections")
-        merged = OmegaConf.merge(OmegaConf.structured(Config), file, OmegaConf.from_dotlist(list(overrides or [])))
-        config = OmegaConf.to_object(merged)
+        given = OmegaConf.from_dotlist(list(overrides))
+        config = Config()
+        _choose_variants(config, file, given, "")
+        merged = OmegaConf.merge(OmegaConf.structured(config), file, given)
+        found = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error, path)) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    assert isinstance(config, Config)
-    resolve_cluster_sizes(config)
-    return config
+        raise ConfigError(_one_line(error, place)) from error
+    assert isinstance(found, Config)
+    return found
+
+
+def _choose_variants(config: Any, file: Any, given: Any, prefix: str) -> None:
+    """Make each section that has variants the one that is named; `file` loses defaults of another one."""
+    for spec in dataclasses.fields(config):
+        name, in_file, in_given = spec.name, _section(file, spec.name), _section(given, spec.name)
+        if choice := spec.metadata.get("variants"):
+            section = getattr(config, name)
+            if in_file is not None and in_file.get(choice.key) is not None:
+                section = choice.make(prefix + name, in_file[choice.key])
+            if in_given is not None and in_given.get(choice.key) is not None:
+                other = choice.make(prefix + name, in_given[choice.key])
+                former = {each.name for each in dataclasses.fields(section)}
+                for key in former.difference(each.name for each in dataclasses.fields(other)):
+                    if in_file is not None:
+                        in_file.pop(key, None)
+                section = other
+            setattr(config, name, section)
+        if dataclasses.is_dataclass(getattr(config, name)):
+            _choose_variants(getattr(config, name), in_file, in_given, f"{prefix}{name}.")
+
+
+def _section(settings: Any, name: str) -> Any:
+    """A section of what was given, DictConfig; None without one."""
+    found = settings.get(name) if isinstance(settings, DictConfig) else None
+    return found if isinstance(found, DictConfig) else None
 
 
 def resolve_cluster_sizes(config: Config) -> None:
@@ -75,7 +118,7 @@ def _gpu_settings(config: Config) -> str:
     """The settings that decide how many GPUs of a node a role has."""
     whole = f"cluster.gpus_per_node={config.cluster.gpus_per_node}"
     part = f"cluster.engine_gpus_per_node={config.cluster.engine_gpus_per_node}"
-    return whole if config.evaluation.only or config.cluster.shared_gpus else f"{part} of {whole}"
+    return whole if config.evaluation.only or config.cluster.colocate else f"{part} of {whole}"
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -92,20 +135,41 @@ def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def _one_line(error: OmegaConfBaseException, path: Path | None) -> str:
+def all_settings(config: Any = None, prefix: str = "") -> dict[str, list[str]]:
+    """Every setting by its dotted key: the variants that have it, such as "trainer.loss.name=grpo"; none: all."""
+    config = Config() if config is None else config
+    found: dict[str, list[str]] = {}
+    for spec in dataclasses.fields(config):
+        value, key = getattr(config, spec.name), f"{prefix}{spec.name}"
+        if choice := spec.metadata.get("variants"):
+            for kind, names in choice.distinct().items():
+                for inner in all_settings(kind(), f"{key}."):
+                    found.setdefault(inner, []).extend(f"{key}.{choice.key}={name}" for name in names)
+        elif dataclasses.is_dataclass(value):
+            found |= all_settings(value, f"{key}.")
+        else:
+            found[key] = []
+    return found
+
+
+def _one_line(error: OmegaConfBaseException, place: str) -> str:
     message = first_line(error)
     key = error.full_key or error.key
-    if "not in" in message and key is not None:
-        place = f"{path} or an override" if path is not None else "an override"
-        nearest = _nearest_key(key)
-        hint = f"; did you mean {nearest}?" if nearest else ";"
-        return f"unknown key {key} in {place}{hint} docs/configuration.md lists all keys"
-    return f"{key}: {message}" if key is not None else message
+    if key is None:
+        return message
+    if "not in" not in message:
+        return f"{key}: {message}"
+    known = all_settings()
+    owners = [each for setting, names in known.items() if f"{setting}.".startswith(f"{key}.") for each in names]
+    if owners:
+        return f"{key} in {place} is a setting of {', '.join(dict.fromkeys(owners))} only; leave it out"
+    nearest = _nearest_key(key, list(known))
+    hint = f"; did you mean {nearest}?" if nearest else ";"
+    return f"unknown setting {key} in {place}{hint} docs/configuration.md lists all settings"
 
 
-def _nearest_key(key: str) -> str | None:
+def _nearest_key(key: str, keys: list[str]) -> str | None:
     """The key most like an unknown one: within its section if there is a similar name, else among all settings."""
-    keys = list(flatten_config(Config()))
     prefix = key[: key.rfind(".") + 1]
     names = {known.removeprefix(prefix).partition(".")[0] for known in keys if known.startswith(prefix)}
     if close := get_close_matches(key.removeprefix(prefix), sorted(names), n=1, cutoff=0.5):

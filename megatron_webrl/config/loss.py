@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_webrl.config.setting import setting
+from megatron_webrl.config.setting import ConfigError, setting
+
+LOSS_NAMES = ("grpo", "gspo", "cispo", "sapo", "dppo", "raft", "raft_plus_plus")
 
 
 @dataclass
 class LossConfig:
+    """Settings of every loss; the classes below add those of one loss."""
+
     name: str = setting(
         "grpo",
         "grpo: clipped surrogate, ratios per token; gspo: ratios per response; cispo: log-likelihood with clipped "
         "weights; sapo: sigmoid gate instead of a clip; dppo: bound of the divergence instead of the ratio; raft: "
         "log-likelihood of successes; raft_plus_plus: clipped surrogate of successes.",
-        choices=("grpo", "gspo", "cispo", "sapo", "dppo", "raft", "raft_plus_plus"),
+        choices=LOSS_NAMES,
     )
     normalizer: str = setting(
         "constant",
@@ -24,8 +29,36 @@ class LossConfig:
         ),
     )  # fmt: skip
     normalizer_constant: int = setting(
-        10, "The normalisers constant and async_webrl_constant divide by k steps.", low=1
+        10,
+        "The normalisers constant and async_webrl_constant divide by k steps.",
+        low=1,
+        only_with=("normalizer", "constant", "async_webrl_constant"),
     )
+    kl_coefficient: float = setting(
+        0.0, "Weight of the KL divergence from the policy at the start of RL; 0: none, and no reference is kept.", low=0
+    )
+    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus; 0: none.", low=0)
+    shuffle_advantages: bool = setting(
+        False,
+        "Control experiment: assign the advantages of a batch (raft, raft_plus_plus: the rewards) to its trajectories "
+        "at random, so that nothing can be learned.",
+    )
+
+    @property
+    def imitates_successes(self) -> bool:
+        """Whether only successes are trained, at advantage 1, without a baseline."""
+        return isinstance(self, ReplayConfig)
+
+    @property
+    def oldest_replayed(self) -> int:
+        """Versions back to which successes are imitated again."""
+        return self.replay_versions if isinstance(self, ReplayConfig) else 0
+
+
+@dataclass
+class OffPolicyLossConfig(LossConfig):
+    """Settings of a loss with ratios of policies: all but raft."""
+
     decoupled: bool = setting(
         True,
         "Clip against the policy at the start of the update and weight by proximal/behaviour; otherwise "
@@ -36,60 +69,111 @@ class LossConfig:
         "Proximal/behaviour weight of each token, geometric mean over a response, or product over a response; auto: "
         "geometric with gspo, else token.",
         choices=("auto", "token", "geometric", "product"),
+        only_with="decoupled",
     )
     importance_weight_floor: float = setting(
-        0.0, "Smallest proximal/behaviour weight inside the bounds; 0: none.", low=0, high=1
+        0.0,
+        "Smallest proximal/behaviour weight inside the bounds; 0: none.",
+        low=0,
+        high=1,
+        only_with="decoupled",
     )
-    importance_weight_cap: float = setting(5.0, "Cap of the proximal/behaviour weight.", above=1)
+    importance_weight_cap: float = setting(5.0, "Cap of the proximal/behaviour weight.", above=1, only_with="decoupled")
     importance_weight_mode: str = setting(
         "mask",
         "Tokens whose weight is outside of floor and cap are masked, or their weight is truncated to the bound.",
         choices=("mask", "truncate"),
-    )  # fmt: skip
+        only_with="decoupled",
+    )
     kl_rejection_bound: float = setting(
         0.0,
         "Responses whose KL estimate of behaviour and proximal policy exceeds this are masked; 0: none.",
         low=0,
+        only_with="decoupled",
     )
     kl_rejection_estimator: str = setting(
         "k3",
         "Estimator of that KL, mean over the response, w = proximal/behaviour. k1: - log w; k3: w - 1 - log w.",
         choices=("k1", "k3"),
+        only_with="kl_rejection_bound",
     )
     max_token_lag: int = setting(
         0, "Tokens of a policy more than this many versions older than the current one are masked; 0: none.", low=0
     )
+
+
+@dataclass
+class ClipConfig(OffPolicyLossConfig):
+    """cispo, and the base of grpo and gspo."""
+
     clip_low: float = setting(0.2, "Lower clip of the ratio, 1 - clip_low; gspo: about 3e-4.", above=0, high=1)
     clip_high: float = setting(0.2, "Upper clip of the ratio, 1 + clip_high; gspo: about 4e-4.", above=0)
+
+
+@dataclass
+class DualClipConfig(ClipConfig):
+    """grpo and gspo."""
+
     dual_clip: float = setting(
         3.0, "Bound of the surrogate as a multiple of a negative advantage; above 1, or 0 for none.", low=0
     )
+
+    def check(self) -> None:
+        if 0 < self.dual_clip <= 1:
+            raise ConfigError(
+                f"trainer.loss.dual_clip={self.dual_clip} would clip the ratio 1 itself; set it above 1, or 0 for none"
+            )
+
+
+@dataclass
+class SapoConfig(OffPolicyLossConfig):
     sapo_temperature_positive: float = setting(
         1.0, "Temperature of sapo's gate for positive advantages; higher: it closes sooner.", above=0
     )
     sapo_temperature_negative: float = setting(1.05, "The same for negative advantages.", above=0)
+
+
+@dataclass
+class DppoConfig(OffPolicyLossConfig):
     dppo_divergence: str = setting(
         "total_variation", "Divergence that dppo bounds, of the token against all others.",
         choices=("total_variation", "kl"),
     )  # fmt: skip
     dppo_bound: float = setting(0.15, "Largest divergence of a token up to which dppo moves away.", above=0)
-    kl_coefficient: float = setting(
-        0.0, "Weight of the KL divergence from the policy at the start of RL; 0: none, and no reference is kept.", low=0
-    )
-    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus; 0: none.", low=0)
-    raft_versions: int = setting(
-        0, "Number of earlier versions whose successes are imitated again (raft, raft_plus_plus).", low=0
-    )
-    shuffle_advantages: bool = setting(
-        False,
-        "Control experiment: assign the advantages of a batch (raft, raft_plus_plus: the rewards) to its trajectories "
-        "at random, so that nothing can be learned.",
-    )
 
-    @property
-    def imitates_successes(self) -> bool:
-        """Whether only successes are trained, at advantage 1, without a baseline."""
-        return self.name in ("raft", "raft_plus_plus")
+
+@dataclass
+class ReplayConfig:
+    """What raft and raft_plus_plus share, which imitate successes."""
+
+    replay_versions: int = setting(0, "Number of earlier versions whose successes are imitated again.", low=0)
+
+
+@dataclass
+class RaftConfig(ReplayConfig, LossConfig):
+    pass
+
+
+@dataclass
+class RaftPlusPlusConfig(ReplayConfig, OffPolicyLossConfig):
+    clip_high: float = setting(0.2, "Upper clip of the ratio, 1 + clip_high.", above=0)
+
+
+LOSSES: dict[str, type[LossConfig]] = {
+    "grpo": DualClipConfig,
+    "gspo": DualClipConfig,
+    "cispo": ClipConfig,
+    "sapo": SapoConfig,
+    "dppo": DppoConfig,
+    "raft": RaftConfig,
+    "raft_plus_plus": RaftPlusPlusConfig,
+}
+"""Settings of each loss, by trainer.loss.name."""
+
+
+def loss_config(name: str = "grpo", **settings: Any) -> Any:
+    """Settings of one loss; those that are left out have their defaults."""
+    return LOSSES[name](name=name, **settings)
 
 
 @dataclass
@@ -109,4 +193,13 @@ class RewardConfig:
         "the length window.",
         low=0,
     )
-    length_window: int = setting(512, "Length window: the last tokens before rollout.max_new_tokens.", low=1)
+    length_window: int = setting(
+        512,
+        "Length window: the last tokens before rollout.max_new_tokens.",
+        low=1,
+        only_with="length_penalty",
+    )
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.format_penalty or self.repetition_penalty or self.length_penalty)

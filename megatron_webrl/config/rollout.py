@@ -7,6 +7,9 @@ from typing import Any
 
 from megatron_webrl.config.setting import setting
 
+COMPACT_FORMATS = ("bare", "memory_compact")
+"""Values of rollout.context.response_format that suit rollout.context.compact."""
+
 
 @dataclass
 class ContextConfig:
@@ -16,7 +19,7 @@ class ContextConfig:
         "answer and a new turn, until the window is full.",
         choices=("sliding", "append"),
     )
-    rounds: int = setting(
+    history_turns: int = setting(
         4,
         "Rounds with screenshots in a prompt, at most: past rounds plus the current one. Older rounds become summary "
         "lines.",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.cluster import ClusterConfig
-from megatron_webrl.config.judge import JudgeConfig
-from megatron_webrl.config.rollout import RolloutConfig
-from megatron_webrl.config.setting import setting
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.engine_options import check_engine_options
+from megatron_webrl.config.judge import PROTOCOLS, JudgeConfig
+from megatron_webrl.config.loss import OffPolicyLossConfig
+from megatron_webrl.config.rollout import COMPACT_FORMATS, RolloutConfig
+from megatron_webrl.config.setting import ConfigError, check_sections, setting, variants
+from megatron_webrl.config.tasks import SOURCES, FileTasksConfig, LatencyConfig, TasksConfig
 from megatron_webrl.config.trainer import TrainerConfig
 
 
@@ -45,6 +49,10 @@ class RunConfig:
         " checkpoint resets the count. 0: the job ends.",
         low=0,
     )
+
+    def check(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ConfigError(f"run.name={self.name!r} is not a plain folder name")
 
 
 @dataclass
@@ -92,6 +100,24 @@ class EvaluationConfig:
         "Run no trainer: engines use every GPU of every node, and workers only evaluate model.path. `webrl eval`"
         " sets it.",
     )
+
+    def check(self) -> None:
+        if self.samples > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"evaluation.samples={self.samples} with evaluation.temperature=0 repeats the same episode; set "
+                "temperature above 0, or samples=1"
+            )
+        for name in ("blank_images", "greedy"):
+            if getattr(self, name) and not (self.before or self.after):
+                raise ConfigError(
+                    f"evaluation.{name}=true repeats evaluations before and after training, of which there is none; "
+                    "set evaluation.after=true as well"
+                )
+        if self.greedy and self.temperature == 0 and not self.only:
+            raise ConfigError(
+                "evaluation.greedy=true repeats what evaluation.temperature=0 evaluates already; set temperature above "
+                "0, or greedy to false"
+            )
 
 
 @dataclass
@@ -164,9 +190,9 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    tasks: TasksConfig = field(default_factory=TasksConfig)
+    tasks: TasksConfig = variants("source", SOURCES.classes, SOURCES.own)
     browser: BrowserConfig = field(default_factory=BrowserConfig)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    judge: JudgeConfig = variants("protocol", PROTOCOLS)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     ring: RingConfig = field(default_factory=RingConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
@@ -217,7 +243,7 @@ class Config:
     def weights_through_host(self) -> bool:
         """Whether weights travel through the memory of the hosts; without GPUs they are nowhere else."""
         transport, cluster = self.weights.transport, self.cluster
-        return transport == "host" or (transport == "auto" and (cluster.shared_gpus or not cluster.gpus_per_node))
+        return transport == "host" or (transport == "auto" and (cluster.colocate or not cluster.gpus_per_node))
 
     @property
     def ranks_per_engine(self) -> int:
@@ -242,14 +268,14 @@ class Config:
     @property
     def engine_gpus_per_node(self) -> int:
         """GPUs of each node for engines; all of them if no trainer runs, or if it shares them."""
-        every = self.evaluation.only or self.cluster.shared_gpus
+        every = self.evaluation.only or self.cluster.colocate
         return self.cluster.gpus_per_node if every else self.cluster.engine_gpus_per_node
 
     @property
     def trainer_gpus_per_node(self) -> int:
         """GPUs of each node for trainer ranks; none if no trainer runs."""
         cluster = self.cluster
-        own = cluster.gpus_per_node - (0 if cluster.shared_gpus else cluster.engine_gpus_per_node)
+        own = cluster.gpus_per_node - (0 if cluster.colocate else cluster.engine_gpus_per_node)
         return 0 if self.evaluation.only else own
 
     @property
@@ -270,3 +296,242 @@ class Config:
             return 0
         replica = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel
         return replica * trainer.data_parallel
+
+
+def check_combinations(config: Config) -> None:
+    """Check every setting, and settings of different sections against each other. Raises ConfigError.
+
+    A configuration that only evaluates trains nothing: what is of training alone is not checked then.
+    """
+    check_sections(config)
+    check_engine_options(config.rollout.engine_options, in_training=config.trainer_feeds_engines)
+    for check in (_check_waits, _check_engines, _check_context, _check_browser, _check_evaluation):
+        check(config)
+    if not config.evaluation.only:
+        for check in (_check_batch, _check_loss, _check_credit, _check_distillation, _check_warm_start):
+            check(config)
+
+
+def _check_waits(config: Config) -> None:
+    """Check that run.hang_timeout_seconds exceeds every wait in which a role makes no progress."""
+    joining = 2 * config.weights.timeout_seconds + 60  # one timeout to form a link, one to compare plans
+    for name, seconds in (
+        ("run.startup_timeout_seconds", config.run.startup_timeout_seconds),
+        ("twice weights.timeout_seconds, and 60", joining),
+    ):
+        if 0 < config.run.hang_timeout_seconds <= seconds:
+            raise ConfigError(
+                f"run.hang_timeout_seconds={config.run.hang_timeout_seconds:g} is not above {name}, {seconds:g}, for "
+                "which a role may make no progress; raise it, or set it to 0 for no limit"
+            )
+
+
+def _check_engines(config: Config) -> None:
+    rollout, trainer, tokens = config.rollout, config.trainer, config.rollout.max_num_batched_tokens
+    if not config.evaluation.only and rollout.min_engines > rollout.engines:
+        raise ConfigError(
+            f"rollout.min_engines={rollout.min_engines} is above rollout.engines={rollout.engines}; lower it"
+        )
+    if rollout.max_new_tokens >= rollout.max_model_len:
+        raise ConfigError(
+            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
+            f"rollout.max_model_len={rollout.max_model_len}; lower it or raise max_model_len"
+        )
+    if rollout.max_model_len > trainer.tokens_per_microbatch:
+        raise ConfigError(
+            f"trainer.tokens_per_microbatch={trainer.tokens_per_microbatch} cannot hold a sample of "
+            f"rollout.max_model_len={rollout.max_model_len} tokens; raise it or lower max_model_len"
+        )
+    if 0 < tokens < config.requests_per_engine:
+        name = "rollout.max_num_seqs" if rollout.max_num_seqs else "the episodes in flight of a worker"
+        raise ConfigError(
+            f"rollout.max_num_batched_tokens={tokens} is less than {name}={config.requests_per_engine}, each of which "
+            "needs a token in every step; raise it"
+        )
+    if rollout.mm_encoder_tp_mode != "data" and rollout.tensor_parallel == 1 and not config.evaluation.only:
+        raise ConfigError(
+            f"rollout.mm_encoder_tp_mode={rollout.mm_encoder_tp_mode} has no effect with rollout.tensor_parallel=1; "
+            "leave it out"
+        )
+    kernel = trainer.attention
+    if kernel in ("varlen", "flash"):
+        for name, value, needed in (
+            ("model.dtype", config.model.dtype, "bfloat16"), ("model.platform", config.model.platform, "cuda")
+        ):  # fmt: skip
+            if value not in (needed, "auto"):
+                raise ConfigError(
+                    f"trainer.attention={kernel} needs {name}={needed}, not {value}; set it, or trainer.attention=auto"
+                )
+
+
+def _check_context(config: Config) -> None:
+    rollout, context = config.rollout, config.rollout.context
+    if rollout.mode != "async" and rollout.max_staleness not in (config.staleness_limit, RolloutConfig().max_staleness):
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness} has no meaning with rollout.mode={rollout.mode}, whose "
+            f"groups lag {config.staleness_limit} behind; leave it out, or set rollout.mode=async"
+        )
+    if context.policy == "append" and context.history_turns == 1:
+        raise ConfigError(
+            "rollout.context.history_turns=1 leaves no room to append to (rollout.context.policy=append); set "
+            "history_turns to at least 2, or policy to sliding"
+        )
+    if context.compact and context.response_format not in ("vanilla", *COMPACT_FORMATS):
+        raise ConfigError(
+            f"rollout.context.response_format={context.response_format} has no effect with "
+            "rollout.context.compact=true, whose responses are bare tool calls; set it to bare or memory_compact, or "
+            "compact to false"
+        )
+
+
+def _check_browser(config: Config) -> None:
+    browser, tasks = config.browser, config.tasks
+    if browser.marks and config.trainer.warm_start.demonstrations:
+        raise ConfigError(
+            f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}, but scripts act by "
+            "coordinates; set demonstrations to 0, or browser.marks=false"
+        )
+    for name, usual in (("latency", LatencyConfig()), ("offline_websites", False)):
+        if browser.farm and getattr(tasks, name) != usual:
+            raise ConfigError(
+                f"tasks.{name} has no effect with browser.farm={browser.farm}: give it to the browser servers instead"
+            )
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation, tasks = config.evaluation, config.tasks
+    if not evaluation.episodes and not (tasks.from_files or tasks.from_import_path):
+        raise ConfigError(
+            f"evaluation.episodes=0 means all rows of a test file, which tasks.source={tasks.source} has not; set it "
+            "to at least 1"
+        )
+    if not isinstance(tasks, FileTasksConfig) or tasks.from_import_path:
+        return
+    if not (tasks.train_file or tasks.test_file):
+        raise ConfigError(f"tasks.source={tasks.source} needs tasks.train_file, tasks.test_file or both")
+    if not tasks.train_file and not evaluation.only:
+        raise ConfigError(f"tasks.source={tasks.source} needs tasks.train_file for training; name the file")
+    if not tasks.test_file and (evaluation.before or evaluation.after or evaluation.every):
+        raise ConfigError(
+            f"tasks.source={tasks.source} needs tasks.test_file for evaluations; name the file, or turn "
+            "evaluation.before, evaluation.after and evaluation.every off"
+        )
+
+
+def _check_batch(config: Config) -> None:
+    """Check the groups of a batch, and the updates and ranks that are profiled."""
+    rollout, trainer = config.rollout, config.trainer
+    if not trainer.without_baseline:
+        if rollout.group_size < 2:
+            raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
+        if rollout.group_size < trainer.min_valid_episodes:
+            raise ConfigError(
+                f"trainer.min_valid_episodes={trainer.min_valid_episodes} exceeds rollout.group_size="
+                f"{rollout.group_size}; lower it"
+            )
+        if trainer.minibatches > trainer.groups_per_update:
+            raise ConfigError(
+                f"trainer.minibatches={trainer.minibatches} exceeds trainer.groups_per_update="
+                f"{trainer.groups_per_update}, and groups stay whole; lower it"
+            )
+    for name, values, low, high in (
+        ("updates", trainer.profile.updates, 1, trainer.updates),
+        ("ranks", trainer.profile.ranks, 0, config.trainer_world_size - 1),
+    ):
+        if outside := [value for value in values if trainer.profile.updates and not low <= value <= high]:
+            raise ConfigError(f"trainer.profile.{name}={values}: {outside[0]} is not between {low} and {high}")
+
+
+def _check_loss(config: Config) -> None:
+    loss, reward = config.trainer.loss, config.trainer.reward
+    oldest = config.staleness_limit + loss.oldest_replayed
+    if isinstance(loss, OffPolicyLossConfig) and loss.max_token_lag and loss.max_token_lag >= oldest:
+        raise ConfigError(
+            f"trainer.loss.max_token_lag={loss.max_token_lag} masks nothing: no trained token is more than {oldest} "
+            "versions old (rollout.max_staleness, rollout.mode, trainer.loss.replay_versions); lower it, or set it to 0"
+        )
+    if reward.length_penalty and reward.length_window > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"trainer.reward.length_window={reward.length_window} exceeds "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}; lower it"
+        )
+
+
+def _check_credit(config: Config) -> None:
+    """Check trainer.advantage, and what a loss or a teacher without advantages of rewards leaves without effect."""
+    trainer, advantage, usual = config.trainer, config.trainer.advantage, TrainerConfig()
+    if cause := trainer.without_baseline:
+        for name in ("advantage", "reward", "zero_variance_groups", "min_valid_episodes"):
+            if changed := _first_changed(f"trainer.{name}", getattr(trainer, name), getattr(usual, name)):
+                raise ConfigError(f"{changed} has no effect with {cause}, which has no advantages; leave it out")
+        if trainer.distillation.alone and trainer.loss.shuffle_advantages:
+            raise ConfigError(f"trainer.loss.shuffle_advantages has no effect with {cause}; leave it at false")
+        return
+    if not trainer.reward.has_penalties and (advantage.name == "gdpo" or getattr(advantage, "penalties", "") == "step"):
+        name = "name=gdpo" if advantage.name == "gdpo" else "penalties=step"
+        raise ConfigError(
+            f"trainer.advantage.{name} has no effect with no penalty: all of trainer.reward.* are 0; leave it out"
+        )
+    if _longest_episode(config.tasks) == 1:
+        for name, value in (("discount", 1.0), ("gae_lambda", CriticConfig.gae_lambda)):
+            if getattr(advantage, name, value) != value:
+                raise ConfigError(
+                    f"trainer.advantage.{name}={getattr(advantage, name)} has no effect with tasks of one step "
+                    f"(tasks.max_steps); leave it at {value}"
+                )
+    if advantage.overlong == "mask" and trainer.zero_variance_groups == "keep":
+        raise ConfigError(
+            "trainer.advantage.overlong=mask could leave nothing to train of the groups that "
+            "trainer.zero_variance_groups=keep keeps; set the latter to drop"
+        )
+    if trainer.critic and trainer.loss.shuffle_advantages:
+        raise ConfigError(
+            "trainer.loss.shuffle_advantages has no effect with a critic (trainer.advantage.name), which computes the "
+            "advantages after the samples are made; leave it at false"
+        )
+
+
+def _first_changed(key: str, value: Any, usual: Any) -> str:
+    """The first setting that differs from its default, with its value; empty if none does."""
+    if not is_dataclass(usual):
+        return f"{key}={value}" if value != usual else ""
+    if type(value) is not type(usual):
+        return f"{key}.name={value.name}"
+    found = (
+        _first_changed(f"{key}.{each.name}", getattr(value, each.name), getattr(usual, each.name))
+        for each in fields(usual)
+    )
+    return next(filter(None, found), "")
+
+
+def _longest_episode(tasks: TasksConfig) -> int | None:
+    """The highest step limit of training; None if a source of the user's own has its own."""
+    if tasks.from_import_path:
+        return None
+    limit = tasks.growing_steps.max if tasks.growing_steps.interval else tasks.max_steps
+    return max(limit, *tasks.max_steps_by_difficulty.values(), 1)
+
+
+def _check_distillation(config: Config) -> None:
+    settings, loss = config.trainer.distillation, config.trainer.loss
+    if settings.coefficient and loss.imitates_successes:
+        raise ConfigError(
+            f"trainer.distillation.coefficient={settings.coefficient} gives each token an advantage, and "
+            f"trainer.loss.name={loss.name} has none; choose another loss, or set the coefficient to 0"
+        )
+    if settings.coefficient and config.rollout.temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature} differs from the temperature of the teacher's "
+            "log-probabilities, which is 1 (trainer.distillation); set it to 1"
+        )
+
+
+def _check_warm_start(config: Config) -> None:
+    if config.tasks.source == "miniwob" or config.tasks.from_import_path:
+        return
+    for name, act in (("premature_submit_probability", "submit too early"), ("stall_probability", "stall")):
+        if value := getattr(config.trainer.warm_start, name):
+            raise ConfigError(
+                f"trainer.warm_start.{name}={value}, but only scripts of tasks.source=miniwob, or of an import path, "
+                f"{act}; set it to 0"
+            )

@@ -1,10 +1,15 @@
-"""Settings of tasks: source, sampler, simulated latency."""
+"""Settings of tasks: source, sampler, simulated latency. The class of a section tasks depends on tasks.source."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_webrl.config.setting import setting
+from megatron_webrl.config.setting import ConfigError, Variants, setting
+from megatron_webrl.types import DIFFICULTIES
+from megatron_webrl.util.text import close_matches
 
 PAGE_SOURCES = ("miniwob", "sites")  # with environments and pages of their own; other sources draw rows
 FILE_SOURCES = ("webgym", "online_mind2web", "webvoyager", "file")  # formats of task files; file: by tasks.fields alone
@@ -27,19 +32,36 @@ class SamplerConfig:
         choices=("uniform", "ratio", "curriculum", "near_target"),
     )
     weights: dict[str, float] = setting(
-        {}, "ratio: relative frequency of environments, such as {click-test: 2}; those left out: 1."
+        {},
+        "Relative frequency of environments, such as {click-test: 2}; those left out: 1.",
+        only_with=("name", "ratio"),
     )
     difficulty_weights: dict[str, float] = setting(
         {},
-        "ratio: relative frequency of difficulties, such as {easy: 2, medium: 5, hard: 3}, shared equally"
+        "Relative frequency of difficulties, such as {easy: 2, medium: 5, hard: 3}, shared equally"
         " by their environments or tasks; those left out: 1.",
+        only_with=("name", "ratio"),
     )
-    target: float = setting(0.45, "Pass rate that near_target aims at.", low=0, high=1)
+    target: float = setting(
+        0.45, "Pass rate that near_target aims at.", low=0, high=1, only_with=("name", "near_target")
+    )
     per: str = setting(
         "task",
         "Tasks from files: the unit that is drawn and whose pass rate is estimated; a task is then drawn from it.",
         choices=("task", "website", "difficulty"),
     )
+
+    def check(self) -> None:
+        for key in ("weights", "difficulty_weights"):
+            for name, weight in getattr(self, key).items():
+                if not (weight >= 0 and math.isfinite(weight)):
+                    raise ConfigError(f"tasks.sampler.{key}.{name}={weight} must be a number of at least 0")
+        check_names("tasks.sampler.difficulty_weights", self.difficulty_weights, DIFFICULTIES, ", ".join(DIFFICULTIES))
+        if self.name == "ratio" and bool(self.weights) == bool(self.difficulty_weights):
+            raise ConfigError(
+                "tasks.sampler.name=ratio needs either tasks.sampler.weights or tasks.sampler.difficulty_weights; "
+                f"{'both are' if self.weights else 'neither is'} given"
+            )
 
 
 @dataclass
@@ -48,33 +70,30 @@ class GrowingStepsConfig:
     initial + int(n * (max - initial) / N)."""
 
     interval: int = setting(0, "Updates between increases of the step limit of training; 0: it does not grow.", low=0)
-    initial: int = setting(10, "First step limit.", low=1)
-    max: int = setting(30, "Last step limit.", low=1)
-    cap_step: int = setting(100, "Update from which on the last step limit holds.", low=1)
+    initial: int = setting(10, "First step limit.", low=1, only_with="interval")
+    max: int = setting(30, "Last step limit.", low=1, only_with="interval")
+    cap_step: int = setting(100, "Update from which on the last step limit holds.", low=1, only_with="interval")
+
+    def check(self) -> None:
+        if self.interval and self.cap_step < self.interval:
+            raise ConfigError(
+                f"tasks.growing_steps.cap_step={self.cap_step} is below tasks.growing_steps.interval="
+                f"{self.interval}: the limit would never grow; raise it"
+            )
+        if self.max < self.initial:
+            raise ConfigError(
+                f"tasks.growing_steps.max={self.max} is below tasks.growing_steps.initial={self.initial}; raise it"
+            )
 
 
 @dataclass
 class TasksConfig:
+    """Settings of every source; the classes below add those of one kind."""
+
     source: str = setting(
         "miniwob",
         "Where tasks come from: miniwob, sites, a format of task files (webgym, online_mind2web, webvoyager, file), "
         "or the import path of a source, such as my_package.my_source:Source.",
-    )
-    environments: list[str] = setting(
-        ["click-test"], "Environments of the source, drawn by tasks.sampler; task files have none."
-    )
-    train_file: str = setting(
-        "", "Tasks of training: a JSONL or Parquet file, or a datasets folder or hub name with its split (NAME:SPLIT)."
-    )
-    test_file: str = setting("", "Tasks of evaluation, in order; of the same kinds.")
-    fields: dict[str, str] = setting(
-        {},
-        "Field of the task files for fields of a task (id, instruction, website, benchmark, domain, subdomain, "
-        "difficulty, facts, answer), such as {instruction: goal}; replaces the format's own.",
-    )
-    allow_shared_websites: bool = setting(False, "Permit websites that are in both task files.")
-    block_hours: float = setting(
-        12.0, "Hours for which training draws no tasks of a website that blocked the agent; 0: none.", low=0
     )
     max_steps: int = setting(10, "Step limit of an episode.", low=1)
     max_steps_by_difficulty: dict[str, int] = setting(
@@ -100,3 +119,104 @@ class TasksConfig:
     def from_import_path(self) -> bool:
         """Whether tasks.source is an import path, such as my_package.my_source:Source."""
         return ":" in self.source
+
+    def check(self) -> None:
+        for key in ("max_steps_by_difficulty", "evaluation_max_steps_by_difficulty"):
+            limits = getattr(self, key)
+            check_names(f"tasks.{key}", limits, DIFFICULTIES, ", ".join(DIFFICULTIES))
+            for difficulty, steps in limits.items():
+                if steps < 1:
+                    raise ConfigError(f"tasks.{key}.{difficulty}={steps} must be at least 1")
+        if self.growing_steps.interval and not self.from_import_path and self.max_steps != TasksConfig().max_steps:
+            raise ConfigError(
+                f"tasks.max_steps={self.max_steps} has no effect with tasks.growing_steps.interval="
+                f"{self.growing_steps.interval}, whose limits replace it; leave it out"
+            )
+
+
+@dataclass
+class PageTasksConfig(TasksConfig):
+    """miniwob and sites: environments with pages of their own."""
+
+    environments: list[str] = setting(["click-test"], "Environments of the source, drawn by tasks.sampler.")
+
+    def check(self) -> None:
+        super().check()
+        sampler = self.sampler
+        if not self.environments:
+            raise ConfigError("tasks.environments is empty; name at least one environment")
+        if sampler.per != SamplerConfig().per:
+            raise ConfigError(
+                f"tasks.sampler.per={sampler.per} has no effect on tasks.source={self.source}, which has no task "
+                "file; leave it out"
+            )
+        check_names("tasks.sampler.weights", sampler.weights, self.environments, "tasks.environments")
+        if not any(sampler.weights.get(name, 1.0) for name in self.environments):
+            raise ConfigError("tasks.sampler.weights is 0 for every one of tasks.environments; raise one")
+
+
+@dataclass
+class FileTasksConfig(TasksConfig):
+    """Task files."""
+
+    train_file: str = setting(
+        "", "Tasks of training: a JSONL or Parquet file, or a datasets folder or hub name with its split (NAME:SPLIT)."
+    )
+    test_file: str = setting("", "Tasks of evaluation, in order; of the same kinds.")
+    fields: dict[str, str] = setting(
+        {},
+        "Field of the task files for fields of a task (id, instruction, website, benchmark, domain, subdomain, "
+        "difficulty, facts, answer), such as {instruction: goal}; replaces the format's own.",
+    )
+    allow_shared_websites: bool = setting(False, "Permit websites that are in both task files.")
+    block_hours: float = setting(
+        12.0, "Hours for which training draws no tasks of a website that blocked the agent; 0: none.", low=0
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.from_import_path:
+            return
+        sampler = self.sampler
+        if self.latency != LatencyConfig() and not self.offline_websites:
+            raise ConfigError(
+                f"tasks.latency has no effect on tasks.source={self.source} without tasks.offline_websites=true; "
+                "leave it out"
+            )
+        if sampler.weights:
+            raise ConfigError(
+                f"tasks.sampler.weights={sampler.weights} are weights of environments, which tasks.source="
+                f"{self.source} does not have; use tasks.sampler.difficulty_weights"
+            )
+        if sampler.name == "ratio" and sampler.per != SamplerConfig().per:
+            raise ConfigError(
+                f"tasks.sampler.per={sampler.per} has no effect on tasks.sampler.name=ratio, which draws difficulties; "
+                "leave it out"
+            )
+
+
+@dataclass
+class OwnTasksConfig(FileTasksConfig):
+    """A source of the user's own: it reads the settings that it likes."""
+
+    environments: list[str] = setting([], "Environments of the source, drawn by tasks.sampler.")
+
+
+SOURCES = Variants(
+    "source",
+    dict.fromkeys(PAGE_SOURCES, PageTasksConfig) | dict.fromkeys(FILE_SOURCES, FileTasksConfig),
+    OwnTasksConfig,
+)
+"""Settings of each source, by tasks.source."""
+
+
+def tasks_config(source: str = "miniwob", **settings: Any) -> Any:
+    """Settings of one source; those that are left out have their defaults. Raises ConfigError for an unknown source."""
+    return SOURCES.choose("tasks", source)(source=source, **settings)
+
+
+def check_names(key: str, names: Mapping[str, object], known: Sequence[str], allowed: str) -> None:
+    """Raise ConfigError for the first name that is not known."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{key}: {name!r} is not one of {allowed}{close_matches(name, known)}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
+from megatron_webrl.config.advantage import ADVANTAGES, AdvantageConfig, CriticConfig
 from megatron_webrl.config.distillation import DistillationConfig
-from megatron_webrl.config.loss import LossConfig, RewardConfig
-from megatron_webrl.config.setting import setting
+from megatron_webrl.config.loss import LOSSES, LossConfig, RewardConfig
+from megatron_webrl.config.setting import setting, variants
 
 WARM_START_TIMEOUT_SECONDS = 3600.0  # limit of the whole warm start, demonstrations included
 
@@ -65,7 +65,9 @@ class CheckpointConfig:
 class WarmStartConfig:
     demonstrations: int = setting(0, "Scripted episodes to imitate before RL; 0: none.", low=0)
     demonstrations_file: str = setting(
-        "", "File written by `webrl demonstrate`; empty: the first worker makes the demonstrations."
+        "",
+        "File written by `webrl demonstrate`; empty: the first worker makes the demonstrations.",
+        only_with="demonstrations",
     )
     premature_submit_probability: float = setting(
         0.0,
@@ -74,15 +76,12 @@ class WarmStartConfig:
         low=0,
         high=1,
     )
-    dither_probability: float = setting(
+    stall_probability: float = setting(
         0.0,
-        "Probability that an episode dithers: once its work is done, it acts again or waits instead of submitting. For "
+        "Probability that an episode stalls: once its work is done, it acts again or waits instead of submitting. For "
         "pages that end with a submit button. Above 0, failed episodes are imitated too.",
         low=0,
         high=1,
-    )
-    dither_persistence: float = setting(
-        0.98, "Probability that an episode that has dithered at a step dithers at its next chance too.", low=0, high=1
     )
     epochs: int = setting(1, "Passes over the demonstrations.", low=1)
     samples_per_update: int = setting(32, "Steps of episodes in one optimizer step.", low=1)
@@ -170,10 +169,10 @@ class TrainerConfig:
     zero_variance_groups: str = setting(
         "drop",
         "Groups of one outcome: drop and replace them, or keep them (they carry no gradient of the rewards; with "
-        "trainer.advantage.components=apart that of their penalties, with trainer.critic that of all of their steps).",
+        "trainer.advantage.name=gdpo that of their penalties, with critic that of all of their steps).",
         choices=("drop", "keep"),
     )
-    min_group: int = setting(
+    min_valid_episodes: int = setting(
         2,
         "Episodes of a group that must be trainable, not masked; a group with fewer is dropped and replaced.",
         low=2,
@@ -185,14 +184,18 @@ class TrainerConfig:
         above=0,
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
+    loss: LossConfig = variants("name", LOSSES)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    advantage: AdvantageConfig = variants("name", ADVANTAGES)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def critic(self) -> CriticConfig | None:
+        """The step critic, if there is one."""
+        return self.advantage if isinstance(self.advantage, CriticConfig) else None
 
     @property
     def without_baseline(self) -> str:

@@ -18,8 +18,7 @@ import openai
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from megatron_webrl.config.judge import TOKEN_LIMITS, JudgeConfig, JudgeModelConfig
-from megatron_webrl.config.limits import check_limits
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge.budget import Usage, UsageMeter
 from megatron_webrl.judge.openai_client import is_transient, open_client
 from megatron_webrl.judge.replies import UnusableReply
@@ -77,7 +76,7 @@ class JudgeModel:
 
         Prices and options follow the name, and the key variable the endpoint: those of another one would be wrong.
         """
-        own: JudgeModelConfig = getattr(settings, slot)
+        own: JudgeModelConfig = getattr(settings, slot, settings.verdict)
         base = settings.verdict
         for key in ("name", "url"):
             if not getattr(own, key) and not getattr(base, key):
@@ -130,7 +129,7 @@ class JudgeClient:
 
     def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
         """Raises ConfigError for a missing model, endpoint or key, and for settings beyond their limits."""
-        check_limits(settings, "judge.")
+        check_sections(settings, "judge.")
         self._settings, self._meter = settings, meter
         self.models = {slot: JudgeModel.resolve(settings, slot) for slot in SLOTS}
         self._slots = asyncio.Semaphore(settings.concurrency)

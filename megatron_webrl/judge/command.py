@@ -61,11 +61,10 @@ def load_judge_config(path: Path | None, overrides: Sequence[str], of_run: bool 
     from omegaconf.errors import OmegaConfBaseException
 
     from megatron_webrl.config.judge import JudgeConfig
-    from megatron_webrl.config.limits import check_limits
+    from megatron_webrl.config.load import merge_config
+    from megatron_webrl.config.setting import check_sections
     from megatron_webrl.util.text import first_line
 
-    if bad := [override for override in overrides if "=" not in override]:
-        raise ConfigError(f"override {bad[0]!r} is not of the form key=value")
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
         if not isinstance(found or {}, dict):
@@ -73,15 +72,14 @@ def load_judge_config(path: Path | None, overrides: Sequence[str], of_run: bool 
         section = found.get("judge", {}) if "judge" in (found or {}) else found or {}
         if of_run and section.get("evaluators") == JudgeConfig().evaluators:
             section = {key: value for key, value in section.items() if key != "evaluators"}
-        own = OmegaConf.from_dotlist([override.removeprefix("judge.") for override in overrides])
-        base = OmegaConf.structured(JudgeConfig(evaluators=["judge"]))
-        settings = OmegaConf.to_object(OmegaConf.merge(base, section, own))
+        file = OmegaConf.create({"judge": {"evaluators": ["judge"], **section}})
     except OSError as error:
         raise ConfigError(f"--config={path} cannot be read: {error.strerror}") from error
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path or 'overrides'}: section judge: {first_line(error)}") from error
-    assert isinstance(settings, JudgeConfig)
-    check_limits(settings, "judge.")
+    own = [f"judge.{override.removeprefix('judge.')}" for override in overrides]
+    settings = merge_config(file, own, str(path or "overrides")).judge
+    check_sections(settings, "judge.")
     return settings
 
 

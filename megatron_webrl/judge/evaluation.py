@@ -118,7 +118,7 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
 
                 parts.append((name, _by_judge((await stack.enter_async_context(Judge(settings, meter))).judge)))
             elif name == "page":
-                parts.append((name, _by_page(settings.success_at)))
+                parts.append((name, _by_page(settings.reward_threshold)))
             elif name in _BY_ANSWER:
                 parts.append((name, _by_answer(name, _BY_ANSWER[name])))
             else:
@@ -141,11 +141,11 @@ def load_function(path: str) -> Callable[[Trajectory], Any]:
     return function
 
 
-def _by_page(success_at: float) -> Evaluate:
+def _by_page(reward_threshold: float) -> Evaluate:
     """The page's reward, else the task's answer; decides if there is one of them."""
 
     async def evaluate(trajectory: Trajectory) -> Opinion:
-        verdict = page_verdict(trajectory, success_at)
+        verdict = page_verdict(trajectory, reward_threshold)
         known = trajectory.page_reward is not None or trajectory.task.answer is not None
         return Opinion(verdict, known and verdict.outcome in TRAINABLE_OUTCOMES)
 

@@ -22,15 +22,16 @@ def outcome(
     end_reason: str,
     reference: str | None = None,
     answer: str | None = None,
-    success_at: float = 0.0,
+    reward_threshold: float = 0.0,
 ) -> str:
     """Return "success" or "failure" for a regular end of the episode, otherwise the reason that masks it.
 
-    `reward` is the page's, None if it gave none; a success has at least `success_at`, and more than 0. `end_reason` is
-    one of REGULAR_ENDS, or the name of a fault (browser_error, engine_error, episode_timeout, context_overflow, ...),
-    which is returned. Fails closed: a page that ends an episode without a reward, or with a reward that is not finite,
-    masks it. A task with a `reference` succeeds only by a matching `answer` on a page that gave no reward: there a
-    reward of the page itself marks a wrong action. Raises ValueError if `end_reason` is empty or itself a verdict.
+    `reward` is the page's, None if it gave none; a success has at least `reward_threshold`, and more than 0.
+    `end_reason` is one of REGULAR_ENDS, or the name of a fault (browser_error, engine_error, episode_timeout,
+    context_overflow, ...), which is returned. Fails closed: a page that ends an episode without a reward, or with a
+    reward that is not finite, masks it. A task with a `reference` succeeds only by a matching `answer` on a page that
+    gave no reward: there a reward of the page itself marks a wrong action. Raises ValueError if `end_reason` is empty
+    or itself a verdict.
     """
     if not end_reason or end_reason in TRAINABLE_OUTCOMES:
         raise ValueError(f"end_reason={end_reason!r} does not say how the episode ended")
@@ -42,13 +43,13 @@ def outcome(
         return "no_reward" if end_reason == DONE else "failure"
     if not math.isfinite(reward):
         return "bad_reward"
-    return "success" if reward > 0 and reward >= success_at and reference is None else "failure"
+    return "success" if reward > 0 and reward >= reward_threshold and reference is None else "failure"
 
 
-def page_verdict(trajectory: Trajectory, success_at: float = 0.0) -> Verdict:
+def page_verdict(trajectory: Trajectory, reward_threshold: float = 0.0) -> Verdict:
     """The verdict of an episode by the page's reward, else by the task's answer."""
     task = trajectory.task
-    decided = outcome(trajectory.page_reward, trajectory.end_reason, task.answer, trajectory.answer, success_at)
+    decided = outcome(trajectory.page_reward, trajectory.end_reason, task.answer, trajectory.answer, reward_threshold)
     reward = "none" if trajectory.page_reward is None else f"{trajectory.page_reward:g}"
     return Verdict(decided, "page", reason=f"end: {trajectory.end_reason}; reward of the page: {reward}")
 

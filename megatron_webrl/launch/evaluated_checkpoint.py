@@ -13,6 +13,7 @@ from types import FrameType
 from megatron_webrl.config.load import parse_config, resolve_cluster_sizes
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import FileTasksConfig
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.model.convert.conversion import HF_FOLDER, ConversionOptions, find_checkpoint, megatron_to_hf
 from megatron_webrl.track.latest_checkpoint import FALLBACK_PREFIX, fallback_links, find_latest_checkpoint
@@ -112,7 +113,7 @@ def parse_evaluation_config(checkpoint: EvaluatedCheckpoint, arguments: Sequence
     config.model = replace(config.model, path=str(folder), checkpoint="")
     warm_start = config.trainer.warm_start
     config.trainer.warm_start = replace(warm_start, demonstrations=0, demonstrations_file="")
-    if config.tasks.from_files:
+    if isinstance(config.tasks, FileTasksConfig) and config.tasks.from_files:
         config.tasks.train_file = ""  # not read; its machine may not have it
     config.evaluation = replace(config.evaluation, before=False, after=True, every=0)
     return config

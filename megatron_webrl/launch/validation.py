@@ -9,24 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.config.browser_checks import check_browser_settings, check_browser_user
-from megatron_webrl.config.engine_options import check_engine_option_names, check_engine_options
-from megatron_webrl.config.limits import check_limits
+from megatron_webrl.config.browser import check_browser_user
+from megatron_webrl.config.engine_options import check_engine_option_names
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.config.rollout import RolloutConfig
-from megatron_webrl.config.schema import Config
+from megatron_webrl.config.schema import Config, check_combinations
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.trainer import TrainerConfig, WarmStartConfig
-from megatron_webrl.launch.credit_checks import check_credit
-from megatron_webrl.launch.distillation_checks import check_distillation
-from megatron_webrl.launch.loss_validation import check_loss
+from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.model.vision_language.routing_replay import check_routing_replay
 from megatron_webrl.placement.memory_estimate import check_memory, estimate_memory
 from megatron_webrl.placement.parallel_layout import check_parallel_layout
 from megatron_webrl.placement.placement import check_cluster
-from megatron_webrl.rollout.responses import COMPACT_FORMS
-from megatron_webrl.tasks.sampler.checks import check_tasks
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError, latest_checkpoint
 from megatron_webrl.trainer.checkpoint.resume_check import check_resumable, needs_initial_weights
 
@@ -63,24 +56,12 @@ def check_config(config: Config) -> None:
 
 def check_settings(config: Config, description: dict[str, Any]) -> None:
     """Check what needs nothing of this machine. `description`: the model's config.json. Raises ConfigError."""
-    check_limits(config, "")
-    if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
-        raise ConfigError(f"run.name={config.run.name!r} is not a plain folder name")
-    if not config.evaluation.only and config.rollout.min_engines > config.rollout.engines:
-        raise ConfigError(
-            f"rollout.min_engines={config.rollout.min_engines} is above rollout.engines={config.rollout.engines}; "
-            "lower it"
-        )
+    check_combinations(config)
     check_parallel_layout(config, description)
-    _check_attention(config)
     check_routing_replay(config, description)
     check_cluster(config)
-    if config.cluster.shared_gpus and config.model.platform != "cpu":
+    if config.cluster.colocate and config.model.platform != "cpu":
         check_memory(config, estimate_memory(config, description))  # else one role takes the memory of the other
-    _check_hang(config)
-    _check_warm_start(config)
-    _check_rollout(config)
-    _check_evaluation(config)
 
 
 def _check_resume(config: Config) -> None:
@@ -102,22 +83,16 @@ def _check_resume(config: Config) -> None:
     _check_architecture(checkpoint, "run.resume=true: the newest checkpoint", config)
 
 
-def _check_hang(config: Config) -> None:
-    """Check that run.hang_timeout_seconds exceeds every wait in which a role makes no progress."""
-    joining = 2 * config.weights.timeout_seconds + 60  # one timeout to form a link, one to compare plans
-    for name, seconds in (
-        ("run.startup_timeout_seconds", config.run.startup_timeout_seconds),
-        ("twice weights.timeout_seconds, and 60", joining),
-    ):
-        if 0 < config.run.hang_timeout_seconds <= seconds:
-            raise ConfigError(
-                f"run.hang_timeout_seconds={config.run.hang_timeout_seconds:g} is not above {name}, {seconds:g}, for "
-                "which a role may make no progress; raise it, or set it to 0 for no limit"
-            )
-
-
 def _check_packages(config: Config) -> None:
     check_packages(config.trainer)
+
+
+def _check_engine_options(config: Config) -> None:
+    check_engine_option_names(config.rollout.engine_options)
+
+
+def _check_user(config: Config) -> None:
+    check_browser_user(config.browser)
 
 
 def missing_packages(trainer: TrainerConfig) -> dict[str, str]:
@@ -151,18 +126,6 @@ def check_vllm_build(config: Config) -> None:
             f"model.platform={config.model.platform}, but the vLLM installed here ({package}) is built for {built}; "
             f"install its build for {config.model.platform}, or set model.platform={built}"
         )
-
-
-def _check_attention(config: Config) -> None:
-    kernel = config.trainer.attention
-    if kernel in ("varlen", "flash"):
-        for name, value, needed in (
-            ("model.dtype", config.model.dtype, "bfloat16"), ("model.platform", config.model.platform, "cuda")
-        ):  # fmt: skip
-            if value not in (needed, "auto"):
-                raise ConfigError(
-                    f"trainer.attention={kernel} needs {name}={needed}, not {value}; set it, or trainer.attention=auto"
-                )
 
 
 def _check_start(config: Config) -> None:
@@ -202,146 +165,12 @@ def _dimensions(hf_config: dict[str, Any]) -> dict[str, Any]:
     return dimensions
 
 
-def _check_rollout(config: Config) -> None:
-    rollout, trainer = config.rollout, config.trainer
-    if rollout.max_new_tokens >= rollout.max_model_len:
-        raise ConfigError(
-            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
-            f"rollout.max_model_len={rollout.max_model_len}; lower it or raise max_model_len"
-        )
-    if rollout.max_model_len > trainer.tokens_per_microbatch:
-        raise ConfigError(
-            f"trainer.tokens_per_microbatch={trainer.tokens_per_microbatch} cannot hold a sample of "
-            f"rollout.max_model_len={rollout.max_model_len} tokens; raise it or lower max_model_len"
-        )
-    _check_engine(config)
-    needs_baseline = not trainer.without_baseline
-    if rollout.group_size < 2 and needs_baseline:
-        raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
-    if rollout.group_size < trainer.min_group and needs_baseline:
-        raise ConfigError(
-            f"trainer.min_group={trainer.min_group} exceeds rollout.group_size={rollout.group_size}; lower it"
-        )
-    if trainer.minibatches > trainer.groups_per_update and needs_baseline and not config.evaluation.only:
-        raise ConfigError(
-            f"trainer.minibatches={trainer.minibatches} exceeds trainer.groups_per_update={trainer.groups_per_update}, "
-            "and groups stay whole; lower it"
-        )
-    check_loss(config)
-    check_credit(config)
-    check_distillation(config)
-    if trainer.profile.updates and not config.evaluation.only:
-        _check_profile(trainer, config.trainer_world_size)
-    check_tasks(config.tasks)
-    if rollout.context.policy == "append" and rollout.context.rounds == 1:
-        raise ConfigError(
-            "rollout.context.rounds=1 leaves no room to append to (rollout.context.policy=append); set rounds to at "
-            "least 2, or policy to sliding"
-        )
-    if rollout.context.compact and rollout.context.response_format not in ("vanilla", *COMPACT_FORMS):
-        raise ConfigError(
-            f"rollout.context.response_format={rollout.context.response_format} has no effect with "
-            "rollout.context.compact=true, whose responses are bare tool calls; set it to bare or memory_compact, or "
-            "compact to false"
-        )
-    if rollout.mode != "async" and rollout.max_staleness not in (config.staleness_limit, RolloutConfig().max_staleness):
-        raise ConfigError(
-            f"rollout.max_staleness={rollout.max_staleness} has no meaning with rollout.mode={rollout.mode}, whose "
-            f"groups lag {config.staleness_limit} behind; leave it out, or set rollout.mode=async"
-        )
-    check_browser_settings(config)
-
-
-def _check_engine(config: Config) -> None:
-    rollout, tokens = config.rollout, config.rollout.max_num_batched_tokens
-    requests = config.requests_per_engine
-    if 0 < tokens < requests:
-        name = "rollout.max_num_seqs" if rollout.max_num_seqs else "the episodes in flight of a worker"
-        raise ConfigError(
-            f"rollout.max_num_batched_tokens={tokens} is less than {name}={requests}, each of which needs a token in "
-            "every step; raise it"
-        )
-    if rollout.mm_encoder_tp_mode != "data" and rollout.tensor_parallel == 1 and not config.evaluation.only:
-        raise ConfigError(
-            f"rollout.mm_encoder_tp_mode={rollout.mm_encoder_tp_mode} has no effect with rollout.tensor_parallel=1; "
-            "leave it out"
-        )
-    check_engine_options(config)
-
-
-def _check_warm_start(config: Config) -> None:
-    settings, default = config.trainer.warm_start, WarmStartConfig()
-    makes_mistakes = config.tasks.source == "miniwob" or config.tasks.from_import_path
-    if settings.premature_submit_probability and not makes_mistakes:
-        raise ConfigError(
-            f"trainer.warm_start.premature_submit_probability={settings.premature_submit_probability}, but only "
-            "scripts of tasks.source=miniwob, or of an import path, submit too early; set it to 0"
-        )
-    if settings.dither_probability and not makes_mistakes:
-        raise ConfigError(
-            f"trainer.warm_start.dither_probability={settings.dither_probability}, but only scripts of "
-            "tasks.source=miniwob, or of an import path, dither; set it to 0"
-        )
-    if not settings.dither_probability and settings.dither_persistence != default.dither_persistence:
-        raise ConfigError(
-            f"trainer.warm_start.dither_persistence={settings.dither_persistence} has no effect with "
-            f"trainer.warm_start.dither_probability=0; leave it at {default.dither_persistence}"
-        )
-    if not settings.demonstrations_file:
-        return
-    if not settings.demonstrations:
-        raise ConfigError(
-            "trainer.warm_start.demonstrations_file has no effect with trainer.warm_start.demonstrations=0; set both"
-        )
-
-
 def _check_demonstrations(config: Config) -> None:
     settings = config.trainer.warm_start
     if settings.demonstrations_file and not Path(settings.demonstrations_file).is_file():
         raise ConfigError(
             f"trainer.warm_start.demonstrations_file={settings.demonstrations_file} is not a file; write one with "
             "`webrl demonstrate`"
-        )
-
-
-def _check_profile(trainer: TrainerConfig, ranks: int) -> None:
-    for name, values, low, high in (
-        ("updates", trainer.profile.updates, 1, trainer.updates),
-        ("ranks", trainer.profile.ranks, 0, ranks - 1),
-    ):
-        if outside := [value for value in values if not low <= value <= high]:
-            raise ConfigError(f"trainer.profile.{name}={values}: {outside[0]} is not between {low} and {high}")
-
-
-def _check_evaluation(config: Config) -> None:
-    evaluation, tasks = config.evaluation, config.tasks
-    if not evaluation.episodes and not (tasks.from_files or tasks.from_import_path):
-        raise ConfigError(
-            f"evaluation.episodes=0 means all rows of a test file, which tasks.source={tasks.source} has not; set it "
-            "to at least 1"
-        )
-    if tasks.from_files and not tasks.train_file and not evaluation.only:
-        raise ConfigError(f"tasks.source={tasks.source} needs tasks.train_file for training; name the file")
-    if tasks.from_files and not tasks.test_file and (evaluation.before or evaluation.after or evaluation.every):
-        raise ConfigError(
-            f"tasks.source={tasks.source} needs tasks.test_file for evaluations; name the file, or turn "
-            "evaluation.before, evaluation.after and evaluation.every off"
-        )
-    if evaluation.samples > 1 and evaluation.temperature == 0:
-        raise ConfigError(
-            f"evaluation.samples={evaluation.samples} with evaluation.temperature=0 repeats the same episode; set "
-            "temperature above 0, or samples=1"
-        )
-    for name in ("blank_images", "greedy"):
-        if getattr(evaluation, name) and not (evaluation.before or evaluation.after):
-            raise ConfigError(
-                f"evaluation.{name}=true repeats evaluations before and after training, of which there is none; set "
-                "evaluation.after=true as well"
-            )
-    if evaluation.greedy and evaluation.temperature == 0 and not evaluation.only:
-        raise ConfigError(
-            "evaluation.greedy=true repeats what evaluation.temperature=0 evaluates already; set temperature above 0, "
-            "or greedy to false"
         )
 
 
@@ -358,6 +187,6 @@ def _check_ring(config: Config) -> None:
 
 
 MACHINE_CHECKS: tuple[Callable[[Config], None], ...] = (
-    *(_check_packages, check_vllm_build, check_engine_option_names, _check_start, _check_demonstrations, _check_ring),
-    *(_check_resume, check_browser_user),
+    *(_check_packages, check_vllm_build, _check_engine_options, _check_start, _check_demonstrations, _check_ring),
+    *(_check_resume, _check_user),
 )  # of what this machine has: packages, files, shared memory, the user

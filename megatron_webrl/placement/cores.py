@@ -19,7 +19,7 @@ class CoreRequest:
     gpus_per_node: int
     cores_per_trainer_rank: int  # 0: default
     image_workers: int  # processes of each rank
-    shared_gpus: bool = False  # ranks and engines use the same GPUs
+    colocate: bool = False  # ranks and engines use the same GPUs
 
 
 def assign_cores(
@@ -88,7 +88,7 @@ def _default_request(request: CoreRequest, total: int, ranks: int, processes: in
 def _homes(gpu_numa: Sequence[int], request: CoreRequest, numa: int, ranks: int, engines: Sequence[int]) -> list[int]:
     """The NUMA node of each process: that of its first GPU; without GPUs the processes are spread evenly."""
     first = [*range(ranks)]
-    position = 0 if request.shared_gpus else ranks
+    position = 0 if request.colocate else ranks
     for size in engines:
         first.append(position)
         position += size

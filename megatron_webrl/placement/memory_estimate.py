@@ -93,7 +93,7 @@ def choose_recompute(config: Config, description: Mapping[str, Any]) -> Recomput
     limit = FILLED_BY_AUTO * cluster.gpu_gib * GIB
     for recompute in get_args(Recompute):
         estimate = estimate_memory(_with_trainer(config, recompute=recompute), description)
-        beside = estimate.engine.total if cluster.shared_gpus else 0
+        beside = estimate.engine.total if cluster.colocate else 0
         if all(use.total + beside <= limit for use in estimate.trainer):
             return cast(Recompute, recompute)
     return "full"
@@ -142,7 +142,7 @@ def check_memory(config: Config, estimate: MemoryEstimate) -> None:
                 f"{use.role} needs {use.total / GIB:.1f} GiB of a GPU, more than cluster.gpu_gib={cluster.gpu_gib:g} "
                 f"({_largest_components(use)}); {_remedy(use)}"
             )
-    if cluster.shared_gpus and estimate.trainer:
+    if cluster.colocate and estimate.trainer:
         _check_shared_memory(config, max(estimate.trainer, key=lambda use: use.total), estimate.engine)
 
 
@@ -152,7 +152,7 @@ def _check_shared_memory(config: Config, trainer: MemoryUse, engine: MemoryUse) 
     if trainer.total + engine.total > gib * GIB:
         raise ConfigError(
             f"{trainer.role} needs {trainer.total / GIB:.1f} GiB ({_largest_components(trainer)}) and engine "
-            f"{engine.total / GIB:.1f} GiB ({_largest_components(engine)}) of the same GPU (cluster.shared_gpus), more "
+            f"{engine.total / GIB:.1f} GiB ({_largest_components(engine)}) of the same GPU (cluster.colocate), more "
             f"than cluster.gpu_gib={gib:g}; {_remedy(max(trainer, engine, key=lambda use: use.total))}"
         )
     low, high = engine.total / GIB / gib, 1 - trainer.total / GIB / gib
@@ -161,7 +161,7 @@ def _check_shared_memory(config: Config, trainer: MemoryUse, engine: MemoryUse) 
         raise ConfigError(
             f"rollout.gpu_memory_utilization={share:g} leaves the {use.role.partition(',')[0]} "
             f"{gpu_memory_share(config, use.role) * gib:.1f} of cluster.gpu_gib={gib:g}, but it needs "
-            f"{use.total / GIB:.1f} GiB (cluster.shared_gpus); set it to about {(low + high) / 2:.3g}"
+            f"{use.total / GIB:.1f} GiB (cluster.colocate); set it to about {(low + high) / 2:.3g}"
         )
 
 

@@ -213,12 +213,12 @@ def _check_cluster_settings(config: Config) -> None:
                     f"cluster.{name}={value} has no effect with cluster.gpus_per_node=0; set cluster.gpus_per_node too"
                 )
         return
-    if config.model.platform == "cpu" and not cluster.shared_gpus:  # roles that share GPUs may share the CPU as well
+    if config.model.platform == "cpu" and not cluster.colocate:  # roles that share GPUs may share the CPU as well
         raise ConfigError(
             f"cluster.gpus_per_node={cluster.gpus_per_node} with model.platform=cpu: set cluster.gpus_per_node=0, "
             "or platform to auto"
         )
-    shared = config.evaluation.only or cluster.shared_gpus
+    shared = config.evaluation.only or cluster.colocate
     if not shared and not 1 <= cluster.engine_gpus_per_node < cluster.gpus_per_node:
         raise ConfigError(
             f"cluster.engine_gpus_per_node={cluster.engine_gpus_per_node} of "
@@ -260,7 +260,7 @@ def _ranks_per_node(config: Config) -> tuple[int, int]:
     ):
         if cluster.gpus_per_node and ranks != cluster.nodes * share:
             n, left = divmod(cluster.nodes * share, size)
-            every = config.evaluation.only or cluster.shared_gpus
+            every = config.evaluation.only or cluster.colocate
             gpus = "cluster.nodes" if every else "cluster.engine_gpus_per_node"
             way = f"set it to {n}" if n and not left else f"change {gpus} or the parallel sizes"
             raise ConfigError(
@@ -346,7 +346,7 @@ def _processes(
 
     for local, rank in enumerate(ranks):
         yield process("trainer", rank, local, local, 1)
-    first = 0 if cluster.shared_gpus else len(ranks)
+    first = 0 if cluster.colocate else len(ranks)
     for local, (engine, size) in enumerate(engines):
         follower = node_counts.get(engine, 0)
         node_counts[engine] = follower + 1
@@ -355,7 +355,7 @@ def _processes(
 
 
 def _core_request(config: Config) -> CoreRequest:
-    cluster, shared = config.cluster, config.cluster.shared_gpus and not config.evaluation.only
+    cluster, shared = config.cluster, config.cluster.colocate and not config.evaluation.only
     return CoreRequest(cluster.gpus_per_node, cluster.trainer_cores, config.trainer.image_workers, shared)
 
 

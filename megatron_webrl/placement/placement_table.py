@@ -13,10 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.placement import memory_estimate, start_estimate
@@ -42,7 +41,7 @@ def show_placement(
     missing here.
     """
     config = parse_config(path, overrides)
-    check_limits(config, "")
+    check_sections(config)
     description = find_model_config(config)
     if description is not None:
         check_parallel_layout(config, description)
@@ -119,7 +118,7 @@ def print_memory(config: Config, estimate: MemoryEstimate, console: Console) -> 
     columns = [name for name in uses[0].components if any(use.components[name] for use in uses)]
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
     digits = 1 if config.cluster.gpus_per_node else 3
-    gib, shared = config.cluster.gpu_gib, config.cluster.shared_gpus and len(uses) > 1
+    gib, shared = config.cluster.gpu_gib, config.cluster.colocate and len(uses) > 1
     limit = f"of {gib:g}" if config.cluster.gpus_per_node else ""
     for name in ("GiB of a GPU" if limit else "GiB of a process", *(name.replace("_", " ") for name in columns), "sum"):
         table.add_column(name, justify="left" if name.startswith("GiB") else "right")
@@ -153,7 +152,7 @@ def _describe_nodes(config: Config) -> str:
     if not cluster.gpus_per_node:
         return f"{nodes} without GPUs"
     engines = "all" if whole else cluster.engine_gpus_per_node
-    use = "shared by trainer and engines" if cluster.shared_gpus and not whole else f"{engines} for engines"
+    use = "shared by trainer and engines" if cluster.colocate and not whole else f"{engines} for engines"
     return f"{nodes} of {count_noun(cluster.gpus_per_node, 'GPU')}, {use}"
 
 

@@ -15,6 +15,7 @@ from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import PageTasksConfig
 from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.judge.outcome import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
@@ -35,8 +36,9 @@ log = logging.getLogger(__name__)
 
 FIRST_DEMONSTRATION_TICKET = 2**40  # disjoint from training tickets, and so are the page seeds
 MAX_SESSIONS = 8
-REPEAT_PROBABILITY = 0.5  # that an episode that dithers repeats its last action; otherwise it waits
-DITHER_WAIT = Action("wait", time=0.1)  # seconds
+STALL_PERSISTENCE = 0.98  # probability that an episode that has stalled at a step stalls at its next chance too
+REPEAT_PROBABILITY = 0.5  # that an episode that stalls repeats its last action; otherwise it waits
+STALL_WAIT = Action("wait", time=0.1)  # seconds
 MEMORY_SLOTS = 8  # of a scripted Memory
 GENERIC_SLOT, GENERIC_SLOT_PROBABILITY = "the page", 0.5  # of each step
 MAX_FAILURES = 20  # failed episodes, beyond a tenth of the requested number, after which recording fails
@@ -57,13 +59,12 @@ def scripted_generation(processor: Processor, token_ids: np.ndarray, images: Seq
 
 
 class ScriptedMistakes:
-    """Decides where one episode departs from its script: it submits too early, or dithers instead of submitting."""
+    """Decides where one episode departs from its script: it submits too early, or stalls instead of submitting."""
 
     def __init__(self, settings: WarmStartConfig, seed: str = "") -> None:
         self._premature_submit_probability = settings.premature_submit_probability
-        self._persistence = settings.dither_persistence
-        self._premature, self._dithering = random.Random(seed), random.Random(f"{seed}/dither")
-        self.dithers = self._dithering.random() < settings.dither_probability
+        self._premature, self._stalling = random.Random(seed), random.Random(f"{seed}/dither")
+        self.stalls = self._stalling.random() < settings.stall_probability
 
     def submits_early(self) -> bool:
         """Whether this step submits whatever is left to do. Called once a step."""
@@ -71,10 +72,10 @@ class ScriptedMistakes:
 
     def instead_of_submit(self) -> Literal["repeat", "wait"] | None:
         """At a step whose work is done: repeat the last action, wait, or None: submit."""
-        if not self.dithers:
+        if not self.stalls:
             return None
-        choice: Literal["repeat", "wait"] = "repeat" if self._dithering.random() < REPEAT_PROBABILITY else "wait"
-        self.dithers = self._dithering.random() < self._persistence
+        choice: Literal["repeat", "wait"] = "repeat" if self._stalling.random() < REPEAT_PROBABILITY else "wait"
+        self.stalls = self._stalling.random() < STALL_PERSISTENCE
         return choice
 
 
@@ -111,7 +112,7 @@ class ScriptedGenerator:
         self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
         self._toolset, self._mistakes = toolset, mistakes
         self._memory = ScriptedMemory(seed) if settings.response_format == "memory_compact" else None
-        self._work: Action | None = None  # latest action other than submitting, in an episode that dithers
+        self._work: Action | None = None  # latest action other than submitting, in an episode that stalls
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         """The script's action as a response. Raises GenerationError: none, or beyond `max_new_tokens`; BrowserError."""
@@ -135,12 +136,12 @@ class ScriptedGenerator:
         if mistakes is not None and mistakes.submits_early():
             return await session.demonstration(premature_submit=True)
         action = await session.demonstration(premature_submit=False)
-        if mistakes is None or not mistakes.dithers:
+        if mistakes is None or not mistakes.stalls:
             return action
         if action != await session.demonstration(premature_submit=True):
             self._work = action
         elif self._work is not None and (choice := mistakes.instead_of_submit()):
-            return self._work if choice == "repeat" else DITHER_WAIT
+            return self._work if choice == "repeat" else STALL_WAIT
         return action
 
 
@@ -150,7 +151,7 @@ async def write_demonstrations(
 ) -> None:  # fmt: skip
     """Record `count` scripted episodes in the record file `path`, several at a time; `progress` gets each new total.
 
-    Records successful episodes; where trainer.warm_start makes scripts submit too early or dither, every episode with a
+    Records successful episodes; where trainer.warm_start makes scripts submit too early or stall, every episode with a
     verdict.
     `name` identifies the process to a farm, and in log file names. Raises ConfigError for an environment without a
     scripted policy, ProcessError or BrowserError without a browser, RuntimeError if too many episodes fail.
@@ -172,7 +173,7 @@ def check_scripted_policies(config: Config) -> None:
             f"{setting}, but tasks.source={config.tasks.source} has scripted policies on offline websites only; set "
             "demonstrations to 0, or tasks.offline_websites=true with files of them"
         )
-    if config.tasks.from_files or config.tasks.from_import_path:
+    if not isinstance(config.tasks, PageTasksConfig):
         return  # whether a task has a script is known when it is opened
     known = scripted_environments(config.tasks.source)
     missing = [name for name in config.tasks.environments if name not in known]
@@ -201,7 +202,7 @@ class _Demonstrations:
         self._processor = Processor.load(config.model.path)
         self._toolset = Toolset.from_config(config.browser)
         settings = config.trainer.warm_start
-        self._records_failures = bool(settings.premature_submit_probability or settings.dither_probability)
+        self._records_failures = bool(settings.premature_submit_probability or settings.stall_probability)
         self._started = self._recorded = 0
         self._failures: list[str] = []
 
@@ -239,7 +240,7 @@ class _Demonstrations:
                 generator, session, self._processor, task, rollout,
                 ticket=ticket, index=0, group_size=1, restart_epoch=0, toolset=self._toolset,
             )  # fmt: skip
-        return with_verdict(trajectory, page_verdict(trajectory, self._config.judge.success_at))
+        return with_verdict(trajectory, page_verdict(trajectory, self._config.judge.reward_threshold))
 
     def _add_failure(self, trajectory: Trajectory) -> None:
         failure = f"{trajectory.task.id}: {trajectory.outcome} after {len(trajectory.steps)} steps"

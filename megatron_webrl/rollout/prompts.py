@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.config.rollout import COMPACT_FORMATS, ContextConfig
 from megatron_webrl.rollout.actions import describe_action, format_tool_call
-from megatron_webrl.rollout.responses import COMPACT_FORMS, FORMS, ResponseForm
+from megatron_webrl.rollout.responses import FORMS, ResponseForm
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.types import Action, Element, OpenTab, Scroll
 from megatron_webrl.util.text import shorten
@@ -42,9 +42,9 @@ def form_instructions(form: ResponseForm) -> str:
 
 
 def response_form(settings: ContextConfig) -> ResponseForm:
-    """The form of responses; with a compact prompt a bare tool call, unless it is one of COMPACT_FORMS."""
+    """The form of responses; with a compact prompt a bare tool call, unless it is one of COMPACT_FORMATS."""
     name = settings.response_format
-    return FORMS["bare" if settings.compact and name not in COMPACT_FORMS else name]
+    return FORMS["bare" if settings.compact and name not in COMPACT_FORMATS else name]
 
 
 def format_response(

@@ -79,7 +79,6 @@ FORMS = {
     ),
 }
 """By rollout.context.response_format: docs/context.md."""
-COMPACT_FORMS = ("bare", "memory_compact")
 """Forms of responses with rollout.context.compact."""
 
 

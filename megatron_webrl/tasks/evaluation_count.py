@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import FileTasksConfig, PageTasksConfig
 
 
 def evaluation_task_indices(config: Config) -> range:
@@ -18,10 +19,10 @@ def evaluation_task_indices(config: Config) -> range:
     0; a source of an import path decides. Raises ConfigError, also if there is no task.
     """
     tasks = config.tasks
-    if tasks.from_files:
-        rows = _count_rows(config)
+    if isinstance(tasks, FileTasksConfig) and not tasks.from_import_path:
+        rows = _count_rows(tasks)
         return _without_skipped(config, lambda episodes: min(episodes or rows, rows))
-    if not tasks.from_import_path:
+    if isinstance(tasks, PageTasksConfig):
         return _without_skipped(config, lambda episodes: episodes * len(tasks.environments))
     from megatron_webrl.tasks.import_path import load_source
 
@@ -43,10 +44,10 @@ def _without_skipped(config: Config, count: Callable[[int], int]) -> range:
     return indices
 
 
-def _count_rows(config: Config) -> int:
+def _count_rows(tasks: FileTasksConfig) -> int:
     from megatron_webrl.tasks.files.conversion import resolve_task_file
     from megatron_webrl.tasks.files.field_map import field_map_of
     from megatron_webrl.tasks.files.indexing import open_index
 
-    fields = field_map_of(config.tasks)
-    return len(open_index(resolve_task_file(config.tasks.test_file, "tasks.test_file", fields), fields))
+    fields = field_map_of(tasks)
+    return len(open_index(resolve_task_file(tasks.test_file, "tasks.test_file", fields), fields))

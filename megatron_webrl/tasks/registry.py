@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import FileTasksConfig, OwnTasksConfig, PageTasksConfig, TasksConfig
 from megatron_webrl.tasks import miniwob, miniwob_page, scripted_policies
 from megatron_webrl.tasks.files.source import FileTaskSource
 from megatron_webrl.tasks.import_path import load_source
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
-from megatron_webrl.tasks.sampler.source_checks import check_source_name
 from megatron_webrl.tasks.sites import site_task_source as sites
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
@@ -23,13 +22,13 @@ LOCAL_SOURCES: dict[str, type[MiniWobTaskSource] | type[SiteTaskSource]] = {
 
 def make_source(tasks: TasksConfig) -> TaskSource:
     """Start the configured source; the caller closes it. Raises ConfigError."""
-    limits = StepLimits.from_config(tasks)
-    if local := LOCAL_SOURCES.get(tasks.source):
+    if isinstance(tasks, PageTasksConfig):
+        limits, local = StepLimits.from_config(tasks), LOCAL_SOURCES[tasks.source]
         return local(tasks.environments, tasks.max_steps, tasks.latency, limits=limits, sampler=tasks.sampler)
-    if tasks.from_files:
-        return FileTaskSource(tasks)
-    check_source_name(tasks.source)
-    return load_source(tasks)
+    if isinstance(tasks, OwnTasksConfig):
+        return load_source(tasks)
+    assert isinstance(tasks, FileTasksConfig), tasks.source
+    return FileTaskSource(tasks)
 
 
 def make_all_sources(tasks: TasksConfig) -> dict[str, TaskSource]:

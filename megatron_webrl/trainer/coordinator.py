@@ -234,7 +234,7 @@ class Coordinator:
 
     def _learner_metrics(self, metrics: Metrics, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         named = loss_metrics(metrics)
-        if self.config.trainer.loss.raft_versions:
+        if self.config.trainer.loss.oldest_replayed:
             named["replayed_trajectories"] = metrics["replayed"]
         if configured_penalties(self.config):
             named["reward_shaped_mean"] = mean([*map(reward_function(self.config), trajectories)])
@@ -288,7 +288,7 @@ class Coordinator:
             mlflow_run_id=self.tracker.run_id if self.tracker else None,
             task_sampler=self.task_sampler.state_dict() if self.task_sampler else None,
             episode_log_bytes=self.episode_log.size if self.episode_log else None,
-            has_critic=self.config.trainer.critic.coefficient > 0,
+            has_critic=self.config.trainer.critic is not None,
         )
 
     def end_job(self, version: int, complete: bool) -> None:

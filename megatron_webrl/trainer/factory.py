@@ -116,8 +116,8 @@ def _choose_recompute(config: Config) -> Recompute:
     return recompute
 
 
-def _value_head(critic: CriticConfig) -> ValueHeadKind:
-    if not critic.coefficient:
+def _value_head(critic: CriticConfig | None) -> ValueHeadKind:
+    if critic is None:
         return "none"
     return "shared" if critic.train_trunk else "detached"
 

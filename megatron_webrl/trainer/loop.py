@@ -110,23 +110,23 @@ def train_batch(
     samples = batching.training_samples(groups, config, version)
     whole_groups = not settings.without_baseline  # without a baseline, a group need not stay whole
     parts = batching.minibatches(samples, settings.minibatches, config.run.seed + version, whole_groups)
-    has_critic = settings.critic.coefficient > 0
-    needs_proximal = has_critic or (settings.epochs * len(parts) > 1 and settings.loss.name != "raft")
+    critic = settings.critic
+    needs_proximal = critic is not None or (settings.epochs * len(parts) > 1 and settings.loss.name != "raft")
     passes = settings.epochs + needs_proximal + (learner.reference is not None)
     normalizer = settings.loss.normalizer, settings.loss.normalizer_constant
     with learner.timeline.span("pack"):
         minibatches = sequence_packer.build_all(parts, *normalizer, passes)
     context_parallel = parallel_state.get_context_parallel_group()
-    loss = make_objective(settings.loss, context_parallel, version, settings.distillation, settings.critic)
+    loss = make_objective(settings.loss, context_parallel, version, settings.distillation, critic)
     reference = learner.compute_reference_logprobs(minibatches)
     scores = [learner.score(microbatches) if needs_proximal else None for microbatches in minibatches]
     proximal = [None if part is None else [each["logprobs"] for each in part] for part in scores]
     credit_metrics: Metrics = {}
-    if has_critic:
+    if critic is not None:
         values = [[each["values"] for each in part or ()] for part in scores]
         minibatches, credit_metrics = assign_credit(minibatches, values, groups, config)
-    value_head_only = has_critic and version < settings.critic.warmup_updates
-    if has_critic and 0 < settings.critic.warmup_updates == version:
+    value_head_only = critic is not None and version < critic.warmup_updates
+    if critic is not None and 0 < critic.warmup_updates == version:
         learner.optimizer.restart_adam()
     steps: list[Metrics] = []
     logprobs: list[Tensor] = []

@@ -28,7 +28,7 @@ def initialize(config: Config, rank: RankInfo, control: ControlClient, attempt: 
     failed attempt reaches the next. Raises JobFailed if rank 0 hosts none within run.startup_timeout_seconds.
     """
     platform = platforms.activate(config.model.platform)
-    if config.cluster.shared_gpus:
+    if config.cluster.colocate:
         platforms.limit_memory(platform, gpu_memory_share(config, "trainer"))
     seconds = collective_timeout_seconds(config)
     torch.distributed.init_process_group(

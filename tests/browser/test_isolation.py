@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.config.browser_checks import check_browser_user
+from megatron_webrl.config.browser import BrowserConfig, check_browser_user
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from tests.browser.conftest import FolderSite, page_task

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.config.load import flatten_config, parse_config, save_config
-from megatron_webrl.config.schema import Config
+from megatron_webrl.config.load import all_settings, parse_config, save_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import check_config, load_config
 from megatron_webrl.model.model_sizes import config_sections, size_from_path
@@ -35,7 +34,7 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("trainer.tensor_paralel=2", "unknown key trainer.tensor_paralel"),
+        ("trainer.tensor_paralel=2", "unknown setting trainer.tensor_paralel"),
         (
             "trainer.tensor_parallel=3",
             "tensor_parallel=3 does not divide num_attention_heads=4 (trainer.tensor",
@@ -61,23 +60,25 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
             "trainer.minibatches=9",
             "trainer.minibatches=9 exceeds trainer.groups_per_update=8, and groups stay whole; lower it",
         ),
-        ("trainer.min_group=99", "trainer.min_group=99 exceeds rollout.group_size=8; lower it"),
+        ("trainer.min_valid_episodes=99", "trainer.min_valid_episodes=99 exceeds rollout.group_size=8; lower it"),
         ("trainer.loss.dual_clip=0.9", "trainer.loss.dual_clip=0.9 would clip the ratio 1 itself"),
-        ("trainer.loss.raft_versions=3", "raft_versions=3 has no effect with trainer.loss.name=grpo"),
         (
             "trainer={loss: {name: raft}, reward: {format_penalty: 0.1}}",
-            "trainer.reward.format_penalty=0.1 has no effect with trainer.loss.name=raft; leave it at 0.0",
+            "trainer.reward.format_penalty=0.1 has no effect with trainer.loss.name=raft",
         ),
         (
             "trainer={loss: {name: raft}, zero_variance_groups: keep}",
-            "trainer.zero_variance_groups=keep has no effect with trainer.loss.name=raft; leave it at drop",
+            "trainer.zero_variance_groups=keep has no effect with trainer.loss.name=raft",
         ),
         (
             "trainer.loss={decoupled: false, importance_weight_cap: 2}",
-            "trainer.loss.importance_weight_cap=2.0 has no effect with trainer.loss.decoupled=false; leave it at 5.0",
+            "trainer.loss.importance_weight_cap has no effect with trainer.loss.decoupled=false",
         ),
         ("rollout.context.policy=growing", "rollout.context.policy='growing' is not one of sliding, append"),
-        ("rollout.context={policy: append, rounds: 1}", "rollout.context.rounds=1 leaves no room to append to"),
+        (
+            "rollout.context={policy: append, history_turns: 1}",
+            "rollout.context.history_turns=1 leaves no room to append to",
+        ),
         (
             "rollout.context={compact: true, response_format: progress}",
             "rollout.context.response_format=progress has no effect with rollout.context.compact=true",
@@ -86,7 +87,10 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("tasks.sampler.name=random", "tasks.sampler.name='random' is not one of uniform, ratio, curriculum"),
         ("tasks.sampler.target=1.5", "tasks.sampler.target=1.5 must be at most 1"),
         ("tasks.sampler.target=-0.1", "tasks.sampler.target=-0.1 must be at least 0"),
-        ("tasks.sampler.weights={click-test: 2}", "tasks.sampler.weights has no effect on tasks.sampler.name=uniform"),
+        (
+            "tasks.sampler.weights={click-test: 2}",
+            "sampler.weights has no effect with tasks.sampler.name=uniform",
+        ),
         ("tasks.sampler.name=ratio", "needs either tasks.sampler.weights or tasks.sampler.difficulty_weights; neither"),
         ("tasks.max_steps_by_difficulty={easy: 0}", "tasks.max_steps_by_difficulty.easy=0 must be at least 1"),
         ("tasks.max_steps_by_difficulty={tough: 9}", "'tough' is not one of easy, medium, hard"),
@@ -213,8 +217,8 @@ def test_the_image_buffer_holds_the_largest_screenshot_of_a_prompt(config_file: 
 
 def test_settings_of_another_loss_and_penalties_out_of_reach_are_refused(config_file: Path) -> None:
     raft = "trainer.loss.name=raft"
-    overrides = [raft, "trainer.loss.raft_versions=3", "rollout.group_size=1"]
-    assert load_config(config_file, overrides).trainer.loss.raft_versions == 3
+    overrides = [raft, "trainer.loss.replay_versions=3", "rollout.group_size=1"]
+    assert load_config(config_file, overrides).trainer.loss.replay_versions == 3
     length = ["trainer.reward.length_penalty=0.1", "trainer.reward.length_window=65"]
     assert "length_window=65 exceeds rollout.max_new_tokens=64" in error(config_file, *length)
     assert load_config(config_file, [length[0], "trainer.reward.length_window=64", "trainer.loss.dual_clip=0"])
@@ -235,14 +239,11 @@ def test_scripts_of_offline_sites_are_not_hasty(config_file: Path) -> None:
     assert "premature_submit_probability=0.5, but only scripts of tasks.source=miniwob, or of an import path" in words
 
 
-def test_scripts_of_offline_sites_do_not_dither_and_persistence_needs_dithering(config_file: Path) -> None:
-    dithers, persistence = "trainer.warm_start.dither_probability=0.5", "trainer.warm_start.dither_persistence=0.9"
-    assert load_config(config_file, [dithers, persistence]).trainer.warm_start.dither_persistence == 0.9
-    words = error(config_file, dithers, "tasks.source=sites", "tasks.environments=[wiki-look-up]")
-    assert "dither_probability=0.5, but only scripts of tasks.source=miniwob, or of an import path, dither" in words
-    assert "dither_persistence=0.9 has no effect with trainer.warm_start.dither_probability=0" in error(
-        config_file, persistence
-    )
+def test_scripts_of_offline_sites_do_not_stall(config_file: Path) -> None:
+    stalls = "trainer.warm_start.stall_probability=0.5"
+    assert load_config(config_file, [stalls]).trainer.warm_start.stall_probability == 0.5
+    words = error(config_file, stalls, "tasks.source=sites", "tasks.environments=[wiki-look-up]")
+    assert "stall_probability=0.5, but only scripts of tasks.source=miniwob, or of an import path, stall" in words
 
 
 def test_the_compact_memory_form_is_accepted_with_a_compact_prompt_and_without(config_file: Path) -> None:
@@ -298,7 +299,7 @@ def test_a_folder_of_another_model_is_refused(config_file: Path, tmp_path: Path)
 
 def test_every_setting_has_a_meaning_and_the_page_lists_it():
     text = page()
-    assert all(f"`{key}`" in text for key in flatten_config(Config()))
+    assert all(f"`{key}`" in text for key in all_settings())
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)

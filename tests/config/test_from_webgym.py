@@ -40,6 +40,6 @@ def test_the_settings_on_the_right_exist():
 def test_the_published_run_has_the_published_settings(name: str):
     config = parse_config(PAGE.parents[1] / "configs" / f"{name}.yaml")
     assert (config.rollout.group_size, config.rollout.max_staleness) == (8, 2)
-    assert (config.rollout.context.rounds, config.rollout.context.response_format) == (2, "memory_additive")
+    assert (config.rollout.context.history_turns, config.rollout.context.response_format) == (2, "memory_additive")
     assert config.tasks.max_steps_by_difficulty == {"easy": 10, "medium": 20, "hard": 30}
     assert config.judge.evaluators == ["judge"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig, judge_config
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
 from megatron_webrl.judge.outcome import ANSWER, STEPS_EXHAUSTED
@@ -74,7 +74,7 @@ def settings(url: str, **chosen: Any) -> JudgeConfig:
         "evaluators": ["judge"], "verdict": JudgeModelConfig("oracle", url, "", 1.0, 2.0), "timeout_seconds": 20.0,
         "deadline_seconds": 120.0,
     }  # fmt: skip
-    return JudgeConfig(**{**values, **chosen})
+    return judge_config(**{**values, **chosen})
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import HOUR_SECONDS, BudgetSpent, LocalMeter, Usage
 from megatron_webrl.judge.cache import CachedReply, ReplyCache
@@ -83,7 +83,7 @@ async def test_a_limit_in_dollars_needs_the_prices_of_all_models_in_use(
 ):
     models = {slot: JudgeModelConfig(f"m-{slot}", "http://x/v1", "", 0.0, price) for slot, price in slots.items()}
     budget = BudgetConfig(dollars_per_hour=5)
-    config = JudgeConfig(evaluators=["judge"], protocol=protocol, budget=budget, **models)
+    config = judge_config(evaluators=["judge"], protocol=protocol, budget=budget, **models)
     refused = pytest.raises(
         ConfigError, match=rf"=5 does not count .* set judge\.{missing}\.input_price and output_price"
     )

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
-from megatron_webrl.config.limits import check_limits
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
+from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge import client as judge_client
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.client import JudgeClient
@@ -302,7 +301,7 @@ def test_an_invalid_retry_after_is_ignored(text: str):
 )
 async def test_an_incomplete_model_is_refused(model: JudgeModelConfig, message: str):
     with pytest.raises(ConfigError, match=message):
-        async with open_evaluator(JudgeConfig(evaluators=["judge"], verdict=model), LocalMeter(BudgetConfig())):
+        async with open_evaluator(judge_config(evaluators=["judge"], verdict=model), LocalMeter(BudgetConfig())):
             pass
 
 
@@ -380,7 +379,7 @@ async def test_options_of_a_model_replace_add_and_leave_out_arguments_and_change
 )  # fmt: skip
 def test_options_that_the_judge_cannot_work_with_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_limits(settings("http://x/v1", verdict=JudgeModelConfig("m", "http://x/v1", options=options)), "judge.")
+        check_sections(settings("http://x/v1", verdict=JudgeModelConfig("m", "http://x/v1", options=options)), "judge.")
 
 
 def test_options_of_a_slot_without_a_model_are_refused():

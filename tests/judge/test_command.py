@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from megatron_webrl.cli import main
-from megatron_webrl.config.judge import JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.judge import JudgeModelConfig, judge_config
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -73,7 +73,7 @@ def test_a_run_is_judged_against_its_stored_outcomes(tmp_path: Path, url: str, c
     run = tmp_path / "run"
     write(run / "records" / "version-000000.records", episodes()[:4])
     write(run / "records" / "version-000001.records", episodes()[4:])
-    save_config(Config(judge=JudgeConfig(verdict=JudgeModelConfig("oracle", url))), run / "config.yaml")
+    save_config(Config(judge=judge_config(verdict=JudgeModelConfig("oracle", url))), run / "config.yaml")
     assert judge(run, "verdict.input_price=1.0", "--json", tmp_path / "out.json") == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["episodes"], found["not_judged"]) == (6, {"browser_error": 1})
@@ -239,7 +239,7 @@ def test_only_the_default_evaluators_of_a_run_are_replaced_by_the_judge(tmp_path
     for evaluators, found in (
         (["page"], ["judge"]), (["page", "judge"], ["page", "judge"]), (["exact_answer"], ["exact_answer"]),
     ):  # fmt: skip
-        save_config(Config(judge=JudgeConfig(evaluators=evaluators)), path)
+        save_config(Config(judge=judge_config(evaluators=evaluators)), path)
         assert load_judge_config(path, [], of_run=True).evaluators == found
         assert load_judge_config(path, []).evaluators == evaluators
         assert load_judge_config(path, ["evaluators=[page]"], of_run=True).evaluators == ["page"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.config.judge import BudgetConfig, JudgeConfig
+from megatron_webrl.config.judge import BudgetConfig, judge_config
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.judge import client, fences, questions
 from megatron_webrl.judge.budget import LocalMeter
@@ -74,7 +74,7 @@ async def test_the_function_of_the_page_is_an_evaluator(
     (tmp_path / "my_evaluators.py").write_text(block("python"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_evaluators", raising=False)
-    settings = JudgeConfig(evaluators=["my_evaluators:short_answer"])
+    settings = judge_config(evaluators=["my_evaluators:short_answer"])
     async with open_evaluator(settings, LocalMeter(BudgetConfig())) as evaluator:
         assert (await evaluator.evaluate(episode(answer, reference=reference))).outcome == expected
 
@@ -89,7 +89,7 @@ def test_the_page_names_every_fence_fault_and_number():
     assert {"truncated", "empty", "refusal", "wrong_schema", "contradictory"} <= set(FAULTS) & set(
         re.findall(r"`(\w+)`", PAGE)
     )
-    settings = JudgeConfig()
+    settings = judge_config()
     for stage, shots, tokens in (
         ("blocked", settings.blocked_screenshots, rubric.BLOCKED_TOKENS),
         ("supported", settings.max_screenshots, rubric.VERDICT_TOKENS),

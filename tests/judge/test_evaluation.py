@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.config.judge import BudgetConfig, JudgeConfig
+from megatron_webrl.config.judge import BudgetConfig, judge_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge import evaluation
 from megatron_webrl.judge.budget import LocalMeter
@@ -27,7 +27,7 @@ HALF = "broken \ud83d text"  # half of a surrogate pair
 
 
 async def verdict_of(trajectory: Trajectory, *evaluators: str, **settings_of_judge: Any) -> Verdict:
-    settings = JudgeConfig(evaluators=list(evaluators), **settings_of_judge)
+    settings = judge_config(evaluators=list(evaluators), **settings_of_judge)
     async with open_evaluator(settings, LocalMeter(BudgetConfig())) as evaluator:
         return await evaluator.evaluate(trajectory)
 
@@ -100,7 +100,7 @@ async def test_page_decides_by_reward_or_reference(
     [(0.2, 0.0, "success"), (0.2, 0.5, "failure"), (0.5, 0.5, "success"), (0.0, 0.0, "failure")],
 )
 async def test_success_at_says_which_reward_is_a_success(reward: float, least: float, expected: str):
-    verdict = await verdict_of(episode(None, reference=None, page_reward=reward), "page", success_at=least)
+    verdict = await verdict_of(episode(None, reference=None, page_reward=reward), "page", reward_threshold=least)
     assert verdict.outcome == expected
 
 
@@ -158,7 +158,7 @@ async def test_a_function_that_hangs_masks_the_episode_and_leaves_the_loops_own_
 ):
     monkeypatch.setattr(evaluation, "MAX_THREADS", 2)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    settings = JudgeConfig(evaluators=[here(name), here("says_yes")], combine="all", deadline_seconds=0.5)
+    settings = judge_config(evaluators=[here(name), here("says_yes")], combine="all", deadline_seconds=0.5)
     FREED.clear()
     try:
         async with open_evaluator(settings, LocalMeter(BudgetConfig())) as evaluator:
@@ -236,6 +236,6 @@ async def test_a_combination_keeps_stages_and_costs_of_the_judge_and_spares_it_a
 )
 async def test_invalid_evaluators_are_refused_with_one_line(chosen: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message) as error:
-        async with open_evaluator(JudgeConfig(**chosen), LocalMeter(BudgetConfig())):
+        async with open_evaluator(judge_config(**chosen), LocalMeter(BudgetConfig())):
             pass
     assert "\n" not in str(error.value)

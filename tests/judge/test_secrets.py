@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
-from megatron_webrl.config.limits import check_limits
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
+from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter, Usage
 from megatron_webrl.judge.client import Spending
@@ -130,7 +129,7 @@ def test_a_secret_in_a_setting_is_refused_without_repeating_it(url: str, variabl
     assert "secret" not in str(error.value)
     if "not set" not in message:
         with pytest.raises(ConfigError, match=re.escape(message)):  # by every command, with any evaluator
-            check_limits(JudgeConfig(verdict=model), "judge.")
+            check_sections(judge_config(verdict=model), "judge.")
 
 
 class RaisingMeter:

@@ -85,10 +85,10 @@ def test_processes_on_a_shared_gpu_get_cores_of_its_numa_node():
     ("overrides", "through_host"),
     [
         ((), True),
-        (("weights.transport=host", "cluster.shared_gpus=false"), True),
-        (("cluster.shared_gpus=false",), False),
-        (("cluster.shared_gpus=false", "weights.transport=nccl"), False),
-        (("cluster.shared_gpus=false", "cluster.gpus_per_node=0"), True),
+        (("weights.transport=host", "cluster.colocate=false"), True),
+        (("cluster.colocate=false",), False),
+        (("cluster.colocate=false", "weights.transport=nccl"), False),
+        (("cluster.colocate=false", "cluster.gpus_per_node=0"), True),
     ],
 )
 def test_weights_travel_by_nccl_only_between_gpus_of_their_own(overrides: tuple[str, ...], through_host: bool):
@@ -99,12 +99,12 @@ def test_weights_travel_by_nccl_only_between_gpus_of_their_own(overrides: tuple[
     ("overrides", "words"),
     [
         (("weights.transport=nccl",), "NCCL refuses two ranks on one GPU; set weights.transport=auto"),
-        (("cluster.gpus_per_node=0",), "cluster.shared_gpus=true has no effect with cluster.gpus_per_node=0"),
-        (("cluster.engine_gpus_per_node=1",), "cluster.engine_gpus_per_node=1 has no effect with cluster.shared_gpus"),
-        (("rollout.kv_cache_mib=0",), "rollout.kv_cache_mib=0 with cluster.shared_gpus=true"),
+        (("cluster.gpus_per_node=0",), "cluster.colocate=true has no effect with cluster.gpus_per_node=0"),
+        (("cluster.engine_gpus_per_node=1",), "cluster.engine_gpus_per_node=1 has no effect with cluster.colocate"),
+        (("rollout.kv_cache_mib=0",), "rollout.kv_cache_mib=0 with cluster.colocate=true"),
         (("rollout.engines=2",), "rollout.engines=2 makes 2 ranks, but 1 nodes have 1 GPUs each for them"),
         (("trainer.tensor_parallel=2",), "makes 2 ranks, but 1 nodes have 1 GPUs each"),
-        (("cluster.gpu_gib=60",), "of the same GPU (cluster.shared_gpus), more than cluster.gpu_gib=60; take"),
+        (("cluster.gpu_gib=60",), "of the same GPU (cluster.colocate), more than cluster.gpu_gib=60; take"),
         (("rollout.gpu_memory_utilization=0.9",), "leaves the trainer 8.0 of cluster.gpu_gib=80, but it needs 59.2"),
         (("rollout.gpu_memory_utilization=0.1",), "leaves the engine 8.0 of cluster.gpu_gib=80, but it needs 16.0 GiB"),
         (("rollout.kv_cache_mib=512",), "rollout.kv_cache_mib=512 holds 4681 tokens, less than rollout.max_model_len"),
@@ -127,7 +127,7 @@ def test_the_utilization_that_a_refusal_suggests_is_accepted():
 def test_roles_that_share_a_gpu_may_share_the_cpu_instead():
     for path in CONFIGS.glob("*_1gpu.yaml"):
         check_cluster(parse_config(path, ["model.platform=cpu"]))
-    own = ("cluster.shared_gpus=false", "cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
+    own = ("cluster.colocate=false", "cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
     assert "cluster.gpus_per_node=2 with model.platform=cpu" in refusal("model.platform=cpu", *own)
 
 
@@ -140,7 +140,7 @@ def test_an_evaluation_has_the_shared_gpus_for_its_engines_alone():
 def test_staging_buffers_in_host_memory_take_none_of_the_gpu():
     sizes = {}
     for transport in ("host", "nccl"):
-        config = made(f"weights.transport={transport}", "cluster.shared_gpus=false")
+        config = made(f"weights.transport={transport}", "cluster.colocate=false")
         found = estimate_memory(config, find_model_config(config) or {})
         sizes[transport] = (found.trainer[0].buffers, found.engine.buffers)
     assert sizes["nccl"] == tuple(size + GIB // 2 for size in sizes["host"])

@@ -185,7 +185,7 @@ def test_activations_fall_with_recomputation_tensor_and_context_parallelism() ->
     ("gib", "overrides", "chosen"),
     [
         (140, (), "none"), (127, (), "selective"), (104, (), "selective"), (101, (), "full"), (20, (), "full"),
-        (140, ("cluster.shared_gpus=true", "rollout.kv_cache_mib=8192"), "selective"),  # beside an engine
+        (140, ("cluster.colocate=true", "rollout.kv_cache_mib=8192"), "selective"),  # beside an engine
         (20, ("trainer.recompute=none",), "none"), (300, ("trainer.recompute=full",), "full"),
     ],
 )  # fmt: skip

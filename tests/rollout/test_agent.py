@@ -32,7 +32,10 @@ from tests.browser.server.servers import browser_of, config_for, server_processe
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SETTINGS = RolloutConfig(
-    max_model_len=1024, max_new_tokens=64, operation_timeout_seconds=20, context=ContextConfig(rounds=1, compact=True)
+    max_model_len=1024,
+    max_new_tokens=64,
+    operation_timeout_seconds=20,
+    context=ContextConfig(history_turns=1, compact=True),
 )
 WAIT = format_tool_call(Action("wait", time=0))
 
@@ -194,7 +197,9 @@ async def test_no_malformed_response_ends_an_episode(browsers: BrowserClient, pr
         call('{"action": "self_destruct"}'): "unknown_action",
         call('{"action": ' + "[" * 5000 + "]" * 5000 + "}"): "bad_json",
     }
-    settings = replace(SETTINGS, context=ContextConfig(rounds=2, compact=True))  # the next prompt quotes the answer
+    settings = replace(
+        SETTINGS, context=ContextConfig(history_turns=2, compact=True)
+    )  # the next prompt quotes the answer
     answers = Answers(processor, list(bad))
     trajectory = await episode(browsers, processor, answers, task(max_steps=len(bad)), settings)
     assert [step.format_error for step in trajectory.steps] == list(bad.values())
@@ -297,7 +302,7 @@ async def test_a_prompt_that_cannot_fit_masks_the_episode(browsers: BrowserClien
 async def test_under_append_a_segment_of_an_episode_is_one_training_sequence(
     browsers: BrowserClient, processor: Processor
 ) -> None:
-    settings = replace(SETTINGS, context=ContextConfig(policy="append", rounds=3, compact=True))
+    settings = replace(SETTINGS, context=ContextConfig(policy="append", history_turns=3, compact=True))
     answers = Answers(processor, [WAIT, "I do not know.", WAIT, f"{WAIT}<|im_start|>", WAIT])
     trajectory = await episode(browsers, processor, answers, task("enter-text", max_steps=8), settings)
     assert trajectory.outcome == "success"
@@ -310,7 +315,7 @@ async def test_under_append_a_segment_of_an_episode_is_one_training_sequence(
 
 
 async def test_prompts_share_screenshots_of_earlier_steps(browsers: BrowserClient, processor: Processor) -> None:
-    settings = replace(SETTINGS, context=ContextConfig(rounds=3, compact=True))
+    settings = replace(SETTINGS, context=ContextConfig(history_turns=3, compact=True))
     answers = Answers(processor, [WAIT, WAIT])
     trajectory = await episode(browsers, processor, answers, task(), settings)
     assert [step.images.tolist() for step in trajectory.steps] == [[0], [0, 1], [0, 1, 2]]

@@ -15,7 +15,7 @@ from megatron_webrl.config.load import save_config
 from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file
 from megatron_webrl.rollout import demonstrations as module
@@ -29,9 +29,9 @@ def config_for(model: Path, folder: Path, environments: list[str], max_new_token
         model=ModelConfig(path=str(model)),
         rollout=RolloutConfig(
             max_model_len=1024, max_new_tokens=max_new_tokens, operation_timeout_seconds=20,
-            context=ContextConfig(rounds=1, compact=True),
+            context=ContextConfig(history_turns=1, compact=True),
         ),
-        tasks=TasksConfig(environments=environments, max_steps=4),
+        tasks=tasks_config(environments=environments, max_steps=4),
         browser=BrowserConfig(width=160, height=210, screenshot="png"),
     )  # fmt: skip
 
@@ -108,7 +108,7 @@ async def test_dithering_demonstrations_fail_at_the_step_limit_with_a_growing_me
 ) -> None:
     config = config_for(tiny_model, tmp_path, ["odd-or-even", "click-dialog"])
     config.tasks.max_steps, config.rollout.context.response_format = 6, "memory_compact"
-    config.trainer.warm_start.dither_probability = config.trainer.warm_start.dither_persistence = 1.0
+    config.trainer.warm_start.stall_probability = config.trainer.warm_start.dither_persistence = 1.0
     await write_demonstrations(config, 8, tmp_path / "some.rec")
     recorded = [decode_trajectory(record) for record in read_record_file(tmp_path / "some.rec")]
     ends = {(t.task.environment, t.outcome, len(t.steps)) for t in recorded}

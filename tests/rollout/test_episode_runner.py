@@ -15,7 +15,7 @@ from megatron_webrl.browser.server.local_servers import local_servers
 from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.model.processor import Processor
@@ -32,7 +32,7 @@ from tests.rollout.teacher.servers import reply, serving, teacher
 def config(tmp_path: Path, tiny_model: Path) -> Config:
     config = config_for()
     config.run, config.model = RunConfig(directory=str(tmp_path)), ModelConfig(path=str(tiny_model))
-    config.tasks = TasksConfig(environments=["click-test"], max_steps=3)
+    config.tasks = tasks_config(environments=["click-test"], max_steps=3)
     config.rollout = replace(config.rollout, groups_in_flight=1, group_size=2, max_new_tokens=64, max_model_len=4096)
     return config
 

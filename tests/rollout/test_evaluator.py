@@ -15,7 +15,7 @@ import pytest
 
 from megatron_webrl.browser.server.client import RemoteSession
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor, decode_image
@@ -69,7 +69,7 @@ def control(tmp_path: Path) -> Iterator[ControlClient]:
 def config(tmp_path: Path, tiny_model: Path) -> Config:
     config = config_for()
     config.run, config.model = RunConfig(directory=str(tmp_path)), ModelConfig(path=str(tiny_model))
-    config.tasks = TasksConfig(environments=["click-test", "focus-text"], max_steps=3)
+    config.tasks = tasks_config(environments=["click-test", "focus-text"], max_steps=3)
     config.rollout = replace(config.rollout, groups_in_flight=1, group_size=2, max_new_tokens=64, max_model_len=4096)
     config.evaluation.every, config.evaluation.concurrency = 1, 1
     return config

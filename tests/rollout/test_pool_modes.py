@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor
@@ -45,7 +45,7 @@ async def episodes(
     config = Config(
         run=RunConfig(directory=str(tmp_path_factory.mktemp("run"))),
         model=ModelConfig(path=str(tiny_model)),
-        tasks=TasksConfig(environments=["enter-text"], max_steps=3),
+        tasks=tasks_config(environments=["enter-text"], max_steps=3),
     )
     config.rollout = replace(config.rollout, group_size=2, groups_in_flight=4, max_model_len=4096, max_new_tokens=64)
     config.rollout.operation_timeout_seconds = 30

@@ -25,8 +25,8 @@ from tests.rollout.conversations import observation_of, response_of, texts
 
 WORK = [Action("left_click", coordinate=(20 * n, 500)) for n in range(1, 4)]
 SUBMIT = Action("left_click", coordinate=(500, 900))
-BARE = ContextConfig(rounds=1, compact=True)
-COMPACT = ContextConfig(rounds=1, compact=True, response_format="memory_compact")
+BARE = ContextConfig(history_turns=1, compact=True)
+COMPACT = ContextConfig(history_turns=1, compact=True, response_format="memory_compact")
 
 
 class Page:
@@ -62,26 +62,26 @@ async def play(processor: Processor, settings: WarmStartConfig, seed: str, page:
 
 
 async def test_a_dithering_episode_repeats_its_last_action_or_waits_until_the_limit(processor: Processor):
-    done = await play(processor, WarmStartConfig(dither_probability=1.0, dither_persistence=1.0), "1", Page())
+    done = await play(processor, WarmStartConfig(stall_probability=1.0, dither_persistence=1.0), "1", Page())
     assert done[:3] == WORK
     assert set(done[3:]) == {WORK[-1], DITHER_WAIT}
     assert len(done) == 40
 
 
 async def test_an_episode_that_stops_dithering_submits(processor: Processor):
-    done = await play(processor, WarmStartConfig(dither_probability=1.0, dither_persistence=0.0), "1", Page())
+    done = await play(processor, WarmStartConfig(stall_probability=1.0, dither_persistence=0.0), "1", Page())
     assert (done[:3], len(done), done[-1]) == (WORK, 5, SUBMIT)
 
 
 async def test_dithering_is_decided_once_for_an_episode(processor: Processor):
-    settings = WarmStartConfig(dither_probability=0.5, dither_persistence=1.0)
+    settings = WarmStartConfig(stall_probability=0.5, dither_persistence=1.0)
     lengths = [len(await play(processor, settings, str(seed), Page(), 12)) for seed in range(24)]
     assert set(lengths) == {4, 12}
     assert 6 <= lengths.count(12) <= 18
 
 
 async def test_a_page_without_a_submit_button_is_done_as_usual(processor: Processor):
-    settings = WarmStartConfig(dither_probability=1.0, dither_persistence=1.0)
+    settings = WarmStartConfig(stall_probability=1.0, dither_persistence=1.0)
     done = await play(processor, settings, "1", Page(has_submit=False), 5)
     assert done == [*WORK, WORK[-1], WORK[-1]]
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from megatron_webrl.tasks.sampler.source_checks import FILE_SETTINGS
 
 from megatron_webrl import cli
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import TasksConfig, tasks_config
 from megatron_webrl.tasks.files.field_map import FORMATS
 from megatron_webrl.tasks.registry import make_source
-from megatron_webrl.tasks.sampler.source_checks import FILE_SETTINGS
 from tests.documented_blocks import blocks_of, blocks_run_by
 from tests.documented_commands import command_environment
 
@@ -131,7 +131,7 @@ def test_the_example_of_an_own_source_makes_tasks(folder: Path, capsys: pytest.C
     command = commands.splitlines()[-1]
     assert run(command.replace("browser.open_web=true ", "")) == 2
     assert "has tasks on en.wikipedia.org, but browser.open_web=false" in capsys.readouterr().err
-    source = make_source(TasksConfig(source="my_package.my_source:Source", max_steps=9))
+    source = make_source(tasks_config(source="my_package.my_source:Source", max_steps=9))
     training = [source.training_task(1, ticket) for ticket in range(50)]
     assert training == [source.training_task(1, ticket) for ticket in range(50)]
     towns = {str(task.url).rpartition("/")[2] for task in training}

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.tasks.registry import make_all_sources, make_source
 
@@ -74,7 +74,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["Source", "make"])
 def test_a_class_or_a_function_makes_the_source(name: str) -> None:
-    settings = TasksConfig(source=f"own_tasks.pages:{name}", max_steps=7)
+    settings = tasks_config(source=f"own_tasks.pages:{name}", max_steps=7)
     source = make_source(settings)
     assert (source.environments, source.origins, dict(source.addresses)) == (("docs",), frozenset(), {})
     assert source.training_task(0, 4).max_steps == 7
@@ -90,7 +90,7 @@ def test_a_class_or_a_function_makes_the_source(name: str) -> None:
 
 
 def test_a_browser_server_knows_the_source_by_its_path() -> None:
-    sources = make_all_sources(TasksConfig(source="own_tasks.pages:Source"))
+    sources = make_all_sources(tasks_config(source="own_tasks.pages:Source"))
     try:
         assert list(sources) == ["miniwob", "sites", "own_tasks.pages:Source"]
         assert sources["own_tasks.pages:Source"].make_task("docs", 1).id == "docs/1"
@@ -116,7 +116,7 @@ def test_a_browser_server_knows_the_source_by_its_path() -> None:
 )  # fmt: skip
 def test_what_is_no_source_is_refused_in_one_line(path: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_source(TasksConfig(source=path))
+        make_source(tasks_config(source=path))
     assert str(caught.value).startswith(f"tasks.source={path}")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -124,4 +124,4 @@ def test_what_is_no_source_is_refused_in_one_line(path: str, message: str) -> No
 
 def test_an_unknown_source_is_refused_with_similar_names() -> None:
     with pytest.raises(ConfigError, match=r"^tasks\.source='webgim' is not known; near: webgym.*or an import path"):
-        make_source(TasksConfig(source="webgim"))
+        make_source(tasks_config(source="webgim"))

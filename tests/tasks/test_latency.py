@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
+from megatron_webrl.config.tasks import LatencyConfig, tasks_config
 from megatron_webrl.tasks import latency
 from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays, response_delay
 from megatron_webrl.tasks.registry import make_source
@@ -84,13 +84,13 @@ def _get(address: str) -> None:
 
 def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the sites have no 'shop-find-prize' among its 30 .*near: shop-find-price"):
-        make_source(TasksConfig(source="sites", environments=["shop-find-prize"]))
+        make_source(tasks_config(source="sites", environments=["shop-find-prize"]))
     with pytest.raises(ConfigError, match="environments is empty"):
-        make_source(TasksConfig(source="sites", environments=[]))
+        make_source(tasks_config(source="sites", environments=[]))
 
 
 def test_the_configured_source_serves_the_sites_of_its_environments() -> None:
-    source = make_source(TasksConfig(source="sites", environments=["forms-vote", "wiki-watch"], max_steps=7))
+    source = make_source(tasks_config(source="sites", environments=["forms-vote", "wiki-watch"], max_steps=7))
     try:
         assert source.origins == {"http://forms.localhost", "http://wiki.localhost"}
         assert len(set(source.addresses.values())) == 1

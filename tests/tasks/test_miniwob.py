@@ -15,7 +15,7 @@ from PIL import Image
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
+from megatron_webrl.config.tasks import LatencyConfig, tasks_config
 from megatron_webrl.tasks.latency import response_delay
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.miniwob_page import UNSUPPORTED_ENVIRONMENTS, all_environments, pages_folder
@@ -36,9 +36,9 @@ def pool_on(source: MiniWobTaskSource, width: int = 160, height: int = 210) -> B
 
 def test_an_unknown_environment_is_refused_with_similar_names() -> None:
     with pytest.raises(ConfigError, match=r"no 'click-buton' among its \d+ environments; near: .*click-button"):
-        make_source(TasksConfig(environments=["click-test", "click-buton"]))
+        make_source(tasks_config(environments=["click-test", "click-buton"]))
     with pytest.raises(ConfigError, match="environments is empty"):
-        make_source(TasksConfig(environments=[]))
+        make_source(tasks_config(environments=[]))
 
 
 def test_every_page_of_the_package_is_supported_or_listed_as_unsupported() -> None:
@@ -48,7 +48,7 @@ def test_every_page_of_the_package_is_supported_or_listed_as_unsupported() -> No
     assert {page.stem for page in (pages_folder() / "miniwob").glob("*.html")} <= names | set(UNSUPPORTED_ENVIRONMENTS)
     assert len(names) == 133
     with pytest.raises(ConfigError, match="hover-shape cannot be used: its page never gives a reward"):
-        make_source(TasksConfig(environments=["click-test", "hover-shape"]))
+        make_source(tasks_config(environments=["click-test", "hover-shape"]))
 
 
 def test_the_task_of_a_ticket_depends_on_seed_and_ticket_alone() -> None:

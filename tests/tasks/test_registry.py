@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
+from megatron_webrl.config.tasks import SamplerConfig, tasks_config
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge
 
 
 def test_difficulties_have_step_limits_and_shares_of_the_tickets() -> None:
-    settings = TasksConfig(
+    settings = tasks_config(
         source="sites", environments=["forms-vote", "forms-apply", "forms-renew", "wiki-watch"], max_steps=12,
         max_steps_by_difficulty={"medium": 20, "hard": 30}, evaluation_max_steps_by_difficulty={"easy": 50, "hard": 70},
         sampler=SamplerConfig("ratio", difficulty_weights={"easy": 0.5, "medium": 0.3, "hard": 0.2}),
@@ -29,14 +29,14 @@ def test_difficulties_have_step_limits_and_shares_of_the_tickets() -> None:
         assert [task.max_steps for task in held_out] == [50, 20, 70, 50] * 2
     finally:
         source.close()
-    one_difficulty = TasksConfig(sampler=SamplerConfig("ratio", difficulty_weights={"hard": 2.0}))
+    one_difficulty = tasks_config(sampler=SamplerConfig("ratio", difficulty_weights={"hard": 2.0}))
     with pytest.raises(ConfigError, match=r"difficulty_weights.hard: none of tasks.environments is hard"):
         make_source(one_difficulty)
 
 
 def test_a_ticket_draws_by_what_is_known_and_keeps_its_page_seed() -> None:
     names = ["forms-vote", "forms-apply", "forms-renew", "wiki-watch"]
-    source = make_source(TasksConfig(source="sites", environments=names, sampler=SamplerConfig("curriculum")))
+    source = make_source(tasks_config(source="sites", environments=names, sampler=SamplerConfig("curriculum")))
     knowledge = SamplerKnowledge(passes={name: PassRate(1.0, 5) for name in (*names[:2], names[3])})
     try:
         training = [source.training_task(0, ticket) for ticket in range(100)]

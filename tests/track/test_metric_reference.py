@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
+from megatron_webrl.config.advantage import CriticConfig, advantage_config
 from megatron_webrl.config.distillation import DistillationConfig
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.track.evaluation.evaluation_queue import VARIANTS, EvaluationRequest, EvaluationResult
 from megatron_webrl.track.evaluation.results import aggregate_results
@@ -58,7 +58,7 @@ def loss_example() -> dict[str, float]:
         step_index=torch.tensor([0, 1]), step_lengths=ones, reference_logprobs=current, versions=torch.tensor([1, 3]),
         teacher_logprobs=current - 1,
     )  # fmt: skip
-    every = LossConfig(kl_coefficient=0.1, importance_weight_floor=0.5, kl_rejection_bound=0.1, max_token_lag=4)
+    every = loss_config(kl_coefficient=0.1, importance_weight_floor=0.5, kl_rejection_bound=0.1, max_token_lag=4)
     data = replace(data, values=StepValues(current, ones, ones))
     critic, distillation = CriticConfig(coefficient=1.0), DistillationConfig(coefficient=1.0)
     _, sums = make_objective(every, None, 3, distillation, critic)(current, data)
@@ -97,7 +97,7 @@ EXAMPLES = {
     "track/metrics.py": update_example() | episode_metrics([MIXED]),
     "track/step_metrics.py": step_metrics([MIXED], uses_memory=True),
     "trainer/metrics/token_metrics.py": loss_example(),
-    "trainer/metrics/credit_metrics.py": credit_metrics([MIXED], AdvantageConfig(overlong="mask", anchor_weight=1.0)),
+    "trainer/metrics/credit_metrics.py": credit_metrics([MIXED], advantage_config(overlong="mask", anchor_weight=1.0)),
     "trainer/metrics/logprob_mismatch.py": mismatch_example(),
     "trainer/metrics/group_statistics.py": group_example(),
     "trainer/accounting.py": accounting_example(),

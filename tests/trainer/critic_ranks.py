@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
+from megatron_webrl.config.advantage import CriticConfig, advantage_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.types import Group
 from megatron_webrl.util import torchvision_shim
@@ -69,7 +69,7 @@ def on_one_rank(rank: int, folder: str, model: str) -> None:
 
 def critic_config(model: str) -> Config:
     config = make_config(model)
-    config.trainer.advantage = AdvantageConfig(scale="batch_std", discount=0.5)
+    config.trainer.advantage = advantage_config(scale="batch_std", discount=0.5)
     config.trainer.critic = CriticConfig(coefficient=0.5)
     return config
 
@@ -194,7 +194,7 @@ def _other_checkpoints(config: Config, platform: Any, folder: Path) -> dict[str,
 
     plain = copy.deepcopy(config)
     plain.trainer.critic = CriticConfig()
-    plain.trainer.advantage = AdvantageConfig()
+    plain.trainer.advantage = advantage_config()
     found: dict[str, Any] = {}
     for name, of_checkpoint, of_run in (("no critic", plain, config), ("critic", config, plain)):
         learner = make_learner(of_checkpoint, platform)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.util import torchvision_shim
 from tests import gloo
 from tests.trainer.learner_ranks import VERSION, make_config, make_groups, make_learner
@@ -51,7 +51,7 @@ def run(rank: int, folder: str, models: dict[str, str]) -> None:
             for key, value in layout.items():
                 setattr(config.trainer, key, value)
             if name.startswith(GSPO):
-                config.trainer.loss = LossConfig(
+                config.trainer.loss = loss_config(
                     name="gspo", clip_low=1e-3, clip_high=1e-3, importance_weight_cap=1e3, kl_coefficient=0.1
                 )
             config.run.directory, config.trainer.image_workers = folder, int(name in AHEAD)

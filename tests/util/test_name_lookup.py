@@ -10,7 +10,7 @@ from tests.name_server import silent_name_server, why_no_namespace
 # A judge and a farm whose names are never resolved, in the event loop of a worker.
 WORKER = """
 import asyncio, json, os, time
-from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
 from megatron_webrl.browser.server.http_client import HttpClient
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.client import JudgeClient, RequestFailed, Spending
@@ -33,7 +33,7 @@ async def lease(client):
         FAILURES.append(type(error).__name__)
 
 async def main():
-    settings = JudgeConfig(verdict=JudgeModelConfig("m", "http://judge.black-hole.test:8000/v1"))
+    settings = judge_config(verdict=JudgeModelConfig("m", "http://judge.black-hole.test:8000/v1"))
     farm, worst = HttpClient(None), 0.0
     async with JudgeClient(settings, LocalMeter(BudgetConfig())) as client:
         tasks = [asyncio.create_task(work) for _ in range(64) for work in (judge(client), lease(farm))]

@@ -92,7 +92,7 @@ def configuration(folder: Path, amount: ModesBenchSize, environments: Sequence[s
             "max_new_tokens": 64,
             "max_model_len": 4096,
             "kv_cache_mib": 256,
-            "context": {"response_format": "bare", "compact": True, "rounds": 1},
+            "context": {"response_format": "bare", "compact": True, "history_turns": 1},
         },
         "tasks": {
             "source": "sites",

@@ -32,7 +32,7 @@ from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.browsers import open_browsers
@@ -61,10 +61,10 @@ from tools.make_tiny_model import make_tiny_model
 
 BASE = "sliding, 4 rounds"
 CONTESTANTS = {
-    BASE: ContextConfig(rounds=4),
-    "sliding, 1 round": ContextConfig(rounds=1),
-    "append, 4 rounds": ContextConfig(policy="append", rounds=4),
-    "append, 8 rounds": ContextConfig(policy="append", rounds=8),
+    BASE: ContextConfig(history_turns=4),
+    "sliding, 1 round": ContextConfig(history_turns=1),
+    "append, 4 rounds": ContextConfig(policy="append", history_turns=4),
+    "append, 8 rounds": ContextConfig(policy="append", history_turns=8),
 }
 OURS = "append, 4 rounds"
 LENGTHS = ((1, 4), (5, 8), (9, 40))  # steps of an episode, from and to, in the second table
@@ -129,10 +129,10 @@ def configuration(folder: Path) -> Config:
         run=RunConfig(directory=str(folder), name="context", startup_timeout_seconds=300.0),
         model=ModelConfig(path=str(model), platform="cpu", dtype="float32"),
         browser=BrowserConfig(width=1280, height=768),
-        tasks=TasksConfig(source="sites", environments=list(scripted_environments("sites")), max_steps=MAX_STEPS),
+        tasks=tasks_config(source="sites", environments=list(scripted_environments("sites")), max_steps=MAX_STEPS),
     )
-    most = max(settings.rounds for settings in CONTESTANTS.values())
-    config.rollout.context = ContextConfig(rounds=most)  # largest number of images in a prompt
+    most = max(settings.history_turns for settings in CONTESTANTS.values())
+    config.rollout.context = ContextConfig(history_turns=most)  # largest number of images in a prompt
     config.rollout.max_model_len, config.rollout.max_new_tokens, config.rollout.kv_cache_mib = WINDOW, 1, 512
     config.weights.cache_invalidation = "salt"
     return config

@@ -44,7 +44,7 @@ def make_episodes(
     processor: Processor, count: int, window: int, seed: int, group_size: int = 1
 ) -> list[list[TrainingSample]]:
     """The steps of `count` groups of episodes as training samples of at most `window` tokens."""
-    shape = EpisodeShape(ContextConfig(rounds=4, response_format="vanilla", compact=True), window)
+    shape = EpisodeShape(ContextConfig(history_turns=4, response_format="vanilla", compact=True), window)
     return [each for number in range(count) for each in make_group(processor, number, shape, seed, group_size)]
 
 

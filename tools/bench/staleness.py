@@ -21,11 +21,12 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_webrl.config.loss import OffPolicyLossConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.ring.errors import RecordError
@@ -107,13 +108,14 @@ def measure(folder: Path, depth: int, console: Console) -> list[ObjectiveCompari
     for version in sorted({version - behind for version in versions for behind in range(depth + 1)}):
         check_records(config, version)
     updates = {update["version"]: update for update in summary.read_updates(folder)}
+    decoupled = cast(OffPolicyLossConfig, config.trainer.loss).decoupled
     found: list[ObjectiveComparison] = []
     for version in versions:
         with closing(_measured(folder, version, range(depth + 1))) as pairs:
             for pair in pairs:
                 if pair.staleness == 0:
                     check_fresh(pair)
-                    check_repeated(pair, updates.get(version + 1), config.trainer.loss.decoupled)
+                    check_repeated(pair, updates.get(version + 1), decoupled)
                 found.append(pair)
                 console.print(f"version {version}, staleness {pair.staleness}: done", highlight=False)
     return found

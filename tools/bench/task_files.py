@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from megatron_webrl.config.tasks import SamplerConfig, TasksConfig
+from megatron_webrl.config.tasks import SamplerConfig, tasks_config
 from megatron_webrl.tasks.files.source import FileTaskSource
 from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge
 from megatron_webrl.tasks.sampler.row_sampler import RowSampler
@@ -95,7 +95,7 @@ class Contestant:
 
 def _open_index(path: str) -> FileTaskSource:
     sampler = SamplerConfig("near_target", per="website")  # the one that holds most arrays of its own
-    return FileTaskSource(TasksConfig(source="webgym", train_file=path, sampler=sampler))
+    return FileTaskSource(tasks_config(source="webgym", train_file=path, sampler=sampler))
 
 
 def _draw_task(source: FileTaskSource, ticket: int) -> Task:
@@ -104,7 +104,7 @@ def _draw_task(source: FileTaskSource, ticket: int) -> Task:
 
 def _open_tried(tried: int, path: str) -> tuple[FileTaskSource, SamplerKnowledge]:
     sampler = SamplerConfig("near_target", per="task")
-    source = FileTaskSource(TasksConfig(source="webgym", train_file=path, sampler=sampler))
+    source = FileTaskSource(tasks_config(source="webgym", train_file=path, sampler=sampler))
     assert source.training is not None
     units = [task_unit(int(key)) for key in source.training.index.task_keys[:tried]]
     return source, SamplerKnowledge(passes={unit: PassRate(index % 9 / 8, 2) for index, unit in enumerate(units)})
@@ -180,7 +180,7 @@ def draws_per_second(path: Path, draws: int) -> dict[str, dict[str, float]]:
     for name in SAMPLERS:
         weights = {"easy": 2.0, "medium": 5.0, "hard": 3.0} if name == "ratio" else {}
         sampler = SamplerConfig(name, difficulty_weights=weights)
-        source = FileTaskSource(TasksConfig(source="webgym", train_file=str(path), sampler=sampler))
+        source = FileTaskSource(tasks_config(source="webgym", train_file=str(path), sampler=sampler))
         assert source.training is not None
         index = source.training.index
         tried = {task_unit(int(key)): PassRate(number % 9 / 8, 2) for number, key in enumerate(index.task_keys[:1000])}

@@ -13,8 +13,7 @@ from urllib.parse import unquote_to_bytes
 import idna
 import psutil
 
-from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.config.browser_checks import DENIED_PLACES, parse_denied_network
+from megatron_webrl.config.browser import DENIED_PLACES, BrowserConfig, parse_denied_network
 from megatron_webrl.config.setting import ConfigError
 
 DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}

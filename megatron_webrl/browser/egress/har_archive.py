@@ -19,7 +19,6 @@ from urllib.parse import urldefrag
 
 from megatron_webrl.browser.errors import NotRecorded
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.config.browser_checks import check_recording_settings
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.types import Task
 
@@ -140,8 +139,7 @@ class Visit:
 
 
 def check_har_settings(settings: BrowserConfig) -> None:
-    """Raises ConfigError for contradictory settings or an unusable folder."""
-    check_recording_settings(settings)
+    """Raises ConfigError for an unusable folder."""
     if settings.replay and not Path(settings.replay).is_dir():
         raise ConfigError(f"browser.replay={settings.replay} is not a folder; record one with browser.record")
     if settings.record:

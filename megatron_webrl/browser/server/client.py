@@ -32,7 +32,7 @@ from megatron_webrl.browser.server.http_client import (
     parse_response,
     wait_until_set,
 )
-from megatron_webrl.config.browser_checks import parse_farm_addresses
+from megatron_webrl.config.browser import parse_farm_addresses
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.types import Action, Observation, Task

@@ -24,11 +24,10 @@ from megatron_webrl.browser.server import protocol
 from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
 from megatron_webrl.browser.server.local_servers import POLL_SECONDS, LocalServers
 from megatron_webrl.browser.server.spaces import ActionSpace, observation_space
-from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.config.browser_checks import check_browser_server_config
+from megatron_webrl.config.browser import BrowserConfig, check_browser_user
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge import outcome as judge
 from megatron_webrl.tasks import miniwob, miniwob_page
 from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
@@ -139,7 +138,8 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
 
     def _start_server(self, browser: dict[str, Any], step_seconds: float) -> Callable[[], list[str]]:
         config = Config(browser=BrowserConfig(**browser), rollout=RolloutConfig(operation_timeout_seconds=step_seconds))
-        check_browser_server_config(config)
+        check_sections(config)
+        check_browser_user(config.browser)
         servers = LocalServers(config, sessions=1)
         self._exit_stack.callback(servers.close)
         servers.start()

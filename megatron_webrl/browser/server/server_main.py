@@ -13,10 +13,10 @@ from megatron_webrl.browser.server.registration import register_with_router
 from megatron_webrl.browser.server.request_validation import TaskCatalog
 from megatron_webrl.browser.server.server_api import server_app
 from megatron_webrl.browser.server.session_limits import check_session_limits
-from megatron_webrl.config.browser_checks import check_browser_server_config
+from megatron_webrl.config.browser import check_browser_user
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server, run_process
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,8 @@ def run_server(options: BrowserServerOptions) -> int:
     _check(options)
     tokens = read_tokens(options.address.host, options.token_files, with_router=options.router is not None)
     config = parse_config(options.config, list(options.overrides))
-    check_browser_server_config(config)
+    check_sections(config)
+    check_browser_user(config.browser)
     check_session_limits(options.sessions, options.address.limits.max_connections)
     listener = Listener(options.address)
     return run_process("browser-server", _run(options, config, tokens, listener), options.die_with_parent)

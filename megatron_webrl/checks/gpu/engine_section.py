@@ -19,9 +19,11 @@ from rich.console import Console
 from megatron_webrl.checks.gpu.request import GpuCheckRequest
 from megatron_webrl.checks.gpu.results import CheckResult, at_least, at_most, failed, measured, skipped
 from megatron_webrl.config.distillation import DistillationConfig
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.judge import judge_config
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config, EvaluationConfig
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.config.trainer import ProfileConfig, WarmStartConfig
 from megatron_webrl.launch.local_launcher import LocalLauncher
 from megatron_webrl.launch.validation import check_config
@@ -91,19 +93,20 @@ def short_job(config: Config, folder: Path) -> Config:
     job.trainer.minibatches = job.trainer.epochs = 1
     job.trainer.zero_variance_groups = "keep"  # a model without training may never succeed,
     if job.trainer.loss.imitates_successes:  # and so would give nothing to imitate
-        job.trainer.loss = LossConfig()
+        job.trainer.loss = loss_config()
     job.trainer.distillation = DistillationConfig()  # the teacher may not run yet
     job.trainer.advantage.overlong = "keep"  # without a success there might be nothing to train
-    job.trainer.min_group, job.trainer.profile = 2, ProfileConfig()
+    job.trainer.min_valid_episodes, job.trainer.profile = 2, ProfileConfig()
     job.trainer.warm_start = WarmStartConfig()
-    job.trainer.critic.warmup_updates = 0  # during a warm-up the engine's weights would not change
+    if job.trainer.critic:
+        job.trainer.critic.warmup_updates = 0  # during a warm-up the engine's weights would not change
     # One group after the other, so that episodes are under way whenever an update arrives.
     job.rollout.group_size, job.rollout.groups_in_flight = 2, 1
     job.rollout.max_new_tokens = min(job.rollout.max_new_tokens, 64)
     if job.trainer.reward.length_penalty:
         job.trainer.reward.length_window = min(job.trainer.reward.length_window, job.rollout.max_new_tokens)
-    job.judge = type(job.judge)()
-    job.tasks = type(job.tasks)(environments=["click-test", "focus-text"], max_steps=6)
+    job.judge = judge_config()
+    job.tasks = tasks_config(environments=["click-test", "focus-text"], max_steps=6)
     return job
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from megatron_webrl.config.judge import JudgeConfig
+from megatron_webrl.config.judge import RubricConfig
 from megatron_webrl.judge.episode_view import EpisodeView, Screenshot
 from megatron_webrl.judge.protocols.base import Finding, no_answer
 from megatron_webrl.judge.questions import Asker, Question, ask_all
@@ -31,7 +31,7 @@ class RubricProtocol:
     name: ClassVar[str] = "rubric"
     stages: ClassVar[Sequence[str]] = ("relevance", "blocked", "supported", "rubric", "reference")
 
-    def __init__(self, settings: JudgeConfig) -> None:
+    def __init__(self, settings: RubricConfig) -> None:
         self._settings = settings
 
     async def judge(self, episode: EpisodeView, asker: Asker) -> Finding:

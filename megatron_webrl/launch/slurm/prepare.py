@@ -6,12 +6,10 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.config.browser_checks import BROWSER_SERVER_SETTINGS
-from megatron_webrl.config.limits import check_limits
+from megatron_webrl.config.browser import BROWSER_SERVER_SETTINGS, BrowserConfig
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.launch import role_process
 from megatron_webrl.launch.preflight import node_report
 from megatron_webrl.launch.slurm import requeue
@@ -32,7 +30,7 @@ def plan_job(path: str, overrides: list[str]) -> tuple[Config, Placement]:
 
 def plan_processes(config: Config) -> Placement:
     """Place the processes of a configuration, without looking at any machine. Raises ConfigError."""
-    check_limits(config, "")
+    check_sections(config)
     description = find_model_config(config)
     if description is not None:
         check_parallel_layout(config, description)

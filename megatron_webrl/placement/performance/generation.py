@@ -131,7 +131,7 @@ def _cached_tokens(config: Config, lengths: EpisodeLengths, prompt: float) -> fl
     the previous prompt only while no round has left the window.
     """
     context = config.rollout.context
-    most = min(context.rounds, lengths.steps)
+    most = min(context.history_turns, lengths.steps)
     turn = lengths.screenshot_tokens + lengths.turn_tokens
     if context.policy == "append":
         full = 1 / most  # a new window begins with its last round alone

@@ -269,7 +269,7 @@ def predict_training(
     model, trainer = ModelShape.from_description(description), config.trainer
     count, shape = TrainingBatch.of_config(config, lengths, model).microbatches(config)
     steps = trainer.epochs * trainer.minibatches
-    needs_proximal = trainer.critic.coefficient > 0 or (steps > 1 and trainer.loss.name != "raft")
+    needs_proximal = trainer.critic is not None or (steps > 1 and trainer.loss.name != "raft")
     scored_passes = needs_proximal + (trainer.loss.kl_coefficient > 0)
     stages = range(trainer.pipeline_parallel)
     parts: dict[str, float] = {}

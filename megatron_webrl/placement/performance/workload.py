@@ -24,7 +24,7 @@ class EpisodeLengths:
 
     def rounds(self, config: Config) -> float:
         """Screenshots of a prompt, mean over the steps of an episode of the mean length."""
-        most = min(config.rollout.context.rounds, self.steps)
+        most = min(config.rollout.context.history_turns, self.steps)
         return most - most * (most - 1) / 2 / self.steps
 
     def prompt_tokens(self, config: Config) -> float:
@@ -53,7 +53,7 @@ class TrainingBatch:
         shared = lengths.system_tokens if merge == "all" else 0.0
         patches = lengths.screenshot_tokens * model.merge
         if context.policy == "append" and merge != "none":  # the steps of a window are one sequence
-            steps = min(context.rounds, lengths.steps)
+            steps = min(context.history_turns, lengths.steps)
             turn = lengths.screenshot_tokens + lengths.turn_tokens + lengths.response_tokens
             return cls(
                 episodes * lengths.steps / steps,

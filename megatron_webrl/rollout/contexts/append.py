@@ -30,7 +30,7 @@ class _Latest:
 
 
 class AppendContext(PromptContext):
-    """A segment has at most `rounds` screenshots.
+    """A segment has at most `history_turns` screenshots.
 
     It ends earlier if the next turn would exceed the token limit or MAX_ELEMENT_LIST_CHARS of page text, or after a
     response with special tokens: in a prompt the engine would treat them as images or ends of turns.
@@ -52,7 +52,7 @@ class AppendContext(PromptContext):
         page_chars = latest.page_chars + len(self._page)
         response = self._past[-1].generation.response_token_ids
         if (
-            len(latest.prompt.image_indices) == self._settings.rounds
+            len(latest.prompt.image_indices) == self._settings.history_turns
             or page_chars > MAX_ELEMENT_LIST_CHARS
             or self._processor.has_special_tokens(response)
         ):

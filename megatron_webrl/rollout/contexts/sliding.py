@@ -24,11 +24,11 @@ from megatron_webrl.rollout.responses import (
 
 
 class SlidingContext(PromptContext):
-    """Renders each prompt from scratch, with the last `rounds` screenshots."""
+    """Renders each prompt from scratch, with the last `history_turns` screenshots."""
 
     def build_prompt(self) -> Prompt:
         """A prompt with as many steps and summary lines as fit. Raises ContextOverflow."""
-        for kept in range(min(self._settings.rounds - 1, len(self._past)), 0, -1):
+        for kept in range(min(self._settings.history_turns - 1, len(self._past)), 0, -1):
             if prompt := self._with_steps(kept):
                 return prompt
         return self._summarised()

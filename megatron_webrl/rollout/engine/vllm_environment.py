@@ -89,7 +89,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     if rollout.expert_parallel and not cuda:
         raise ConfigError("rollout.expert_parallel=true: vLLM's CPU build dies at the first token; set it to false")
     cache = rollout.kv_cache_mib or (0 if cuda else CPU_KV_CACHE_MIB)
-    limits: Any = {"image": rollout.context.rounds, "video": 0}
+    limits: Any = {"image": rollout.context.history_turns, "video": 0}
     recording = {RECORD_OPTION: config.trainer.routing_replay} if records_experts(config) else {}
     vision: Any = "data" if config.vision_data_parallel else "weights"
     cache_dtype: Any = rollout.kv_cache_dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import FileTasksConfig, TasksConfig
 from megatron_webrl.tasks.files.conversion import resolve_task_file
 from megatron_webrl.tasks.files.field_map import field_map_of
 from megatron_webrl.tasks.files.indexing import open_index
@@ -23,12 +23,13 @@ class FileDigest(NamedTuple):
 
 def task_file_digests(tasks: TasksConfig) -> dict[str, FileDigest]:
     """The digest of each task file by its setting; empty for other sources. Raises ConfigError."""
-    paths = {TRAIN_FILE: tasks.train_file, TEST_FILE: tasks.test_file} if tasks.from_files else {}
-    fields = field_map_of(tasks) if paths else None
+    if not isinstance(tasks, FileTasksConfig) or tasks.from_import_path:
+        return {}
+    paths, fields = {TRAIN_FILE: tasks.train_file, TEST_FILE: tasks.test_file}, field_map_of(tasks)
     return {
         setting: FileDigest(path, open_index(resolve_task_file(path, setting, fields), fields).digest)
         for setting, path in paths.items()
-        if path and fields is not None
+        if path
     }
 
 

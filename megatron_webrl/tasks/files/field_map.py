@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import FILE_SOURCES, TasksConfig
+from megatron_webrl.config.tasks import FILE_SOURCES, FileTasksConfig
 from megatron_webrl.util.text import close_matches
 
 TASK_FIELDS = ("id", "instruction", "website", "benchmark", "domain", "subdomain", "difficulty", "facts", "answer")
@@ -85,7 +85,7 @@ def make_field_map(source: str, fields: Mapping[str, str]) -> FieldMap:
     return found
 
 
-def field_map_of(tasks: TasksConfig) -> FieldMap:
+def field_map_of(tasks: FileTasksConfig) -> FieldMap:
     """The map of a configuration. Raises ConfigError."""
     return make_field_map(tasks.source, tasks.fields)
 

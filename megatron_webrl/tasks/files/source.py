@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import FileTasksConfig
 from megatron_webrl.tasks.files.conversion import TaskFile, resolve_task_file
 from megatron_webrl.tasks.files.field_map import FieldMap, field_map_of
 from megatron_webrl.tasks.files.index import TaskIndex
@@ -59,7 +59,7 @@ class TaskRows:
 class FileTaskSource(WebPageSource):
     """The tasks of tasks.train_file and tasks.test_file; either may be missing."""
 
-    def __init__(self, tasks: TasksConfig) -> None:
+    def __init__(self, tasks: FileTasksConfig) -> None:
         """Raises ConfigError for a file that cannot be read, for rows that do not fit, and for shared websites."""
         super().__init__(tasks)
         fields = field_map_of(tasks)

@@ -57,7 +57,7 @@ SECTIONS = (
         "Of the update as a whole.",
         ("staleness_min", "versions", "Smallest staleness of a trainable episode; see `staleness_mean`."),
         ("reward_shaped_mean", "reward", "Mean reward with penalties, if `trainer.reward.*` has any."),
-        ("replayed_trajectories", "episodes", "Successes of earlier versions in the batch (`raft_versions`)."),
+        ("replayed_trajectories", "episodes", "Successes of earlier versions in the batch (`replay_versions`)."),
         ("dropped/<reason>", "episodes", "Episodes dropped since the start of the run, by reason."),
     ),
     section(

@@ -11,7 +11,7 @@ from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 
 CRITIC_HINT = (
-    "a run has a critic (trainer.critic.coefficient) from its start or not at all: leave it as it was, or start "
+    "a run has a critic (trainer.advantage.name=critic) from its start or not at all: leave it as it was, or start "
     "another run from the weights (model.checkpoint)"
 )
 
@@ -35,11 +35,9 @@ def check_resumable(checkpoint: Path, trainer: TrainerConfig) -> None:
         raise CheckpointError(f"{path}: {error}") from error
     if state.get("optimizer_shards") == "ranks":
         check_same_model_parallel(state["layout"], _configured_layout(trainer), checkpoint)
-    if state.get("has_critic") not in (None, trainer.critic.coefficient > 0):
+    if state.get("has_critic") not in (None, trainer.critic is not None):
         has = "has a critic" if state["has_critic"] else "has no critic"
-        raise CheckpointError(
-            f"{checkpoint} {has}, but trainer.critic.coefficient={trainer.critic.coefficient:g}; {CRITIC_HINT}"
-        )
+        raise CheckpointError(f"{checkpoint} {has}, but trainer.advantage.name={trainer.advantage.name}; {CRITIC_HINT}")
 
 
 def check_same_model_parallel(stored: Mapping[str, int], layout: Mapping[str, int], folder: Path) -> None:

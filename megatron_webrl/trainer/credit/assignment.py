@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_webrl.config.advantage import AnchoredConfig, GdpoConfig, GroupAdvantageConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.advantages import (
     EPSILON,
@@ -17,7 +18,7 @@ from megatron_webrl.trainer.credit.advantages import (
 )
 from megatron_webrl.trainer.credit.anchor_states import anchor_advantages
 from megatron_webrl.trainer.credit.overlong import is_overlong
-from megatron_webrl.trainer.credit.rewards import configured_penalties, step_penalties, trajectory_penalty
+from megatron_webrl.trainer.credit.rewards import Penalty, configured_penalties, step_penalties, trajectory_penalty
 from megatron_webrl.types import Group, Trajectory
 
 Values = list[np.ndarray]  # float64 [steps] or [1], of each trajectory of a group
@@ -26,7 +27,7 @@ Values = list[np.ndarray]  # float64 [steps] or [1], of each trajectory of a gro
 def step_advantages(groups: Sequence[Group], config: Config) -> list[dict[int, np.ndarray]]:
     """Advantage of each step of a batch: for each group, float64 [steps] by the index of the trajectory.
 
-    A = A^E + anchor_weight * A^S       A^E: `summed_advantages` or `apart_advantages`, A^S: `anchor_advantages`
+    A = A^E + anchor_weight * A^S       A^E: `summed_advantages` or `separate_advantages`, A^S: `anchor_advantages`
 
     Masked trajectories enter no statistic and have no entry; overlong ones, if they are masked from the loss, have no
     entry, but enter the statistics. Every rank computes the same values, because it has the groups of all ranks.
@@ -35,16 +36,14 @@ def step_advantages(groups: Sequence[Group], config: Config) -> list[dict[int, n
     settings = config.trainer.advantage
     members = [[t for t in group.trajectories if t.trainable] for group in groups]
     informative = [bool(each) and common_outcome(group) is None for each, group in zip(members, groups, strict=True)]
-    if config.trainer.critic.coefficient:
-        values: list[Values] = [[np.zeros(1) for _ in each] for each in members]
-    elif settings.components == "apart":
-        values = apart_advantages(members, informative, config)
-    else:
-        values = summed_advantages(members, informative, config)
-    if settings.anchor_weight:
-        divide = settings.scale == "group_std"
+    values: list[Values] = [[np.zeros(1) for _ in each] for each in members]
+    if isinstance(settings, GroupAdvantageConfig):
+        values = summed_advantages(members, informative, settings, configured_penalties(config))
+    elif isinstance(settings, GdpoConfig):
+        values = separate_advantages(members, informative, settings.discount, configured_penalties(config))
+    if isinstance(settings, AnchoredConfig) and settings.anchor_weight:
         for number in np.flatnonzero(informative):
-            anchors = anchor_advantages(members[number], settings.anchor_discount, divide)
+            anchors = anchor_advantages(members[number], settings.anchor_discount, settings.divides_anchors)
             values[number] = [a + settings.anchor_weight * b for a, b in zip(values[number], anchors, strict=True)]
     masks = settings.overlong == "mask"
     return [
@@ -58,7 +57,10 @@ def step_advantages(groups: Sequence[Group], config: Config) -> list[dict[int, n
 
 
 def summed_advantages(
-    groups: Sequence[Sequence[Trajectory]], informative: Sequence[bool], config: Config
+    groups: Sequence[Sequence[Trajectory]],
+    informative: Sequence[bool],
+    settings: GroupAdvantageConfig,
+    penalties: Sequence[Penalty],
 ) -> list[Values]:
     """Advantages from outcome and penalties together, of the trainable trajectories of each group.
 
@@ -69,7 +71,6 @@ def summed_advantages(
     deviation of G_t - b over the batch (REINFORCE++, arXiv 2501.03262); epsilon is added to a deviation.
     All 0 in a group that is not `informative`, one of a single outcome; it is not in the batch's deviation either.
     """
-    settings, penalties = config.trainer.advantage, configured_penalties(config)
     by_step = settings.penalties == "step"
     returns: list[Values] = [
         [
@@ -99,10 +100,10 @@ def summed_advantages(
     return [scaled(number) for number in range(len(groups))]
 
 
-def apart_advantages(
-    groups: Sequence[Sequence[Trajectory]], informative: Sequence[bool], config: Config
+def separate_advantages(
+    groups: Sequence[Sequence[Trajectory]], informative: Sequence[bool], discount: float, penalties: Sequence[Penalty]
 ) -> list[Values]:
-    """Advantages from outcome and penalties apart (GDPO, arXiv 2601.05242), of the trajectories of each group.
+    """Advantages from outcome and penalties separately (GDPO, arXiv 2601.05242), of the trajectories of each group.
 
     S = normalise(G) + sum over penalties k of weight_k * normalise(- share_k)      within the group
     A = (S - mean) / (standard deviation + epsilon)    over the batch; A = S if none of its groups is `informative`
@@ -111,7 +112,6 @@ def apart_advantages(
     spread of either. In a group that is not `informative`, one of a single outcome, normalise(G) is 0, and the
     penalties alone count, as in the paper. In a batch of such groups alone the division would cancel their weights.
     """
-    discount, penalties = config.trainer.advantage.discount, configured_penalties(config)
     summed: list[Values] = []
     for trajectories, counts in zip(groups, informative, strict=True):
         values: Values = [np.zeros(1) for _ in trajectories]

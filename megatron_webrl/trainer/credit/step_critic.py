@@ -51,7 +51,8 @@ def critic_credit(groups: Sequence[Group], values: Mapping[StepId, float], confi
     d: 1, or with scale=batch_std the root mean square of the numerator over the batch + epsilon, where each episode
     counts once and its steps alike. No statistic of a group is used, so groups of one outcome have a gradient too.
     """
-    settings, penalties = config.trainer.advantage, configured_penalties(config)
+    settings, penalties = config.trainer.critic, configured_penalties(config)
+    assert settings is not None, "trainer.advantage.name is critic"
     numerators: dict[tuple[StepId, ...], np.ndarray] = {}
     targets: dict[StepId, float] = {}
     returns: list[np.ndarray] = []
@@ -63,7 +64,7 @@ def critic_credit(groups: Sequence[Group], values: Mapping[StepId, float], confi
         by_step = settings.penalties == "step"
         predicted, rewards = np.array([values[each] for each in ids]), np.zeros(len(ids))
         rewards[-1] = trajectory.reward - (0.0 if by_step else trajectory_penalty(trajectory, penalties))
-        advantages = generalized_advantages(rewards, predicted, settings.discount, config.trainer.critic.gae_lambda)
+        advantages = generalized_advantages(rewards, predicted, settings.discount, settings.gae_lambda)
         targets |= zip(ids, (advantages + predicted).tolist(), strict=True)
         returns.append(generalized_advantages(rewards, np.zeros(len(ids)), settings.discount, 1.0))
         own = step_penalties(trajectory, penalties)[[number for _, _, number in ids]] if by_step else 0.0

@@ -209,7 +209,7 @@ class GroupSource:
             return "all_failed" if common == "all_failed" else None
         if self.config.trainer.distillation.alone:
             return None
-        if trainable < self.config.trainer.min_group:
+        if trainable < self.config.trainer.min_valid_episodes:
             return "few_trainable"  # too few for a baseline
         return common if self.config.trainer.zero_variance_groups == "drop" else None
 

@@ -28,9 +28,10 @@ def replay_probability(age: int, max_age: int, decay_power: float) -> float:
 class ReplayBuffer:
     """Stores and samples successes. Call `sample` before each update and `add` after it, on every rank.
 
-    Without raft_versions both do nothing. A resumed run samples the versions up to its checkpoint and overwrites later
-    ones. One rank per node writes the successes of its ring, and all ranks sample them. Files stay for raft_versions
-    and two checkpoint intervals; a resume from further back samples what remains. Episodes count when first trained.
+    Without replay_versions both do nothing. A resumed run samples the versions up to its checkpoint and overwrites
+    later ones. One rank per node writes the successes of its ring, and all ranks sample them. Files stay for
+    replay_versions and two checkpoint intervals; a resume from further back samples what remains. Episodes count when
+    first trained.
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class ReplayBuffer:
         self.exchange = exchange or RecordExchange()
         loss = config.trainer.loss
         self.folder, self.seed = config.run_folder / "replay", config.run.seed
-        self.max_age, self.decay_power = loss.raft_versions, decay_power
-        self.retained_versions = loss.raft_versions + 2 * config.trainer.checkpoint.every
+        self.max_age, self.decay_power = loss.oldest_replayed, decay_power
+        self.retained_versions = loss.oldest_replayed + 2 * config.trainer.checkpoint.every
 
     def sample(self, version: int) -> list[Group]:
         """Earlier versions' successes, each a group. Collective. Raises RecordError (damaged file), OSError."""

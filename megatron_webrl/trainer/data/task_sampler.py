@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.tasks import FileTasksConfig, PageTasksConfig
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.tasks.files.digests import FileDigest, difference_from_checkpoint
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
@@ -51,7 +52,8 @@ class TaskSampler:
         tasks, saved, self.files = config.tasks, saved or {}, dict(files or {})
         if difference := difference_from_checkpoint(saved, self.files):
             raise JobFailed(difference)
-        self.settings, self.environments = tasks.sampler, tuple(tasks.environments)
+        self.settings = tasks.sampler
+        self.environments = tuple(tasks.environments) if isinstance(tasks, PageTasksConfig) else ()
         self._source, self._source_name, self._seed = source, tasks.source, config.run.seed
         self._growing_steps = tasks.growing_steps
         self._by_environment, self._unit_kind = draws_environments(tasks), unit_kind(tasks)
@@ -63,7 +65,8 @@ class TaskSampler:
             self.knowledge.passes.clear()  # of other units
         self.closed_tickets = Counter(saved.get("closed_tickets", {}))  # by environment
         self._draws = DrawStatistics(saved.get("draws", {}))
-        self.block_list = BlockList(self.knowledge.blocked, tasks.block_hours, config.run_folder / BLOCK_LIST_FILE)
+        block_hours = tasks.block_hours if isinstance(tasks, FileTasksConfig) else 0.0
+        self.block_list = BlockList(self.knowledge.blocked, block_hours, config.run_folder / BLOCK_LIST_FILE)
         self.block_list.restore()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.distillation import DistillationConfig
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import LossConfig, OffPolicyLossConfig
 from megatron_webrl.trainer.loss.distillation import with_teacher
 from megatron_webrl.trainer.loss.off_policy import off_policy_correction
 from megatron_webrl.trainer.loss.surrogates import SURROGATES, PolicyRatio
@@ -38,6 +39,7 @@ def make_objective(
     """
     base = OBJECTIVES[config.name](config, group, version)
     if distillation is not None and distillation.coefficient:
+        assert isinstance(config, OffPolicyLossConfig), config.name
         base = with_teacher(base, distillation, config.decoupled)
     value_coefficient = critic.coefficient if critic is not None else 0.0
     if not config.kl_coefficient and not config.entropy_coefficient and not value_coefficient:
@@ -61,7 +63,7 @@ def make_objective(
 def policy_loss(
     current: Tensor,
     data: TokenData,
-    config: LossConfig,
+    config: OffPolicyLossConfig,
     group: ProcessGroup | None = None,
     version: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -148,11 +150,11 @@ def value_loss(data: TokenData) -> Tensor:
     The weights are one over the minibatch's steps. Raises ValueError without values.
     """
     if data.values is None:
-        raise ValueError("trainer.critic.coefficient needs the values of the steps; TokenData.values is None")
+        raise ValueError("trainer.advantage.name=critic needs the values of the steps; TokenData.values is None")
     return (data.values.weight * (data.values.predicted - data.values.targets) ** 2).sum()
 
 
-OBJECTIVES: dict[str, Callable[[LossConfig, ProcessGroup | None, int | None], Objective]] = {
+OBJECTIVES: dict[str, Callable[[Any, ProcessGroup | None, int | None], Objective]] = {
     **dict.fromkeys(
         SURROGATES, lambda config, group, version: partial(policy_loss, config=config, group=group, version=version)
     ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import OffPolicyLossConfig
 from megatron_webrl.trainer.data.batching import NO_VERSION
 from megatron_webrl.trainer.loss.token_data import TokenData, clamp_log_ratio, k3, mean_per_step
 
@@ -24,7 +24,7 @@ class OffPolicyCorrection:
 
 @torch.no_grad()
 def off_policy_correction(
-    data: TokenData, config: LossConfig, group: ProcessGroup | None = None, version: int | None = None
+    data: TokenData, config: OffPolicyLossConfig, group: ProcessGroup | None = None, version: int | None = None
 ) -> OffPolicyCorrection:
     """The decoupled weight (arXiv 2505.24298, eq. 5) after its bounds, KL rejection and the mask of old tokens.
 
@@ -51,7 +51,7 @@ def off_policy_correction(
 
 
 def weight_at_level(
-    log_weight: Tensor, data: TokenData, config: LossConfig, group: ProcessGroup | None = None
+    log_weight: Tensor, data: TokenData, config: OffPolicyLossConfig, group: ProcessGroup | None = None
 ) -> Tensor:
     """log w of each token at `importance_weight_level`. [tokens] -> [tokens]. Collective, except per token.
 
@@ -69,7 +69,7 @@ def weight_at_level(
     return mean * data.step_lengths.to(mean.dtype)[data.step_index] if level == "product" else mean
 
 
-def bounded_weight(log_weight: Tensor, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
+def bounded_weight(log_weight: Tensor, config: OffPolicyLossConfig) -> tuple[Tensor, Tensor, Tensor]:
     """w within [floor, cap], and whether it is above the cap and below the floor, bool. [tokens] each.
 
     mask      0 outside the bounds (IcePop, arXiv 2510.18855; with the cap alone MIS)
@@ -85,7 +85,7 @@ def bounded_weight(log_weight: Tensor, config: LossConfig) -> tuple[Tensor, Tens
 
 
 def rejected_by_kl(
-    log_weight: Tensor, data: TokenData, config: LossConfig, group: ProcessGroup | None = None
+    log_weight: Tensor, data: TokenData, config: OffPolicyLossConfig, group: ProcessGroup | None = None
 ) -> Tensor:
     """Whether the response's estimate of KL(behave || prox) exceeds kl_rejection_bound, bool [tokens]. Collective.
 

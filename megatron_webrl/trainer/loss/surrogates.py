@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import ClipConfig, DppoConfig, DualClipConfig, RaftPlusPlusConfig, SapoConfig
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class SurrogateTerms:
     dual_clipped: Tensor | None = None  # bool, the dual clip stops the gradient
 
 
-Surrogate = Callable[[PolicyRatio, Tensor, LossConfig], SurrogateTerms]
+Surrogate = Callable[[PolicyRatio, Tensor, Any], SurrogateTerms]  # of the settings of the loss
 
 
-def clipped_surrogate(policy: PolicyRatio, advantage: Tensor, config: LossConfig) -> SurrogateTerms:
+def clipped_surrogate(policy: PolicyRatio, advantage: Tensor, config: DualClipConfig) -> SurrogateTerms:
     """PPO's clip (arXiv 1707.06347, eq. 7) with dual clip (arXiv 1912.09729).
 
     f = min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A), and at least dual_clip * A where A < 0
@@ -51,7 +52,7 @@ def clipped_surrogate(policy: PolicyRatio, advantage: Tensor, config: LossConfig
     return SurrogateTerms(value, clipped < unclipped, dual)
 
 
-def cispo(policy: PolicyRatio, advantage: Tensor, config: LossConfig) -> SurrogateTerms:
+def cispo(policy: PolicyRatio, advantage: Tensor, config: ClipConfig) -> SurrogateTerms:
     """CISPO (arXiv 2506.13585, eq. 4 and 5): the clip bounds the weight of a token and stops no gradient.
 
     f = sg[clamp(r, 1 - clip_low, 1 + clip_high)] * A * log theta. clip_low=1 is the paper's, without a lower bound.
@@ -61,7 +62,7 @@ def cispo(policy: PolicyRatio, advantage: Tensor, config: LossConfig) -> Surroga
     return SurrogateTerms(ratio.clamp(low, high) * advantage * policy.current, (ratio < low) | (ratio > high))
 
 
-def sapo(policy: PolicyRatio, advantage: Tensor, config: LossConfig) -> SurrogateTerms:
+def sapo(policy: PolicyRatio, advantage: Tensor, config: SapoConfig) -> SurrogateTerms:
     """Soft adaptive policy optimisation, SAPO (arXiv 2511.20347): a smooth gate instead of a clip.
 
     f = 4 / T * sigmoid(T (r - 1)) * A, T = sapo_temperature_positive where A > 0, else sapo_temperature_negative. On
@@ -76,7 +77,7 @@ def sapo(policy: PolicyRatio, advantage: Tensor, config: LossConfig) -> Surrogat
     return SurrogateTerms(gate * advantage, torch.zeros_like(advantage, dtype=torch.bool))
 
 
-def dppo(policy: PolicyRatio, advantage: Tensor, config: LossConfig) -> SurrogateTerms:
+def dppo(policy: PolicyRatio, advantage: Tensor, config: DppoConfig) -> SurrogateTerms:
     """Divergence proximal policy optimisation, DPPO (arXiv 2602.04879), with a binary divergence per token.
 
     f = M r A; M = 0 where D > dppo_bound and the update would increase D: A > 0 and theta > old, or A < 0 and
@@ -101,7 +102,7 @@ def binary_divergence(current: Tensor, old: Tensor, kind: str) -> Tensor:
     return torch.exp(old) * (old - current) + old_rest * (old_rest.log() - rest.log())
 
 
-def raft_plus_plus(policy: PolicyRatio, advantage: Tensor, config: LossConfig) -> SurrogateTerms:
+def raft_plus_plus(policy: PolicyRatio, advantage: Tensor, config: RaftPlusPlusConfig) -> SurrogateTerms:
     """RAFT++ (arXiv 2504.11343): successes only, weighted by the ratio and clipped.
 
     f = min(r, 1 + clip_high) for successes. The caller sets advantage 1 for these; others have no effect. No lower

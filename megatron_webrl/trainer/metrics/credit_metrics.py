@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_webrl.config.advantage import AdvantageConfig
+from megatron_webrl.config.advantage import AdvantageConfig, AnchoredConfig
 from megatron_webrl.track.metrics import mean
 from megatron_webrl.trainer.credit.anchor_states import steps_by_state
 from megatron_webrl.trainer.credit.overlong import is_overlong
@@ -17,7 +17,7 @@ def credit_metrics(groups: Sequence[Group], settings: AdvantageConfig) -> dict[s
     metrics: dict[str, float] = {}
     if settings.overlong == "mask":
         metrics["overlong_masked_rate"] = mean([is_overlong(t) for trajectories in members for t in trajectories])
-    if settings.anchor_weight:
+    if isinstance(settings, AnchoredConfig) and settings.anchor_weight:
         steps = sum(len(t.steps) for trajectories in members for t in trajectories)
         states = [state for trajectories in members for state in steps_by_state(trajectories).values()]
         anchored = sum(len(state) for state in states if len(state) > 1)

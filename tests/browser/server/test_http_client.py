@@ -19,8 +19,7 @@ from megatron_webrl.browser.errors import BrowserError, BrowserTimeout, PageCras
 from megatron_webrl.browser.server import protocol
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.http_client import BrowserBusy, ServerUnreachable, to_browser_error
-from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.config.browser_checks import parse_farm_addresses
+from megatron_webrl.config.browser import BrowserConfig, parse_farm_addresses
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.types import Action, Observation
 from tests.browser.server.servers import LIMIT

@@ -21,9 +21,9 @@ OPTIONS = {
     "gspo": ["trainer.loss={name: gspo, clip_low: 3e-4, importance_weight_level: product, kl_rejection_bound: 0.1,"
              " importance_weight_floor: 0.5, max_token_lag: 1, entropy_coefficient: 0.1, kl_coefficient: 0.1}"],
     "dppo": ["trainer.loss={name: dppo, dppo_divergence: kl, dppo_bound: 0.1, shuffle_advantages: true}",
-             "trainer.min_group=3", "trainer.merge_prefixes=trajectory"],
-    "raft": ["trainer.loss={name: raft, raft_versions: 2, shuffle_advantages: true, entropy_coefficient: 0.1}"],
-    "raft_plus_plus": ["trainer.loss={name: raft_plus_plus, raft_versions: 3, clip_high: 0.1, max_token_lag: 4}"],
+             "trainer.min_valid_episodes=3", "trainer.merge_prefixes=trajectory"],
+    "raft": ["trainer.loss={name: raft, replay_versions: 2, shuffle_advantages: true, entropy_coefficient: 0.1}"],
+    "raft_plus_plus": ["trainer.loss={name: raft_plus_plus, replay_versions: 3, clip_high: 0.1, max_token_lag: 4}"],
     "penalties apart": [PENALTY, "trainer.advantage={components: apart, discount: 0.9, overlong: mask}"],
     "penalties of steps": [PENALTY, "trainer.advantage={penalties: step, scale: batch_std, baseline: leave_one_out}"],
     "anchors": ["trainer.advantage={anchor_weight: 1, anchor_discount: 0.9, scale: none, overlong: mask}"],
@@ -84,7 +84,7 @@ def test_the_short_job_of_a_configuration_is_valid(tmp_path: Path, name: str) ->
 
 def test_the_short_job_of_a_configuration_with_penalties_and_an_overlong_filter_is_valid(tmp_path: Path) -> None:
     own = [
-        "model.platform=cpu", "trainer.loss.name=grpo", "trainer.loss.raft_versions=0", "rollout.max_new_tokens=200",
+        "model.platform=cpu", "trainer.loss.name=grpo", "trainer.loss.replay_versions=0", "rollout.max_new_tokens=200",
         "trainer.reward={length_penalty: 0.1, length_window: 100}",
         "trainer.advantage={components: apart, discount: 0.9, anchor_weight: 1, overlong: mask}",
     ]  # fmt: skip
@@ -102,7 +102,7 @@ def test_the_short_job_of_every_algorithm_is_valid(tmp_path: Path, name: str, op
     path = ROOT / "configs" / f"{name}.yaml"
     size = size_from_path(parse_config(path).model.path)
     description = config_sections(size) if size else read_model_config(ROOT / "models" / "quickstart")
-    config = parse_config(path, ["trainer.loss={name: grpo, raft_versions: 0}", *options])
+    config = parse_config(path, ["trainer.loss={name: grpo, replay_versions: 0}", *options])
     check_settings(config, description)
     check_settings(short_job(config, tmp_path), description)
 

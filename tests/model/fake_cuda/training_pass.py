@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.distillation import DistillationConfig
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import LossConfig, loss_config
 from megatron_webrl.model.compute_options import ComputeOptions, ValueHeadKind
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.packed_input import HOST_FIELDS
@@ -34,14 +34,14 @@ from tests.model.fake_cuda.host_values import HostValues, fake_cuda
 NUMBERS = torch.arange(4)
 QUICKSTART = Path(__file__).resolve().parents[3] / "models" / "quickstart"
 LOSSES = [
-    LossConfig(
+    loss_config(
         name="gspo", importance_weight_level="product", importance_weight_floor=0.5, kl_rejection_bound=0.1,
         max_token_lag=1, entropy_coefficient=0.1,
     ),
-    LossConfig(name="cispo", importance_weight_mode="truncate"), LossConfig(name="sapo"),
-    LossConfig(name="dppo", dppo_divergence="kl", decoupled=False), LossConfig(name="raft_plus_plus"),
+    loss_config(name="cispo", importance_weight_mode="truncate"), loss_config(name="sapo"),
+    loss_config(name="dppo", dppo_divergence="kl", decoupled=False), loss_config(name="raft_plus_plus"),
 ]  # fmt: skip
-ENTROPY = LossConfig(entropy_coefficient=0.1)
+ENTROPY = loss_config(entropy_coefficient=0.1)
 TEACHER, CRITIC = DistillationConfig(coefficient=1.0), CriticConfig(coefficient=0.5)
 SHAPES = {"dense": tiny.Shape(layers=2), "moe": tiny.Shape(layers=2, experts=4)}
 
@@ -214,7 +214,7 @@ def _train(
 ) -> None:
     from megatron_webrl.trainer.loss.objective import make_objective
 
-    objective = make_objective(loss or LossConfig(), None, 1, distillation, critic)
+    objective = make_objective(loss or loss_config(), None, 1, distillation, critic)
     metrics, _ = learner.forward_backward(microbatches, None, objective)
     assert ("teacher_kl/count" in metrics, "value_loss" in metrics) == (distillation is not None, critic is not None)
     for parameter in learner.models[0].parameters():

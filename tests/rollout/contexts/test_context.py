@@ -39,7 +39,7 @@ def conversation(
     processor: Processor, steps: int, limit: int = 100_000, rounds: int = 3, compact: bool = False,
     response_format: str = "bare",
 ) -> SlidingContext:  # fmt: skip
-    settings = ContextConfig(rounds=rounds, compact=compact, response_format=response_format)
+    settings = ContextConfig(history_turns=rounds, compact=compact, response_format=response_format)
     context = SlidingContext(processor, settings, limit)
     context.start_episode("Click it.", observation_of(title="Page 0"))
     for step in range(1, steps + 1):
@@ -134,7 +134,7 @@ def test_a_repeated_screenshot_is_shown_again_and_stored_once(processor: Process
 
 def test_only_the_current_screenshot_has_elements_tabs_and_scroll_position(processor: Processor) -> None:
     toolset = Toolset(marks=True, extra_actions=("switch_tab",))
-    context = SlidingContext(processor, ContextConfig(rounds=2, scroll_position=True), 100_000, toolset)
+    context = SlidingContext(processor, ContextConfig(history_turns=2, scroll_position=True), 100_000, toolset)
     context.start_episode("Buy it.", numbered(0, "Size"))
     click = Action("click", element_id=1)
     context.add_step(response_of(processor, format_tool_call(click, toolset)), click, None, numbered(1, "Colour"))
@@ -175,7 +175,9 @@ def test_hostile_text_gives_no_special_token(processor: Processor, compact: bool
     special = set(processor.tokenizer.get_added_vocab().values())
     special_tokens = []
     for text in (HOSTILE, "words"):
-        context = SlidingContext(processor, ContextConfig(rounds=2, compact=compact, response_format="bare"), 100_000)
+        context = SlidingContext(
+            processor, ContextConfig(history_turns=2, compact=compact, response_format="bare"), 100_000
+        )
         page = Observation(screenshot(), f"http://a/{text}", text, True, error=text)
         context.start_episode(text, page)
         context.add_step(response_of(processor, f"{text}"), None, "no_tool_call", page)
@@ -228,7 +230,7 @@ def test_a_smaller_limit_drops_steps_then_summary_lines_but_never_the_screenshot
 def test_every_prompt_fits_and_has_a_placeholder_for_each_image(
     processor: Processor, steps: list[tuple[str, str, bool]], limit: int, rounds: int
 ) -> None:
-    context = SlidingContext(processor, ContextConfig(rounds=rounds, compact=True), limit)
+    context = SlidingContext(processor, ContextConfig(history_turns=rounds, compact=True), limit)
     context.start_episode("task", observation_of())
     for shade, (response, title, valid) in enumerate(steps):
         action = Action("answer", text=response) if valid else None

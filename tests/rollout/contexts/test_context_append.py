@@ -40,7 +40,7 @@ def context_of(
     toolset: Toolset = COORDINATE_TOOLSET,
     compact: bool = True,
 ) -> AppendContext:  # fmt: skip
-    made = ContextConfig(policy="append", rounds=rounds, compact=compact, scroll_position=toolset.marks)
+    made = ContextConfig(policy="append", history_turns=rounds, compact=compact, scroll_position=toolset.marks)
     return AppendContext(processor, made, limit, toolset)
 
 

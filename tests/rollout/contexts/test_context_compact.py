@@ -28,7 +28,7 @@ TOKENS = "e56ceb8eeaddc5ce71949fb041a03f037e038afd74b9e78f981ffdc766ae295b"  # S
 
 def test_prompts_of_the_trained_tiny_model_keep_every_token(tiny_model: Path) -> None:
     processor = Processor.load(tiny_model)
-    context = make_context(processor, ContextConfig(rounds=1, response_format="bare", compact=True), 100_000)
+    context = make_context(processor, ContextConfig(history_turns=1, response_format="bare", compact=True), 100_000)
     context.start_episode(f"Click it. {HOSTILE}", observation_of(title=HOSTILE))
     prompts = [context.build_prompt()]
     for step, action in enumerate(ACTIONS, 1):

@@ -38,7 +38,7 @@ def processor(tiny_model: Path) -> Processor:
 
 def prompts_of(processor: Processor, policy: str, rounds: int, page: str, argument: str, written: str) -> list[Prompt]:
     """The prompts of an episode on pages with the text `page`; `written` is in the responses' fields."""
-    made = ContextConfig(policy=policy, rounds=rounds, response_format="memory_additive", scroll_position=True)
+    made = ContextConfig(policy=policy, history_turns=rounds, response_format="memory_additive", scroll_position=True)
     context = make_context(processor, made, 100_000, Toolset(marks=True))
     observation = replace(numbered(0, page, page, 2), error=f"no: {page}", url=f"http://a/{page}")
     context.start_episode("Buy it.", observation)
@@ -87,7 +87,7 @@ def test_a_page_of_rare_letters_neither_hides_the_memory_nor_masks_the_episode(
     processor: Processor, policy: str, rounds: int, letter: str
 ) -> None:
     """One letter of a rare script takes several tokens."""
-    made = ContextConfig(policy=policy, rounds=rounds, response_format="memory_additive")
+    made = ContextConfig(policy=policy, history_turns=rounds, response_format="memory_additive")
     context = make_context(processor, made, 8000, Toolset(marks=True))
     page = numbered(0, letter * 150, elements=100)
     context.start_episode("Buy it.", page)

@@ -122,7 +122,7 @@ async def test_the_engine_reports_cached_prompt_tokens(engine: VLLMEngine) -> No
 async def test_an_appended_prompt_comes_from_the_prefix_cache_images_and_answers_included(
     engine: VLLMEngine, reference: torch.nn.Module
 ) -> None:
-    settings = ContextConfig(policy="append", rounds=4, compact=True)
+    settings = ContextConfig(policy="append", history_turns=4, compact=True)
     context = make_context(engine.processor, settings, 2000)
     pages = [Observation(picture(20 + n, 640, 320), "http://a", "A page", True) for n in range(4)]
     context.start_episode("Click it.", pages[0])

@@ -17,7 +17,7 @@ import pytest
 from pyarrow import parquet
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.tasks.files.conversion import TaskFile, resolve_task_file
 from megatron_webrl.tasks.files.field_map import FORMATS
 from megatron_webrl.tasks.files.indexing import InvalidRows, open_index
@@ -40,7 +40,7 @@ def resolve(text: str | Path) -> TaskFile:
 
 def ids_of(text: str | Path) -> list[str]:
     """The ids of the tasks of a training file, in the order of its rows."""
-    source = FileTaskSource(TasksConfig(source="webgym", train_file=str(text)))
+    source = FileTaskSource(tasks_config(source="webgym", train_file=str(text)))
     assert source.training is not None
     found = [source.training[row].id for row in range(len(source.training))]
     assert source.training[3].facts[0].fact == f"It costs {source.training[3].answer}"
@@ -176,7 +176,7 @@ def test_nan_of_a_column_is_a_missing_value(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     for name in ("train.parquet", "saved"):
-        source = FileTaskSource(TasksConfig(source="webgym", train_file=str(tmp_path / name)))
+        source = FileTaskSource(tasks_config(source="webgym", train_file=str(tmp_path / name)))
         assert source.training is not None
         assert [source.training[row].answer for row in range(2)] == ["1.5", None]
         source.close()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.tasks.files.conversion import TaskFile
 from megatron_webrl.tasks.files.field_map import FORMATS, make_field_map
 from megatron_webrl.tasks.files.indexing import InvalidRows, open_index
@@ -176,7 +176,7 @@ def test_every_start_lists_the_first_ten_rows_that_do_not_fit_and_refuses_the_fi
     path = write_rows(tmp_path / "tasks.jsonl", [webgym_row(n, task_name=17 if n % 2 else "Go") for n in range(30)])
     for _ in range(2):
         with pytest.raises(InvalidRows) as caught:
-            make_source(TasksConfig(source="webgym", train_file=str(path)))
+            make_source(tasks_config(source="webgym", train_file=str(path)))
         assert str(caught.value).splitlines() == [
             f"{path}: 15 of 30 rows do not fit; `webrl tasks check` lists more",
             *(f"{path}:{line}: field task_name: expected text, found 17" for line in range(2, 21, 2)),

@@ -15,7 +15,7 @@ from megatron_webrl.browser.server.protocol import ResetRequest
 from megatron_webrl.browser.server.request_validation import TaskCatalog
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig
+from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig, tasks_config
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.tasks.files.source import FileTaskSource
 from megatron_webrl.tasks.registry import make_source
@@ -31,7 +31,7 @@ def tasks(tmp_path: Path) -> TasksConfig:
     training = [webgym_row(number, domain=f"Domain {number % 2}") for number in range(TRAINING_ROWS)]
     facts = (3, 4, 6, 7, 40)
     test = [webgym_row(100 + n, domain="Tests & more", difficulty=facts[n]) for n in range(TEST_ROWS)]
-    return TasksConfig(
+    return tasks_config(
         source="webgym", train_file=str(write_rows(tmp_path / "train.jsonl", training)),
         test_file=str(write_rows(tmp_path / "test.jsonl", test)),
         max_steps_by_difficulty={"easy": 10, "medium": 20}, max_steps=40,
@@ -124,13 +124,13 @@ def test_files_that_share_a_website_are_refused(tasks: TasksConfig, tmp_path: Pa
 
 
 def test_either_file_may_be_missing(tasks: TasksConfig) -> None:
-    training_only = FileTaskSource(TasksConfig(source="webgym", train_file=tasks.train_file))
+    training_only = FileTaskSource(tasks_config(source="webgym", train_file=tasks.train_file))
     assert training_only.training_task(0, 0).instruction
     assert training_only.evaluation_tasks(10) == 0
     with pytest.raises(ConfigError, match=r"an evaluation needs tasks\.test_file"):
         training_only.held_out_task(0)
     training_only.close()
-    test_only = FileTaskSource(TasksConfig(source="webgym", test_file=tasks.test_file))
+    test_only = FileTaskSource(tasks_config(source="webgym", test_file=tasks.test_file))
     assert test_only.environments == ("tests-more",)
     with pytest.raises(ConfigError, match=r"training needs tasks\.train_file"):
         test_only.training_task(0, 0)
@@ -179,7 +179,7 @@ def test_the_tasks_of_an_evaluation_are_known_without_a_source(tasks: TasksConfi
     config.evaluation.skip = 5
     with pytest.raises(ConfigError, match=r"evaluation.skip=5 leaves none of the 5 held-out tasks; lower it"):
         evaluation_task_indices(config)
-    environments = Config(tasks=TasksConfig(environments=["click-test", "focus-text"]))
+    environments = Config(tasks=tasks_config(environments=["click-test", "focus-text"]))
     environments.evaluation.episodes = 7
     assert evaluation_task_indices(environments) == range(14)
     environments.evaluation.skip = 1000  # pages of each environment
@@ -196,7 +196,7 @@ def test_a_trainer_without_browser_packages_counts_and_indexes(tasks: TasksConfi
         "from megatron_webrl.config.schema import Config, EvaluationConfig\n"
         "from megatron_webrl.config.tasks import TasksConfig\n"
         "from megatron_webrl.tasks.evaluation_count import evaluation_task_indices\n"
-        "tasks = TasksConfig(source='webgym', test_file=sys.argv[1])\n"
+        "tasks = tasks_config(source='webgym', test_file=sys.argv[1])\n"
         "print(*evaluation_task_indices(Config(tasks=tasks, evaluation=EvaluationConfig(episodes=0))))\n"
     )
     command = [sys.executable, "-c", code, tasks.test_file]
@@ -216,7 +216,7 @@ def test_a_browser_server_opens_the_tasks_as_web_pages(source: FileTaskSource) -
 
 def test_domains_of_a_file_with_too_many_are_one_environment(tmp_path: Path) -> None:
     rows = [webgym_row(number, domain=f"Domain {number}") for number in range(150)]
-    source = FileTaskSource(TasksConfig(source="webgym", train_file=str(write_rows(tmp_path / "train.jsonl", rows))))
+    source = FileTaskSource(tasks_config(source="webgym", train_file=str(write_rows(tmp_path / "train.jsonl", rows))))
     assert source.environments == ("page",)
     assert {source.training_task(0, ticket).environment for ticket in range(20)} == {"page"}
     assert source.training_task(0, 0).domain.startswith("Domain ")

@@ -14,7 +14,7 @@ from megatron_webrl.browser.server.request_validation import TaskCatalog
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.judge.outcome import answers_match
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.offline.bar_code import BarCode, effects_digest, page_digest, read_bar_code
@@ -76,7 +76,7 @@ async def test_a_screenshot_says_which_page_it_shows(kind: str, width: int, heig
 def test_a_catalog_opens_what_its_settings_permit() -> None:
     offline, far = "http://shop-1.localhost/", "http://a.example/"
     for open_web, websites, opened in ((False, True, (offline,)), (True, True, (offline, far)), (False, False, ())):
-        config = Config(browser=BrowserConfig(open_web=open_web), tasks=TasksConfig(offline_websites=websites))
+        config = Config(browser=BrowserConfig(open_web=open_web), tasks=tasks_config(offline_websites=websites))
         catalog = TaskCatalog.from_config(config)
         for url in (offline, far):
             task = Task("x", "web", "page", 0, 1, url=url)
@@ -94,7 +94,7 @@ def test_a_catalog_opens_what_its_settings_permit() -> None:
 
 async def test_a_browser_server_demonstrates_tasks_of_offline_websites(tmp_path: Path) -> None:
     config = Config(
-        browser=BrowserConfig(width=640, height=480), tasks=TasksConfig(offline_websites=True),
+        browser=BrowserConfig(width=640, height=480), tasks=tasks_config(offline_websites=True),
         rollout=RolloutConfig(operation_timeout_seconds=30),
     )  # fmt: skip
     async with (

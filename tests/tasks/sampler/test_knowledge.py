@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge
 from megatron_webrl.tasks.sampler.units import draws_environments, task_key, task_unit, unit_kind, unit_of
 from megatron_webrl.types import Task
@@ -43,7 +43,7 @@ def test_a_unit_is_named_after_what_the_sampler_draws() -> None:
     [("miniwob", "environment"), ("sites", "environment"), ("webgym", "website"), ("a:B", "website")],
 )
 def test_only_pages_of_our_own_are_drawn_by_environment(source: str, kind: str) -> None:
-    tasks = TasksConfig(source=source)
+    tasks = tasks_config(source=source)
     tasks.sampler.per = "website"
     assert unit_kind(tasks) == kind
     assert draws_environments(tasks) is (kind == "environment")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.config.tasks import GrowingStepsConfig, TasksConfig
+from megatron_webrl.config.tasks import GrowingStepsConfig, tasks_config
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.step_limits import growing_limit, training_limit
@@ -41,7 +41,7 @@ def test_the_smaller_of_the_growing_and_the_difficultys_limit_holds(
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_follows_the_version_and_evaluation_has_the_last_limit(name: str) -> None:
-    source = make_source(TasksConfig(source=name, growing_steps=GROWING, **SETTINGS[name]))
+    source = make_source(tasks_config(source=name, growing_steps=GROWING, **SETTINGS[name]))
     try:
         plain = [source.training_task(0, ticket) for ticket in range(20)]  # such as of demonstrations
         held_out = [source.held_out_task(index) for index in range(4)]

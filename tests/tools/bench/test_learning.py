@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_webrl.config.advantage import AdvantageConfig, CriticConfig
-from megatron_webrl.config.load import flatten_config, parse_config
-from megatron_webrl.config.loss import LossConfig, RewardConfig
+from megatron_webrl.config.advantage import ADVANTAGES
+from megatron_webrl.config.load import all_settings, flatten_config, parse_config
+from megatron_webrl.config.loss import LOSSES, RewardConfig
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import default_of
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.track import summary
@@ -32,7 +33,7 @@ from tools.bench.learning.runs import Run, RunFiles, TaskSuccess
 
 VALUES = {
     "trainer.loss": ("importance_weight_cap", "sapo_temperature_positive", "sapo_temperature_negative"),
-    "trainer.advantage": ("anchor_discount",),
+    "trainer.advantage": ("anchor_discount", "coefficient"),
     "tasks.sampler": ("target", "per", "difficulty_weights"),
 }
 """Settings of an option that has an arm, which leaves them at their defaults, or of WITHOUT_ARM's joint lines."""
@@ -74,8 +75,9 @@ def test_an_ablation_differs_from_its_base_and_from_all_others():
 @pytest.mark.parametrize(
     ("section", "kind"),
     [
-        ("trainer.loss", LossConfig), ("trainer.reward", RewardConfig), ("trainer.advantage", AdvantageConfig),
-        ("trainer.critic", CriticConfig), ("tasks.sampler", SamplerConfig), ("tasks.growing_steps", GrowingStepsConfig),
+        *(("trainer.loss", kind) for kind in LOSSES.values()), ("trainer.reward", RewardConfig),
+        *(("trainer.advantage", kind) for kind in ADVANTAGES.values()),
+        ("tasks.sampler", SamplerConfig), ("tasks.growing_steps", GrowingStepsConfig),
     ],
 )  # fmt: skip
 def test_every_option_has_an_arm_or_a_reason(section: str, kind: type):
@@ -88,12 +90,12 @@ def test_every_option_has_an_arm_or_a_reason(section: str, kind: type):
             continue
         assert any(each == name or each.startswith(f"{name}.") for each in names), name
         for choice in spec.metadata["choices"] or ():
-            unused = (name, choice) not in used and start[name] != choice
+            unused = (name, choice) not in used and start.get(name, default_of(spec)) != choice
             assert not unused or f"{name}={choice}" in WITHOUT_ARM, (name, choice)
 
 
 def test_an_option_without_an_arm_is_a_setting_that_no_arm_sets():
-    known, used = flatten_config(Config()), {setting for arm in ARMS.values() for setting in arm.settings}
+    known, used = all_settings(), {setting for arm in ARMS.values() for setting in arm.settings}
     for option in (each for names in WITHOUT_ARM for each in names.split(", ")):
         name = option.partition("=")[0].removesuffix("*")
         assert any(each.startswith(name) for each in known), option

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_webrl.config.advantage import AdvantageConfig
+from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.anchor_states import anchor_advantages, steps_by_state
 from megatron_webrl.trainer.credit.assignment import step_advantages
@@ -76,9 +76,9 @@ def test_they_are_added_with_their_weight_to_those_of_the_episodes() -> None:
     groups, config = varied_groups(4), Config()
     plain = step_advantages(groups, config)
     for scale in ("group_std", "none"):
-        config.trainer.advantage = AdvantageConfig(scale=scale)
+        config.trainer.advantage = advantage_config(scale=scale)
         plain = step_advantages(groups, config)
-        config.trainer.advantage = AdvantageConfig(scale=scale, anchor_weight=0.7, anchor_discount=0.8)
+        config.trainer.advantage = advantage_config(scale=scale, anchor_weight=0.7, anchor_discount=0.8)
         found = step_advantages(groups, config)
         for group, values, without in zip(groups[:-1], found, plain, strict=False):
             members = [t for t in group.trajectories if t.trainable]
@@ -98,6 +98,6 @@ def test_successes_alone_are_not_compared_by_their_lengths() -> None:
 
 def test_metrics_count_the_steps_that_share_a_state() -> None:
     group = Group(0, (visits(0, "abc", success=True), visits(1, "ab", success=False), trajectory(0, 2, outcome="x")))
-    settings = AdvantageConfig(anchor_weight=1.0)
+    settings = advantage_config(anchor_weight=1.0)
     assert credit_metrics([group], settings) == {"anchored_step_rate": pytest.approx(4 / 5)}
-    assert credit_metrics([group], AdvantageConfig()) == {}
+    assert credit_metrics([group], advantage_config()) == {}

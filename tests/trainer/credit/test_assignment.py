@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_webrl.config.advantage import AdvantageConfig
+from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.advantages import common_outcome, group_advantages
 from megatron_webrl.trainer.credit.assignment import step_advantages
@@ -24,7 +24,7 @@ WEIGHTS = {"format_penalty": 0.3, "repetition_penalty": 0.2, "length_penalty": 0
 def with_settings(penalised: bool = False, **changed: Any) -> Config:
     config = Config()
     config.rollout.max_new_tokens, config.trainer.reward.length_window = LIMIT, WINDOW
-    config.trainer.advantage = AdvantageConfig(**changed)
+    config.trainer.advantage = advantage_config(**changed)
     for name, weight in WEIGHTS.items() if penalised else ():
         setattr(config.trainer.reward, name, weight)
     return config

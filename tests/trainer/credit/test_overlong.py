@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_webrl.config.advantage import AdvantageConfig
+from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.assignment import step_advantages
 from megatron_webrl.trainer.credit.overlong import is_overlong
@@ -43,7 +43,7 @@ def test_overlong_failures_leave_the_loss_and_stay_in_the_statistics() -> None:
     group = Group(0, (ended(0, success=True), ended(1), ended(2, end="steps_exhausted"), ended(3, cut=True)))
     config = Config()
     kept = step_advantages([group], config)[0]
-    config.trainer.advantage = AdvantageConfig(overlong="mask")
+    config.trainer.advantage = advantage_config(overlong="mask")
     (masked,) = step_advantages([group], config)
     assert list(masked) == [0, 1]
     assert all((masked[index] == kept[index]).all() for index in masked)

@@ -57,7 +57,7 @@ def make_samples(processor: Processor) -> list[TrainingSample]:
 
 def appended_samples(processor: Processor) -> list[TrainingSample]:
     """Five steps of an episode with prompts of the append policy: segments of three and of two."""
-    settings = ContextConfig(policy="append", rounds=3, compact=True)
+    settings = ContextConfig(policy="append", history_turns=3, compact=True)
     context = make_context(processor, settings, 1000)
     pages = [Observation(screenshot(n, *SIZES[n % 3]), f"http://a/{n}", f"Page {n}", True) for n in range(6)]
     context.start_episode("Click the button.", pages[0])

@@ -242,7 +242,7 @@ def test_waiting_ends_when_the_caller_stops_it(ring: Ring, source: GroupSource):
 
 @pytest.mark.parametrize("name", ["raft", "raft_plus_plus"])
 def test_raft_keeps_groups_with_a_success_and_drops_those_without(ring: Ring, source: GroupSource, name: str):
-    source.config.trainer.loss.name = name
+    source.config.trainer.loss = loss_config(name)
     put(ring, 0, [1.0, 1.0])
     put(ring, 1, [0.0, 0.0])
     source.poll(0)
@@ -274,7 +274,7 @@ def test_group_rates_include_dropped_groups_and_reset(ring: Ring, source: GroupS
 @pytest.mark.parametrize(("least", "dropped"), [(2, {}), (3, {"few_trainable": 2, "engine_error": 2})])
 def test_a_group_needs_enough_trainable_members(ring: Ring, least: int, dropped: dict[str, int]):
     config = Config()
-    config.trainer.min_group = least
+    config.trainer.min_valid_episodes = least
     source = GroupSource(ring, config, ResumePoint(), accounting=Accounting())
     for index, outcome in enumerate(("success", "failure", "engine_error", "engine_error")):
         ring.write(encode_trajectory(trajectory(0, index, outcome=outcome, group_size=4)), 1.0)

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_webrl.config.limits import check_limits
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.model.vision_language.segments import segment_keys
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.packing import MAX_SEQUENCE_TOKENS_RATIO, pack_sequences
@@ -253,4 +252,4 @@ def test_the_keys_of_a_segment_are_those_of_its_ancestors_and_its_own() -> None:
 def test_a_bool_of_older_configurations_is_refused(value: str) -> None:
     config = parse_config(None, [f"trainer.merge_prefixes={value}"])
     with pytest.raises(ConfigError, match=r"trainer\.merge_prefixes='\w+' is not one of auto, none, trajectory, all"):
-        check_limits(config, "")
+        check_sections(config, "")

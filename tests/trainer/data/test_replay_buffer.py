@@ -28,7 +28,7 @@ def _one_rank() -> Iterator[None]:
 def make(folder: Path, versions: int = 3, power: float = 0.0, every: int = 0) -> ReplayBuffer:
     config = Config()
     config.run.directory = str(folder)
-    config.trainer.loss.name, config.trainer.loss.raft_versions = "raft", versions
+    config.trainer.loss.name, config.trainer.loss.replay_versions = "raft", versions
     config.trainer.checkpoint.every = every
     return ReplayBuffer(config, decay_power=power)
 

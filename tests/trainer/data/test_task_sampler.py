@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig
+from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig, tasks_config
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.tasks.files.digests import FileDigest
 from megatron_webrl.tasks.registry import make_source
@@ -99,8 +99,8 @@ def test_the_groups_of_an_update_are_kept_where_that_is_wanted(found, sampler: s
     assert run["kept"] == run["trained"]
 
 
-TWO = TasksConfig(environments=["click-test", "click-tab"], sampler=SamplerConfig("curriculum"))
-BY_WEBSITE = TasksConfig(source="webgym", train_file="train.jsonl", sampler=SamplerConfig("curriculum", per="website"))
+TWO = tasks_config(environments=["click-test", "click-tab"], sampler=SamplerConfig("curriculum"))
+BY_WEBSITE = tasks_config(source="webgym", train_file="train.jsonl", sampler=SamplerConfig("curriculum", per="website"))
 
 
 @pytest.fixture(autouse=True)
@@ -192,14 +192,14 @@ def test_another_source_or_unit_after_a_resume_forgets_what_does_not_fit(tmp_pat
 @pytest.mark.parametrize("name", ["uniform", "ratio"])
 def test_a_sampler_that_does_not_adapt_learns_no_pass_rates(tmp_path: Path, name: str) -> None:
     weights = {"click-test": 1.0} if name == "ratio" else {}
-    sampler = opened(tmp_path, tasks=TasksConfig(sampler=SamplerConfig(name, weights=weights)))
+    sampler = opened(tmp_path, tasks=tasks_config(sampler=SamplerConfig(name, weights=weights)))
     sampler.record_group(group(0, "click-test", "success"))
     assert sampler.knowledge.passes == {}
     assert sampler.metrics() == {}
 
 
 def test_a_growing_step_limit_is_that_of_the_version_of_the_draw(tmp_path: Path) -> None:
-    tasks = TasksConfig(growing_steps=GrowingStepsConfig(interval=10, initial=6, max=26, cap_step=40))
+    tasks = tasks_config(growing_steps=GrowingStepsConfig(interval=10, initial=6, max=26, cap_step=40))
     sampler = opened(tmp_path, tasks=tasks)
     for first, version in ((0, 0), (20, 15), (40, 40)):
         sampler.draw(range(first, first + 20), version)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.types import Group
 from megatron_webrl.util import torchvision_shim
 from tests import gloo
@@ -20,13 +20,13 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "cp2": {"context_parallel": 2},
     "tp2": {"tensor_parallel": 2},
 }
-USUAL = LossConfig(clip_low=1e-3, clip_high=1e-3, importance_weight_cap=1e9)
+USUAL = loss_config(clip_low=1e-3, clip_high=1e-3, importance_weight_cap=1e9)
 LOSSES = {
     "cispo": replace(
         USUAL, name="cispo", importance_weight_level="product", importance_weight_floor=0.02, kl_rejection_bound=0.5,
     ),
-    "sapo": LossConfig(name="sapo", importance_weight_level="geometric", entropy_coefficient=0.5),
-    "dppo": LossConfig(name="dppo", decoupled=False, max_token_lag=1, dppo_bound=1e-4),
+    "sapo": loss_config(name="sapo", importance_weight_level="geometric", entropy_coefficient=0.5),
+    "dppo": loss_config(name="dppo", decoupled=False, max_token_lag=1, dppo_bound=1e-4),
     "raft_plus_plus": replace(USUAL, name="raft_plus_plus", normalizer="async_webrl_per_trajectory"),
     "gspo": replace(USUAL, name="gspo", importance_weight_level="product", kl_rejection_bound=1.2),
 }  # fmt: skip

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from megatron_webrl.config.distillation import DistillationConfig
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import LossConfig, loss_config
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.loss.surrogates import SURROGATES
 from tests.trainer.loss.by_hand import LARGEST, VERSION, Arrays, by_hand, example, tensors
 
 TEACHER = DistillationConfig(coefficient=0.7, clip=1.0)
 VARIANTS = [
-    LossConfig(name=name, decoupled=decoupled, kl_coefficient=kl)
+    loss_config(name=name, decoupled=decoupled, kl_coefficient=kl)
     for name in SURROGATES
     if name != "raft_plus_plus"
     for decoupled, kl in ((True, 0.0), (False, 0.3))
@@ -74,7 +74,7 @@ def test_on_policy_the_expected_gradient_is_that_of_the_reverse_divergence() -> 
         "teacher_logprobs": teacher,
     }  # fmt: skip
     settings = replace(TEACHER, clip=100.0)
-    loss, sums = make_objective(LossConfig(), None, VERSION, settings)(current, tensors(data))
+    loss, sums = make_objective(loss_config(), None, VERSION, settings)(current, tensors(data))
     loss.backward()
     step = 1e-5
     for place in range(40):
@@ -89,13 +89,13 @@ def test_a_teacher_equal_to_the_policy_changes_nothing() -> None:
     data = scored(5)
     data["teacher_logprobs"] = data["proximal_logprobs"]
     current = torch.from_numpy(data["current"])
-    with_it, _ = make_objective(LossConfig(), None, VERSION, TEACHER)(current, tensors(data))
-    assert with_it.item() == make_objective(LossConfig(), None, VERSION)(current, tensors(data))[0].item()
+    with_it, _ = make_objective(loss_config(), None, VERSION, TEACHER)(current, tensors(data))
+    assert with_it.item() == make_objective(loss_config(), None, VERSION)(current, tensors(data))[0].item()
 
 
 def test_metrics_count_scored_missing_and_clipped_tokens() -> None:
     data = scored(7)
-    _, sums = make_objective(LossConfig(), None, VERSION, TEACHER)(torch.from_numpy(data["current"]), tensors(data))
+    _, sums = make_objective(loss_config(), None, VERSION, TEACHER)(torch.from_numpy(data["current"]), tensors(data))
     counted, missing = data["weight"] > 0, np.isnan(data["teacher_logprobs"])
     ratio = (data["behaviour_logprobs"] - data["teacher_logprobs"])[counted & ~missing]
     far = np.abs(np.nan_to_num(data["teacher_logprobs"] - data["proximal_logprobs"])) > TEACHER.clip
@@ -108,8 +108,8 @@ def test_metrics_count_scored_missing_and_clipped_tokens() -> None:
 def test_a_batch_without_scores_has_the_loss_of_the_rewards_and_is_counted() -> None:
     data = example(2)
     current = torch.from_numpy(data["current"])
-    loss, sums = make_objective(LossConfig(), None, VERSION, TEACHER)(current, tensors(data))
-    assert loss.item() == make_objective(LossConfig(), None, VERSION)(current, tensors(data))[0].item()
+    loss, sums = make_objective(loss_config(), None, VERSION, TEACHER)(current, tensors(data))
+    assert loss.item() == make_objective(loss_config(), None, VERSION)(current, tensors(data))[0].item()
     assert sums["teacher_missing"] == (data["weight"] > 0).sum()
     assert sums["teacher_kl/count"] == 0
 
@@ -119,5 +119,5 @@ def test_nan_of_a_policy_reaches_the_gradient(where: str) -> None:
     data = scored(4)
     data[where] = np.full_like(data[where], math.nan)
     tensor = torch.from_numpy(data["current"]).requires_grad_()
-    make_objective(LossConfig(), None, VERSION, TEACHER)(tensor, tensors(data))[0].backward()
+    make_objective(loss_config(), None, VERSION, TEACHER)(tensor, tensors(data))[0].backward()
     assert torch.isnan(tensor.grad).any()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.trainer.credit.advantages import normalize
 from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
 from megatron_webrl.trainer.loss.objective import make_objective
@@ -84,7 +84,7 @@ def loss_of(logits: torch.Tensor, groups: Sequence[Sequence[Episode]], normalize
         advantage=torch.tensor(np.repeat(advantages, lengths)), weight=torch.tensor(np.repeat(weights, lengths)),
         step_index=torch.arange(len(states)), step_lengths=torch.ones(len(states), dtype=torch.float64),
     )  # fmt: skip
-    return make_objective(LossConfig(), None)(current, data)[0]
+    return make_objective(loss_config(), None)(current, data)[0]
 
 
 @cache

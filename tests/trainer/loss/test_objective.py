@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import LossConfig, loss_config
 from megatron_webrl.trainer.loss.objective import make_objective, negative_log_likelihood, policy_loss, reference_kl
 from megatron_webrl.trainer.loss.surrogates import SURROGATES
 from megatron_webrl.trainer.loss.token_data import TokenData
 from megatron_webrl.trainer.metrics.token_metrics import is_extreme
 from tests.trainer.loss.by_hand import LARGEST, VERSION, beyond, by_hand, example, responses, tensors, used_weight
 
-USUAL = LossConfig(clip_low=0.2, clip_high=0.28, importance_weight_cap=2.0)
+USUAL = loss_config(clip_low=0.2, clip_high=0.28, importance_weight_cap=2.0)
 CHANGES = [
     *(
         {"name": name, "decoupled": mode != "", "importance_weight_mode": mode or "mask", "dual_clip": dual} | kl

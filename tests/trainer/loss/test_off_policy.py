@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.config.loss import LossConfig
+from megatron_webrl.config.loss import LossConfig, loss_config
 from megatron_webrl.trainer.loss.objective import policy_loss
 from megatron_webrl.trainer.loss.off_policy import off_policy_correction
 from megatron_webrl.trainer.loss.token_data import LOG_RATIO_LIMIT
@@ -18,7 +18,7 @@ from tests.trainer.loss.by_hand import VERSION, beyond, example, responses, tens
 
 BOUNDS = {"importance_weight_floor": 0.6, "importance_weight_cap": 1.5, "max_token_lag": 3, "kl_rejection_bound": 0.25}
 CONFIGS = [
-    LossConfig(importance_weight_level=level, importance_weight_mode=mode, kl_rejection_estimator=estimator, **BOUNDS)
+    loss_config(importance_weight_level=level, importance_weight_mode=mode, kl_rejection_estimator=estimator, **BOUNDS)
     for level, mode, estimator in product(
         ("auto", "geometric", "product"), ("mask", "truncate"), ("k1", "k3")
     )
@@ -42,7 +42,7 @@ def test_weights_and_shares_are_those_of_the_equations(config: LossConfig) -> No
 
 def test_without_bounds_only_the_cap_is_measured() -> None:
     data = example(3)
-    for config in (LossConfig(), LossConfig(decoupled=False)):
+    for config in (loss_config(), loss_config(decoupled=False)):
         correction = off_policy_correction(tensors(data), config)
         assert set(correction.beyond) == {"importance_weight_capped"}
         assert correction.masked.any() == config.decoupled
@@ -54,7 +54,7 @@ def test_the_cap_acts_on_the_product_over_a_response_where_the_geometric_mean_hi
     data = example(0, (20,)) | {"weight": np.ones(20)}
     data["behaviour_logprobs"] = data["proximal_logprobs"] - math.log(1.2)
     for name, level, kept in (("gspo", "auto", 1.2), ("grpo", "auto", 1.2), ("gspo", "product", 0.0)):
-        config = LossConfig(name=name, importance_weight_level=level)
+        config = loss_config(name=name, importance_weight_level=level)
         weight = off_policy_correction(tensors(data), config).weight
         np.testing.assert_allclose(weight.numpy(), kept)
     truncated = replace(config, importance_weight_mode="truncate")
@@ -65,13 +65,13 @@ def test_a_product_beyond_every_float_stays_finite() -> None:
     data = example(0, (20,))
     for sign in (1, -1):
         data["behaviour_logprobs"] = data["proximal_logprobs"] - sign * 50
-        config = LossConfig(importance_weight_level="product", importance_weight_cap=math.inf)
+        config = loss_config(importance_weight_level="product", importance_weight_cap=math.inf)
         weight = off_policy_correction(tensors(data), config).weight
         np.testing.assert_allclose(weight.numpy(), math.exp(sign * LOG_RATIO_LIMIT))
 
 
 def test_a_lag_without_versions_is_refused() -> None:
-    data, config = tensors(example(0)), LossConfig(max_token_lag=1)
+    data, config = tensors(example(0)), loss_config(max_token_lag=1)
     for tokens, version in ((data, None), (replace(data, versions=None), 3)):
         with pytest.raises(ValueError, match="max_token_lag needs the tokens' versions and the current one"):
             off_policy_correction(tokens, config, None, version)

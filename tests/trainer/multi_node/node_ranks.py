@@ -291,7 +291,7 @@ def replayed(rank: int, folder: str, names: Sequence[str]) -> None:
     from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 
     config, rings = member.config, member.rings
-    config.trainer.loss.name, config.trainer.loss.raft_versions = "raft", 3
+    config.trainer.loss.name, config.trainer.loss.replay_versions = "raft", 3
     if rank in (0, 2):
         put(member.ring, [group(10 * rank + t, rank // 2) for t in range(1 + rank)])
     groups = member.share(4)

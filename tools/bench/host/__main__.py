@@ -55,7 +55,7 @@ def measure(config: Config, size: str, card: str, quick: bool) -> tuple[HostResu
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as folder, ExitStack() as stack:
         bench = HostBench(Path(folder), config, size, card, launches)
         stack.callback(bench.close)
-        made = make_groups(bench.processor, groups, group_size, config.rollout.context.rounds)
+        made = make_groups(bench.processor, groups, group_size, config.rollout.context.history_turns)
         records = [encode_trajectory(each) for group in made for each in group]
         name = segment_name("bench-host", str(os.getpid()))
         ring_bytes = 2 * sum(memoryview(part).nbytes for record in records for part in record)

@@ -201,7 +201,7 @@ class _Update:
             samples = batching.training_samples(groups, self.config, 0)
             parts = batching.minibatches(samples, settings.minibatches, 0)
         several = settings.epochs * len(parts) > 1
-        self.scores = settings.critic.coefficient > 0 or (several and settings.loss.name != "raft")
+        self.scores = settings.critic is not None or (several and settings.loss.name != "raft")
         normalizer = settings.loss.normalizer, settings.loss.normalizer_constant
         return self.bench.packer.build_all(parts, *normalizer, settings.epochs + self.scores)
 

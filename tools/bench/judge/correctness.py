@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
 from megatron_webrl.types import JUDGE_ERROR, Verdict
@@ -40,7 +40,7 @@ class CorrectnessResult:
 async def _judge(url: str, episodes: int, screenshots: int, structured: str, progress: Callable[[int], None]) -> (
     list[Verdict | None]
 ):  # fmt: skip
-    settings = JudgeConfig(
+    settings = judge_config(
         evaluators=["judge"], verdict=JudgeModelConfig("oracle", url), timeout_seconds=TIMEOUT_SECONDS,
         concurrency=AT_ONCE, structured=structured,
     )  # fmt: skip

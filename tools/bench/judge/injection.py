@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig, judge_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
@@ -173,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     options = _parser().parse_args(arguments)
-    settings = JudgeConfig(
+    settings = judge_config(
         evaluators=["judge"], protocol=options.protocol, structured=options.structured, temperature=0.0, top_p=1.0,
         verdict=JudgeModelConfig(options.model, options.url, options.key_variable), concurrency=options.concurrency,
         max_reason_chars=options.max_reason_chars,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.service import serve
 from megatron_webrl.judge.budget import LocalMeter, UsageMeter
@@ -74,7 +74,7 @@ class ThroughputResult:
 
 async def _run(size: ThroughputSize, url: str | None, meter: UsageMeter) -> list[GroupTimes]:
     """Run agents, with verdicts of an endpoint, or with those of pages."""
-    settings = JudgeConfig(
+    settings = judge_config(
         evaluators=["judge" if url else "page"], verdict=JudgeModelConfig("oracle", url or ""), timeout_seconds=60,
         concurrency=size.agents,
     )  # fmt: skip

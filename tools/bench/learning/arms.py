@@ -47,10 +47,9 @@ _IMITATION = (
     "trainer.warm_start.samples_per_update=16", "trainer.warm_start.learning_rate=1e-3",
 )  # fmt: skip
 _PENALTIES = ("trainer.reward.format_penalty=0.2", "trainer.reward.repetition_penalty=0.2")
-_CRITIC = ("trainer.critic.coefficient=0.5", "trainer.advantage.scale=batch_std")
+_CRITIC = ("trainer.advantage.name=critic",)
 GRPO = (
-    "trainer.loss.name=grpo", "trainer.loss.raft_versions=0", "trainer.minibatches=2",
-    "trainer.optimizer.learning_rate=3e-4",
+    "trainer.loss.name=grpo", "trainer.minibatches=2", "trainer.optimizer.learning_rate=3e-4",
 )  # fmt: skip
 """Base of the options that need advantages or ratios. With these steps GRPO learned slowly and steadily; with twice the
 learning rate it forgot where elements are."""
@@ -61,13 +60,13 @@ CONTROLS = {
     "imitation": Arm((*_IMITATION, "trainer.warm_start.premature_submit_probability=0.6")),
 }
 CONTEXTS = {
-    policy: Arm((*_IMITATION, "rollout.context.rounds=4", f"rollout.context.policy={policy}"))
+    policy: Arm((*_IMITATION, "rollout.context.history_turns=4", f"rollout.context.policy={policy}"))
     for policy in ("sliding", "append")
 }
 """Context policies: imitation, with four screenshots in a prompt. The initial weights are evaluated with one."""
 
 _OF_REWARDS = _ablations("rewards", (), {
-    "raft_fresh": "loss.raft_versions=0",
+    "raft_fresh": "loss.replay_versions=0",
     "raft_plus_plus": "loss.name=raft_plus_plus @clip_fraction",
     "kl_to_reference": "loss.kl_coefficient=0.01 @reference_kl",
     "entropy_bonus": "loss.entropy_coefficient=0.01 @entropy",
@@ -110,13 +109,13 @@ _OF_GRPO = _ablations("grpo", GRPO, {
     "overlong_mask": "advantage.overlong=mask @overlong_masked_rate",
 })  # fmt: skip
 _OF_PENALTIES = _ablations("penalties", (*GRPO, *_PENALTIES), {
-    "components_apart": "advantage.components=apart",
+    "components_apart": "advantage.name=gdpo",
     "penalties_by_step": "advantage.penalties=step",
 })  # fmt: skip
 _OF_CRITIC = _ablations("critic", (*GRPO, *_CRITIC), {
-    "critic_lambda_1": "critic.gae_lambda=1 @explained_variance",
-    "critic_head_alone": "critic.train_trunk=false @explained_variance",
-    "critic_warmup": "critic.warmup_updates=4 @explained_variance",
+    "critic_lambda_1": "advantage.gae_lambda=1 @explained_variance",
+    "critic_head_alone": "advantage.train_trunk=false @explained_variance",
+    "critic_warmup": "advantage.warmup_updates=4 @explained_variance",
     "critic_all_groups": "zero_variance_groups=keep @explained_variance",
 })  # fmt: skip
 
@@ -145,7 +144,7 @@ WITHOUT_ARM = {
         "trainer.distillation.rewards=false",
     "trainer.reward.length_penalty": "responses are bare calls of about eight tokens, which cannot become shorter",
     "trainer.reward.length_window": "see trainer.reward.length_penalty",
-    "trainer.min_group": "no episode on local pages is masked, so that every group is whole",
+    "trainer.min_valid_episodes": "no episode on local pages is masked, so that every group is whole",
     "trainer.loss.importance_weight_level=token": "what auto means, except with gspo",
     "tasks.max_steps_by_difficulty, tasks.sampler.difficulty_weights": "all MiniWoB++ tasks have one difficulty",
     "tasks.sampler.per, tasks.block_hours": "for tasks from files and for websites",

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.tasks import PageTasksConfig
 from megatron_webrl.track import episode_log, summary
 from megatron_webrl.track.evaluation.result_files import read_evaluations, read_results
 from megatron_webrl.util import atomic_file
@@ -144,7 +145,7 @@ def make_initial_policy(model: Path, quick: bool, report: Callable[[str], None])
     steps = 20 if quick else PRETRAINING_STEPS
     wanted = {
         "base": config.model.path, "steps": steps, "overrides": overrides, "source": config.tasks.source,
-        "environments": list(config.tasks.environments), **asdict(config.trainer.warm_start),
+        "environments": list(cast(PageTasksConfig, config.tasks).environments), **asdict(config.trainer.warm_start),
     }  # fmt: skip
     if settings.is_file() and json.loads(settings.read_text()) != wanted:
         raise ValueError(f"{model} was made with the settings of {settings}, not with today's; remove {model}*")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from playwright.async_api import Page
 
-from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.config.tasks import PageTasksConfig
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS, StepLimits
 from megatron_webrl.types import Action, Task
@@ -25,7 +25,7 @@ MARK_SCRIPT = "(stuck) => { document.getElementById('query').style.background = 
 class StuckPages(MiniWobTaskSource):
     """The configured environments of MiniWoB++. A context manager; close stops the server."""
 
-    def __init__(self, tasks: TasksConfig) -> None:
+    def __init__(self, tasks: PageTasksConfig) -> None:
         """Raises ConfigError as its base."""
         limits = StepLimits.from_config(tasks)
         super().__init__(tasks.environments, tasks.max_steps, tasks.latency, limits=limits, sampler=tasks.sampler)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.loss import OffPolicyLossConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.checkpoint import checkpoint_files
 from megatron_webrl.types import Group
@@ -117,7 +118,7 @@ def compare(
 
 def with_decoupling(config: Config, decoupled: bool) -> Config:
     """The configuration with another trainer.loss.decoupled."""
-    loss = replace(config.trainer.loss, decoupled=decoupled)
+    loss = replace(cast(OffPolicyLossConfig, config.trainer.loss), decoupled=decoupled)
     return replace(config, trainer=replace(config.trainer, loss=loss))
 
 

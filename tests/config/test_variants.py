@@ -1,0 +1,215 @@
+"""Sections take the settings of the chosen variant only; a setting without effect is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_webrl.checks.gpu.engine_section import short_job
+from megatron_webrl.config.advantage import ADVANTAGES, CriticConfig
+from megatron_webrl.config.distillation import DistillationConfig
+from megatron_webrl.config.judge import PROTOCOLS
+from megatron_webrl.config.load import all_settings, parse_config, save_config
+from megatron_webrl.config.loss import LOSSES, OffPolicyLossConfig, loss_config
+from megatron_webrl.config.schema import Config, check_combinations
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import SOURCES
+from megatron_webrl.launch.validation import load_config
+
+PENALTY = "trainer.reward.format_penalty=0.1"
+GDPO = "trainer.advantage.name=gdpo"
+RAFT = "trainer.loss.name=raft"
+CRITIC = "trainer.advantage.name=critic"
+URL = "http://node7:8000"
+TEACHER = f"trainer.distillation={{coefficient: 1, url: '{URL}'}}"
+ALONE = "trainer.distillation.rewards=false"
+FILE = ("tasks.source=webgym", "tasks.train_file=train.jsonl")
+OWN = "tasks.source=my_package.my_source:Source"
+VARIANTS = [
+    *(("trainer.loss", "name", name, kind) for name, kind in LOSSES.items()),
+    *(("trainer.advantage", "name", name, kind) for name, kind in ADVANTAGES.items()),
+    *(("judge", "protocol", name, kind) for name, kind in PROTOCOLS.items()),
+    *(("tasks", "source", name, kind) for name, kind in SOURCES.classes.items()),
+    ("tasks", "source", "my_package.my_source:Source", SOURCES.own),
+]
+
+
+def accept(*settings: str) -> Config:
+    config = parse_config(None, list(settings))
+    check_combinations(config)
+    return config
+
+
+def refusal(*settings: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        accept(*settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("section", "key", "name", "kind"), VARIANTS)
+def test_a_section_has_the_settings_of_its_variant_alone(section: str, key: str, name: str, kind: Any) -> None:
+    config: Any = parse_config(None, [f"{section}.{key}={name}"])
+    for part in section.split("."):
+        config = getattr(config, part)
+    assert type(config) is kind
+    assert getattr(config, key) == name
+    own = {spec.name for spec in fields(kind)}
+    known = {each.removeprefix(f"{section}.").partition(".")[0] for each in all_settings() if each.startswith(section)}
+    assert own <= known
+    for other in known - own:
+        message = refusal(f"{section}.{key}={name}", f"{section}.{other}=1")
+        assert message.startswith(f"{section}.{other} in an override is a setting of {section}.{key}="), message
+
+
+def test_an_override_that_chooses_another_variant_leaves_out_what_the_file_says_of_the_former(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: {loss: {name: raft, normalizer: token_mean, replay_versions: 3}}\n")
+    assert parse_config(path).trainer.loss == loss_config("raft", normalizer="token_mean", replay_versions=3)
+    chosen = parse_config(path, ["trainer.loss.name=cispo", "trainer.loss.clip_low=1"]).trainer.loss
+    assert chosen == loss_config("cispo", normalizer="token_mean", clip_low=1.0)
+    save_config(parse_config(path, ["trainer.loss.name=sapo", CRITIC, *FILE]), tmp_path / "stored.yaml")
+    stored = parse_config(tmp_path / "stored.yaml")
+    assert (stored.trainer.loss.name, stored.tasks.source) == ("sapo", "webgym")
+    assert stored.trainer.critic == CriticConfig("critic")
+    with pytest.raises(ConfigError, match=r"trainer.loss.dual_clip in .* is a setting of trainer.loss.name=grpo, tr"):
+        parse_config(path, ["trainer.loss.dual_clip=2"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("trainer.loss.name=grpoo", "trainer.loss.name='grpoo' is not one of grpo, gspo, cispo, sapo, dppo, raft, "),
+        ("tasks.source=webgim", "near: webgym"),
+        ("judge.protocol=mine", "judge.protocol='mine' is not one of rubric, webjudge, webvoyager"),
+        ("trainer.loss.replay_versions=3", "did you mean trainer.loss.replay_versions?"),
+        (
+            "trainer.min_groups=3",
+            "unknown setting trainer.min_groups in an override; did you mean trainer.m",
+        ),
+        ("clusters.nodes=3", "did you mean cluster.nodes?"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(setting: str, words: str) -> None:
+    assert words in refusal(setting)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["trainer.loss={decoupled: false, importance_weight_floor: 0.5}"],
+         "trainer.loss.importance_weight_floor has no effect with trainer.loss.decoupled=false"),
+        (["trainer.loss.kl_rejection_estimator=k1"], "estimator has no effect with trainer.loss.kl_rejection_bound=0"),
+        (["trainer.loss={normalizer: token_mean, normalizer_constant: 3}"],
+         "normalizer_constant has no effect with trainer.loss.normalizer=token_mean; leave it out, or set trainer"),
+        (["trainer.loss.max_token_lag=2"], "max_token_lag=2 masks nothing: no trained token is more than 2 versions"),
+        (["trainer.loss={name: raft_plus_plus, replay_versions: 3, max_token_lag: 5}"], "more than 5 versions old"),
+        *(
+            ([RAFT, setting], f"{setting} has no effect with {RAFT}")
+            for setting in (
+                "trainer.advantage.baseline=leave_one_out", "trainer.advantage.scale=none", GDPO, CRITIC,
+                "trainer.advantage.discount=0.9", "trainer.advantage.overlong=mask", PENALTY,
+                "trainer.zero_variance_groups=keep", "trainer.min_valid_episodes=3",
+            )
+        ),
+        ([GDPO], "trainer.advantage.name=gdpo has no effect with no penalty: all of trainer.reward.* are 0"),
+        (["trainer.advantage.penalties=step"], "trainer.advantage.penalties=step has no effect with no penalty"),
+        (["trainer.advantage.discount=0.9", "tasks.max_steps=1"],
+         "trainer.advantage.discount=0.9 has no effect with tasks of one step (tasks.max_steps); leave it at 1.0"),
+        (["trainer.advantage.anchor_discount=0.9"], "has no effect with trainer.advantage.anchor_weight=0"),
+        (["trainer.advantage={anchor_weight: 1, scale: batch_std}"], "scale=batch_std does not divide; set scale to "),
+        (["trainer={advantage: {overlong: mask}, zero_variance_groups: keep}"],
+         "trainer.advantage.overlong=mask could leave nothing to train"),
+        ([CRITIC, "trainer.loss.shuffle_advantages=true"], "shuffle_advantages has no effect with a critic"),
+        ([CRITIC, "trainer.advantage.scale=group_std"], "scale='group_std' is not one of batch_std, none"),
+        ([CRITIC, "trainer.advantage.gae_lambda=0.9", "tasks.max_steps=1"],
+         "trainer.advantage.gae_lambda=0.9 has no effect with tasks of one step (tasks.max_steps); leave it at 0.95"),
+        (["trainer.distillation.coefficient=1"], "set trainer.distillation.url to its vLLM server"),
+        ([TEACHER, RAFT], "trainer.loss.name=raft has none"),
+        ([TEACHER, "trainer.loss.name=raft_plus_plus"], "trainer.loss.name=raft_plus_plus has none"),
+        ([TEACHER, "rollout.temperature=0.7"], "rollout.temperature=0.7 differs from the temperature of the teacher"),
+        ([TEACHER, "trainer.distillation.url=http://me:secret@node7:8000"], "must hold no user"),
+        ([TEACHER, ALONE, PENALTY], f"{PENALTY} has no effect with {ALONE}"),
+        ([TEACHER, ALONE, "trainer.advantage.baseline=leave_one_out"], f"leave_one_out has no effect with {ALONE}"),
+        ([TEACHER, ALONE, "trainer.loss.shuffle_advantages=true"], f"shuffle_advantages has no effect with {ALONE}"),
+        ([*FILE, "tasks.sampler={name: ratio, weights: {click-test: 2}}"], "webgym does not have; use tasks.sampler.d"),
+        ([*FILE, "tasks.sampler={name: ratio, difficulty_weights: {easy: 2}, per: website}"],
+         "tasks.sampler.per=website has no effect on tasks.sampler.name=ratio, which draws difficulties"),
+        (["tasks.sampler={name: curriculum, per: website}"],
+         "tasks.sampler.per=website has no effect on tasks.source=miniwob, which has no task file; leave it out"),
+        (["tasks.sampler.target=0.5"], "tasks.sampler.target has no effect with tasks.sampler.name=uniform; leave it "),
+        (["tasks.growing_steps.initial=5"], "growing_steps.initial has no effect with tasks.growing_steps.interval=0"),
+        ([*FILE, "tasks.max_steps=20", "tasks.growing_steps.interval=10"],
+         "tasks.max_steps=20 has no effect with tasks.growing_steps.interval=10, whose limits replace it; "),
+        ([*FILE, "tasks.latency.median_seconds=1"], "tasks.latency has no effect on tasks.source=webgym without tasks"),
+    ],
+)  # fmt: skip
+def test_a_setting_without_effect_is_named(settings: list[str], words: str) -> None:
+    assert words in refusal(*settings)
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in fields(DistillationConfig) if spec.name != "coefficient"])
+def test_a_setting_of_a_teacher_needs_a_coefficient_and_its_value_is_not_shown(name: str) -> None:
+    value = {"rewards": "false", "url": URL, "key_variable": "KEY"}.get(name, "2.5")
+    message = refusal(f"trainer.distillation.{name}={value}")
+    assert message.startswith(f"trainer.distillation.{name} has no effect with trainer.distillation.coefficient=0")
+    assert value not in message.partition("coefficient=0;")[0].removeprefix(f"trainer.distillation.{name}")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        [RAFT],
+        [PENALTY, GDPO, "trainer.advantage.discount=0.9"],
+        [PENALTY, "trainer.advantage={penalties: step, scale: batch_std, baseline: leave_one_out}"],
+        ["trainer.advantage.discount=0.9", "tasks.max_steps=1", "tasks.max_steps_by_difficulty={easy: 5}"],
+        ["trainer.advantage.discount=0.9", "tasks={growing_steps: {interval: 5, initial: 2}}"],
+        ["trainer.advantage={anchor_weight: 1, anchor_discount: 0.9, scale: none, overlong: mask}"],
+        [CRITIC, "trainer.advantage={gae_lambda: 0.9, train_trunk: false, warmup_updates: 3}"],
+        [CRITIC, PENALTY, "trainer.advantage={penalties: step, scale: none, discount: 0.9}"],
+        [CRITIC, "trainer.zero_variance_groups=keep"],
+        ["trainer.loss={name: raft_plus_plus, replay_versions: 3, max_token_lag: 4}"],
+        *([TEACHER, f"trainer.loss.name={name}"] for name, kind in LOSSES.items() if not name.startswith("raft")),
+        [TEACHER, ALONE],
+        ["tasks.sampler={name: near_target, target: 0.5}"],
+        [*FILE, "tasks.block_hours=0", "tasks.sampler.per=difficulty"],
+        [*FILE, "tasks.growing_steps={interval: 10, initial: 5}"],
+        [*FILE, "tasks.sampler={name: ratio, difficulty_weights: {easy: 2, medium: 5, hard: 3}}"],
+        [OWN, "tasks={block_hours: 1, max_steps: 20, growing_steps: {interval: 10}, sampler: {per: website}}"],
+        [OWN, "tasks.sampler={name: ratio, weights: {mine: 2}}"],
+    ],
+)
+def test_settings_with_an_effect_are_accepted(settings: list[str]) -> None:
+    accept(*settings)
+
+
+def test_every_setting_of_every_loss_can_be_set() -> None:
+    for name, kind in LOSSES.items():
+        accept(f"trainer.loss={{name: {name}, entropy_coefficient: 0.1, kl_coefficient: 0.1, normalizer_constant: 5}}")
+        if issubclass(kind, OffPolicyLossConfig):
+            weights = "importance_weight_level: product, importance_weight_mode: truncate, kl_rejection_bound: 0.1"
+            accept(f"trainer.loss={{name: {name}, {weights}, kl_rejection_estimator: k1, max_token_lag: 1}}")
+            accept(f"trainer.loss={{name: {name}, decoupled: false}}")
+
+
+def test_a_configuration_that_only_evaluates_is_not_checked_for_training() -> None:
+    config = parse_config(None, ["trainer.advantage.discount=0.9", "tasks.max_steps=1"])
+    config.evaluation.only = True
+    check_combinations(config)
+
+
+def test_a_whole_configuration_is_refused_and_its_short_job_is_not(tiny_model: Path, tmp_path: Path) -> None:
+    own = [
+        f"model.path={tiny_model}", "rollout.max_model_len=1024", "rollout.max_new_tokens=64",
+        "ring.capacity_mib=64", "model.platform=cpu", "trainer.advantage.overlong=mask",
+    ]  # fmt: skip
+    path = tmp_path / "run.yaml"
+    path.write_text("{}\n")
+    config = load_config(path, own)
+    check_combinations(short_job(config, tmp_path))  # which keeps groups of one outcome
+    with pytest.raises(ConfigError, match=r"trainer\.advantage\.overlong=mask could leave nothing to train"):
+        load_config(path, [*own, "trainer.zero_variance_groups=keep"])
