@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.config.loss import loss_config
+from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import policies
@@ -57,7 +57,7 @@ def test_an_added_reward_prefers_the_shorter_of_two_successes() -> None:
 def test_an_added_loss_has_the_policy_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objective, "OBJECTIVES", dict(objective.OBJECTIVES))
     example("A loss")
-    reinforce = objective.make_objective(loss_config(name="reinforce"), None)
+    reinforce = objective.make_objective(LossConfig(name="reinforce"), None)
     rng = np.random.default_rng(0)
     advantage, weight, current = (torch.tensor(rng.normal(size=5)) for _ in range(3))
     data = TokenData(

@@ -39,12 +39,6 @@ class ClusterConfig:
         "Network card nearest to each GPU, such as [mlx5_0, mlx5_1]; the processes of a node use no others; empty: the "
         "libraries choose.",
     )
-    storage_gb_per_second: float = setting(
-        2.0,
-        "Speed at which all nodes together read or write the shared folder, GB/s; only `webrl placement --memory` uses "
-        "it.",
-        above=0,
-    )
     base_port: int = setting(
         29500, "First port: the control service's, followed by one for each process of a node.", low=1, high=65535
     )

@@ -120,8 +120,6 @@ class JudgeConfig:
         "0: no limit. vLLM enforces it, some endpoints refuse the word.",
         low=0,
     )
-    temperature: float = setting(0.7, "Sampling temperature of the judge models.", low=0)
-    top_p: float = setting(0.95, "Nucleus sampling of the judge models.", above=0, high=1)
     max_screenshots: int = setting(48, "Latest relevant screenshots shown to the verdict stages.", low=1)
     concurrency: int = setting(64, "Requests that one worker has in flight.", low=1)
     attempts: int = setting(3, "Replies to one question until one is usable; then the episode is masked.", low=1)

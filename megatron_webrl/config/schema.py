@@ -170,18 +170,6 @@ class TrackingConfig:
     keep_records: bool = setting(
         False, "Store all trained groups of each update in records/ of the run; they are never deleted."
     )
-    mismatch_alarm: float = setting(
-        0.05,
-        "Mean difference, in nats, between the engine's and the trainer's log-probabilities of tokens under the same "
-        "weights above which an update warns; 0: never.",
-        low=0,
-    )
-    mismatch_kl_alarm: float = setting(
-        0.5,
-        "KL divergence, in nats, of the trainer from the engine over the tokens of a version lag above which an update "
-        "warns; 0: never. The updates between both count too.",
-        low=0,
-    )
 
 
 @dataclass

@@ -15,16 +15,11 @@ WARM_START_TIMEOUT_SECONDS = 3600.0  # limit of the whole warm start, demonstrat
 @dataclass
 class OptimizerConfig:
     learning_rate: float = setting(5e-6, "Peak learning rate of Adam.", above=0)
-    min_learning_rate_ratio: float = setting(
-        0.1, "Final learning rate of the schedule, as a fraction of the peak.", low=0, high=1
-    )
     schedule: str = setting("cosine", "Decay after the warm-up.", choices=("cosine", "linear", "constant"))
     warmup_fraction: float = setting(
         0.0167, "Fraction of all optimizer steps with a linearly rising learning rate.", low=0, high=1
     )
     weight_decay: float = setting(0.01, "Decoupled weight decay.", low=0)
-    beta1: float = setting(0.9, "Decay of Adam's first moment.", low=0, high=1)
-    beta2: float = setting(0.999, "Decay of Adam's second moment.", low=0, high=1)
     clip_norm: float = setting(1.0, "Gradients are scaled down to this global norm.", above=0)
     implementation: str = setting(
         "auto",

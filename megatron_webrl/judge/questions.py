@@ -21,6 +21,7 @@ from megatron_webrl.util.text import shorten
 
 MAX_STAGE_TEXT_CHARS = 1_000
 MAX_STAGE_FAULTS = 20  # names of faults that a stage keeps; an outage of minutes has many
+TEMPERATURE, TOP_P = 0.7, 0.95  # of requests, unless the model's options replace them
 RELEVANT_SCORE = 3  # a score of at least this is a yes
 T = TypeVar("T")
 
@@ -179,7 +180,7 @@ class _Request:
         for shot in question.screenshots:
             parts += [f"Screenshot {shot.number}:", shot]
         arguments: dict[str, Any] = {
-            "max_tokens": question.max_tokens, "temperature": settings.temperature, "top_p": settings.top_p,
+            "max_tokens": question.max_tokens, "temperature": TEMPERATURE, "top_p": TOP_P,
         } | dict(model.options)  # fmt: skip
         arguments = {name: value for name, value in arguments.items() if value is not None}
         if mode == "schema":

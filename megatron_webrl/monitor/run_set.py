@@ -76,8 +76,8 @@ def differing_settings(configs: Sequence[Config]) -> list[dict[str, Any]]:
     """{"name", "values"} of each setting that is not the same in all configurations, without secrets."""
     flat: list[Mapping[str, Any]] = [flatten_config(config) for config in configs]
     found = []
-    for name in flat[0]:
-        values = [str(settings[name]) for settings in flat]
+    for name in dict.fromkeys(name for settings in flat for name in settings):  # variants differ in their settings
+        values = [str(settings.get(name, "")) for settings in flat]
         if len(set(values)) > 1 and name not in OWN_SETTINGS:
             found.append({"name": name, "values": [cut(redact(value)) for value in values]})
     return found

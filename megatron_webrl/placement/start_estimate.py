@@ -11,6 +11,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.placement.memory_estimate import DTYPE_BYTES, GIB, OPTIMIZER_BYTES
 
 OTHER_SECONDS = 300.0  # of a start without reading: imports, communicators, compilation, captured graphs
+STORAGE_GB_PER_SECOND = 2.0  # speed at which all nodes together read or write the shared folder
 SAFETY_FACTOR = 2.0  # other jobs use the same folder
 
 
@@ -47,7 +48,7 @@ def estimate_start(config: Config, parameters: int) -> StartEstimate:
     Training reads one copy: data-parallel rank 0 of the trainer, from which the others and the engines get theirs. An
     evaluation reads a copy for each node, whose engines share the page cache.
     """
-    speed = config.cluster.storage_gb_per_second
+    speed = STORAGE_GB_PER_SECOND
     if config.evaluation.only:
         size = parameters * DTYPE_BYTES[config.engine_dtype] * config.cluster.nodes
         return StartEstimate(size, size, speed)

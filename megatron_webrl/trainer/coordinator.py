@@ -193,8 +193,7 @@ class Coordinator:
         self.updates.append(update.to_json())
         self._save_judge_usage()
         self.tracker.log_update(update)
-        settings = self.config.tracking
-        for alarm in result.mismatch.alarms(settings.mismatch_alarm, settings.mismatch_kl_alarm):
+        for alarm in result.mismatch.alarms():
             log.warning("update %d: %s", version, alarm)
 
     def _update_metrics(self, result: UpdateResult) -> UpdateMetrics:

@@ -33,6 +33,8 @@ SHARDING_METADATA: dict[str, dict[str, Any]] = {
 }
 FUSED_ADAM_MODULES = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 ADAM_EPSILON = 1e-8
+ADAM_BETAS = (0.9, 0.999)  # decay of Adam's moments
+MIN_LEARNING_RATE_RATIO = 0.1  # final learning rate of the schedule, as a fraction of the peak
 SCHEDULE_LABELS = {
     "max_lr": "learning_rate", "min_lr": "final learning rate", "lr_decay_style": "schedule",
     "lr_warmup_steps": "steps of warm-up", "lr_decay_steps": "steps until the final learning rate",
@@ -233,10 +235,10 @@ def make_optimizer(
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.learning_rate,
-        min_lr=config.learning_rate * config.min_learning_rate_ratio,
+        min_lr=config.learning_rate * MIN_LEARNING_RATE_RATIO,
         weight_decay=config.weight_decay,
-        adam_beta1=config.beta1,
-        adam_beta2=config.beta2,
+        adam_beta1=ADAM_BETAS[0],
+        adam_beta2=ADAM_BETAS[1],
         adam_eps=epsilon,
         clip_grad=config.clip_norm,
         bf16=dtype is torch.bfloat16,
@@ -254,7 +256,7 @@ def make_optimizer(
         optimizer,
         init_lr=0.0 if warmup else config.learning_rate,
         max_lr=config.learning_rate,
-        min_lr=config.learning_rate * config.min_learning_rate_ratio,
+        min_lr=config.learning_rate * MIN_LEARNING_RATE_RATIO,
         lr_warmup_steps=warmup,
         lr_decay_steps=steps + 1,
         lr_decay_style=config.schedule,

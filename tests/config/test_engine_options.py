@@ -41,7 +41,7 @@ def test_what_settings_and_the_project_govern_is_refused(option: str, message: s
 def test_an_engine_without_a_trainer_may_be_quantised() -> None:
     config = made("quantization=fp8", "load_format=safetensors")
     config.evaluation.only = True
-    check_engine_options(config)
+    check_engine_options(config.rollout.engine_options, in_training=config.trainer_feeds_engines)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_an_engine_without_a_trainer_may_be_quantised() -> None:
 )
 def test_an_argument_that_vllm_does_not_know_is_refused_with_close_ones(option: str, close: str) -> None:
     config = made(option)
-    check_engine_options(config)
+    check_engine_options(config.rollout.engine_options, in_training=config.trainer_feeds_engines)
     with pytest.raises(
         ConfigError, match="is no argument of vLLM's AsyncEngineArgs; did you mean .*" + close
     ) as caught:
-        check_engine_option_names(config)
+        check_engine_option_names(config.rollout.engine_options)
     assert "\n" not in str(caught.value)
 
 
@@ -66,14 +66,14 @@ def test_an_argument_that_vllm_does_not_know_is_refused_with_close_ones(option: 
 def test_other_arguments_of_vllm_are_accepted(option: str) -> None:
     config = made(option)
     check_settings(config, config_sections("2B"))
-    check_engine_option_names(config)
+    check_engine_option_names(config.rollout.engine_options)
 
 
 def test_names_are_left_to_the_engine_where_vllm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     absent: dict[str, Any] = {"vllm": None}
     for name, module in absent.items():
         monkeypatch.setitem(sys.modules, name, module)
-    check_engine_option_names(made("block_sice=32"))
+    check_engine_option_names(made("block_sice=32").rollout.engine_options)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.config.load import flatten_config, parse_config
-from megatron_webrl.config.schema import Config
+from megatron_webrl.config.load import all_settings, parse_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_webgym.md"
 
@@ -27,7 +26,7 @@ def test_each_row_says_what_a_setting_becomes():
 
 
 def test_the_settings_on_the_right_exist():
-    keys = flatten_config(Config())
+    keys = all_settings()
     known = {".".join(key.split(".")[:depth]) for key in keys for depth in range(1, key.count(".") + 2)}
     named = {span for _, here, remarks in table_rows() for span in re.findall(r"`([a-z_0-9.*]+)[=`]", here + remarks)}
     settings = {each for each in named if each.split(".")[0] in known and "." in each}

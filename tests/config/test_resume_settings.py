@@ -31,7 +31,7 @@ def test_a_resume_from_a_checkpoint_that_does_not_fit_is_refused_before_anything
     assert "optimizer_shards=ranks and tensor size 2, not 1: resume with the same sizes" in error(config_file, *run)
     assert load_config(config_file, [*run, "trainer.tensor_parallel=2", "trainer.data_parallel=3"]).run.resume
     write_checkpoint(tmp_path / "run", layout=layout, optimizer_shards="whole", has_critic=True)
-    assert "has a critic, but trainer.critic.coefficient=0; a run has" in error(config_file, *run)
+    assert "has a critic, but trainer.advantage.name=group; a run has" in error(config_file, *run)
     checkpoint = write_checkpoint(tmp_path / "run", layout=layout, optimizer_shards="whole", has_critic=False)
     assert load_config(config_file, run).run.resume
     description = json.loads((Path(load_config(config_file).model.path) / "config.json").read_text())

@@ -250,8 +250,8 @@ def test_a_section_and_a_whole_configuration_are_read_alike(tmp_path: Path):
     for content in (section, {"judge": section, "tasks": {"source": "sites"}}):
         path = tmp_path / "judge.yaml"
         path.write_text(yaml.safe_dump(content))
-        found = load_judge_config(path, ["judge.attempts=5", "top_p=0.5"])
-        assert (found.protocol, found.verdict.name, found.attempts, found.top_p) == ("webjudge", "m", 5, 0.5)
+        found = load_judge_config(path, ["judge.attempts=5", "concurrency=3"])
+        assert (found.protocol, found.verdict.name, found.attempts, found.concurrency) == ("webjudge", "m", 5, 3)
         assert found.evaluators == ["judge"]
     path.write_text("- a")
     with pytest.raises(ConfigError, match="does not hold a mapping"):

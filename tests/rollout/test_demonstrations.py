@@ -103,12 +103,13 @@ async def test_too_many_failures_raise_and_leave_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-async def test_dithering_demonstrations_fail_at_the_step_limit_with_a_growing_memory(
-    tiny_model: Path, tmp_path: Path
+async def test_stalling_demonstrations_fail_at_the_step_limit_with_a_growing_memory(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_for(tiny_model, tmp_path, ["odd-or-even", "click-dialog"])
     config.tasks.max_steps, config.rollout.context.response_format = 6, "memory_compact"
-    config.trainer.warm_start.stall_probability = config.trainer.warm_start.dither_persistence = 1.0
+    config.trainer.warm_start.stall_probability = 1.0
+    monkeypatch.setattr(module, "STALL_PERSISTENCE", 1.0)
     await write_demonstrations(config, 8, tmp_path / "some.rec")
     recorded = [decode_trajectory(record) for record in read_record_file(tmp_path / "some.rec")]
     ends = {(t.task.environment, t.outcome, len(t.steps)) for t in recorded}

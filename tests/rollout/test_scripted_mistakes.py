@@ -10,11 +10,12 @@ import pytest
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.model.processor import Processor
+from megatron_webrl.rollout import demonstrations
 from megatron_webrl.rollout.contexts.policies import make_context
 from megatron_webrl.rollout.demonstrations import (
-    DITHER_WAIT,
     GENERIC_SLOT,
     MEMORY_SLOTS,
+    STALL_WAIT,
     ScriptedGenerator,
     ScriptedMemory,
     ScriptedMistakes,
@@ -55,33 +56,39 @@ async def play(processor: Processor, settings: WarmStartConfig, seed: str, page:
     prompt, done = context.build_prompt(), list[Action]()
     while SUBMIT not in done and len(done) < steps:
         answer = await script.generate(page, prompt.token_ids, context.screenshots)  # type: ignore[arg-type]
-        done.append(next(a for a in (*WORK, SUBMIT, DITHER_WAIT) if answer.text == format_response(a, BARE)))
+        done.append(next(a for a in (*WORK, SUBMIT, STALL_WAIT) if answer.text == format_response(a, BARE)))
         if len(page.left) > (0 if page.has_submit else 1) and done[-1] == page.left[0]:
             page.left.pop(0)
     return done
 
 
-async def test_a_dithering_episode_repeats_its_last_action_or_waits_until_the_limit(processor: Processor):
-    done = await play(processor, WarmStartConfig(stall_probability=1.0, dither_persistence=1.0), "1", Page())
+async def test_a_stalling_episode_repeats_its_last_action_or_waits_until_the_limit(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(demonstrations, "STALL_PERSISTENCE", 1.0)
+    done = await play(processor, WarmStartConfig(stall_probability=1.0), "1", Page())
     assert done[:3] == WORK
-    assert set(done[3:]) == {WORK[-1], DITHER_WAIT}
+    assert set(done[3:]) == {WORK[-1], STALL_WAIT}
     assert len(done) == 40
 
 
-async def test_an_episode_that_stops_dithering_submits(processor: Processor):
-    done = await play(processor, WarmStartConfig(stall_probability=1.0, dither_persistence=0.0), "1", Page())
+async def test_an_episode_that_stops_stalling_submits(processor: Processor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demonstrations, "STALL_PERSISTENCE", 0.0)
+    done = await play(processor, WarmStartConfig(stall_probability=1.0), "1", Page())
     assert (done[:3], len(done), done[-1]) == (WORK, 5, SUBMIT)
 
 
-async def test_dithering_is_decided_once_for_an_episode(processor: Processor):
-    settings = WarmStartConfig(stall_probability=0.5, dither_persistence=1.0)
+async def test_stalling_is_decided_once_for_an_episode(processor: Processor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demonstrations, "STALL_PERSISTENCE", 1.0)
+    settings = WarmStartConfig(stall_probability=0.5)
     lengths = [len(await play(processor, settings, str(seed), Page(), 12)) for seed in range(24)]
     assert set(lengths) == {4, 12}
     assert 6 <= lengths.count(12) <= 18
 
 
-async def test_a_page_without_a_submit_button_is_done_as_usual(processor: Processor):
-    settings = WarmStartConfig(stall_probability=1.0, dither_persistence=1.0)
+async def test_a_page_without_a_submit_button_is_done_as_usual(processor: Processor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demonstrations, "STALL_PERSISTENCE", 1.0)
+    settings = WarmStartConfig(stall_probability=1.0)
     done = await play(processor, settings, "1", Page(has_submit=False), 5)
     assert done == [*WORK, WORK[-1], WORK[-1]]
 
@@ -98,7 +105,7 @@ def test_a_scripted_memory_only_grows_and_holds_useful_and_generic_slots():
     counts = []
     for seed in range(200):
         memory, written = ScriptedMemory(str(seed)), [""]
-        for action in (*WORK, DITHER_WAIT):
+        for action in (*WORK, STALL_WAIT):
             written.append(memory.add(action))
         assert all(later.startswith(earlier) for earlier, later in pairwise(written))
         assert [slot for slot in memory.slots if slot != GENERIC_SLOT] == [*["left_click"] * 3, "wait"]

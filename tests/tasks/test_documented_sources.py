@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from megatron_webrl.tasks.sampler.source_checks import FILE_SETTINGS
 
 from megatron_webrl import cli
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.config.tasks import TasksConfig, tasks_config
+from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.tasks.files.field_map import FORMATS
 from megatron_webrl.tasks.registry import make_source
 from tests.documented_blocks import blocks_of, blocks_run_by
@@ -118,7 +117,6 @@ def test_the_table_of_formats_is_that_of_the_code() -> None:
     for column, name in enumerate(("webgym", "online_mind2web", "webvoyager")):
         documented = {field: tuple(cells[column]) for field, cells in rows.items() if cells[column]}
         assert documented == FORMATS[name].names
-    assert set(FILE_SETTINGS) <= set(TasksConfig.__dataclass_fields__)
 
 
 def test_the_example_of_an_own_source_makes_tasks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

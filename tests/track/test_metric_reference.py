@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_webrl.config.advantage import CriticConfig, advantage_config
+from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
@@ -60,12 +60,14 @@ def loss_example() -> dict[str, float]:
     )  # fmt: skip
     every = loss_config(kl_coefficient=0.1, importance_weight_floor=0.5, kl_rejection_bound=0.1, max_token_lag=4)
     data = replace(data, values=StepValues(current, ones, ones))
-    critic, distillation = CriticConfig(coefficient=1.0), DistillationConfig(coefficient=1.0)
+    critic, distillation = advantage_config("critic", coefficient=1.0), DistillationConfig(coefficient=1.0)
+    critic_config = Config()
+    critic_config.trainer.advantage = critic
     _, sums = make_objective(every, None, 3, distillation, critic)(current, data)
     sums |= token_statistics(current, ones, data, torch.tensor([True, False]))
     totals = {name: value.item() for name, value in sums.items()}
     totals |= {"tokens": 4.0, "replayed_tokens": 3.0}
-    totals |= critic_credit([MIXED], {(0, 0, 0): 0.5, (0, 1, 0): 0.1}, Config()).metrics
+    totals |= critic_credit([MIXED], {(0, 0, 0): 0.5, (0, 1, 0): 0.1}, critic_config).metrics
     return loss_metrics(totals | dict.fromkeys(PER_STEP_METRICS, 1.0))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_webrl.config.advantage import CriticConfig, advantage_config
+from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.types import Group
 from megatron_webrl.util import torchvision_shim
@@ -69,8 +69,7 @@ def on_one_rank(rank: int, folder: str, model: str) -> None:
 
 def critic_config(model: str) -> Config:
     config = make_config(model)
-    config.trainer.advantage = advantage_config(scale="batch_std", discount=0.5)
-    config.trainer.critic = CriticConfig(coefficient=0.5)
+    config.trainer.advantage = advantage_config("critic", discount=0.5)
     return config
 
 
@@ -126,7 +125,9 @@ def _learning(config: Config, platform: Any) -> list[dict[str, float]]:
     config.trainer.epochs = config.trainer.minibatches = 1
     config.trainer.updates = 1000
     config.trainer.optimizer.learning_rate, config.trainer.optimizer.schedule = 0.02, "constant"
-    config.trainer.critic = CriticConfig(coefficient=1.0, train_trunk=False, warmup_updates=VERSION + 1)
+    config.trainer.advantage = advantage_config(
+        "critic", discount=0.5, coefficient=1.0, train_trunk=False, warmup_updates=VERSION + 1
+    )
     groups = [
         Group(group.ticket, tuple(_success(t) for t in group.trajectories if len(t.steps) == 2))
         for group in make_groups(config, 6)
@@ -143,11 +144,13 @@ def _warm_up(config: Config, platform: Any, train_trunk: bool) -> dict[str, Any]
     """Of an update of the warm-up and of a later one: the largest change of a weight of the head and of the policy, and
     the policy's Adam steps.
     """
-    config.trainer.critic = CriticConfig(coefficient=0.5, train_trunk=train_trunk, warmup_updates=VERSION + 1)
+    config.trainer.advantage = advantage_config(
+        "critic", discount=0.5, train_trunk=train_trunk, warmup_updates=VERSION + 1
+    )
     learner, groups = make_learner(config, platform), make_groups(config)
     changes = []
     for warmup_updates in (VERSION + 1, VERSION):
-        config.trainer.critic.warmup_updates = warmup_updates
+        config.trainer.advantage.warmup_updates = warmup_updates
         before = weights_of(learner)
         _update(learner, config, platform, groups)
         change = {name: float((each - before[name]).abs().max()) for name, each in weights_of(learner).items()}
@@ -193,7 +196,6 @@ def _other_checkpoints(config: Config, platform: Any, folder: Path) -> dict[str,
     from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
 
     plain = copy.deepcopy(config)
-    plain.trainer.critic = CriticConfig()
     plain.trainer.advantage = advantage_config()
     found: dict[str, Any] = {}
     for name, of_checkpoint, of_run in (("no critic", plain, config), ("critic", config, plain)):

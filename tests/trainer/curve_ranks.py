@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_webrl.config.loss import loss_config
 from tests.trainer.checkpoint.small_learner import checkpoints_in, session, state_of
 
 QWEN_LAYOUTS: dict[str, dict[str, int]] = {"tensor": {"tensor": 2}, "replicas": {}, "pipeline": {"pipeline": 2}}
@@ -64,7 +65,7 @@ def _qwen(model: str, sizes: Any, platform: Any) -> tuple[Any, Any]:
     from tests.trainer import learner_ranks
 
     config = learner_ranks.make_config(model)
-    config.trainer.loss.name, config.trainer.updates = "raft", 4
+    config.trainer.loss, config.trainer.updates = loss_config("raft"), 4
     config.trainer.epochs = config.trainer.minibatches = 1
     config.trainer.tensor_parallel, config.trainer.pipeline_parallel = sizes.tensor, sizes.pipeline
     config.trainer.data_parallel = 2 // (sizes.tensor * sizes.pipeline)
@@ -87,7 +88,7 @@ def _one_step(model: str, platform: Any, limit: int) -> dict[str, Any]:
 
     config = learner_ranks.make_config(model)
     config.trainer.data_parallel, config.trainer.tokens_per_microbatch = 2, limit
-    config.trainer.loss.name = "raft"
+    config.trainer.loss = loss_config("raft")
     learner = learner_ranks.make_learner(config, platform)
     config.trainer.merge_prefixes = "none"
     samples = batching.make_samples(learner_ranks.make_groups(config, 8), batching.success_advantages)

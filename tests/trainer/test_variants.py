@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer import loop
@@ -62,7 +63,7 @@ def test_only_a_loss_with_ratios_scores_first_and_only_a_baseline_keeps_groups_w
 ) -> None:
     """On a learner that notes its calls, without a model."""
     config, seen, split = Config(), [], batching.minibatches
-    config.trainer.loss.name, config.trainer.minibatches = name, 2
+    config.trainer.loss, config.trainer.minibatches = loss_config(name), 2
     learner, packer = mock.MagicMock(reference=None), mock.MagicMock()
     packer.build_all.side_effect = lambda parts, *_: [["microbatch"] for _ in parts]
     learner.compute_reference_logprobs.side_effect = lambda parts: [None for _ in parts]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.types import Trajectory
 from megatron_webrl.util import torchvision_shim
@@ -91,10 +92,10 @@ def _variants(model: str, platform: Any) -> dict[str, Any]:
     }.items():
         config = make_config(model)
         config.trainer.epochs = config.trainer.minibatches = 1
-        config.trainer.loss = replace(config.trainer.loss, importance_weight_cap=1e4, dual_clip=0.0, **changes)
+        config.trainer.loss = loss_config(importance_weight_cap=1e4, dual_clip=0.0, **changes)
         found[name] = _update(still, config, platform)
     config = make_config(model)
-    config.trainer.loss.name = "raft"
+    config.trainer.loss = loss_config("raft")
     learner = make_learner(config, platform)
     found["raft"] = [_update(learner, config, platform) for _ in range(3)]
     return found
@@ -107,7 +108,7 @@ def _distillation(model: str, platform: Any) -> dict[str, Any]:
     from megatron_webrl.trainer.loop import train_batch
 
     config = make_config(model)
-    config.trainer.loss.name = "raft"
+    config.trainer.loss = loss_config("raft")
     teacher = make_learner(config, platform)
     for _ in range(4):
         _update(teacher, config, platform)

@@ -134,7 +134,7 @@ class TransformersLearner:
                 {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
             ],
             lr=LEARNING_RATE,
-            betas=(defaults.beta1, defaults.beta2),
+            betas=(0.9, 0.999),
         )
 
     def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:

@@ -42,11 +42,11 @@ SECTIONS = (
         "d = log-probability of the trainer, at the start of the update, less the engine's, by how many versions the "
         "engine's weights were older: 0 to 4, and 4 for more. With `trainer.loss.name=raft`, over the first minibatch.",
         ("logprob_mismatch/tokens/lag_<lag>", "tokens", "Tokens compared."),
-        ("logprob_mismatch/mean/lag_<lag>", "nats", "Mean size of d; `tracking.mismatch_alarm` limits it at lag 0."),
+        ("logprob_mismatch/mean/lag_<lag>", "nats", "Mean size of d; an update warns above 0.05 at lag 0."),
         (
             "logprob_mismatch/kl/lag_<lag>",
             "nats",
-            "KL divergence of the trainer from the engine, estimator k3 of d; `tracking.mismatch_kl_alarm` limits it.",
+            "KL divergence of the trainer from the engine, estimator k3 of d; an update warns above 0.5.",
         ),
         ("logprob_mismatch/largest/lag_<lag>", "nats", "Largest size of d."),
         ("logprob_mismatch/beyond/lag_<lag>", "share", "Tokens whose d is larger than 0.1, up or down."),

@@ -68,7 +68,7 @@ SECTIONS = (
             "value_loss",
             "",
             "Squared error of the step critic's values against the lambda-returns, mean over steps and optimiser "
-            "steps; like the next two with `trainer.critic.coefficient` only.",
+            "steps; like the next two with `trainer.advantage.name=critic` only.",
         ),
         ("value_mean", "reward", "Value of a step at the start of the update, mean."),
         (

@@ -20,6 +20,8 @@ from megatron_webrl.trainer.parallel import broadcast_from_last_stage
 
 MAX_LAG = 4  # versions; tokens of a greater lag count here
 BOUND = 0.1  # nats, of the share of tokens that differ more
+MEAN_LIMIT = 0.05  # nats: mean difference of tokens under the same weights above which an update warns
+KL_LIMIT = 0.5  # nats: KL divergence of the trainer from the engine at any version lag above which an update warns
 
 
 @dataclass(frozen=True)
@@ -49,22 +51,22 @@ class LogprobMismatch:
         """Number of tokens under the same weights."""
         return self.by_lag[0].tokens if 0 in self.by_lag else 0
 
-    def alarms(self, mean_limit: float, kl_limit: float) -> list[str]:
-        """What is wrong: the mean under the same weights or the divergence of a lag exceeds its limit. 0: none."""
+    def alarms(self) -> list[str]:
+        """What is wrong: the mean under the same weights or the divergence of a lag exceeds its limit."""
         found = []
         same = self.by_lag.get(0)
-        if same is not None and 0 < mean_limit < same.mean:
+        if same is not None and same.mean > MEAN_LIMIT:
             found.append(
                 f"the engine's and the trainer's log-probabilities of {same.tokens} tokens under the same weights "
                 f"differ by {same.mean:.3g} nats in the mean and {same.largest:.3g} at most "
-                f"(tracking.mismatch_alarm={mean_limit:g})"
+                f"(above {MEAN_LIMIT:g})"
             )
         for lag, each in sorted(self.by_lag.items()):
-            if 0 < kl_limit < each.kl:
+            if each.kl > KL_LIMIT:
                 found.append(
                     f"the trainer has diverged from the engine by {each.kl:.3g} nats over {each.tokens} tokens of "
                     f"version lag {lag}, which differ by {each.largest:.3g} at most "
-                    f"(tracking.mismatch_kl_alarm={kl_limit:g})"
+                    f"(above {KL_LIMIT:g})"
                 )
         return found
 

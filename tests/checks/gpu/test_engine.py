@@ -24,13 +24,13 @@ OPTIONS = {
              "trainer.min_valid_episodes=3", "trainer.merge_prefixes=trajectory"],
     "raft": ["trainer.loss={name: raft, replay_versions: 2, shuffle_advantages: true, entropy_coefficient: 0.1}"],
     "raft_plus_plus": ["trainer.loss={name: raft_plus_plus, replay_versions: 3, clip_high: 0.1, max_token_lag: 4}"],
-    "penalties apart": [PENALTY, "trainer.advantage={components: apart, discount: 0.9, overlong: mask}"],
+    "penalties apart": [PENALTY, "trainer.advantage={name: gdpo, discount: 0.9, overlong: mask}"],
     "penalties of steps": [PENALTY, "trainer.advantage={penalties: step, scale: batch_std, baseline: leave_one_out}"],
     "anchors": ["trainer.advantage={anchor_weight: 1, anchor_discount: 0.9, scale: none, overlong: mask}"],
-    "critic": ["trainer.critic={coefficient: 0.5, gae_lambda: 0.9, train_trunk: false, warmup_updates: 30}",
-               "trainer.advantage={scale: batch_std, discount: 0.9, overlong: mask}", PENALTY],
+    "critic": ["trainer.advantage={name: critic, gae_lambda: 0.9, train_trunk: false, warmup_updates: 30}",
+               "trainer.advantage={discount: 0.9, overlong: mask}", PENALTY],
     "teacher": [TEACHER, "trainer.loss={name: cispo, importance_weight_mode: truncate, entropy_coefficient: 0.1}"],
-    "teacher and critic": [TEACHER, "trainer.critic.coefficient=0.5", "trainer.advantage.scale=none"],
+    "teacher and critic": [TEACHER, "trainer.advantage={name: critic, scale: none}"],
     "teacher alone": [TEACHER, "trainer.distillation={rewards: false, timeout_seconds: 9}", "trainer.loss.name=sapo"],
     "warm start": ["trainer.warm_start={demonstrations: 9, demonstrations_file: made.records}"],
 }  # fmt: skip
@@ -84,15 +84,15 @@ def test_the_short_job_of_a_configuration_is_valid(tmp_path: Path, name: str) ->
 
 def test_the_short_job_of_a_configuration_with_penalties_and_an_overlong_filter_is_valid(tmp_path: Path) -> None:
     own = [
-        "model.platform=cpu", "trainer.loss.name=grpo", "trainer.loss.replay_versions=0", "rollout.max_new_tokens=200",
+        "model.platform=cpu", "trainer.loss.name=grpo", "rollout.max_new_tokens=200",
         "trainer.reward={length_penalty: 0.1, length_window: 100}",
-        "trainer.advantage={components: apart, discount: 0.9, anchor_weight: 1, overlong: mask}",
+        "trainer.advantage={name: gdpo, discount: 0.9, anchor_weight: 1, overlong: mask}",
     ]  # fmt: skip
     config = parse_config(ROOT / "configs" / "quickstart.yaml", own)
     check_config(config)
     job = short_job(config, tmp_path)
     check_config(job)
-    assert job.trainer.advantage.components == "apart"
+    assert job.trainer.advantage.name == "gdpo"
     assert config.trainer.advantage.overlong == "mask"
 
 
@@ -102,7 +102,7 @@ def test_the_short_job_of_every_algorithm_is_valid(tmp_path: Path, name: str, op
     path = ROOT / "configs" / f"{name}.yaml"
     size = size_from_path(parse_config(path).model.path)
     description = config_sections(size) if size else read_model_config(ROOT / "models" / "quickstart")
-    config = parse_config(path, ["trainer.loss={name: grpo, replay_versions: 0}", *options])
+    config = parse_config(path, ["trainer.loss.name=grpo", *options])
     check_settings(config, description)
     check_settings(short_job(config, tmp_path), description)
 

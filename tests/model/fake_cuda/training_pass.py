@@ -22,7 +22,7 @@ import torch
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor
 
-from megatron_webrl.config.advantage import CriticConfig
+from megatron_webrl.config.advantage import CriticConfig, advantage_config
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig, loss_config
 from megatron_webrl.model.compute_options import ComputeOptions, ValueHeadKind
@@ -42,7 +42,7 @@ LOSSES = [
     loss_config(name="dppo", dppo_divergence="kl", decoupled=False), loss_config(name="raft_plus_plus"),
 ]  # fmt: skip
 ENTROPY = loss_config(entropy_coefficient=0.1)
-TEACHER, CRITIC = DistillationConfig(coefficient=1.0), CriticConfig(coefficient=0.5)
+TEACHER, CRITIC = DistillationConfig(coefficient=1.0), advantage_config("critic", coefficient=0.5)
 SHAPES = {"dense": tiny.Shape(layers=2), "moe": tiny.Shape(layers=2, experts=4)}
 
 

@@ -117,9 +117,9 @@ def test_advantages_equal_those_of_the_definition(
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.8])
-def test_components_apart_are_normalised_in_the_group_and_their_sum_in_the_batch(discount: float) -> None:
+def test_components_are_normalised_separately_in_the_group_and_their_sum_in_the_batch(discount: float) -> None:
     groups = varied_groups(5)
-    config = with_settings(True, components="apart", discount=discount)
+    config = with_settings(True, name="gdpo", discount=discount)
     sums: dict[tuple[int, int], list[float]] = {}
     for group in groups:
         trainable = [t for t in group.trajectories if t.trainable]
@@ -147,12 +147,12 @@ def test_components_apart_are_normalised_in_the_group_and_their_sum_in_the_batch
     assert max(abs(each).max() for each in found[-1].values()) > 0.01  # of failures alone: their penalties count
 
 
-def test_the_weight_of_a_penalty_apart_counts_in_a_batch_of_failures_alone() -> None:
+def test_the_weight_of_a_separate_penalty_counts_in_a_batch_of_failures_alone() -> None:
     (failures,) = varied_groups(5)[-1:]
-    (found,), config = step_advantages([failures], with_settings(True, components="apart")), with_settings(True)
+    (found,), config = step_advantages([failures], with_settings(True, name="gdpo")), with_settings(True)
     for name in WEIGHTS:
         setattr(config.trainer.reward, name, 0.01 * WEIGHTS[name])
-    config.trainer.advantage.components = "apart"
+    config.trainer.advantage = advantage_config("gdpo")
     (smaller,) = step_advantages([failures], config)
     assert max(abs(each).max() for each in found.values()) > 0.01
     same([smaller], [{index: 0.01 * each for index, each in found.items()}])
@@ -247,7 +247,7 @@ def test_a_group_of_one_outcome_has_no_gradient_whatever_the_options(outcome: bo
     masked_out = Group(1, tuple(t for t in varied_groups(0)[0].trajectories if not t.trainable))
     for changed in (
         {"discount": 0.5}, {"scale": "none", "discount": 0.5}, {"baseline": "leave_one_out"}, {"anchor_weight": 1.0},
-        {"scale": "batch_std"}, {"penalties": "step"}, {"components": "apart", "discount": 0.5},
+        {"scale": "batch_std"}, {"penalties": "step"}, {"name": "gdpo", "discount": 0.5},
     ):  # fmt: skip
         found, nothing = step_advantages([group, masked_out], with_settings("penalties" in changed, **changed))
         assert [len(value) for value in found.values()] == [1, 2, 3, 6]

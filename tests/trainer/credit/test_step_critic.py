@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_webrl.config.advantage import CriticConfig, advantage_config
+from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.assignment import step_advantages
@@ -81,8 +81,8 @@ def test_values_that_are_the_returns_leave_no_advantage(
 def with_critic(penalised: bool = False, gae_lambda: float = 0.9, **changed: object) -> Config:
     config = Config()
     config.rollout.max_new_tokens, config.trainer.reward.length_window = LIMIT, WINDOW
-    config.trainer.advantage = advantage_config(**({"scale": "none"} | changed))  # type: ignore[arg-type]
-    config.trainer.critic = CriticConfig(coefficient=1.0, gae_lambda=gae_lambda)
+    changed = {"scale": "none", "coefficient": 1.0, "gae_lambda": gae_lambda} | changed
+    config.trainer.advantage = advantage_config("critic", **changed)
     for name, weight in WEIGHTS.items() if penalised else ():
         setattr(config.trainer.reward, name, weight)
     return config
@@ -178,8 +178,10 @@ def test_the_objective_adds_the_value_loss_with_its_coefficient() -> None:
     data = data_of(torch.linspace(-1, 1, 6, dtype=torch.float64))
     current = torch.from_numpy(example(4)["current"])
     plain, sums = make_objective(loss_config(), None)(current, data)
-    both, more = make_objective(loss_config(), None, critic=CriticConfig(coefficient=0.7))(current, data)
+    both, more = make_objective(loss_config(), None, critic=advantage_config("critic", coefficient=0.7))(current, data)
     assert both.item() == pytest.approx(plain.item() + 0.7 * value_loss(data).item())
     assert more.keys() - sums.keys() == {"value_loss"}
     with pytest.raises(ValueError, match=r"TokenData\.values is None"):
-        make_objective(loss_config(), None, critic=CriticConfig(coefficient=0.7))(current, replace(data, values=None))
+        make_objective(loss_config(), None, critic=advantage_config("critic", coefficient=0.7))(
+            current, replace(data, values=None)
+        )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.data import batching
 from megatron_webrl.types import Group
@@ -83,7 +84,7 @@ def test_the_loss_selects_the_samples_and_advantages_of_an_update():
     plain = [(s.trajectory_id, s.advantage) for s in batching.make_samples(groups())]
     assert [(s.trajectory_id, s.advantage) for s in batching.training_samples(groups(), config, 3)] == plain
     for name in ("raft", "raft_plus_plus"):
-        config.trainer.loss.name = name
+        config.trainer.loss = loss_config(name)
         assert {s.advantage for s in batching.training_samples(groups(), config, 3)} == {1.0}
 
 
@@ -112,7 +113,7 @@ def test_shuffled_advantages_are_a_permutation_among_trajectories():
 
 def test_shuffled_rewards_are_a_permutation_among_trainable_trajectories():
     config = Config()
-    config.trainer.loss.name = "raft"
+    config.trainer.loss = loss_config("raft")
     many = [Group(t, tuple(trajectory(t, i, reward=float(i <= t % 3)) for i in range(4))) for t in range(9)]
     masked = replace(many[0].trajectories[0], outcome="engine_error", reward=0.0)
     many[0] = replace(many[0], trajectories=(masked, *many[0].trajectories[1:]))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring

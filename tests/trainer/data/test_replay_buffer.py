@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.trainer.data import group_files
@@ -28,7 +29,7 @@ def _one_rank() -> Iterator[None]:
 def make(folder: Path, versions: int = 3, power: float = 0.0, every: int = 0) -> ReplayBuffer:
     config = Config()
     config.run.directory = str(folder)
-    config.trainer.loss.name, config.trainer.loss.replay_versions = "raft", versions
+    config.trainer.loss = loss_config("raft", replay_versions=versions)
     config.trainer.checkpoint.every = every
     return ReplayBuffer(config, decay_power=power)
 

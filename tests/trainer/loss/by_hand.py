@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.trainer.loss.token_data import TokenData
 
 VERSION = 6
@@ -42,7 +42,7 @@ def tensors(data: Arrays) -> TokenData:
     return TokenData(**{name: torch.from_numpy(array) for name, array in data.items() if name != "current"})
 
 
-def clipped(advantage: float, ratio: float, config: LossConfig) -> float:
+def clipped(advantage: float, ratio: float, config: Any) -> float:
     bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
     value = min(ratio * advantage, bounded * advantage)
     return max(value, config.dual_clip * advantage) if advantage < 0 and config.dual_clip else value
@@ -55,7 +55,7 @@ def divergence(p: float, q: float, kind: str) -> float:
     return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
 
 
-def surrogate(advantage: float, current: float, old: float, frozen: float, config: LossConfig) -> float:
+def surrogate(advantage: float, current: float, old: float, frozen: float, config: Any) -> float:
     """f of one token; `frozen` is the value of `current` behind a stopped gradient."""
     ratio = math.exp(current - old)
     if config.name == "cispo":
@@ -70,12 +70,11 @@ def surrogate(advantage: float, current: float, old: float, frozen: float, confi
         leaves = (advantage > 0 and p > q) or (advantage < 0 and p < q)
         return 0.0 if leaves and divergence(p, q, config.dppo_divergence) > config.dppo_bound else ratio * advantage
     if config.name == "raft_plus_plus":
-        bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-        return min(ratio, bounded) * advantage if advantage > 0 else 0.0
+        return min(ratio, 1 + config.clip_high) * advantage if advantage > 0 else 0.0
     return clipped(advantage, ratio, config)
 
 
-def bounded(ratio: float, config: LossConfig) -> float:
+def bounded(ratio: float, config: Any) -> float:
     """The importance weight after floor and cap."""
     low, high = config.importance_weight_floor, config.importance_weight_cap
     if low <= ratio <= high:
@@ -83,7 +82,7 @@ def bounded(ratio: float, config: LossConfig) -> float:
     return 0.0 if config.importance_weight_mode == "mask" else min(max(ratio, low), high)
 
 
-def beyond(response: list[int], token: int, data: Arrays, config: LossConfig) -> tuple[float, dict[str, bool]]:
+def beyond(response: list[int], token: int, data: Arrays, config: Any) -> tuple[float, dict[str, bool]]:
     """The importance weight at its level before any bound, and which bounds the token is beyond."""
     offs = {t: math.exp(data["proximal_logprobs"][t] - data["behaviour_logprobs"][t]) for t in response}
     level = {"auto": "geometric" if config.name == "gspo" else "token"}.get(
@@ -104,7 +103,7 @@ def beyond(response: list[int], token: int, data: Arrays, config: LossConfig) ->
     }
 
 
-def used_weight(response: list[int], token: int, data: Arrays, config: LossConfig) -> float:
+def used_weight(response: list[int], token: int, data: Arrays, config: Any) -> float:
     """The importance weight that the loss multiplies with; 0 for a masked token."""
     weight, reasons = beyond(response, token, data, config)
     return 0.0 if reasons["kl_rejected"] or reasons["lag_masked"] else bounded(weight, config)
@@ -115,7 +114,7 @@ def responses(data: Arrays) -> list[list[int]]:
     return [list(np.flatnonzero(data["step_index"] == step)) for step in range(len(data["step_lengths"]))]
 
 
-def by_hand(current: np.ndarray, data: Arrays, config: LossConfig, frozen: np.ndarray | None = None) -> float:
+def by_hand(current: np.ndarray, data: Arrays, config: Any, frozen: np.ndarray | None = None) -> float:
     """The loss; `frozen`: `current` behind a stopped gradient.
 
     gspo's is that of responses, with one ratio (eq. 7); where its tokens have different weights or advantages, that of

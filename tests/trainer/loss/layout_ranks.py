@@ -20,15 +20,17 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "cp2": {"context_parallel": 2},
     "tp2": {"tensor_parallel": 2},
 }
-USUAL = loss_config(clip_low=1e-3, clip_high=1e-3, importance_weight_cap=1e9)
+CLIPS = {"clip_low": 1e-3, "clip_high": 1e-3, "importance_weight_cap": 1e9}
 LOSSES = {
-    "cispo": replace(
-        USUAL, name="cispo", importance_weight_level="product", importance_weight_floor=0.02, kl_rejection_bound=0.5,
+    "cispo": loss_config(
+        "cispo", **CLIPS, importance_weight_level="product", importance_weight_floor=0.02, kl_rejection_bound=0.5,
     ),
     "sapo": loss_config(name="sapo", importance_weight_level="geometric", entropy_coefficient=0.5),
     "dppo": loss_config(name="dppo", decoupled=False, max_token_lag=1, dppo_bound=1e-4),
-    "raft_plus_plus": replace(USUAL, name="raft_plus_plus", normalizer="async_webrl_per_trajectory"),
-    "gspo": replace(USUAL, name="gspo", importance_weight_level="product", kl_rejection_bound=1.2),
+    "raft_plus_plus": loss_config(
+        "raft_plus_plus", clip_high=1e-3, importance_weight_cap=1e9, normalizer="async_webrl_per_trajectory"
+    ),
+    "gspo": loss_config("gspo", **CLIPS, importance_weight_level="product", kl_rejection_bound=1.2),
 }  # fmt: skip
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.config.loss import LossConfig, loss_config
+from megatron_webrl.config.loss import LOSSES, LossConfig, loss_config
 from megatron_webrl.trainer.loss.objective import make_objective, negative_log_likelihood, policy_loss, reference_kl
 from megatron_webrl.trainer.loss.surrogates import SURROGATES
 from megatron_webrl.trainer.loss.token_data import TokenData
 from megatron_webrl.trainer.metrics.token_metrics import is_extreme
 from tests.trainer.loss.by_hand import LARGEST, VERSION, beyond, by_hand, example, responses, tensors, used_weight
 
-USUAL = loss_config(clip_low=0.2, clip_high=0.28, importance_weight_cap=2.0)
+USUAL_SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "importance_weight_cap": 2.0}
+USUAL = loss_config(**USUAL_SETTINGS)
 CHANGES = [
     *(
         {"name": name, "decoupled": mode != "", "importance_weight_mode": mode or "mask", "dual_clip": dual} | kl
@@ -45,12 +47,24 @@ CHANGES = [
         "kl_rejection_bound": 0.5, "entropy_coefficient": 0.4, "kl_coefficient": 0.7,
     },
 ]  # fmt: skip
-VARIANTS = [replace(USUAL, **changes) for changes in CHANGES]
+
+
+def variant(name: str = "grpo", **changes: Any) -> Any:
+    """Settings of a loss, with those of USUAL that it has."""
+    own = {each.name for each in fields(LOSSES[name])}
+    usual = {key: value for key, value in USUAL_SETTINGS.items() if key in own}
+    return loss_config(name, **usual | {key: value for key, value in changes.items() if key in own})
+
+
+VARIANTS = [variant(**changes) for changes in CHANGES]
 
 
 def title(config: LossConfig) -> str:
     usual = asdict(USUAL)
-    return "-".join(f"{name}={value}" for name, value in asdict(config).items() if value != usual[name]) or "grpo"
+    return (
+        "-".join(f"{name}={value}" for name, value in asdict(config).items() if value != usual.get(name, value))
+        or "grpo"
+    )
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=title)
@@ -97,7 +111,7 @@ def test_gradients_at_the_logits_equal_finite_differences(config: LossConfig) ->
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 @pytest.mark.parametrize("mode", ["mask", "truncate"])
 def test_metrics_count_what_the_equations_say(name: str, mode: str) -> None:
-    config = replace(USUAL, name=name, importance_weight_mode=mode, dual_clip=1.5, importance_weight_cap=1.5)
+    config = variant(name, importance_weight_mode=mode, dual_clip=1.5, importance_weight_cap=1.5)
     data = example(2, (8, 3, 11, 5, 7, 2, 9, 4) * 8)
     _, sums = policy_loss(torch.from_numpy(data["current"]), tensors(data), config)
     wanted = dict.fromkeys(
@@ -135,7 +149,7 @@ def test_on_policy_the_gradient_is_that_of_the_policy_gradient(name: str) -> Non
     data = example(3)
     data["behaviour_logprobs"] = data["proximal_logprobs"] = data["current"]
     tensor = torch.from_numpy(data["current"]).requires_grad_()
-    policy_loss(tensor, tensors(data), replace(USUAL, name=name))[0].backward()
+    policy_loss(tensor, tensors(data), variant(name))[0].backward()
     advantage = np.maximum(data["advantage"], 0) if name == "raft_plus_plus" else data["advantage"]
     np.testing.assert_allclose(tensor.grad.numpy(), -data["weight"] * advantage, rtol=1e-12)
 

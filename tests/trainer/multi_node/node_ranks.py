@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
@@ -291,7 +292,7 @@ def replayed(rank: int, folder: str, names: Sequence[str]) -> None:
     from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 
     config, rings = member.config, member.rings
-    config.trainer.loss.name, config.trainer.loss.replay_versions = "raft", 3
+    config.trainer.loss = loss_config("raft", replay_versions=3)
     if rank in (0, 2):
         put(member.ring, [group(10 * rank + t, rank // 2) for t in range(1 + rank)])
     groups = member.share(4)

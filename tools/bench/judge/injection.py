@@ -174,8 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     options = _parser().parse_args(arguments)
     settings = judge_config(
-        evaluators=["judge"], protocol=options.protocol, structured=options.structured, temperature=0.0, top_p=1.0,
-        verdict=JudgeModelConfig(options.model, options.url, options.key_variable), concurrency=options.concurrency,
+        evaluators=["judge"], protocol=options.protocol, structured=options.structured, 
+        verdict=JudgeModelConfig(
+            options.model, options.url, options.key_variable, options={"temperature": 0.0, "top_p": 1.0}
+        ),
+        concurrency=options.concurrency,
         max_reason_chars=options.max_reason_chars,
         attempts=1,  # at temperature 0 a second reply is the first one
     )  # fmt: skip

@@ -54,7 +54,7 @@ class Run:
 def changed_settings(words: Sequence[str]) -> dict[str, Any]:
     """Settings of CONFIG with overrides that differ from the defaults, by dotted name. Raises ConfigError."""
     settings, defaults = flatten_config(parse_config(CONFIG, list(words))), flatten_config(Config())
-    return {name: value for name, value in settings.items() if value != defaults[name]}
+    return {name: value for name, value in settings.items() if value != defaults.get(name)}
 
 
 class RunFiles:
