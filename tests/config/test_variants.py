@@ -85,7 +85,7 @@ def test_an_override_that_chooses_another_variant_leaves_out_what_the_file_says_
         ("trainer.loss.name=grpoo", "trainer.loss.name='grpoo' is not one of grpo, gspo, cispo, sapo, dppo, raft, "),
         ("tasks.source=webgim", "near: webgym"),
         ("judge.protocol=mine", "judge.protocol='mine' is not one of rubric, webjudge, webvoyager"),
-        ("trainer.loss.replay_versions=3", "did you mean trainer.loss.replay_versions?"),
+        ("trainer.loss.raft_versions=3", "did you mean trainer.loss.replay_versions?"),
         (
             "trainer.min_groups=3",
             "unknown setting trainer.min_groups in an override; did you mean trainer.m",

@@ -47,15 +47,19 @@ def _section(kind: Any, prefix: str, lines: list[str], title: str = "", known: f
 
 
 def _variants(variants: Variants, prefix: str, lines: list[str]) -> None:
-    """What all variants have, then what each adds; settings that several add are listed with the first."""
+    """What all variants have, then the rest: a table for each group of variants that share settings."""
     kinds = variants.distinct()
-    common = frozenset.intersection(*(frozenset(spec.name for spec in dataclasses.fields(kind)) for kind in kinds))
-    first = next(iter(kinds))
-    others = frozenset(spec.name for spec in dataclasses.fields(first)) - common
-    _section(first, prefix, lines, known=others)
-    for kind, names in kinds.items():
-        chosen = ", ".join(f"`{variants.key}={name}`" for name in names)
-        _section(kind, prefix, lines, f"{prefix.rstrip('.')} with {chosen}", common)
+    owners: dict[str, list[type]] = {}
+    for kind in kinds:
+        for spec in dataclasses.fields(kind):
+            owners.setdefault(spec.name, []).append(kind)
+    shared: dict[tuple[type, ...], set[str]] = {}
+    for name, having in owners.items():
+        shared.setdefault(tuple(having), set()).add(name)
+    for having, names in sorted(shared.items(), key=lambda item: -len(item[0])):
+        chosen = ", ".join(f"{name}" for kind in having for name in kinds[kind])
+        title = "" if len(having) == len(kinds) else f"{prefix.rstrip('.')} with {variants.key}={chosen}"
+        _section(having[0], prefix, lines, title, frozenset(owners) - names)
 
 
 def _format_default(value: Any) -> str:
