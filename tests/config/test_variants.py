@@ -86,11 +86,7 @@ def test_an_override_that_chooses_another_variant_leaves_out_what_the_file_says_
         ("tasks.source=webgim", "near: webgym"),
         ("judge.protocol=mine", "judge.protocol='mine' is not one of rubric, webjudge, webvoyager"),
         ("trainer.loss.raft_versions=3", "did you mean trainer.loss.replay_versions?"),
-        (
-            "trainer.min_groups=3",
-            "unknown setting trainer.min_groups in an override; did you mean trainer.m",
-        ),
-        ("clusters.nodes=3", "did you mean cluster.nodes?"),
+        ("clusters.nodes=3", "did you mean cluster?"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(setting: str, words: str) -> None:
