@@ -157,9 +157,8 @@ async def test_a_spent_budget_stops_the_job_and_loses_no_episode(
         await job.until(job.trainer.stop_requested)
         assert job.trainer.requested_outcome() == BUDGET_SPENT
         job.trainer.report_progress()
-    queue = job.queue()
-    assert {owner for _, owner in queue["open"]} == {"rollout-0"}
-    assert len(queue["open"]) == queue["claimed"]  # every claimed ticket is still open: a resumed job runs it again
+    tickets = job.trainer.job_status()["tickets"]
+    assert tickets["in_progress"] == tickets["claimed"] >= 2  # every one is still open: a resumed job runs it again
     assert job.account()["matches"]
 
 
