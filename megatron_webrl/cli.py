@@ -277,7 +277,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _control(options: argparse.Namespace) -> int:
-    from megatron_webrl.control.service import serve
+    from megatron_webrl.control.server import serve
     from megatron_webrl.ring.segment import segment_name
 
     config = _role(options, "control")

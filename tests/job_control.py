@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.control.journal import restore
-from megatron_webrl.control.service import serve
+from megatron_webrl.control.server import serve
 from megatron_webrl.types import TaskReference
 from tests.waiting import until
 

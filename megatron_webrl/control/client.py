@@ -1,8 +1,8 @@
-"""A role's view of its job: facts, tickets and heartbeats of the control service (service.py).
+"""A role's view of its job: facts, tickets and heartbeats of the control service (server.py).
 
-After `start_heartbeat` a thread exchanges a request a second with the service, or with the relay of the node
-(relay.py), which also brings each change of the facts that this role has read before: reading them again costs nothing.
-Without it every read is a request.
+After `start_heartbeat` a thread sends a request a second to the service, or to the relay of the node (relay.py). Its
+answers also bring each change of the facts that this role has read before: reading them again costs nothing. Without it
+every read is a request.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any
 
 from megatron_webrl.control.clock import ClockOffset
 from megatron_webrl.control.connection import LOST_SECONDS, Connection, ControlLost, JobEnded, JobFailed
-from megatron_webrl.control.exchanger import Exchanger, Reports, no_reports
-from megatron_webrl.control.fact_cache import FactCache
+from megatron_webrl.control.facts import FactFollower, Reports, no_reports
+from megatron_webrl.control.liveness import VIEWED
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketClaim
-from megatron_webrl.control.viewers import VIEWED
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, STOPPED, TaskReference
 
 POLL_SECONDS = 0.05
@@ -49,44 +48,40 @@ class ControlClient:
         """
         self.address_file, self.role = address_file, role
         self._connection = Connection(address_file, role, lost_seconds, while_lost)
-        self._claims = Connection(address_file, role, lost_seconds)  # other requests must not wait for a claim
-        job = self._connection.job(connect_seconds)
+        job = self._ask("job", connect_seconds)
         self.job_id: str = job["job_id"]
         self.heartbeat_timeout_seconds: float = job["heartbeat_timeout_seconds"]
         assert self._connection.address is not None
         self.host, self.port = self._connection.address.host, self._connection.address.port
-        self._facts = FactCache(role)
         relay_port = int(os.environ.get(RELAY_VARIABLE, "0")) if relay_port is None else relay_port
-        # A connection of its own: a blocking call of the role must not delay the heartbeat.
-        self._heartbeat = Exchanger(self._facts, address_file, role, lost_seconds, relay_port)
-        self._first_reads = Exchanger(self._facts, address_file, role, lost_seconds, relay_port)
+        self._facts = FactFollower(Connection(address_file, role, lost_seconds), relay_port)
         self._lock = threading.Lock()  # of the report
-        self._reported: dict[str, Any] = {"sender": self._facts.session}  # fields of each report
+        self._reported: dict[str, Any] = {"sender": f"{os.getpid()}-{time.monotonic_ns()}"}  # fields of each report
         self._progress = 0
         self._rollouts: Callable[[], str] | None = None  # of a worker
-        self._exchanges = threading.Event()
+        self._follows = threading.Event()
         self._lost: ControlLost | None = None  # of the thread
         self._silent_since: dict[str, float] = {}  # by role, as this client saw it
 
     # -- liveness and the end of the job ----------------------------------------------------------
 
     def start_heartbeat(self) -> None:
-        """Exchange with the service, once a second or as often as it asks, from a daemon thread until `close`."""
-        self._start_exchanges(self._report)
+        """Send heartbeats, once a second or as often as the service asks, from a daemon thread until `close`."""
+        self._start_following(self._report)
 
     def follow_facts(self) -> None:
-        """Exchange without a heartbeat, for a process that is no role."""
-        self._start_exchanges(no_reports)
+        """Follow facts without a heartbeat, for a process that is no role."""
+        self._start_following(no_reports)
 
-    def _start_exchanges(self, reports: Callable[[], Reports]) -> None:
-        self._exchanges.set()
-        self._heartbeat.exchange(reports, 0.0, _ALWAYS)
-        threading.Thread(target=self._run_exchanges, args=(reports,), name="heartbeat", daemon=True).start()
+    def _start_following(self, reports: Callable[[], Reports]) -> None:
+        self._follows.set()
+        self._facts.follow(_ALWAYS, reports)
+        threading.Thread(target=self._follow, args=(reports,), name="heartbeat", daemon=True).start()
 
-    def _run_exchanges(self, reports: Callable[[], Reports]) -> None:
+    def _follow(self, reports: Callable[[], Reports]) -> None:
         try:
-            while self._exchanges.is_set():
-                self._heartbeat.exchange(reports, self._facts.interval)
+            while self._follows.is_set():
+                self._facts.follow((), reports, self._facts.interval)
         except ControlLost as error:
             self._lost = error
 
@@ -95,7 +90,7 @@ class ControlClient:
             report = dict(self._reported)
         if self._progress:
             report["progress"] = f"{os.getpid()}:{self._progress}"
-        if self._rollouts is not None and VIEWED in self._facts and self._facts[VIEWED] is not None:
+        if self._rollouts is not None and self._facts.facts.get(VIEWED, (0, None))[1] is not None:
             report["rollouts"] = self._rollouts()
         return {self.role: (0.0, report)}
 
@@ -113,7 +108,7 @@ class ControlClient:
 
     def service_clock(self) -> ClockOffset | None:
         """How far the service's clock is ahead of this machine's; None before the first exchange."""
-        return self._heartbeat.clock.best()
+        return self._facts.clock.best()
 
     def report_load(self, load: dict[str, Any]) -> None:
         """Publish running sums of this role's engine, with the next heartbeat."""
@@ -131,7 +126,7 @@ class ControlClient:
         return reports
 
     def job_status(self) -> dict[str, Any]:
-        """The whole job at a glance: the answer to GET /status of service.py. One request."""
+        """The whole job at a glance: the answer to GET /status of server.py. One request."""
         return self._connection.status()
 
     def status_of(self, role: str) -> str:
@@ -175,7 +170,7 @@ class ControlClient:
 
     def clear_heartbeat(self, role: str) -> None:
         """Clear a role's heartbeat and progress before its restart: it is not lost until it has sent another."""
-        self._connection.exchange(lambda: {"clear": [role]}, 0.0)
+        self._connection.sync(make_fields=lambda: {"clear": [role]})
 
     def register_instance(self) -> int:
         """Register this instance of the role; returns its number, which counts the role's restarts from 1."""
@@ -201,22 +196,8 @@ class ControlClient:
         return dict(self.get_json("workers/given_up", {}))
 
     def ended_instances(self, instance_ids: Collection[str]) -> set[str]:
-        """Those that have ended. At most two requests."""
-        if not instance_ids or self._exchanges.is_set():
-            return {each for each in instance_ids if self.instance_has_ended(each)}
-        status = self._connection.status()
-        gone = set(self.given_up_workers()) | {
-            role for role, report in status["roles"].items() if self._is_silent(report) and not report["cleared"]
-        }
-        named = {each: each.rpartition(".") for each in instance_ids}
-        return {
-            each
-            for each, (role, _, number) in named.items()
-            if status["instances"].get(role) != int(number) or role in gone
-        }
-
-    def _is_silent(self, report: Mapping[str, Any]) -> bool:
-        return bool(report["silent_seconds"] > self.heartbeat_timeout_seconds)
+        """Those that have ended."""
+        return {each for each in instance_ids if self.instance_has_ended(each)}
 
     def request_stop(self, outcome: str = STOPPED) -> None:
         """Request the end after the current update, with a checkpoint. STOPPED replaces others, not vice versa."""
@@ -258,7 +239,7 @@ class ControlClient:
 
     def close(self) -> None:
         """Stop the heartbeat."""
-        self._exchanges.clear()
+        self._follows.clear()
 
     # -- tickets ----------------------------------------------------------------------------------
 
@@ -308,10 +289,7 @@ class ControlClient:
         """Claim up to `count` items of a queue for `owner`, [item, content, restart epoch] each; none of a queue that
         was removed.
         """
-        request = self._subscription()
-        answer = self._claims.claim([queue, owner, count, sharers], wait_seconds, **request)
-        self._merge(request, answer)
-        items: list[Any] = answer["replies"][0]
+        items: list[Any] = self._send([["claim", queue, owner, count, sharers]], wait_seconds=wait_seconds)[0]
         return items
 
     def run(self, *command: Any) -> Any:
@@ -338,15 +316,14 @@ class ControlClient:
 
     def get_json(self, key: str, default: object = None) -> Any:
         """A JSON value, or the default while it is not set. Raises JobFailed without a control service."""
-        if not self._exchanges.is_set():
-            value = self._read(key)
-        elif key in self._facts:
-            if self._lost is not None:
-                raise JobFailed(str(self._lost)) from self._lost
-            value = self._facts[key]
+        if not self._follows.is_set():
+            value = self._ask(key)
         else:
-            self._first_reads.exchange(no_reports, 0.0, [key])
-            value = self._facts[key]
+            if key not in self._facts.facts:
+                self._facts.follow([key], no_reports)
+            elif self._lost is not None:
+                raise JobFailed(str(self._lost)) from self._lost
+            value = self._facts.facts[key][1]
         return default if value is None else value
 
     def wait_for_key(self, key: str, seconds: float, what: str, watched_roles: tuple[str, ...] = ()) -> Any:
@@ -359,27 +336,20 @@ class ControlClient:
             time.sleep(POLL_SECONDS)
         return value
 
-    def _read(self, key: str) -> Any:
-        if key.startswith("silent/"):
-            report = self.role_reports().get(key.removeprefix("silent/"))
-            return report["cleared"] if report is not None and self._is_silent(report) else None
-        return self._run(["get", [key]])[0]
+    def _ask(self, key: str, seconds: float | None = None) -> Any:
+        fields = {"keys": [key]}
+        return self._connection.sync(make_fields=lambda: fields, seconds=seconds)["facts"][key][1]
 
     def _run(self, command: Sequence[Any], seconds: float | None = None) -> Any:
         return self._send([command], seconds)[0]
 
-    def _send(self, commands: Sequence[Sequence[Any]], seconds: float | None = None) -> list[Any]:
-        request = self._subscription()
-        answer = self._connection.run(commands, seconds, **request)
-        self._merge(request, answer)
+    def _send(
+        self, commands: Sequence[Sequence[Any]], seconds: float | None = None, wait_seconds: float = 0.0
+    ) -> list[Any]:
+        """Run commands. The facts that this client reads afterwards are from after them."""
+        request = self._facts.request() if self._follows.is_set() else {}
+        answer = self._connection.sync(commands, lambda: request, wait_seconds, seconds)
+        if request:
+            self._facts.merge(request, answer)
         replies: list[Any] = answer["replies"]
         return replies
-
-    def _subscription(self) -> dict[str, Any]:
-        return self._facts.request(self._facts.service) if self._exchanges.is_set() else {}
-
-    def _merge(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
-        """Take in the news of an answer; all of them, although the service may have forgotten the session."""
-        while request and not self._facts.merge(self._facts.service, request, answer):
-            request = self._subscription()
-            answer = self._connection.run([], **request)

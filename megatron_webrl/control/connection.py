@@ -1,22 +1,20 @@
-"""A connection to the control service of a job. Uses only the standard library."""
+"""Requests to the control service of a job, or to the relay of a node. Uses only the standard library."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import logging
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from megatron_webrl.control.address import ControlAddress
-
-log = logging.getLogger(__name__)
 
 LOST_SECONDS = 300.0  # time without an answer after which a role gives up; a service that is restarted loses nothing
 ATTEMPT_SECONDS = 10.0  # limit of one attempt, beyond the time that the request may wait for
@@ -35,8 +33,22 @@ class ControlLost(JobFailed):
     """The control service of the job does not answer."""
 
 
+@dataclass
+class _Line:
+    """A socket, and the stream of its numbered requests."""
+
+    http: http.client.HTTPConnection | None = None
+    stream: str = field(default_factory=lambda: secrets.token_hex(8))
+    number: int = 0
+
+    def close(self) -> None:
+        if self.http is not None:
+            self.http.close()
+            self.http = None
+
+
 class Connection:
-    """Sends requests one at a time, again if the service does not answer. May be used by several threads."""
+    """Sends requests, again if there is no answer. May be used by several threads: each request has its own socket."""
 
     def __init__(
         self,
@@ -47,107 +59,99 @@ class Connection:
         relay_port: int = 0,
     ) -> None:
         """`while_lost` is called between the attempts of a request; `relay_port` of this machine: to a relay there."""
-        self._while_lost, self._relay_port = while_lost, relay_port
         self.address_file, self.role, self.lost_seconds = address_file, role, lost_seconds
         self.address: ControlAddress | None = None  # of the last attempt
-        self._stream = f"{role}-{secrets.token_hex(8)}"  # of numbered requests
-        self._number = 0
-        self._http: http.client.HTTPConnection | None = None
-        self._lock = threading.Lock()
+        self._while_lost, self._relay_port = while_lost, relay_port
+        self._idle: list[_Line] = []
 
-    def run(self, commands: Sequence[Sequence[Any]], seconds: float | None = None, **fields: Any) -> dict[str, Any]:
-        """Run commands of the state machine, each once however often they are sent; returns the whole answer.
+    def sync(
+        self,
+        commands: Sequence[Sequence[Any]] = (),
+        make_fields: Callable[[], dict[str, Any]] = dict,
+        wait_seconds: float = 0.0,
+        seconds: float | None = None,
+    ) -> dict[str, Any]:
+        """POST /sync: run commands of the state machine, each once however often they are sent; returns the answer.
 
-        `fields`: more of the request. Raises ValueError if one fails, ControlLost without an answer.
+        `make_fields` makes the other fields of the request, anew for each attempt, so that none reports an earlier
+        heartbeat. The service may wait up to `wait_seconds`; `seconds` limits the time without an answer. Raises
+        ValueError if a command fails, ControlLost without an answer.
         """
-        with self._lock:
-            self._number += 1
-            body = {"stream": self._stream, "number": self._number, "commands": list(map(list, commands)), **fields}
-            answer = self._request("POST", "/commands", lambda: body, 0.0, seconds)
-        return _checked(answer)
 
-    def claim(self, arguments: Sequence[Any], wait_seconds: float, **fields: Any) -> dict[str, Any]:
-        """Run one `claim`, which waits up to `wait_seconds` until there is a slot; returns the whole answer."""
-        with self._lock:
-            self._number += 1
-            body = {"stream": self._stream, "number": self._number, "arguments": list(arguments), "wait": wait_seconds}
-            answer = self._request("POST", "/claim", lambda: body | fields, wait_seconds, None)
-        return _checked(answer)
+        def make_body(line: _Line) -> dict[str, Any]:
+            numbered = {"stream": f"{self.role}-{line.stream}", "number": line.number, "commands": commands}
+            return make_fields() | {"wait": wait_seconds} | (numbered if commands else {})
 
-    def exchange(self, make_body: Callable[[], dict[str, Any]], wait_seconds: float) -> tuple[Any, dict[str, Any]]:
-        """Send reports, and wait up to `wait_seconds` for news; returns the body that was answered, and the answer.
+        answer = self._request("POST", "/sync", make_body, wait_seconds, seconds)
+        for reply in answer["replies"]:
+            if isinstance(reply, dict) and "error" in reply:
+                raise ValueError(f"the control service refused a command: {reply['error']}")
+        return answer
 
-        Each attempt has a body of its own, so that none reports an earlier heartbeat. Raises ControlLost.
-        """
-        bodies = []
-
-        def make() -> dict[str, Any]:
-            bodies.append(make_body())
-            return bodies[-1] | {"wait": wait_seconds}
-
-        with self._lock:
-            answer = self._request("POST", "/exchange", make, wait_seconds, None)
-        return bodies[-1], answer
-
-    def job(self, seconds: float | None = None) -> dict[str, Any]:
-        """What does not change of the job: {"job_id", "heartbeat_timeout_seconds"}. Raises ControlLost."""
-        with self._lock:
-            return self._request("GET", "/job", None, 0.0, seconds)
+    def connect(self, seconds: float | None = None) -> ControlAddress:
+        """The address of the service, which has answered. Raises ControlLost."""
+        self.sync(seconds=seconds)
+        assert self.address is not None
+        return self.address
 
     def status(self, seconds: float | None = None) -> dict[str, Any]:
         """The job at a glance. Raises ControlLost."""
-        with self._lock:
-            return self._request("GET", "/status", None, 0.0, seconds)
+        return self._request("GET", "/status", None, 0.0, seconds)
 
     def rollouts(self, episodes: Sequence[str], seconds: float | None = None) -> dict[str, Any]:
         """What each rollout does; workers write these episodes to files for a while. Raises ControlLost."""
         query = urlencode([("episode", each) for each in episodes])
-        with self._lock:
-            return self._request("GET", f"/rollouts?{query}", None, 0.0, seconds)
+        return self._request("GET", f"/rollouts?{query}", None, 0.0, seconds)
 
     def close(self) -> None:
-        """Close the socket; a later request opens another one."""
-        if self._http is not None:
-            self._http.close()
-            self._http = None
+        """Close the idle sockets; a later request opens another one."""
+        while self._idle:
+            self._idle.pop().close()
 
     def _request(
         self,
         method: str,
         path: str,
-        make_body: Callable[[], dict[str, Any]] | None,
+        make_body: Callable[[_Line], dict[str, Any]] | None,
         wait: float,
         seconds: float | None,
     ) -> dict[str, Any]:
+        line = _Line()
+        with suppress(IndexError):
+            line = self._idle.pop()
+        line.number += 1
         started, pause = time.monotonic(), 0.02
         limit = self.lost_seconds if seconds is None else seconds
         while True:
             left = started + limit - time.monotonic()
-            content = None if make_body is None else json.dumps(make_body(), allow_nan=False)
+            content = None if make_body is None else json.dumps(make_body(line), allow_nan=False)
             try:
-                return self._attempt(method, path, content, wait + min(ATTEMPT_SECONDS, max(left, 0.1)))
+                answer = self._attempt(line, method, path, content, wait + min(ATTEMPT_SECONDS, max(left, 0.1)))
             except (OSError, http.client.HTTPException) as error:
-                self.close()
+                line.close()
                 if time.monotonic() - started + pause > limit:
                     raise ControlLost(f"{self.role} {self._failure(limit, error)}") from error
+            else:
+                self._idle.append(line)
+                return answer
             self._while_lost()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _attempt(self, method: str, path: str, content: str | None, timeout: float) -> dict[str, Any]:
-        if self._http is None:
+    def _attempt(self, line: _Line, method: str, path: str, content: str | None, timeout: float) -> dict[str, Any]:
+        if line.http is None:
             self.address = ControlAddress.read(self.address_file)
             if self.address is None:
                 raise FileNotFoundError(f"{self.address_file} does not name it yet")
             host, port = self.address.host, self.address.port
             host, port = ("127.0.0.1", self._relay_port) if self._relay_port else (host, port)
-            self._http = http.client.HTTPConnection(host, port, timeout=timeout)
+            line.http = http.client.HTTPConnection(host, port, timeout=timeout)
         assert self.address is not None
-        if self._http.sock is not None:
-            self._http.sock.settimeout(timeout)
+        if line.http.sock is not None:
+            line.http.sock.settimeout(timeout)
         headers = {"Authorization": f"Bearer {self.address.token}", "Content-Type": "application/json"}
-        self._http.request(method, path, content, headers)
-        response = self._http.getresponse()
+        line.http.request(method, path, content, headers)
+        response = line.http.getresponse()
         data = response.read()
         if response.status == http.client.BAD_REQUEST:
             raise ValueError(f"{self.role}: {json.loads(data)['error']}")
@@ -165,10 +169,3 @@ class Connection:
         place = f"the relay at 127.0.0.1:{self._relay_port}" if self._relay_port else place
         reason = "it does not answer" if isinstance(error, socket.timeout) else getattr(error, "strerror", "") or error
         return f"lost {place}: no answer within {limit:.0f} s ({reason})"
-
-
-def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    for reply in answer["replies"]:
-        if isinstance(reply, dict) and "error" in reply:
-            raise ValueError(f"the control service refused a command: {reply['error']}")
-    return answer

@@ -1,4 +1,6 @@
-"""Which roles are alive and make progress, and what they last reported. Pure: the caller passes the time.
+"""Which roles are alive and make progress, what they last reported, and what someone looks at.
+
+Pure: the caller passes the time.
 
 A role that the service has not heard for the heartbeat timeout is silent. Neither a pause of the service itself nor its
 restart counts as silence. These facts are not durable: roles report them again within a second.
@@ -6,9 +8,13 @@ restart counts as silence. These facts are not durable: roles report them again 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+VIEWED = "rollouts/viewed"  # the fact that workers follow: None, or {"episodes": ["rollout-0/KEY", ...]}
+VIEW_SECONDS = 10.0  # after which a viewer that has not asked again looks no longer
+MAX_EPISODES = 8
 PAUSE_SECONDS = 2.0  # a longer time between two calls of `silent_roles` is a pause of the service
 
 
@@ -23,7 +29,7 @@ class RoleReport:
     status: str = ""  # status line
     load: dict[str, Any] = field(default_factory=dict)  # running sums of an engine
     rollouts: str = ""  # of a worker while someone looks (tracking/rollout_table.py)
-    sender: str = ""  # name of the process's session
+    sender: str = ""  # name of the process
     cleared: bool = False  # its supervisor restarts it: not lost before its next heartbeat
 
 
@@ -89,3 +95,28 @@ class Liveness:
             }
             for role, known in self.roles.items()
         }
+
+
+class Viewers:
+    """Whether workers report their rollouts, and which unfinished episodes they write to files.
+
+    Not durable: viewers ask again within a second. Without viewers workers report nothing.
+    """
+
+    def __init__(self) -> None:
+        self._until = float("-inf")
+        self._episodes: dict[str, float] = {}  # until when each is looked at
+
+    def look(self, now: float, episodes: Iterable[str]) -> None:
+        """Someone looks at the rollouts, and at these episodes, of which the last MAX_EPISODES count."""
+        self._until = now + VIEW_SECONDS
+        for each in episodes:
+            self._episodes.pop(each, None)
+            self._episodes[each] = self._until
+        self._episodes = dict(list(self._episodes.items())[-MAX_EPISODES:])
+
+    def fact(self, now: float) -> dict[str, Any] | None:
+        """The value of VIEWED."""
+        if now > self._until:
+            return None
+        return {"episodes": sorted(each for each, until in self._episodes.items() if now <= until)}

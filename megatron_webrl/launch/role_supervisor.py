@@ -124,7 +124,7 @@ class RoleSupervisor:
             return False
 
     def role_lines(self, job: Mapping[str, Any]) -> list[RoleLine]:
-        """The roles of this machine; `job`: the answer of the control service (control/service.py)."""
+        """The roles of this machine; `job`: the answer of the control service (control/server.py)."""
         return [self._role_line(role, job) for role in self.roles]
 
     def _role_line(self, role: SupervisedProcess, job: Mapping[str, Any]) -> RoleLine:

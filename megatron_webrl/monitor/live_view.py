@@ -5,7 +5,7 @@ GET /api/rollout?worker=W&key=K                      one rollout, with its episo
 GET /api/rollout/images/N?worker=W&key=K             screenshot N of that
 
 The control service is asked twice a second while someone looks, however many do, and not at all otherwise: then the
-workers report nothing (control/viewers.py). Each answer becomes one event, encoded once for all viewers.
+workers report nothing (control/liveness.py). Each answer becomes one event, encoded once for all viewers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.viewers import VIEWED
+from megatron_webrl.control.liveness import VIEWED
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.record_file import RecordFileWriter
 from megatron_webrl.track.episode_store import FOLDER

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.control.fact_store import FactStore
+from megatron_webrl.control.connection import Connection, JobFailed
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of
 from megatron_webrl.model.vision_language.model import VisionLanguageModel
@@ -78,7 +77,7 @@ class WeightSyncer:
         self._closed_links: set[str] = set()  # link ids that are never served again
         self._consecutive_failures: Counter[str] = Counter()  # by worker
         self._links: dict[str, transport.TransferLink] = {}  # this rank's links, by worker
-        self._facts = FactStore(control.address_file, f"{control.role}-links", config.weights.timeout_seconds)
+        self._facts = Connection(control.address_file, f"{control.role}-links", config.weights.timeout_seconds)
         self._transfer_count = 0
         self._metrics: dict[str, float] = {}
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_webrl.control.fact_store import FactStore
+from megatron_webrl.control.connection import Connection
 from megatron_webrl.control.group_store import connect_group_store, host_group_store
 from megatron_webrl.weights.link_channels import GRACE_SECONDS, GlooChannel, NcclChannel, error_summary, poll_until
 from megatron_webrl.weights.link_nccl import make_nccl_group
@@ -36,29 +36,46 @@ class TransferError(RuntimeError):
 
 
 class LinkFacts:
-    """The facts of one link, out of those of the job."""
+    """The facts of one link, out of those of the job, so that a member that ends takes none with it. Values are bytes.
 
-    def __init__(self, store: FactStore, name: str) -> None:
-        self._store, self._prefix = store, f"link/{name}/"
+    Methods raise ControlLost, a RuntimeError, if the control service does not answer.
+    """
+
+    def __init__(self, control: Connection, name: str) -> None:
+        self._control, self._prefix = control, f"link/{name}/"
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(self._prefix + key, value)
+        text = value if isinstance(value, str) else value.decode("latin-1")  # a character for each byte
+        self._run("put", self._prefix + key, text)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(self._prefix + key)
+        """The value of a key. Raises KeyError without one."""
+        return self.multi_get([key])[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check([self._prefix + key for key in keys])
+        """Whether all keys have values."""
+        return None not in self._read(keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._store.multi_get([self._prefix + key for key in keys])
+        """The values of keys. Raises KeyError if one has none."""
+        values = dict(zip(keys, self._read(keys), strict=True))
+        if missing := [key for key, value in values.items() if value is None]:
+            raise KeyError(self._prefix + missing[0])
+        return [value.encode("latin-1") for value in values.values()]
 
     def set_first(self, key: str, value: str) -> str:
         """Set a key unless another rank has; returns its value."""
-        return self._store.compare_set(self._prefix + key, "", value).decode()
+        return str(self._run("put_if_absent", self._prefix + key, value))
 
     def delete_key(self, key: str) -> None:
-        self._store.delete_key(self._prefix + key)
+        self._run("put", self._prefix + key, None)
+
+    def _read(self, keys: Sequence[str]) -> list[Any]:
+        values: list[Any] = self._run("get", [self._prefix + key for key in keys])
+        return values
+
+    def _run(self, *command: Any) -> Any:
+        return self._control.sync([command])["replies"][0]
 
 
 @dataclass
@@ -114,7 +131,7 @@ class TransferLink:
 
 
 def join_link(
-    store: FactStore,
+    control: Connection,
     name: str,
     rank: int,
     size: int,
@@ -125,7 +142,7 @@ def join_link(
 ) -> TransferLink:
     """Form the link `name` of `size` ranks; blocks until all have joined. A restarted engine needs a new name.
 
-    `store`: facts of the job. Messages of gloo are in host memory, wherever this rank's parameters are; with NCCL
+    `control`: of the job. Messages of gloo are in host memory, wherever this rank's parameters are; with NCCL
     both are on the current GPU, and each of the first `senders` ranks is connected to each of the others.
 
     Raises TransferError naming ranks that did not join within `timeout_seconds`, at once if an engine rejects the link
@@ -134,12 +151,13 @@ def join_link(
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is outside 0..{size - 1} (link {name})")
     deadline = time.monotonic() + timeout_seconds
-    scoped = LinkFacts(store, name)
+    scoped = LinkFacts(control, name)
     own_name = f"{socket.gethostname()}:{os.getpid()}"
     try:
         hosted = None
         if rank == 0:
-            hosted, address = host_group_store(store.host, store.port, timeout_seconds + GRACE_SECONDS)
+            service = control.connect()
+            hosted, address = host_group_store(service.host, service.port, timeout_seconds + GRACE_SECONDS)
             scoped.set(_STORE, json.dumps(address))
     except (OSError, RuntimeError) as error:
         raise TransferError(f"link {name}: rank 0 ({own_name}) cannot host a store: {error_summary(error)}") from error
@@ -166,9 +184,9 @@ def join_link(
     return TransferLink(name, rank, size, timeout_seconds, *devices, scoped, group_store, group, channel, members)
 
 
-def reject_link(store: FactStore, name: str, reason: str) -> None:
+def reject_link(control: Connection, name: str, reason: str) -> None:
     """Publish why this rank will not join link `name`."""
-    LinkFacts(store, name).set(_REFUSED, reason)
+    LinkFacts(control, name).set(_REFUSED, reason)
 
 
 def _await_members(

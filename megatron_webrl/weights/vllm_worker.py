@@ -26,8 +26,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from megatron_webrl.control.connection import ControlLost
-from megatron_webrl.control.fact_store import FactStore
+from megatron_webrl.control.connection import Connection, ControlLost
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.weights import (
     transport,
@@ -313,11 +312,13 @@ class WeightReceiver:
             self.weight_transfer_engine.target.abort_update()
 
 
-def _facts(info: LinkInfo) -> FactStore:
+def _facts(info: LinkInfo) -> Connection:
+    connection = Connection(Path(info.control), f"engine-{info.engine}", info.join_timeout_seconds)
     try:
-        return FactStore(Path(info.control), f"engine-{info.engine}", info.join_timeout_seconds)
+        connection.connect()
     except ControlLost as error:
         raise transport.TransferError(f"link {info.name}: {error}") from error
+    return connection
 
 
 def _decompress(tensors: str) -> list[Any]:

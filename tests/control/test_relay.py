@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import json
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +13,16 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.fact_cache import FactCache
+from megatron_webrl.control.connection import Connection
+from megatron_webrl.control.facts import FactFollower
 from megatron_webrl.control.liveness import Liveness
+from megatron_webrl.control.relay import Relay
 from tests.control.relay_process import RelayProcess, relay_process, role_process
 from tests.control.service_process import ServiceProcess, service_process
 from tests.job_control import tickets
 from tests.waiting import until
 
 TIMEOUT_SECONDS = 6.0  # of heartbeats: longer than a client waits for a relay
-FORGETFUL = "from megatron_webrl.control import subscriptions; subscriptions.SESSION_SECONDS = 0.1"
 
 
 def connect(service: ServiceProcess, role: str, relay: RelayProcess) -> ControlClient:
@@ -30,15 +33,14 @@ def connect(service: ServiceProcess, role: str, relay: RelayProcess) -> ControlC
 
 
 def uses_relay(control: ControlClient) -> Callable[[], bool]:
-    """A condition: news have come from the relay since this call; the first of them are about subscriptions."""
-    relay = control._facts.relay
-    before = relay.number
-    return lambda: relay.number > before
+    """A condition: the relay has answered since this call."""
+    before = control._facts.relay_answers
+    return lambda: control._facts.relay_answers > before
 
 
 def has_relay(control: ControlClient) -> Callable[[], bool]:
     """A condition: the relay, which waits for the service before it serves, has answered."""
-    return lambda: control._facts.relay.number > 0
+    return lambda: control._facts.relay_answers > 0
 
 
 def test_changes_reach_the_roles_of_a_node_through_its_relay_over_restarts_of_the_service(tmp_path: Path) -> None:
@@ -144,10 +146,9 @@ def test_roles_exchange_with_the_service_while_their_relay_does_not_answer(
             control.close()
 
 
-@pytest.mark.parametrize("before", ["", FORGETFUL])
-def test_a_role_that_has_claimed_knows_all_facts_from_before_the_claim(tmp_path: Path, before: str) -> None:
-    """The relay is stopped for a part of the claims, the service killed once, and may forget its sessions."""
-    with service_process(tmp_path, 60.0, before) as service, relay_process(service.address) as relay:
+def test_a_role_that_has_claimed_knows_all_facts_from_before_the_claim(tmp_path: Path) -> None:
+    """The relay is stopped for a part of the claims, and the service is killed once."""
+    with service_process(tmp_path, 60.0) as service, relay_process(service.address) as relay:
         trainer, worker = service.connect("trainer-0"), connect(service, "rollout-0", relay)
         trainer.start_ticket_epoch(0, 0, {})
         assert worker.get_json("index") is None
@@ -158,8 +159,6 @@ def test_a_role_that_has_claimed_knows_all_facts_from_before_the_claim(tmp_path:
                 service.start()
             if ticket in (20, 30):
                 relay.process.send_signal(signal.SIGSTOP if ticket == 20 else signal.SIGCONT)
-            if before:
-                time.sleep(0.25)  # the session is forgotten
             trainer.put_json("index", ticket)
             trainer.issue_tickets(tickets([ticket]))
             [claim] = worker.claim_tickets(1, wait_seconds=5.0)
@@ -171,30 +170,30 @@ def test_a_relay_refuses_a_request_without_the_token(tmp_path: Path) -> None:
     with service_process(tmp_path) as service, relay_process(service.address) as relay:
         for headers in ({}, {"Authorization": "Bearer none"}):
             connection = http.client.HTTPConnection("127.0.0.1", relay.port, timeout=30)
-            connection.request("POST", "/exchange", b"{}", headers)
+            connection.request("POST", "/sync", b"{}", headers)
             assert connection.getresponse().status == 401
             connection.close()
 
 
-def test_older_news_change_nothing_whichever_server_they_come_from() -> None:
-    changes: list[str] = []
-    cache = FactCache("rollout-0", changes.append)
-    cache.subscribe(["offer"])
+def test_older_news_change_nothing_whichever_server_they_come_from(tmp_path: Path) -> None:
+    changes: list[object] = []
+    follower = FactFollower(
+        Connection(tmp_path / "none", "rollout-0"),
+        on_answer=lambda new, revision: changes.extend(value for _, value, _ in new),
+    )
 
-    def answer(server: str, number: int, revision: int, value: int) -> dict[str, object]:
-        facts = {"offer": [revision, value]}
-        return {"server": server, "number": number, "subscriptions": 1, "interval": 1.0, "facts": facts}
+    def answer(revision: int, changed: int, value: int, **fields: object) -> dict[str, object]:
+        return {"revision": revision, "interval": 1.0, "facts": {"offer": [changed, value], **fields}}
 
-    request = {"subscribe": ["offer"]}
-    assert cache.merge(cache.service, request, answer("service", 7, 7, 2))
-    assert cache.merge(cache.relay, request, answer("relay", 1, 5, 1))
-    assert (cache["offer"], changes) == (2, ["offer"])
-    assert cache.request(cache.relay)["known"] == 1
-    assert cache.merge(cache.relay, request, answer("relay", 2, 9, 3))
-    assert (cache["offer"], cache.request(cache.service)["known"]) == (3, 7)
-    lacking = answer("service", 8, 8, 3) | {"subscriptions": 0}
-    assert not cache.merge(cache.service, {"subscribe": []}, lacking)
-    assert cache.request(cache.service)["subscribe"] == ["offer"]
+    request = follower.request(["offer"])
+    assert (request["keys"], request["new"], request["revision"]) == (["offer"], ["offer"], 0)
+    follower.merge(request, answer(7, 7, 2))
+    follower.merge(follower.request(), answer(5, 5, 1))  # of a relay
+    assert (follower.facts, changes, follower.request()["revision"]) == ({"offer": (7, 2)}, [2], 7)
+    early = follower.request()
+    follower.merge(follower.request(["stop"]), answer(9, 9, 3, stop=[8, None]))
+    follower.merge(early, answer(12, 9, 3))  # says nothing of changes of the other fact
+    assert (follower.facts["offer"], follower.request()["revision"], changes) == ((9, 3), 9, [2, 3, None])
 
 
 def test_a_late_report_of_an_ended_process_does_not_undo_the_clearing_of_its_role() -> None:
@@ -206,3 +205,16 @@ def test_a_late_report_of_an_ended_process_does_not_undo_the_clearing_of_its_rol
     assert liveness.silent_roles(12.0) == {"rollout-0": True}
     liveness.report("rollout-0", 12.0, {"sender": "second"})
     assert liveness.silent_roles(13.0) == {}
+
+
+async def test_a_relay_answers_a_role_that_lacks_nothing_after_its_wait_only(tmp_path: Path) -> None:
+    with service_process(tmp_path) as service:
+        relay, answers = Relay(service.address, "node-0"), 0
+        threading.Thread(target=relay.follow, daemon=True).start()
+        body = {"session": "rollout-0", "keys": ["end", "offer"], "wait": 1.0, "roles": {"rollout-0": (0.0, {})}}
+        deadline = time.monotonic() + 3.0
+        while time.monotonic() < deadline:
+            body["revision"] = json.loads(await relay.sync(body))["revision"]
+            answers += 1
+        relay.ended = True
+        assert 2 <= answers <= 6

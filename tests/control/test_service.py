@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import random
 import signal
@@ -19,14 +18,13 @@ from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.claimer import Claimer
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobEnded, JobFailed
-from megatron_webrl.control.fact_store import FactStore
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketClaim
 from tests.control.service_process import ServiceProcess, service_process, wait_for_exit
 from tests.job_control import tickets
 from tests.waiting import until
 
-SHUTDOWN = "service.LINGER_SECONDS = 0.2"
+SHUTDOWN = "server.LINGER_SECONDS = 0.2"
 
 
 @pytest.fixture
@@ -217,7 +215,7 @@ def test_a_request_without_the_token_is_refused_and_the_token_is_for_the_user_al
     assert stat.S_IMODE(service.address.stat().st_mode) == 0o600
     assert stat.S_IMODE((service.folder / "journal").stat().st_mode) == 0o600
     for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {address.token[:-1]}"}):
-        for method, path in (("GET", "/status"), ("POST", "/commands"), ("POST", "/exchange"), ("GET", "/unknown")):
+        for method, path in (("GET", "/status"), ("POST", "/sync"), ("GET", "/unknown")):
             connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
             connection.request(method, path, b"{}", headers)
             assert connection.getresponse().status == 401
@@ -233,12 +231,11 @@ NO_REQUESTS = (b"", b"[]", b"null", b"\xff", b'{"stream": "a"')
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        *((path, body) for path in ("/commands", "/claim", "/exchange") for body in NO_REQUESTS),
-        ("/commands", b"{}"),
-        ("/commands", b'{"stream": 1, "number": "x", "commands": []}'),
-        ("/commands", b'{"stream": "a", "number": 1, "commands": [[]]}'),
-        ("/claim", b'{"stream": "a", "number": 1, "arguments": []}'),
-        ("/exchange", b'{"session": "a", "subscribe": 3}'),
+        *(("/sync", body) for body in NO_REQUESTS),
+        ("/sync", b'{"stream": 1, "number": "x", "commands": [["get", []]]}'),
+        ("/sync", b'{"stream": "a", "number": 1, "commands": [[]]}'),
+        ("/sync", b'{"stream": "a", "number": 1, "commands": [["claim"]], "wait": 1}'),
+        ("/sync", b'{"session": "a", "keys": 3}'),
     ],
 )
 def test_a_request_that_is_none_is_refused(service: ServiceProcess, path: str, body: bytes) -> None:
@@ -256,7 +253,7 @@ def test_a_role_that_dies_within_a_request_leaves_no_error(service: ServiceProce
     address = ControlAddress.read(service.address)
     assert address is not None
     connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
-    connection.putrequest("POST", "/exchange")
+    connection.putrequest("POST", "/sync")
     connection.putheader("Authorization", f"Bearer {address.token}")
     connection.putheader("Content-Length", "100")
     connection.endheaders(b'{"roles"')
@@ -276,20 +273,3 @@ def test_a_journal_that_cannot_be_written_does_not_end_the_job(tmp_path: Path) -
         assert "File too large" in control._connection.status()["journal_error"]
         assert "ends if the control service does" in service.log
         assert not (tmp_path / "journal").exists()
-
-
-def test_links_find_their_facts(service: ServiceProcess) -> None:
-    store = FactStore(service.address, "engine-0", 10.0)
-    assert (store.host, store.check(["link/a/member/0"])) == ("127.0.0.1", False)
-    sums = bytes(range(256))
-    store.set("link/a/sums", sums)
-    store.set("link/a/member/0", "host:1")
-    assert store.multi_get(["link/a/sums", "link/a/member/0"]) == [sums, b"host:1"]
-    assert (
-        store.compare_set("link/a/failed", "", "first") == store.compare_set("link/a/failed", "", "second") == b"first"
-    )
-    store.delete_key("link/a/sums")
-    assert not store.check(["link/a/member/0", "link/a/sums"])
-    with pytest.raises(KeyError, match="link/a/sums"):
-        store.get("link/a/sums")
-    assert "sums" in json.dumps((service.folder / "journal").read_text())

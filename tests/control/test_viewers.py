@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_webrl.control.liveness import Liveness
-from megatron_webrl.control.viewers import MAX_EPISODES, VIEW_SECONDS, Viewers
+from megatron_webrl.control.liveness import MAX_EPISODES, VIEW_SECONDS, Liveness, Viewers
 
 
 def test_a_job_is_looked_at_until_its_last_viewer_stops_asking():

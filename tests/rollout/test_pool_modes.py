@@ -157,9 +157,8 @@ async def test_a_spent_budget_stops_the_job_and_loses_no_episode(
         await job.until(job.trainer.stop_requested)
         assert job.trainer.requested_outcome() == BUDGET_SPENT
         job.trainer.report_progress()
-    queue = job.queue()
-    assert {owner for _, owner in queue["open"]} == {"rollout-0"}
-    assert len(queue["open"]) == queue["claimed"]  # every claimed ticket is still open: a resumed job runs it again
+    tickets = job.trainer.job_status()["tickets"]
+    assert tickets["in_progress"] == tickets["claimed"] >= 2  # every one is still open: a resumed job runs it again
     assert job.account()["matches"]
 
 
@@ -289,6 +288,9 @@ async def test_the_tickets_of_groups_that_an_exclusive_evaluation_ends_can_be_cl
         request = EvaluationRequest(1, "after", tasks=1, samples=1, temperature=0.0, version=0, exclusive=True)
         evaluation_queue.submit_request(job.trainer, request)
         await job.until(lambda: not job.queue()["open"])
-        assert [ticket for ticket, *_ in job.trainer.claim(TICKETS, "rollout-1.1", 2)] == [0, 1]
+        claimed: list[int] = []  # a claim of the worker that waits may take them first, and returns them
+        claim = lambda: claimed.extend(ticket for ticket, *_ in job.trainer.claim(TICKETS, "rollout-1.1", 2))  # noqa: E731
+        await job.until(lambda: claim() or len(claimed) == 2)  # type: ignore[func-returns-value]
+        assert sorted(claimed) == [0, 1]
         assert engine.asking <= 1  # of the evaluation
         engine.released.set()

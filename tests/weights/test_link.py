@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_webrl.control.fact_store import FactStore
+from megatron_webrl.control.connection import Connection
 from megatron_webrl.control.group_store import host_group_store
 from megatron_webrl.weights import link as links
 from megatron_webrl.weights import link_nccl, transport
@@ -37,8 +37,8 @@ def control(tmp_path: Path) -> Iterator[Path]:
         yield address
 
 
-def client(control: Path) -> FactStore:
-    return FactStore(control, "test", 30)
+def client(control: Path) -> Connection:
+    return Connection(control, "test", 30)
 
 
 def join_in_threads(control: Path, ranks: list[int], size: int, seconds: float = SECONDS) -> dict[int, Any]:
@@ -62,12 +62,13 @@ def join_in_threads(control: Path, ranks: list[int], size: int, seconds: float =
 
 def victim(control: Path, rank: int, number: int) -> None:
     """Join as far as other ranks can see, and die or stop before connecting."""
-    store, hosted = client(control), None
+    store, hosted = links.LinkFacts(client(control), "x"), None
     if rank == 0:
-        hosted, address = host_group_store(store.host, store.port, SECONDS)
-        store.set("link/x/store", json.dumps(address))
-    store.set(f"link/x/done/{rank}", "-1")
-    store.set(f"link/x/member/{rank}", f"{socket.gethostname()}:{os.getpid()}")
+        service = client(control).connect()
+        hosted, address = host_group_store(service.host, service.port, SECONDS)
+        store.set("store", json.dumps(address))
+    store.set(f"done/{rank}", "-1")
+    store.set(f"member/{rank}", f"{socket.gethostname()}:{os.getpid()}")
     os.kill(os.getpid(), number)
     del hosted
 
@@ -114,8 +115,8 @@ def test_a_rank_that_ends_or_stops_while_the_link_is_formed_fails_it_in_time(
     monkeypatch.setattr(links, "GRACE_SECONDS", 1.0)
     victims.append(forks.context().Process(target=victim, args=(control, rank, number)))
     victims[0].start()
-    store = client(control)
-    until(lambda: store.check([f"link/x/member/{rank}"]), "the victim")
+    store = links.LinkFacts(client(control), "x")
+    until(lambda: store.check([f"member/{rank}"]), "the victim")
     started = time.monotonic()
     found = join_in_threads(control, [each for each in range(3) if each != rank], 3)
     assert time.monotonic() - started < SECONDS + 1.0 + SLACK
@@ -127,10 +128,10 @@ def test_a_rank_that_ends_or_stops_while_the_link_is_formed_fails_it_in_time(
 def test_the_first_failure_ends_the_join_of_all_ranks_at_once(control: Path, victims: list[Any]) -> None:
     victims.append(forks.context().Process(target=victim, args=(control, 2, signal.SIGSTOP)))
     victims[0].start()
-    store = client(control)
-    until(lambda: store.check(["link/x/member/2"]), "the victim")
-    store.set("link/x/member/3", "there:7")
-    threading.Timer(1.0, store.set, ("link/x/failed", "rank 3 (there:7): no GPU memory")).start()
+    store = links.LinkFacts(client(control), "x")
+    until(lambda: store.check(["member/2"]), "the victim")
+    store.set("member/3", "there:7")
+    threading.Timer(1.0, store.set, ("failed", "rank 3 (there:7): no GPU memory")).start()
     started = time.monotonic()
     found = join_in_threads(control, [0, 1], 4, 60.0)
     assert time.monotonic() - started < 1.0 + SLACK
@@ -248,3 +249,18 @@ def test_an_nccl_link_neither_reads_nor_writes_the_key_that_ends_processes(contr
         "link/x/member/0",
         "link/x/done/0",
     }
+
+
+def test_the_facts_of_a_link_are_bytes_of_its_own(control: Path) -> None:
+    store, other = (links.LinkFacts(client(control), name) for name in ("a", "b"))
+    assert not store.check(["member/0"])
+    sums = bytes(range(256))
+    store.set("sums", sums)
+    store.set("member/0", "host:1")
+    assert store.multi_get(["sums", "member/0"]) == [sums, b"host:1"]
+    assert store.set_first("failed", "first") == store.set_first("failed", "second") == "first"
+    assert not other.check(["sums"])
+    store.delete_key("sums")
+    assert not store.check(["member/0", "sums"])
+    with pytest.raises(KeyError, match="link/a/sums"):
+        store.get("sums")

@@ -21,13 +21,14 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.address import ControlAddress
-from megatron_webrl.control.fact_store import FactStore
+from megatron_webrl.control.connection import Connection
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import parameter_shapes, to_megatron
 from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
+from megatron_webrl.weights.link import LinkFacts
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import box_index
 from tests import job_control
@@ -71,7 +72,7 @@ class Sender:
 
     def join(self, name: str) -> None:
         def one(rank: int) -> transport.TransferLink:
-            facts = FactStore(self.control, f"trainer-{rank}", SECONDS)
+            facts = Connection(self.control, f"trainer-{rank}", SECONDS)
             return transport.join_link(facts, name, rank, SENDERS + self.ranks, SECONDS, "gloo")
 
         assert self.plan.senders(0) == tuple(range(SENDERS))
@@ -179,7 +180,9 @@ async def refusals(harness: LinkHarness) -> dict[str, Any]:
     other.vision_config.intermediate_size *= 2
     sender = harness.sender
     found: dict[str, Any] = {"model": await harness.run_phase("init", sender.info("other", sender.plan_of(other)))}
-    found["stored_reason"] = FactStore(sender.control, "trainer-0", SECONDS).get("link/other/refused").decode()
+    found["stored_reason"] = (
+        LinkFacts(Connection(sender.control, "trainer-0", SECONDS), "other").get("refused").decode()
+    )
     layout = sender.info("layout")
     layout["engines"]["sizes"][0]["pipeline"] = 2
     found["layout"] = await harness.run_phase("init", layout)

@@ -21,7 +21,7 @@ from megatron_webrl.browser.server.router.router import Router
 from megatron_webrl.browser.server.router.router_api import router_app
 from megatron_webrl.browser.server.server_api import server_app
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control import service
+from megatron_webrl.control import server
 from megatron_webrl.control.http.tokens import Token
 from megatron_webrl.control.journal import Journal
 from megatron_webrl.control.state import COMMANDS, JobState
@@ -139,14 +139,14 @@ def _type(schema: dict[str, Any]) -> str:
 
 def _control_paths() -> str:
     """The paths with the meaning that the service's docstring gives them."""
-    meanings = re.findall(r"^    ((?:POST|GET) +/\w+) +(.*)$", inspect.getdoc(service) or "", re.MULTILINE)
+    meanings = re.findall(r"^    ((?:POST|GET) +/\w+) +(.*)$", inspect.getdoc(server) or "", re.MULTILINE)
     described = {" ".join(request.split()): meaning for request, meaning in meanings}
     with TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "journal")
-        served = service.ControlService(JobState(), journal, "job", 60.0).handlers
+        served = server.ControlService(JobState(), journal, "job", 60.0).handlers
         journal.close()
     if described.keys() != served.keys():
-        raise ValueError(f"the docstring of {service.__name__} does not list its paths: {sorted(served)}")
+        raise ValueError(f"the docstring of {server.__name__} does not list its paths: {sorted(served)}")
     rows = "".join(f"| `{request}` | {meaning} |\n" for request, meaning in described.items())
     return f"\n| request | purpose |\n|---|---|\n{rows}"
 
@@ -154,7 +154,7 @@ def _control_paths() -> str:
 def _control_commands() -> str:
     rows = "".join(f"| `{name}({_arguments(run)})` | {_summary(run)} |\n" for name, run in COMMANDS.items())
     return (
-        "\nThe commands of `POST /commands`, each a list of its name and its arguments:\n\n"
+        "\nThe commands of `POST /sync`, each a list of its name and its arguments:\n\n"
         f"| command | purpose |\n|---|---|\n{rows}"
     )
 

@@ -40,8 +40,8 @@ import psutil
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
 from megatron_webrl.control.relay import Relay, RelayThread
+from megatron_webrl.control.server import Unavailable
 from megatron_webrl.control.state import TICKETS
-from megatron_webrl.control.subscriptions import Unavailable
 from megatron_webrl.types import TaskReference
 from tests.control.service_process import ServiceProcess, service_process
 from tools.drills.report import Findings, run
@@ -58,7 +58,7 @@ GOAL_SECONDS = 0.05  # p99 of a trainer's request
 GOAL_CORES = 1.0
 GOAL_ARRIVAL_SECONDS = 0.1
 KILLS, STOPS = 20, (10.0, 30.0, 120.0)
-SUBSCRIPTIONS = ("end", "stop", "weights/offer", "weights/trainer", "evaluation/request", "silent/trainer-0")
+KEYS = ("end", "stop", "weights/offer", "weights/trainer", "evaluation/request", "silent/trainer-0")
 NICE = 10  # of the simulated nodes that share a process
 CONTEXT = multiprocessing.get_context("spawn")
 
@@ -82,40 +82,33 @@ class Simulation:
 
     async def role(self, relay: Relay, name: str) -> None:
         """Exchange heartbeats until the simulation ends."""
-        body: dict[str, Any] = {"session": name, "subscribe": SUBSCRIPTIONS, "wait": 1.0}
+        body: dict[str, Any] = {"session": name, "keys": KEYS, "wait": 1.0}
         report = {"status": "version 7: 4 groups running, 90 episodes done", "sender": name}
         progress = itertools.count()
         await asyncio.sleep(random.uniform(0.0, START_SECONDS))
         while not self.ended:
             body |= {"roles": {name: (0.0, report | {"progress": f"1:{next(progress)}"})}}
             try:
-                answer = json.loads(await relay.exchange(body))
-            except Unavailable:  # a client would exchange with the service itself: the listening nodes do
+                answer = json.loads(await relay.sync(body))
+            except Unavailable:  # a client would ask the service itself: the listening nodes do
                 await asyncio.sleep(1.0)
                 continue
-            body |= _knowledge(answer) | {"wait": answer["interval"]}
+            body |= {"revision": answer["revision"], "wait": answer["interval"]}
         relay.ended = True
 
     async def worker(self, name: str) -> None:
         """Claim tickets one by one, run each for a while, and close it."""
         connection, number = _HttpConnection(self.address), itertools.count(1)
-        body: dict[str, Any] = {"session": name, "subscribe": SUBSCRIPTIONS, "stream": name}
+        body: dict[str, Any] = {"session": name, "keys": KEYS, "stream": name}
         while not self.ended:
-            body |= {"number": next(number), "arguments": [TICKETS, name, 1, 1], "wait": 5.0}
-            answer = await connection.post("/claim", body)
-            body |= _knowledge(answer)
+            body |= {"number": next(number), "commands": [["claim", TICKETS, name, 1, 1]], "wait": 5.0}
+            answer = await connection.post("/sync", body)
+            body |= {"revision": answer["revision"]}
             for ticket, *_ in answer["replies"][0]:
                 await asyncio.sleep(random.uniform(0.5, 1.5) * GROUP_SECONDS * (not self.ended))
                 close = {"stream": name, "number": next(number), "commands": [["close", TICKETS, ticket]]}
-                assert (await connection.post("/commands", close))["replies"] == [True]
+                assert (await connection.post("/sync", close))["replies"] == [True]
                 self.run_of.setdefault(ticket, []).append(name)
-
-
-def _knowledge(answer: dict[str, Any]) -> dict[str, Any]:
-    """What the next request of a session says of the answers before it."""
-    complete = answer["subscriptions"] == len(SUBSCRIPTIONS)
-    subscribe = () if complete else SUBSCRIPTIONS
-    return {"server": answer["server"], "known": answer["number"], "subscribe": subscribe}
 
 
 class _HttpConnection:
@@ -218,7 +211,8 @@ def measure(quick: bool) -> Findings:
         _disturb(service, trainer, findings, 5 if quick else KILLS, (3.0,) if quick else STOPS)
         silent = [role for role, each in trainer.role_reports().items() if each["silent_seconds"] > 20]
         _add(findings, "roles that count as silent after the outages", len(silent), 0)
-        issued = trainer.run("read_queue", TICKETS)["appended"]
+        trainer.rewind_tickets()
+        claimed = trainer.run("read_queue", TICKETS)["claimed"]  # the first ones, as they are claimed in order
         for pipe in (others, *listeners):
             pipe.send("end")
         run_of: dict[int, list[str]] = others.recv()
@@ -226,7 +220,7 @@ def measure(quick: bool) -> Findings:
     _add(findings, "p99 until a change arrives, s", round(_p99(arrivals), 4), GOAL_ARRIVAL_SECONDS)
     _add(findings, "tickets run", len(run_of))
     _add(findings, "tickets run by two workers", sum(len(each) > 1 for each in run_of.values()), 0)
-    _add(findings, "tickets that no worker ran", len(set(range(issued)) - run_of.keys()), 0)
+    _add(findings, "tickets that no worker ran", len(set(range(claimed)) - run_of.keys()), 0)
     return findings
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.control.service import KEEP_ALIVE_SECONDS, LINGER_SECONDS
+from megatron_webrl.control.server import KEEP_ALIVE_SECONDS, LINGER_SECONDS
 from megatron_webrl.launch import role_process
 from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE, KILL_SECONDS, RoleStartError
 from megatron_webrl.launch.role_supervisor import RoleSupervisor

@@ -42,7 +42,7 @@ class ControlStatus:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ControlStatus:
-        """The answer to GET /status of control/service.py."""
+        """The answer to GET /status of control/server.py."""
         tickets = content["tickets"]
         roles = {role: report for role, report in content["roles"].items() if not report["cleared"]}
         return cls(
@@ -67,7 +67,7 @@ def query(path: Path, seconds: float = QUERY_SECONDS) -> ControlStatus | str:
 
 
 def query_rollouts(path: Path, episodes: Sequence[str], seconds: float = QUERY_SECONDS) -> dict[str, Any] | str:
-    """What each rollout of the job does, as GET /rollouts of control/service.py answers, or why it is unknown.
+    """What each rollout of the job does, as GET /rollouts of control/server.py answers, or why it is unknown.
 
     `episodes`: those to be written to files, as "rollout-0/KEY".
     """

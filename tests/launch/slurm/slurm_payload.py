@@ -3,7 +3,7 @@
 Each process compares its arguments, environment, devices, cores, ports and ring with placement.json of the run, meets
 all others through the job's control service, and uses its node's ring. The first rank collects the facts of all
 processes in stubs.json and ends the job. Hundreds of stubs start on two cores, so they import only the standard library
-and send their own requests to the control service (control/service.py).
+and send their own requests to the control service (control/server.py).
 """
 
 import http.client

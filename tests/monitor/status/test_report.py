@@ -32,7 +32,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 SERVER = (
-    "import sys; from pathlib import Path; from megatron_webrl.control.service import serve;"
+    "import sys; from pathlib import Path; from megatron_webrl.control.server import serve;"
     "serve('127.0.0.1', 0, sys.argv[2], Path(sys.argv[1]), Path(sys.argv[1] + '.journal'), seconds=120)"
 )
 
@@ -257,7 +257,7 @@ def test_a_job_in_preparation_is_starting_for_a_limited_time(config: Config) -> 
 
 
 def send_heartbeat(control: ControlClient, **report: str) -> None:
-    control._connection.exchange(lambda: {"roles": {control.role: (0.0, report)}}, 0.0)
+    control._connection.sync(make_fields=lambda: {"roles": {control.role: (0.0, report)}})
 
 
 def serve(folder: Path, ring: str) -> subprocess.Popen[bytes]:

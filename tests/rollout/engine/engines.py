@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.fact_store import FactStore
+from megatron_webrl.control.connection import Connection
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import parameter_shapes, to_megatron
@@ -63,7 +63,7 @@ class Sender:
         self, engine: VLLMEngine, name: str
     ) -> tuple[transport.TransferLink | BaseException, BaseException | None]:
         """Join a link from both sides; what each side returns or raises."""
-        facts = FactStore(self.control, "trainer-0", 30.0)
+        facts = Connection(self.control, "trainer-0", 30.0)
         joining = asyncio.to_thread(transport.join_link, facts, name, 0, 2, 30.0, "gloo")
         description = self.plan.to_json() | {"dtype": str(self.dtype).removeprefix("torch."), "backend": "gloo"}
         description["engine"] = 0

@@ -238,7 +238,7 @@ async def test_a_failed_or_silent_follower_is_named(tiny_model: Path, tmp_path: 
         assert await failure_of(followers) == how
         follower.put_json(reply_key(0, 2, 1), {"host": "far"})
         followers = await EngineFollowers.start(config, worker, 0, 2, (0, 4))
-        follower._connection.exchange(lambda: {"roles": {FOLLOWER: (0.0, {})}}, 0.0)  # its last heartbeat
+        follower._connection.sync(make_fields=lambda: {"roles": {FOLLOWER: (0.0, {})}})  # its last heartbeat
         assert (await failure_of(followers)).startswith(f"{FOLLOWER} on node 4 (far) sent no heartbeat")
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.service import serve
+from megatron_webrl.control.server import serve
 from megatron_webrl.judge.budget import LocalMeter, UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
 from megatron_webrl.judge.job_budget import JobUsageMeter

@@ -1,42 +1,42 @@
 """The control service of a job: the facts, tickets and heartbeats of its roles, over HTTP. No data passes through it.
 
-    POST /commands   run commands of the state machine (state.py); each request once, however often it is sent
-    POST /claim      the same for one `claim`, which waits until there is an item to claim
-    POST /exchange   heartbeats and reports of roles; waits until one of the facts that the sender subscribes to changes
-    GET  /job        what does not change of the job
+    POST /sync       heartbeats and commands; answers with replies, and with the facts that have changed
     GET  /status     the whole job at a glance
-    GET  /rollouts   what each rollout does; for this, workers report them while someone asks (viewers.py)
+    GET  /rollouts   what each rollout does; for this, workers report them while someone asks (liveness.py)
 
-Every reply to a POST carries what has changed of the facts that the sender's session subscribes to
-(subscriptions.py), so that a role which has claimed a ticket knows all facts from before the claim. On a cluster the
-supervisor of a node exchanges for all of its roles (relay.py). docs/architecture.md describes the use, docs/security.md
-the token.
+Commands are those of the state machine (state.py); they run once, however often a request is sent. A request without
+commands waits until a fact changes that its sender follows (facts.py), a single `claim` until there is an item. On a
+cluster the supervisor of a node sends the heartbeats of all its roles (relay.py). docs/architecture.md describes the
+use, docs/security.md the token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import secrets
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_webrl.control import clock
 from megatron_webrl.control.address import ControlAddress
+from megatron_webrl.control.facts import Body, FactFeed, wait_seconds
+from megatron_webrl.control.http.auth_middleware import AuthMiddleware
 from megatron_webrl.control.http.connections import ConnectionLimits
 from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
-from megatron_webrl.control.http.json_bodies import encoded
+from megatron_webrl.control.http.json_bodies import encoded, send_json
 from megatron_webrl.control.http.tokens import Token
 from megatron_webrl.control.journal import Journal, restore
-from megatron_webrl.control.liveness import Liveness
+from megatron_webrl.control.liveness import VIEWED, Liveness, Viewers
 from megatron_webrl.control.state import QUERIES, TICKETS, JobState
-from megatron_webrl.control.subscriptions import Body, Handler, Subscriptions, json_app, wait_seconds
-from megatron_webrl.control.viewers import VIEWED, Viewers
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,15 @@ KEEP_ALIVE_SECONDS = 90.0  # longest time that ControlClient.keep_alive delays t
 LINGER_SECONDS = 10.0  # after that, so that every role reads the outcome
 TICK_SECONDS = 0.1
 MAX_CHANGES = 2**40  # in one life of the service
+MAX_BODY_BYTES = 64 * 2**20
 LIMITS = ConnectionLimits(max_connections=16_384, max_per_address=8192)  # a role has up to three connections
+_INVALID = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # raised for a body of another form
+
+Handler = Callable[[Any, Request], Awaitable[bytes]]  # gets the body, returns the answer
+
+
+class Unavailable(Exception):
+    """The request cannot be answered now: status 503. The message says why."""
 
 
 class ControlService:
@@ -52,21 +60,19 @@ class ControlService:
 
     def __init__(self, state: JobState, journal: Journal, job_id: str, heartbeat_timeout_seconds: float) -> None:
         self.state, self.journal, self.job_id = state, journal, job_id
-        self.liveness = Liveness(heartbeat_timeout_seconds)
+        self.liveness, self._viewers = Liveness(heartbeat_timeout_seconds), Viewers()
         # Counted in the journal: revisions of facts grow over restarts of the service.
         number, command = state.request_count("service") + 1, ["add", "service/starts", 1]
-        self._starts: int = state.apply("service", number, [command])[0]
+        starts: int = state.apply("service", number, [command])[0]
         journal.append("service", number, [command], state)
+        self._feed = FactFeed(starts * MAX_CHANGES)
+        self._feed.merge([(key, value, self._feed.revision) for key, value in state.facts.items()], 0)
+        self._feed.put("job", {"job_id": job_id, "heartbeat_timeout_seconds": heartbeat_timeout_seconds})
         self._silent: dict[str, bool] = {}  # whether it was cleared, by silent role
-        self._viewers = Viewers()
         self._viewed: dict[str, Any] | None = None  # value of VIEWED
-        self._subscriptions = Subscriptions(self._read)
         self._free_items: defaultdict[str, asyncio.Condition] = defaultdict(asyncio.Condition)  # by queue
         self.handlers: dict[str, Handler] = {
-            "POST /commands": self._commands,
-            "POST /claim": self._claim,
-            "POST /exchange": self._exchange,
-            "GET /job": self._job,
+            "POST /sync": self._sync,
             "GET /status": self._status,
             "GET /rollouts": self._rollouts,
         }
@@ -86,18 +92,29 @@ class ControlService:
                 self._watch(time.monotonic())
                 await asyncio.sleep(TICK_SECONDS / 2)
 
-    # -- requests ---------------------------------------------------------------------------------
+    async def _sync(self, body: Body, request: Request) -> bytes:
+        received, replies = time.monotonic(), []
+        self._hear(body, received)
+        if commands := body.get("commands"):
+            stream, number = str(body["stream"]), int(body["number"])
+            if await self._has_items(commands, body, lambda: self.state.is_applied(stream, number), request):
+                replies = await self._apply(stream, number, commands)
+            else:
+                replies = [[]]
+        else:
+            await self._feed.wait(body)
+        return self._feed.answer(body, replies, clock.stamp(received))
 
-    async def _commands(self, body: Body, request: Request) -> bytes:
-        replies = await self._apply(str(body["stream"]), int(body["number"]), body["commands"])
-        return self._subscriptions.answer(body, replies)
+    async def _has_items(self, commands: Any, body: Body, is_applied: Callable[[], bool], request: Request) -> bool:
+        """Wait until a claim, which is the only command, finds an item, as long as the request allows.
 
-    async def _claim(self, body: Body, request: Request) -> bytes:
-        """A claim that finds no item waits without a place in the journal."""
-        stream, number, arguments = str(body["stream"]), int(body["number"]), body["arguments"]
-        name, deadline = str(arguments[0]), time.monotonic() + wait_seconds(body)
+        Without one it needs no place in the journal.
+        """
+        if [command[0] for command in commands] != ["claim"] or not (seconds := wait_seconds(body)):
+            return True
+        name, deadline = str(commands[0][1]), time.monotonic() + seconds
         available = self._free_items[name]
-        while not self.state.free_items(name) and not self.state.is_applied(stream, number):
+        while not self.state.free_items(name) and not is_applied():
             timed_out = False
             async with available:
                 try:
@@ -107,23 +124,8 @@ class ControlService:
                     timed_out = True
                 if timed_out or await request.is_disconnected():
                     available.notify()  # another one takes its turn, if it had one
-                    return self._subscriptions.answer(body, [[]])
-        return self._subscriptions.answer(body, await self._apply(stream, number, [["claim", *arguments]]))
-
-    async def _exchange(self, body: Body, request: Request) -> bytes:
-        now, is_silent = time.monotonic(), False
-        for role in body.get("clear", ()):
-            self.liveness.clear(str(role))
-        for role, (age, report) in body.get("roles", {}).items():
-            self.liveness.report(role, now - float(age), report)
-            is_silent = is_silent or role in self._silent
-        if is_silent or "clear" in body:
-            self._watch(now)
-        await self._subscriptions.wait(body)
-        return self._subscriptions.answer(body, times=clock.stamp(now))
-
-    async def _job(self, body: None, request: Request) -> bytes:
-        return encoded({"job_id": self.job_id, "heartbeat_timeout_seconds": self.liveness.timeout_seconds})
+                    return False
+        return True
 
     async def _status(self, body: None, request: Request) -> bytes:
         state, now = self.state, time.monotonic()
@@ -153,8 +155,6 @@ class ControlService:
         self._watch(now)
         return encoded({"job_id": self.job_id, "workers": self.liveness.rollouts(now)})
 
-    # -- state ------------------------------------------------------------------------------------
-
     async def _apply(self, stream: str, number: int, commands: Any) -> list[Any]:
         if all(command[0] in QUERIES for command in commands):
             return self.state.query(commands)
@@ -164,29 +164,55 @@ class ControlService:
             self.journal.append(stream, number, commands, self.state)
         changed, self.state.changed = self.state.changed, set()
         for key in changed:
-            self._subscriptions.publish(key)
-        for queue in (key for key in changed if self.state.free_items(key)):
-            async with self._free_items[queue]:
-                self._free_items[queue].notify(self.state.free_items(queue))
+            if key not in self.state.queues:
+                self._feed.put(key, self.state.facts.get(key))
+            elif free := self.state.free_items(key):
+                async with self._free_items[key]:
+                    self._free_items[key].notify(free)
         await self.journal.sync()
         return replies
 
+    def _hear(self, body: Body, now: float) -> None:
+        for role in body.get("clear", ()):
+            self.liveness.clear(str(role))
+        roles = body.get("roles", {})
+        for role, (age, report) in roles.items():
+            self.liveness.report(role, now - float(age), report)
+        if "clear" in body or not self._silent.keys().isdisjoint(roles):
+            self._watch(now)
+
     def _watch(self, now: float) -> None:
-        """Publish which roles are silent and what is looked at, and forget sessions that have ended."""
+        """Publish which roles are silent and what is looked at."""
         before, self._silent = self._silent, self.liveness.silent_roles(now)
         for role in before.keys() | self._silent.keys():
             if before.get(role) != self._silent.get(role):
-                self._subscriptions.publish(f"silent/{role}")
+                self._feed.put(f"silent/{role}", self._silent.get(role))
         viewed, self._viewed = self._viewed, self._viewers.fact(now)
         if viewed != self._viewed:
-            self._subscriptions.publish(VIEWED)
-        self._subscriptions.forget_old(now)
+            self._feed.put(VIEWED, self._viewed)
 
-    def _read(self, key: str) -> tuple[int, Any]:
-        revision = self._starts * MAX_CHANGES + self._subscriptions.number
-        if key.startswith("silent/"):
-            return revision, self._silent.get(key.removeprefix("silent/"))
-        return revision, self._viewed if key == VIEWED else self.state.facts.get(key)
+
+def json_app(handlers: Mapping[str, Handler], token: Token) -> ASGIApp:
+    """An application that serves JSON: a handler by method and path, such as "POST /sync". Needs the token."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        if (handler := handlers.get(f"{scope['method']} {scope['path']}")) is None:
+            await send_json(send, 404, encoded({"error": "unknown request"}))
+            return
+        try:
+            body = json.loads(await request.body()) if scope["method"] == "POST" else None
+            status, content = 200, await handler(body, request)
+        except ClientDisconnect:  # its process has ended before the body was complete
+            return
+        except Unavailable as error:
+            status, content = 503, encoded({"error": str(error)})
+        except _INVALID as error:
+            status, content = 400, encoded({"error": f"{type(error).__name__}: {error}"})
+        await send_json(send, status, content)
+
+    limits = {"/sync": MAX_BODY_BYTES}
+    return AuthMiddleware(app, [token], lambda _: token.role, limits, lambda message: encoded({"error": message}))
 
 
 def serve(
@@ -212,22 +238,14 @@ def serve(
     address = ControlAddress(host, listener.socket.getsockname()[1], os.getpid(), job_id, token)
     if known is None:
         journal.unlink(missing_ok=True)
-    asyncio.run(_serve(state, journal, address, address_file, listener, heartbeat_timeout_seconds, seconds))
 
+    async def run() -> None:
+        opened = Journal(journal)
+        service = ControlService(state, opened, job_id, heartbeat_timeout_seconds)
+        app = json_app(service.handlers, Token("job", address_file.name, token))
+        async with run_http_server(app, listener):
+            address.write(address_file)
+            await service.run(seconds)
+        opened.close()
 
-async def _serve(
-    state: JobState,
-    journal: Path,
-    address: ControlAddress,
-    address_file: Path,
-    listener: Listener,
-    heartbeat_timeout_seconds: float,
-    seconds: float | None,
-) -> None:
-    opened = Journal(journal)
-    service = ControlService(state, opened, address.job_id, heartbeat_timeout_seconds)
-    token = Token("job", address_file.name, address.token)
-    async with run_http_server(json_app(service.handlers, token), listener):
-        address.write(address_file)
-        await service.run(seconds)
-    opened.close()
+    asyncio.run(run())
