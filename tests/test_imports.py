@@ -158,7 +158,7 @@ def test_state_files_are_written_by_one_module():
         "launch/role_process.py",  # an earlier run's folder
         "trainer/checkpoint/checkpoint_files.py",  # a checkpoint that is deleted
         "util/child_log.py",  # a log that has become long
-        "track/run_lease.py",  # the staging folder of an earlier launch
+        "track/run_lock.py",  # the staging folder of an earlier launch
     }
 
 

@@ -37,9 +37,10 @@ from megatron_webrl.placement.placement import DEVICES_VARIABLE, visible_devices
 from megatron_webrl.ring.segment import segment_prefix
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.events import EventLog
-from megatron_webrl.track.run_lease import LeaseLost, RunLease
+from megatron_webrl.track.run_lock import VARIABLE, Launch, LaunchLost
 from megatron_webrl.types import BUDGET_SPENT, CLEAN_JOB_OUTCOMES, failed_outcome
 from megatron_webrl.util import child_process, cuda_driver
+from megatron_webrl.util.disk_faults import watch_for_stall
 from megatron_webrl.util.gpu import has_gpu
 from megatron_webrl.util.supervised_process import SupervisedProcess
 
@@ -59,7 +60,7 @@ class LocalLauncher:
     visible_devices: dict[str, str] = field(init=False)  # CUDA_VISIBLE_DEVICES by role; empty without GPUs
     journal: EventLog = field(init=False)
     supervisor: RoleSupervisor = field(init=False)
-    lease: RunLease | None = field(default=None, init=False)  # set with the run's folder
+    launch: Launch | None = field(default=None, init=False)  # set with the run's folder
     monitor: JobMonitor | None = field(default=None, init=False)  # set with the roles, if the run has one
 
     def __post_init__(self) -> None:
@@ -95,19 +96,19 @@ class LocalLauncher:
         if message := _device_warning(config):
             self._warn(message)
         try:
-            lease = role_process.prepare_run_folder(config, lambda message: self.console.print(message, markup=False))
-        except ConfigError:
+            with (
+                role_process.prepared_run_folder(config, partial(self.console.print, markup=False)) as self.launch,
+                watch_for_stall(config.run_folder, lambda reason: self._warn(f"{reason}; waiting for it")),
+            ):
+                outcome = self._run_roles()
+                self.launch.check()
+                summary.ensure_written(config.run_folder, outcome)
+                self.journal.add(events.JOB, events.ENDED, outcome)
+        except LaunchLost as error:  # the files are those of another launch
+            self.console.print(str(error), style="bold red", markup=False, soft_wrap=True)
+            return 1
+        finally:
             shutil.rmtree(self.scratch, ignore_errors=True)
-            raise
-        self.lease = lease
-        with lease.kept_alive(lambda reason: self._warn(f"{reason}; waiting for it")):
-            outcome = self._run_roles()
-            if not lease.is_held:  # the files are those of another launch
-                self.console.print(outcome, style="bold red", markup=False, soft_wrap=True)
-                return 1
-            summary.ensure_written(config.run_folder, outcome)
-            self.journal.add(events.JOB, events.ENDED, outcome)
-            lease.release()
         return self._print_result(outcome)
 
     def _run_roles(self) -> str:
@@ -117,13 +118,12 @@ class LocalLauncher:
         child_process.become_subreaper()
         try:
             outcome = self._supervise()
-        except (JobFailed, RoleStartError, LeaseLost) as error:
+        except (JobFailed, RoleStartError, LaunchLost) as error:
             outcome = failed_outcome(str(error))
         finally:
             left = child_process.kill_descendants(KILL_SECONDS, self._processes, self._spared)
             child_process.become_subreaper(False)  # of a program that calls this and continues
             role_process.sweep_shared_memory(segment_prefix(config.run.name))
-            shutil.rmtree(self.scratch, ignore_errors=True)
             if left:
                 self.console.print(f"could not terminate: {', '.join(left)}", style="red", markup=False)
         return outcome
@@ -162,8 +162,8 @@ class LocalLauncher:
             return outcome
         if end := control.job_end():
             return end["outcome"]
-        if self.lease is not None:
-            self.lease.check()
+        if self.launch is not None:
+            self.launch.check()
         if self.watchdog is not None:
             self.watchdog.poll(self.supervisor.roles)
         if self.interrupts > 1:
@@ -211,7 +211,12 @@ class LocalLauncher:
         path = self.config.run_folder / "logs" / f"{name}.log"
         devices = {DEVICES_VARIABLE: self.visible_devices[name]} if name in self.visible_devices else {}
         inherited = role_process.role_environment(self.config, arguments[0], self.scratch)
-        environment = {**inherited, **devices, **(self.lease.variables if self.lease else {}), **environment}
+        environment = {
+            **inherited,
+            **devices,
+            **({VARIABLE: str(self.launch.number)} if self.launch else {}),
+            **environment,
+        }
         role = self.supervisor.start(name, role_process.webrl_command(arguments), environment, path)
         self.journal.add(name, events.STARTED, log=path)
         return role

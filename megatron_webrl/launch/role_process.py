@@ -7,7 +7,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_webrl.config.load import save_config
@@ -18,8 +19,7 @@ from megatron_webrl.launch.gpu_environment import gpu_environment
 from megatron_webrl.monitor.status.control_probe import ControlStatus, query
 from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.rollout.engine.shared_memory import sweep_engine_segments
-from megatron_webrl.track import run_lease
-from megatron_webrl.track.run_lease import RunLease
+from megatron_webrl.track.run_lock import Launch, start_launch
 from megatron_webrl.util import atomic_file, child_process
 from megatron_webrl.util.supervised_process import SupervisedProcess
 
@@ -111,30 +111,32 @@ def wait_for_control_address(
     return address
 
 
-def prepare_run_folder(
+@contextmanager
+def prepared_run_folder(
     config: Config, report: Callable[[str], None], environment: Mapping[str, str] | None = None
-) -> RunLease:
-    """Make the run's folder and store the configuration; an earlier run of this name is renamed, unless resumed.
+) -> Iterator[Launch]:
+    """Make the run's folder, store the configuration, and hold the run's lock; an earlier run of this name is renamed,
+    unless resumed.
 
-    Returns the lease of the folder: of the Slurm job of `environment`, or of this process. Raises ConfigError while
-    another job runs in the folder.
+    The launch is that of the Slurm job of `environment`, or this process. Raises ConfigError while another job runs in
+    the folder.
     """
-    folder, holder = config.run_folder, run_lease.Holder.of_this_process(environment or {})
-    wait = report if holder.slurm_job_id else None  # nobody is there to start a batch job again
+    folder, environment = config.run_folder, environment or {}
+    wait = report if "SLURM_JOB_ID" in environment else None  # nobody is there to start a batch job again
     if not config.run.resume and folder.exists():
         check_ended(config)
-        run_lease.take(folder, holder, wait)
-        number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
-        backup = folder.with_name(f"{folder.name}.{number}")
-        folder.rename(backup)
+        with start_launch(folder, environment, wait):  # keeps out what is left of the earlier run
+            number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
+            backup = folder.with_name(f"{folder.name}.{number}")
+            folder.rename(backup)
         report(f"renamed the earlier run of this name to {backup}")
     fallback = "" if config.evaluation.only else config.trainer.checkpoint.fallback_folder
-    lease = run_lease.take(folder, holder, wait, fallback)
-    (folder / "logs").mkdir(exist_ok=True)
-    atomic_file.remove_leftovers(folder)
-    (folder / "summary.json").unlink(missing_ok=True)
-    save_config(config, config_path(config))
-    return lease
+    with start_launch(folder, environment, wait, fallback) as launch:
+        (folder / "logs").mkdir(exist_ok=True)
+        atomic_file.remove_leftovers(folder)
+        (folder / "summary.json").unlink(missing_ok=True)
+        save_config(config, config_path(config))
+        yield launch
 
 
 def check_ended(config: Config) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.evaluation_command import add_evaluation_arguments, evaluation_arguments
-from megatron_webrl.track import run_lease
+from megatron_webrl.track.run_lock import launch_of_process
 
 if TYPE_CHECKING:
     from megatron_webrl.placement.placement import RoleName
@@ -149,9 +150,9 @@ def _convert(options: argparse.Namespace) -> int:
     from megatron_webrl.launch.slurm.evaluation_job import convert_checkpoint
 
     config = parse_config(options.config)
-    lease = run_lease.of_process(config.run_folder, os.environ)
-    with run_lease.kept_alive(lease):
-        convert_checkpoint(config, lease)
+    launch = launch_of_process(config.run_folder, os.environ)
+    with launch.locked() if launch else nullcontext():
+        convert_checkpoint(config, launch)
     return 0
 
 
@@ -181,7 +182,9 @@ def _check(options: argparse.Namespace) -> int:
     from megatron_webrl.launch.preflight.node_check import run_node_check
 
     config = parse_config(options.config)
-    with run_lease.kept_alive(run_lease.of_process(config.run_folder, os.environ)):
+    launch = launch_of_process(config.run_folder, os.environ)
+    is_first = options.nodes[0] in (os.environ.get("SLURMD_NODENAME"), socket.gethostname())
+    with launch.locked() if launch and is_first else nullcontext():
         return run_node_check(config, options.nodes, options.first_address, options.min_gib_per_second)
 
 

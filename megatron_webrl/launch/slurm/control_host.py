@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from megatron_webrl.launch.slurm.signals import SignalListener
 from megatron_webrl.launch.watchdog import Watchdog
 from megatron_webrl.monitor.status.final_report import final_report_lines
 from megatron_webrl.placement.placement import place_processes
-from megatron_webrl.track import events, run_lease, summary
+from megatron_webrl.track import events, summary
 from megatron_webrl.track.events import EventLog
-from megatron_webrl.track.run_lease import LeaseLost
+from megatron_webrl.track.run_lock import LaunchLost, launch_of_process
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, PREEMPTED, failed_outcome, is_infrastructure_failure
 from megatron_webrl.util import child_process
+from megatron_webrl.util.disk_faults import watch_for_stall
 from megatron_webrl.util.supervised_process import SupervisedProcess
 
 POLL_SECONDS = 0.5
@@ -43,9 +44,9 @@ class ControlHost:
     successful_outcomes: tuple[str, ...] = CLEAN_JOB_OUTCOMES
 
     def __init__(self, config: Config, host: str) -> None:
-        """`host`: address of this node, as the other nodes reach it. Raises LeaseLost if another launch has started."""
+        """`host`: address of this node, as others reach it. Raises LaunchLost if another launch has started."""
         self.config, self.host = config, host
-        self.lease = run_lease.of_process(config.run_folder, os.environ)
+        self.launch = launch_of_process(config.run_folder, os.environ)
         self.scratch = child_process.make_scratch_folder()
         self.signals = SignalListener()
         self.watchdog: Watchdog | None = None  # set with the control service
@@ -60,15 +61,18 @@ class ControlHost:
         self.signals.listen()
         child_process.die_with_parent(signal.SIGTERM)
         child_process.become_subreaper()
-        with run_lease.kept_alive(self.lease, self._end_stalled_job):
+        with (
+            self.launch.locked() if self.launch else nullcontext(),
+            watch_for_stall(self.config.run_folder, self._end_stalled_job),
+        ):
             outcome = self._run_control()
-            if self.lease is not None and not self.lease.is_held:  # the files are those of another launch
-                self._report(outcome)
+            try:
+                self._check_launch()
+            except LaunchLost as error:  # the files are those of another launch
+                self._report(str(error))
                 return 1
             summary.ensure_written(self.config.run_folder, outcome)
             self.journal.add(events.JOB, events.ENDED, outcome)
-            if self.lease is not None:
-                self.lease.release()
         for line in self._final_report(outcome):
             self._report(line)
         if outcome == PREEMPTED:
@@ -91,7 +95,7 @@ class ControlHost:
         self.journal.add(events.JOB, events.STARTED)
         try:
             outcome = self._host()
-        except (RoleStartError, LeaseLost) as error:
+        except (RoleStartError, LaunchLost) as error:
             outcome = self._interruption() or failed_outcome(str(error))
         except JobFailed as error:
             # scancel ends all processes of the step, the control service perhaps before this one gets its signal.
@@ -124,16 +128,19 @@ class ControlHost:
         return control
 
     def _poll(self, control: ControlClient) -> str | None:
-        """Handle signals and hung roles; returns the job's outcome if it has ended. Raises JobFailed, LeaseLost."""
+        """Handle signals and hung roles; returns the job's outcome if it has ended. Raises JobFailed, LaunchLost."""
         self.supervisor.restart_control()
         if (end := control.job_end()) is not None:
             return end["outcome"]
-        if self.lease is not None:
-            self.lease.check()
+        self._check_launch()
         self._handle_signals(control)
         if self.watchdog is not None:
             self.watchdog.poll(self.supervisor.roles)
         return None
+
+    def _check_launch(self) -> None:
+        if self.launch is not None:
+            self.launch.check()
 
     def _connect(self) -> ControlClient:
         path = role_process.control_address_path(self.config)

@@ -21,7 +21,7 @@ from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, chec
 from megatron_webrl.launch.slurm.prepare import describe_processes, make_job_folder, plan_processes
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.validation import check_config
-from megatron_webrl.track.run_lease import RunLease
+from megatron_webrl.track.run_lock import Launch
 from megatron_webrl.util import atomic_file
 
 JOB_FILE = "evaluation_job.json"
@@ -98,11 +98,11 @@ def describe_evaluation(config: Config, job: EvaluationJob, stub_command: str) -
     return [*lines, f"node 0 evaluation: {_command('eval', settings, '--host', 'FIRST_NODE')}"]
 
 
-def convert_checkpoint(config: Config, lease: RunLease | None) -> None:
+def convert_checkpoint(config: Config, launch: Launch | None) -> None:
     """Convert the job's Megatron checkpoint, if it is one, and let config.yaml name the result as the model.
 
     Raises ConfigError for incomplete weights, and writes it to summary.json. SIGTERM ends it and leaves no weights.
-    Raises LeaseLost if another launch has taken over meanwhile, whose config.yaml stays as it is.
+    Raises LaunchLost if another launch has taken over meanwhile, whose config.yaml stays as it is.
     """
     job = EvaluationJob.load(config.run_folder)
     if not job.checkpoint.is_megatron:
@@ -115,8 +115,8 @@ def convert_checkpoint(config: Config, lease: RunLease | None) -> None:
 
         summary.write_summary(config.run_folder, f"failed: {error}", None)
         raise
-    if lease is not None:
-        lease.check()
+    if launch is not None:
+        launch.check()
     config.model = replace(config.model, path=str(folder))
     save_config(config, role_process.config_path(config))
 

@@ -65,15 +65,15 @@ def make_job_folder(
     launches = requeue.record_launch(config, environment)
     if launches and launches[-1].message:
         report(launches[-1].message)
-    role_process.prepare_run_folder(config, report, environment)
-    requeue.write_launches(config.run_folder, launches)
-    for node in range(placement.nodes):
-        log_folder(config, node).mkdir(exist_ok=True)
-    atomic_file.write_json(config.run_folder / "placement.json", placement.to_json(), indent=1)
-    node_report.report_folder(config).mkdir(exist_ok=True)
-    for old in node_report.report_folder(config).iterdir():
-        old.unlink()
-    role_process.control_address_path(config).unlink(missing_ok=True)
+    with role_process.prepared_run_folder(config, report, environment):
+        requeue.write_launches(config.run_folder, launches)
+        for node in range(placement.nodes):
+            log_folder(config, node).mkdir(exist_ok=True)
+        atomic_file.write_json(config.run_folder / "placement.json", placement.to_json(), indent=1)
+        node_report.report_folder(config).mkdir(exist_ok=True)
+        for old in node_report.report_folder(config).iterdir():
+            old.unlink()
+        role_process.control_address_path(config).unlink(missing_ok=True)
     return role_process.config_path(config)
 
 

@@ -35,9 +35,9 @@ from megatron_webrl.launch.validation import load_config
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.track import run_lease
 from megatron_webrl.track.evaluation import evaluation_queue
 from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult
+from megatron_webrl.track.run_lock import LaunchLost, start_launch
 from megatron_webrl.util import child_process
 from tests.job_control import connect
 from tests.launch.slurm.slurm_jobs import ROOT, SCRIPTS
@@ -337,10 +337,13 @@ def test_a_lost_first_node_leaves_the_weights_of_its_successor(host: Host, tmp_p
 
 
 def test_a_conversion_that_ends_after_a_takeover_does_not_name_the_model(prepared: Config) -> None:
-    lost, _ = [run_lease.take(prepared.run_folder, run_lease.Holder.of_this_process({})) for _ in range(2)]
+    with start_launch(prepared.run_folder, {}) as lost:
+        pass
+    with start_launch(prepared.run_folder, {}):
+        pass
     settings = prepared.run_folder / "config.yaml"
     before = settings.read_text()
-    with pytest.raises(run_lease.LeaseLost, match=f"another launch has taken over {prepared.run_folder}"):
+    with pytest.raises(LaunchLost, match=f"another launch has taken over {prepared.run_folder}"):
         convert_checkpoint(prepared, lost)
     assert settings.read_text() == before
 
