@@ -83,11 +83,11 @@ class Launch:
                 raise LaunchLost(f"another launch has taken over {self.run_folder}{by}; this one ends, writing no more")
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[Launch]:
         """Hold the run's lock for a later process of the launch. Raises ConfigError if another launch has it."""
         with lock_run(self.run_folder, self.slurm_job_id, self.slurm_restart):
             self.check()
-            yield
+            yield self
 
 
 def newest_launch(run_folder: Path) -> Launch | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -15,6 +16,8 @@ from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 
+INFRASTRUCTURE_EXIT_CODE = 74  # of a role or a job that lost its file system, or a job that lost its control service
+_FILE_SYSTEM_ERRORS = {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EROFS}
 STALL_SECONDS = 300.0  # from which a file system that does not answer counts as lost
 TOUCH_SECONDS = 15.0
 _POLL_SECONDS = 1.0
@@ -27,6 +30,15 @@ def continue_without(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         log.error("%s cannot be written: %s; the job continues without it", what, first_line(error))
+
+
+def is_file_system_failure(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, says that a file system failed; a full disk is no such failure."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FILE_SYSTEM_ERRORS:
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextmanager

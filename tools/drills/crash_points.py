@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.launch.slurm.prepare import make_job_folder, plan_processes
-from megatron_webrl.launch.slurm.requeue import read_launches
+from megatron_webrl.launch.slurm.prepare import make_job_folder, plan_processes, read_launches
 from megatron_webrl.track import episode_log, events, summary
 from megatron_webrl.track.episode_log import EpisodeLog
 from megatron_webrl.track.events import EventLog

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import yaml
 
-from megatron_webrl.config.load import save_config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE
+from megatron_webrl.launch.run_folder import write_job
 from megatron_webrl.launch.validation import load_config
+from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.track.run_lock import start_launch
 from megatron_webrl.types import is_infrastructure_failure
+from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE
 from tests.failing_files import STALL, FailingFiles
 from tests.tiny_settings import SETTINGS
 
@@ -40,7 +41,7 @@ def test_a_file_system_that_stalls_beyond_the_limit_ends_the_job_to_be_requeued(
     slurm = {"SLURM_JOB_ID": "17"}
     with start_launch(config.run_folder, slurm):
         pass
-    save_config(config, config.run_folder / "config.yaml")
+    write_job(config, place_processes(config))
     disk = FailingFiles(config.run_folder, tmp_path)
     command = [sys.executable, "-c", HOST, str(config.run_folder / "config.yaml")]
     with (tmp_path / "log").open("wb") as log:
