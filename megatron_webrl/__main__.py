@@ -15,9 +15,14 @@ def entry() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        from megatron_webrl.cli import main  # takes a moment
+        if sys.argv[1:2] == ["role"]:  # of a job: without the modules of all other commands
+            from megatron_webrl.launch import role
 
-        code = main()
+            code = role.main(sys.argv[2:])
+        else:
+            from megatron_webrl.cli import main  # takes a moment
+
+            code = main()
     except KeyboardInterrupt:  # of a command that has nothing to end
         sys.stderr.write("webrl: interrupted\n")
         code = INTERRUPTED_EXIT_CODE

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from playwright.async_api import Page
 
 COORDINATE_RANGE = 1000  # actions' coordinates are integers 0..1000 on both axes of the viewport, whatever its pixels
@@ -190,6 +189,12 @@ class Observation:
     seconds: StepSeconds | None = field(default=None, compare=False)
 
 
+def _zeros(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    import numpy as np  # it takes a tenth of a second, and most commands and the control service do without it
+
+    return np.zeros(shape, dtype)
+
+
 @dataclass(frozen=True)
 class Step:
     """One observation -> response -> action, with exactly the tokens that the engine read and produced."""
@@ -214,10 +219,10 @@ class Step:
     cached_prompt_tokens: int = 0  # prompt tokens found in the engine's prefix cache at the start of the request
     leniencies: tuple[str, ...] = ()  # names of the deviations that a lenient parser accepted, each once
     # float32 [response], log-probabilities of the teacher, NaN for tokens that it cannot score; [0] without a teacher
-    teacher_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    teacher_logprobs: np.ndarray = field(default_factory=lambda: _zeros((0,), "float32"))
     # uint8 or uint16 [prompt + response - 1, MoE layers, top_k], experts of the tokens that the engine computed: of all
     # but the last, in the order of prompt and response. The dtype's maximum: not recorded. [0, 0, 0]: none of a step
-    experts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
+    experts: np.ndarray = field(default_factory=lambda: _zeros((0, 0, 0), "uint8"))
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ def test_weight_transfer_takes_only_pure_data_from_the_model():
         assert not [each for each in imported_names(PACKAGE / "model" / f"{name}.py") if each.startswith("megatron.")]
 
 
-def test_a_node_supervisor_starts_without_torch():
-    modules = "megatron_webrl.launch.slurm.node_supervisor, megatron_webrl.launch.slurm.prepare"
+def test_a_node_starts_without_torch():
+    modules = "megatron_webrl.launch.node, megatron_webrl.launch.local, megatron_webrl.launch.slurm.prepare"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
@@ -155,10 +155,10 @@ def test_state_files_are_written_by_one_module():
     assert renaming_modules() == {
         "util/atomic_file.py",
         "model/convert/atomic_folder.py",  # keeps the old folder until the new one is in place
-        "launch/role_process.py",  # an earlier run's folder
+        "launch/run_folder.py",  # an earlier run's folder
         "trainer/checkpoint/checkpoint_files.py",  # a checkpoint that is deleted
         "util/child_log.py",  # a log that has become long
-        "track/run_lease.py",  # the staging folder of an earlier launch
+        "track/run_lock.py",  # the staging folder of an earlier launch
     }
 
 

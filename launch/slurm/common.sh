@@ -223,12 +223,11 @@ choose_nodes() {
     log "nodes: $NODES"
 }
 
-# run_processes HOST ROLES: runs `webrl node HOST` on the first node and a step for each role, until the job ends.
+# run_processes ROLES: runs `webrl node control` on the first node and a step for each role, until the job ends.
 run_processes() {
-    local host=$1 role steps=() outcome=0
-    shift
+    local role steps=() outcome=0
     requeue_if_ending
-    run_on "$FIRST" node "$host" "$SETTINGS" --host "$(address_of "$FIRST")" &
+    run_on "$FIRST" node control "$SETTINGS" --host "$(address_of "$FIRST")" &
     CONTROL=$!
     for role in "$@"; do
         start_step "$role" &
@@ -290,7 +289,7 @@ run_job() {
     SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare "$@" "${STUB_ARGUMENTS[@]}" ${FARM:+--farm "$FARM"} | tail -n 1) ||
         exit_unprepared "$?"
     choose_nodes
-    run_processes control rollout trainer
+    run_processes rollout trainer
 }
 
 # run_evaluation CHECKPOINT [CONFIG] [OVERRIDES]: evaluates on the nodes that Slurm allocated, all of them by default.
@@ -307,7 +306,7 @@ run_evaluation() {
         exit_unprepared "$?"
     choose_nodes
     run_on "$FIRST" node convert "$SETTINGS" || exit_unprepared "$?"
-    run_processes eval rollout
+    run_processes rollout
 }
 
 # run_gpu_check CONFIG OVERRIDES: checks all nodes with each other, and the first one whole.

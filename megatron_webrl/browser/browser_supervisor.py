@@ -17,7 +17,7 @@ from megatron_webrl.browser.isolation import Isolation
 from megatron_webrl.browser.pool_counters import BrowserPoolCounters
 from megatron_webrl.browser.process_memory import pids_by_process_group
 from megatron_webrl.browser.session import Session
-from megatron_webrl.util.restart_policy import RestartPolicy
+from megatron_webrl.util.supervised_process import RestartPolicy
 
 log = logging.getLogger(__name__)
 

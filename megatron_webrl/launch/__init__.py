@@ -1,1 +1,1 @@
-"""One machine: launcher, role processes, watchdog, trainer restart."""
+"""Nodes of a job, their roles, watchdog, restarts, and validation of a configuration."""

@@ -43,7 +43,7 @@ class EvaluationProgress:
 
 @dataclass
 class CheckpointEvaluation:
-    """The evaluations of a checkpoint, one after the other. Call `run` once, then `print_results` if `complete`."""
+    """The evaluations of a checkpoint, one after the other. Call `run` once, then `print_end`."""
 
     config: Config
     checkpoint: EvaluatedCheckpoint
@@ -68,7 +68,14 @@ class CheckpointEvaluation:
                 return outcome
         return self._store_results()
 
-    def print_results(self, console: Console) -> None:
+    def print_end(self, outcome: str, console: Console) -> None:
+        """Print the results, if all evaluations have ended, and why the job has none or failed."""
+        if self.complete:
+            self._print_results(console)
+        if outcome != "finished":
+            console.print(self.describe_outcome(outcome), style="bold red", markup=False, soft_wrap=True)
+
+    def _print_results(self, console: Console) -> None:
         """Print the table of all evaluations, what they measure of the checkpoint, and where the results are."""
         console.print(result_table.evaluation_table(self.summaries))
         console.print(result_table.LEGEND, style="dim")

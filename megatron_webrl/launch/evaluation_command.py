@@ -53,11 +53,13 @@ def evaluation_arguments(options: argparse.Namespace) -> list[str]:
 def _eval(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
-    from megatron_webrl.launch.evaluation_launcher import run_evaluation
+    from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
+    from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, check_output_file, evaluation_config
+    from megatron_webrl.launch.local import run_here
 
     checkpoint = EvaluatedCheckpoint.resolve(options.checkpoint)
     config = evaluation_config(checkpoint, evaluation_arguments(options))
     check_tasks_and_browser(config)
     check_evaluators(config)
-    return run_evaluation(checkpoint, config, Console(), options.json)
+    check_output_file(options.json)
+    return run_here(config, Console(), CheckpointEvaluation(config, checkpoint, options.json))

@@ -1,8 +1,8 @@
 """Finds roles that hang, dumps the stacks of every role, and kills the hung ones.
 
-`HangDetector` polls the control service, in the local launcher or on the first node of a cluster job, and writes a
-`KillRequest` to a file, so that other machines need no connection. `StackDumper`, on each machine, has every role write
-its stacks to its log and kills the requested roles that still hang. Their supervisor restarts them.
+`HangDetector`, on the first node of a job, polls the control service and writes a `KillRequest` to a file, so that
+other nodes need no connection. `StackDumper`, on each node, has every role write its stacks to its log and kills the
+requested roles that still hang. Their node restarts them.
 
 A rollout worker hangs if it sends no heartbeat for run.heartbeat_timeout_seconds, or makes no progress for
 run.hang_timeout_seconds. Trainer ranks wait for each other: they hang once none has made progress for that long, and
@@ -22,7 +22,7 @@ from typing import Any
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.placement.placement import rollout_process_names
+from megatron_webrl.placement.placement import Placement
 from megatron_webrl.track import events
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.util import atomic_file, stack_dump
@@ -52,7 +52,7 @@ class KillRequest:
 
 
 def request_stack_dump(folder: Path, reason: str, targets: Mapping[str, LivenessSign] | None = None) -> KillRequest:
-    """Write a request for every supervisor of the run in `folder`; without targets only stacks are dumped."""
+    """Write a request for every node of the run in `folder`; without targets only stacks are dumped."""
     request = KillRequest(time.time_ns(), reason, targets or {})
     atomic_file.write_json(folder / REQUEST_FILE, asdict(request))
     return request
@@ -71,10 +71,10 @@ def latest_request(folder: Path) -> KillRequest | None:
 class HangDetector:
     """Finds roles that hang. Used by one thread, which calls `poll` repeatedly."""
 
-    def __init__(self, config: Config, control: ControlClient) -> None:
+    def __init__(self, config: Config, placement: Placement, control: ControlClient) -> None:
         self.config, self.control = config, control
-        self._workers = rollout_process_names(config)  # engine followers included
-        self._ranks = [f"trainer-{rank}" for rank in range(config.trainer_world_size)]
+        self._workers = [process.name for process in placement.of_role("rollout")]  # engine followers included
+        self._ranks = [process.name for process in placement.of_role("trainer")]
         self._requested: dict[str, LivenessSign] = {}  # by role: the sign with which it was last reported
         self._next = 0.0
 
@@ -105,7 +105,7 @@ class HangDetector:
     def _hung_rank(self, reports: RoleReports) -> dict[str, tuple[str, str]]:
         """The trainer rank that stopped first, once no rank makes progress."""
         limit = self.config.run.hang_timeout_seconds
-        if not limit or not self.control.ticket_epoch_count():
+        if not limit or not self._ranks or not self.control.ticket_epoch_count():
             return {}
         idle = {rank: reports.get(rank, {}).get("idle_seconds", 0.0) for rank in self._ranks}
         if min(idle.values()) <= limit:
@@ -127,7 +127,7 @@ class HangDetector:
 
 
 class StackDumper:
-    """Carries out kill requests for the roles of one machine."""
+    """Carries out kill requests for the roles of one node."""
 
     def __init__(self, journal: EventLog, report: Callable[[str], None]) -> None:
         """`journal`: event log of these roles; `report` shows a message. A request that is there already is ignored."""
@@ -166,19 +166,3 @@ class StackDumper:
         self.report(message)
         self.journal.add(role.name, events.KILLED, request.reason, role.log)
         role.kill()
-
-
-class Watchdog:
-    """Hang detector and stack dumper in one, for a process that has both a control connection and roles."""
-
-    def __init__(
-        self, config: Config, control: ControlClient, journal: EventLog, report: Callable[[str], None]
-    ) -> None:
-        self._control, self._detector, self._report = control, HangDetector(config, control), report
-        self._dumper = StackDumper(journal, report)
-
-    def poll(self, roles: Sequence[SupervisedProcess]) -> None:
-        """Look for hung roles in the whole job, and carry out requests for `roles`."""
-        if request := self._detector.poll():
-            self._report(f"{request.reason}: dumping the stacks of all roles to their logs")
-        self._dumper.poll(roles, lambda: self._control)

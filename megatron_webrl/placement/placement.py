@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -99,6 +99,18 @@ class Placement:
         """All fields as plain values."""
         return asdict(self) | {"processes": [asdict(each) | {"name": each.name} for each in self.processes]}
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Placement:
+        """The placement that `to_json` returned."""
+
+        def made(kind: type[Any], values: Mapping[str, Any]) -> Any:
+            values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+            return kind(**{key: value for key, value in values.items() if key != "name" or kind is RingPlacement})
+
+        processes = tuple(made(ProcessPlacement, each) for each in fields["processes"])
+        rings = tuple(made(RingPlacement, each) for each in fields["rings"])
+        return cls(fields["nodes"], fields["control_port"], processes, rings, RankBlocks(**fields["blocks"]))
+
     @cached_property
     def _by_node(self) -> tuple[tuple[ProcessPlacement, ...], ...]:
         found: list[list[ProcessPlacement]] = [[] for _ in range(self.nodes)]
@@ -150,15 +162,6 @@ def visible_devices(devices: Sequence[int], allocated: str, gpus: int) -> str:
     return ",".join(names[device] for device in devices)
 
 
-def visible_devices_by_process(config: Config, allocated: str) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by process name, among the `allocated` GPUs; empty without GPUs (cluster.gpus_per_node)."""
-    gpus = config.cluster.gpus_per_node
-    if not gpus:
-        return {}
-    processes = place_processes(config).processes
-    return {process.name: visible_devices(process.devices, allocated, gpus) for process in processes}
-
-
 def ring_name(config: Config, node: int) -> str:
     """The name of a node's ring in a job of several nodes. Raises ConfigError for an unknown node."""
     check_node_number(config, node)
@@ -173,23 +176,6 @@ def rollout_process_name(worker: int, follower: int) -> str:
 def worker_name_of(name: str) -> str:
     """The worker's name of a rollout process; other names unchanged."""
     return name.partition(".follower-")[0]
-
-
-def rollout_process_names(config: Config) -> tuple[str, ...]:
-    """Names of all workers, and of all followers of engines over several nodes."""
-    if config.cluster.nodes == 1:
-        return config.worker_names
-    return tuple(process.name for process in place_processes(config).of_role("rollout"))
-
-
-def engine_nodes(config: Config, worker: int) -> tuple[int, ...]:
-    """The nodes of a worker's engine; the worker is on the first. Raises ConfigError."""
-    if config.cluster.nodes == 1:
-        return (0,)
-    found = tuple(process.node for process in place_processes(config).of_role("rollout") if process.index == worker)
-    if not found:
-        raise ConfigError(f"--worker={worker} is not one of the {config.rollout.engines} engines, from 0")
-    return found
 
 
 def check_node_number(config: Config, node: int) -> None:

@@ -1,4 +1,4 @@
-"""events.jsonl of a run: events of its processes, written by their supervisors.
+"""events.jsonl of a run: events of its processes, written by their nodes.
 
 One JSON line per event, appended and never changed, so that restarts and their reasons outlive the job.
 """
@@ -52,7 +52,7 @@ class ProcessEvent:
 
 @dataclass(frozen=True)
 class EventLog:
-    """Writes the events of one supervisor: the local launcher, or the supervisor of a node."""
+    """Writes the events of one node."""
 
     folder: Path  # the run's folder
     node: int = 0

@@ -22,7 +22,7 @@ from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.track import summary
 from megatron_webrl.track.episode_log import EpisodeLog
 from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
-from megatron_webrl.track.run_lease import LeaseLost, RunLease
+from megatron_webrl.track.run_lock import Launch, LaunchLost
 from megatron_webrl.track.step_metrics import step_metrics
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FINAL_REPORT_TIMEOUT_SECONDS = 60.0
-LEASE_CHECK_SECONDS = 1.0  # between two looks at the run's lease; it is taken over after minutes
+LAUNCH_CHECK_SECONDS = 1.0  # between two looks for a launch that has taken over
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class Coordinator:
         resume_point: ResumePoint,
         tracker: MLflowTracker | None,
         on_ready: Callable[[Group], None] = lambda group: None,
-        lease: RunLease | None = None,
+        launch: Launch | None = None,
         fallback: Path | None = None,
     ) -> None:
         """`state`: that of the checkpoint to go on from, or a new one. `tracker`: None except on the first rank.
 
-        The first rank calls `on_ready` for each group that waits to be trained. `lease`: of the run's folder.
+        The first rank calls `on_ready` for each group that waits to be trained. `launch`: of the run, if it has one.
         `fallback`: the run's folder in trainer.checkpoint.fallback_folder.
         """
         self.config, self.control, self.exchange, self.tracker = config, control, exchange, tracker
-        self._lease, self._lease_checked_at = lease, -math.inf
+        self._launch, self._launch_checked_at = launch, -math.inf
         self.accounting = Accounting.from_state_dict(state.accounting)
         self.resume_point = resume_point
         self.tickets_dropped_before = state.dropped_tickets
@@ -105,9 +105,9 @@ class Coordinator:
         self._histories: tuple[History, ...] = ()  # on the first rank
         if tracker is not None:
             self.episode_log = EpisodeLog(
-                config.run_folder, self.accounting.closed_episodes, state.episode_log_bytes, self._check_lease
+                config.run_folder, self.accounting.closed_episodes, state.episode_log_bytes, self._check_launch
             )
-            self.updates = summary.open_updates(config.run_folder, state.version, self._check_lease)
+            self.updates = summary.open_updates(config.run_folder, state.version, self._check_launch)
             self._histories = (self.episode_log.history, self.updates, tracker.journal)
             restore_usage(control, config.judge.budget, config.run_folder)
         self.group_source = GroupSource(
@@ -127,7 +127,7 @@ class Coordinator:
             config.trainer.checkpoint,
             control.report_progress,
             sync_histories=self._sync_histories,
-            staging=lease.staging if lease else None,
+            staging=launch.staging if launch else None,
         )
         self._fallback = fallback
         self.utilization = EngineUtilization(control, config.worker_names)
@@ -267,9 +267,9 @@ class Coordinator:
         if last and saved != version:
             self.checkpoints.start_save(learner, self.trainer_state(version))
         self.checkpoints.close()
-        if last and self.checkpoints.last_error is not None and self._fallback and self._lease:
+        if last and self.checkpoints.last_error is not None and self._fallback and self._launch:
             self.checkpoints = save_in_fallback(
-                self.checkpoints, self._fallback, self._lease, learner, self.trainer_state(version), self._histories
+                self.checkpoints, self._fallback, self._launch, learner, self.trainer_state(version), self._histories
             )
 
     def trainer_state(self, version: int) -> TrainerState:
@@ -336,15 +336,15 @@ class Coordinator:
         with continue_without("the use of judge.budget"):
             save_usage(self.control, self.config.judge.budget, self.config.run_folder)
 
-    def _check_lease(self) -> None:
-        """Raise JobFailed if another launch has taken over the run's folder; looks once in LEASE_CHECK_SECONDS."""
-        if self._lease is None or time.monotonic() < self._lease_checked_at + LEASE_CHECK_SECONDS:
+    def _check_launch(self) -> None:
+        """Raise JobFailed if another launch has taken over the run's folder; looks once in LAUNCH_CHECK_SECONDS."""
+        if self._launch is None or time.monotonic() < self._launch_checked_at + LAUNCH_CHECK_SECONDS:
             return
         try:
-            self._lease.check()
-        except LeaseLost as error:
+            self._launch.check()
+        except LaunchLost as error:
             raise JobFailed(str(error)) from None
-        self._lease_checked_at = time.monotonic()
+        self._launch_checked_at = time.monotonic()
 
     def _sync_histories(self) -> None:
         """Flush to disk the lines before a checkpoint. Raises OSError."""
@@ -353,7 +353,7 @@ class Coordinator:
 
     def _should_continue(self, version: int, ready: int, has_new_engines: Callable[[], bool]) -> bool:
         self.control.check_job()
-        self._check_lease()
+        self._check_launch()
         self._raise_ticket_limit(version, self._updates_ahead)
         count = self.config.trainer.groups_per_update
         dropped = self.accounting.format_dropped()

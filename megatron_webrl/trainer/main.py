@@ -14,10 +14,9 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.placement.rank_info import RankInfo
 from megatron_webrl.ring.node_ring import NodeRing
-from megatron_webrl.track import run_lease
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.latest_checkpoint import fallback_of, find_latest_checkpoint
-from megatron_webrl.track.run_lease import LeaseLost, RunLease
+from megatron_webrl.track.run_lock import Launch, LaunchLost, launch_of_process
 from megatron_webrl.track.timeline import Timeline, open_timeline
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.accounting import Accounting
@@ -60,7 +59,7 @@ def _run(
     control.report_status("loading the model" if attempt == 0 else f"loading the model, attempt {attempt + 1}")
     is_first = rank.rank == 0
     platform = parallel.initialize(config, rank, control, f"{node_ring.job_id}/{attempt}")
-    lease, fallback = parallel.broadcast_object(_lease(config) if is_first else (None, None))
+    launch, fallback = parallel.broadcast_object(_launch(config) if is_first else (None, None))
     checkpoint = parallel.broadcast_object(_starting_checkpoint(config, attempt) if is_first else None)
     config = replace(config, run=replace(config.run, resume=checkpoint is not None))
     state = _initial_state(checkpoint)
@@ -85,7 +84,7 @@ def _run(
     syncer = WeightSyncer(learner.models, config, control, platform, timeline)
     coordinator = Coordinator(
         config, control, exchange, state, resume_point, tracker,
-        on_ready=lambda group: packer.prefetch(training_samples([group], config, 0)), lease=lease, fallback=fallback,
+        on_ready=lambda group: packer.prefetch(training_samples([group], config, 0)), launch=launch, fallback=fallback,
     )  # fmt: skip
     evaluations = EvaluationScheduler(config, control, tracker, resume_point.restart_epoch, state.version)
     replay = ReplayBuffer(config, exchange)
@@ -104,12 +103,12 @@ def _run(
     parallel.shutdown()
 
 
-def _lease(config: Config) -> tuple[RunLease | None, Path | None]:
-    """The lease of the launch, and the run's fallback folder. Raises JobFailed if another launch has taken over."""
+def _launch(config: Config) -> tuple[Launch | None, Path | None]:
+    """The launch of this job, and the run's fallback folder. Raises JobFailed if another launch has taken over."""
     try:
-        lease = run_lease.of_process(config.run_folder, os.environ)
-        return lease, fallback_of(config.run_folder, config.trainer.checkpoint.fallback_folder)
-    except LeaseLost as error:
+        launch = launch_of_process(config.run_folder, os.environ)
+        return launch, fallback_of(config.run_folder, config.trainer.checkpoint.fallback_folder)
+    except LaunchLost as error:
         raise JobFailed(str(error)) from None
 
 

@@ -180,16 +180,18 @@ def kill_descendants(
         _reap(roles)
         # A process looks like a zombie as soon as its first thread has ended; until it can be reaped it keeps its files
         # and locks.
-        return [each for child in children() if child not in spared for each in _family(child)]
+        return [each for child in children() if child not in spared for each in family(child.pid)]
 
-    return sorted(_name(process.pid) for process in _end(find, seconds, seconds / 2))
+    return sorted(process_name(process.pid) for process in _end(find, seconds, seconds / 2))
 
 
-def _family(process: psutil.Process) -> list[psutil.Process]:
-    """A process and its descendants."""
+def family(pid: int) -> list[psutil.Process]:
+    """A process, a zombie too, and its descendants; empty if it has ended."""
+    found: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
-        return [process, *process.children(recursive=True)]
-    return [process]
+        found.append(psutil.Process(pid))
+        found += found[0].children(recursive=True)
+    return found
 
 
 def kill_process_group(leader: int, seconds: float = KILL_SECONDS) -> None:
@@ -209,26 +211,22 @@ def sweep_orphans(seconds: float = 5.0) -> list[str]:
     for process in psutil.process_iter():
         if process.pid in kept or not _is_orphan(process.pid):
             continue
-        with suppress(psutil.NoSuchProcess):
-            # Descendants are included unmarked: Chromium's renderers overwrite their environment.
-            orphans |= {victim.pid: victim for victim in (process, *process.children(recursive=True))}
-    names = [_name(pid) for pid in sorted(orphans)]
+        # Descendants are included unmarked: Chromium's renderers overwrite their environment.
+        orphans |= {victim.pid: victim for victim in family(process.pid)}
+    names = [process_name(pid) for pid in sorted(orphans)]
     _end(lambda: _running(orphans.values()), seconds)
     return names
 
 
 def terminate_tree(process: subprocess.Popen[bytes], seconds: float = 0.0) -> None:
     """Kill a group leader, its descendants and its group; with `seconds` it gets SIGTERM first, and that time."""
-    family: list[psutil.Process] = []
-    if process.poll() is None:
-        with suppress(psutil.NoSuchProcess):
-            family = psutil.Process(process.pid).children(recursive=True)
+    descendants = family(process.pid)[1:] if process.poll() is None else []
     if seconds:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
     kill_process_group(process.pid)
-    _end(lambda: _running(family), KILL_SECONDS)
+    _end(lambda: _running(descendants), KILL_SECONDS)
     process.wait(KILL_SECONDS)
 
 
@@ -341,7 +339,8 @@ def _reap(roles: Sequence[subprocess.Popen[bytes]]) -> None:
                 os.waitpid(child.pid, os.WNOHANG)
 
 
-def _name(pid: int) -> str:
+def process_name(pid: int) -> str:
+    """Name and pid of a process: "python (17)"."""
     try:
         return f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({pid})"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,14 +1,26 @@
-"""What a job does without when its disk is full, read-only or broken."""
+"""What a job does when its disk is full, read-only or broken, or does not answer."""
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
+
+INFRASTRUCTURE_EXIT_CODE = 74  # of a role or a job that lost its file system, or a job that lost its control service
+_FILE_SYSTEM_ERRORS = {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EROFS}
+STALL_SECONDS = 300.0  # from which a file system that does not answer counts as lost
+TOUCH_SECONDS = 15.0
+_POLL_SECONDS = 1.0
 
 
 @contextmanager
@@ -18,3 +30,46 @@ def continue_without(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         log.error("%s cannot be written: %s; the job continues without it", what, first_line(error))
+
+
+def is_file_system_failure(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, says that a file system failed; a full disk is no such failure."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FILE_SYSTEM_ERRORS:
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextmanager
+def watch_for_stall(folder: Path, on_stall: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_stall` once, in a thread, with a message if the file system of `folder` does not answer STALL_SECONDS.
+
+    A thread touches the folder every TOUCH_SECONDS; a file system that fails has answered.
+    """
+    end, waits_since = threading.Event(), math.inf
+
+    def touch() -> None:
+        nonlocal waits_since
+        while not end.is_set():
+            waits_since = time.monotonic()
+            with suppress(OSError):
+                os.utime(folder)
+            waits_since = math.inf
+            end.wait(TOUCH_SECONDS)
+
+    def watch() -> None:
+        while not end.wait(_POLL_SECONDS):
+            if time.monotonic() - waits_since > STALL_SECONDS:
+                on_stall(f"the file system of {folder} has stalled for {STALL_SECONDS:.0f} s")
+                return
+
+    threads = [threading.Thread(target=each, name="disk stall", daemon=True) for each in (touch, watch)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join(_POLL_SECONDS)

@@ -12,8 +12,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from megatron_webrl.util import child_process
 
 DUMP_SIGNAL = signal.SIGUSR2
@@ -30,8 +28,8 @@ def register_dump_signal() -> None:
 def dump_stacks(leader: int, log: Path, why: str) -> list[str]:
     """Log `why` and the stacks of a role and its descendants, in 5 s each; return a message for each that failed."""
     missing = []
-    for pid in _process_tree(leader):
-        name = f"{_name(pid)} ({pid})"
+    for pid in (process.pid for process in child_process.family(leader)):
+        name = child_process.process_name(pid)
         if child_process.process_state(pid) in ("T", "t"):
             missing.append(f"{name} is stopped and cannot show its stacks")
             _append(log, missing[-1])
@@ -52,13 +50,6 @@ def _append(log: Path, message: str) -> None:
         file.write(f"-- {message} --\n")
 
 
-def _process_tree(leader: int) -> list[int]:
-    """The pids of a process and its descendants; empty if it has ended."""
-    with suppress(psutil.NoSuchProcess):
-        return [leader, *(child.pid for child in psutil.Process(leader).children(recursive=True))]
-    return []
-
-
 def _handles_dump_signal(pid: int) -> bool:
     """Whether a process is a Python with a handler for the signal; other programs use it otherwise."""
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
@@ -67,12 +58,6 @@ def _handles_dump_signal(pid: int) -> bool:
             if line.startswith("SigCgt:"):
                 return program.startswith("python") and bool(int(line.split()[1], 16) >> (DUMP_SIGNAL - 1) & 1)
     return False
-
-
-def _name(pid: int) -> str:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return "ended"
 
 
 def _wait_until_complete(log: Path) -> None:

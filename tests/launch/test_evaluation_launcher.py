@@ -22,13 +22,16 @@ from rich.console import Console
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
-from megatron_webrl.launch.evaluation_launcher import EvaluationLauncher
-from megatron_webrl.launch.role_process import prepare_run_folder
+from megatron_webrl.launch.first_node import FirstNode
+from megatron_webrl.launch.local import run_here
+from megatron_webrl.launch.run_folder import prepared_run_folder
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.track.evaluation import evaluation_queue
 from tests.job_control import connect, control_service
 from tests.launch.whole_jobs import owned
@@ -152,23 +155,32 @@ def test_a_signal_during_the_conversion_leaves_no_weights(run_folder: Path, tmp_
     assert not list(scratch.glob("webrl-*"))
 
 
-class WithoutWorkers(EvaluationLauncher):
-    """The first episode is claimed, and never ends."""
+def run_without_workers(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config,
+    console: Console,
+    evaluation: CheckpointEvaluation,
+    disk_fault: int = 0,
+) -> int:
+    """Evaluate; the first episode is claimed, and never ends.
 
-    disk_fault = 0  # file operation of the evaluation from which on the disk is full; 0: none
+    `disk_fault`: file operation of the evaluation from which on the disk is full; 0: none.
+    """
 
-    def _supervise(self) -> str:
-        with control_service(self.scratch) as address:
-            control = connect(address, "launcher")
+    def run_until_end(node: FirstNode) -> str:
+        with control_service(node.scratch) as address:
+            control = connect(address, "host")
 
             def claim_first() -> None:
                 request = evaluation_queue.current_request(control)
                 assert request is not None
                 control.claim(evaluation_queue.queue_name(request), "rollout-0.1", 1)
 
-            self.evaluation = CheckpointEvaluation(self.config, self.checkpoint, self.output_file)
-            with FileFaults(self.config.run_folder, self.disk_fault, errno.ENOSPC, until=1_000_000):
-                return self.evaluation.run(control, claim_first, lambda progress: None)
+            with FileFaults(config.run_folder, disk_fault, errno.ENOSPC, until=1_000_000):
+                return evaluation.run(control, claim_first, lambda progress: None)
+
+    monkeypatch.setattr(FirstNode, "_run_until_end", run_until_end)
+    return run_here(config, console, evaluation)
 
 
 def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -177,7 +189,8 @@ def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monke
     one = ["evaluation.blank_images=false", "evaluation.temperature=0"]  # greedy already
     config = evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5", *one])
     with subprocess.Popen(["sleep", "600"]) as mine:
-        assert WithoutWorkers(config, Console(file=text), checkpoint=checkpoint).run() == 1
+        evaluation = CheckpointEvaluation(config, checkpoint)
+        assert run_without_workers(monkeypatch, config, Console(file=text), evaluation) == 1
         assert mine.poll() is None, "a launcher ends what it has started"
         mine.kill()
     # A busy machine makes the new database of MLflow late, and the job says so.
@@ -185,12 +198,6 @@ def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monke
     assert results == f"results: {config.run_folder / 'evaluations.jsonl'}"
     assert last.startswith("failed: 4 of 4 episodes are missing after 0.5 s (evaluation.timeout_seconds); raise it")
     assert json.loads((config.run_folder / "summary.json").read_text())["outcome"] == last
-
-
-class OnAFullDisk(WithoutWorkers):
-    """The disk is full once the evaluation has started."""
-
-    disk_fault = 1
 
 
 @pytest.mark.parametrize("name", ["report.json", "gone/report.json"])
@@ -201,7 +208,7 @@ def test_results_for_which_the_disk_has_no_room_are_printed_before_the_error(
     checkpoint, text, report = EvaluatedCheckpoint.resolve(run_folder), StringIO(), tmp_path / name
     config = evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5"])
     console = Console(file=text, width=400)
-    assert OnAFullDisk(config, console, checkpoint=checkpoint, output_file=report).run() == 1
+    assert run_without_workers(monkeypatch, config, console, CheckpointEvaluation(config, checkpoint, report), 1) == 1
     path, output = config.run_folder / "evaluations.jsonl", text.getvalue()
     problems = f"{path} cannot be written: No space left on device"
     if name == "report.json":
@@ -223,12 +230,12 @@ def test_the_folder_of_a_running_evaluation_is_left_alone(run_folder: Path, caps
     with control_service(folder):
         assert main(["eval", str(run_folder)]) == 2
         assert f"run.name={folder.name}: a job runs in {folder}, its control service at" in capsys.readouterr().err
-        launcher = EvaluationLauncher(config, Console(file=StringIO()), checkpoint=checkpoint)
         with pytest.raises(ConfigError, match=r"wait for its end, or choose another run\.name"):
-            launcher.run()
-        assert not launcher.scratch.exists()
+            run_here(config, Console(file=StringIO()), CheckpointEvaluation(config, checkpoint))
+        assert not list(Path(tempfile.gettempdir()).glob(f"webrl-{os.getpid()}-*"))
         assert not renamed.exists()
-    prepare_run_folder(config, lambda message: None)
+    with prepared_run_folder(config, place_processes(config), lambda message: None):
+        pass
     assert renamed.is_dir()
 
 
@@ -301,6 +308,7 @@ def test_an_evaluation_makes_no_folder_for_checkpoints_elsewhere(tmp_path: Path)
     other = tmp_path / "other"
     settings = (f"run.directory={tmp_path}", f"trainer.checkpoint.fallback_folder={other}", "run.name=here")
     config = parse_config(None, [*settings, "evaluation.only=true"])
-    prepare_run_folder(config, lambda message: None).release()
+    with prepared_run_folder(config, place_processes(config), lambda message: None):
+        pass
     assert not other.exists()
     assert not list(config.run_folder.glob("fallback-*"))

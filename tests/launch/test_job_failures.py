@@ -21,8 +21,8 @@ from tests.launch.whole_jobs import Job, assert_nothing_left
 WITH_CONTROL_PORT = """
 import sys
 from megatron_webrl.cli import main
-from megatron_webrl.launch import local_launcher
-local_launcher.CONTROL_PORT = {port}
+from megatron_webrl.launch import first_node
+first_node.LOCAL_PORT = {port}
 sys.exit(main())
 """
 

@@ -15,16 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_webrl.config.load import parse_config, save_config
+from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch import role_process, watchdog
+from megatron_webrl.launch import watchdog
+from megatron_webrl.launch.roles import role_command
+from megatron_webrl.launch.run_folder import control_address_path, write_job
 from megatron_webrl.launch.validation import load_config
-from megatron_webrl.launch.watchdog import HangDetector, Watchdog
+from megatron_webrl.launch.watchdog import HangDetector, StackDumper
+from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.util import child_process, stack_dump
-from megatron_webrl.util.restart_policy import RestartPolicy
-from megatron_webrl.util.supervised_process import SupervisedProcess
+from megatron_webrl.util.supervised_process import RestartPolicy, SupervisedProcess
 from tests.job_control import connect, control_service
 from tests.waiting import started, until
 
@@ -58,7 +60,8 @@ class Machine:
     def __init__(self, config: Config, address: Path) -> None:
         self.config, self.messages, self.address = config, [], address  # type: ignore[var-annotated]
         self.control = connect(address, "launcher")
-        self.watchdog = Watchdog(config, self.control, EventLog(config.run_folder), self.messages.append)
+        self.detector = HangDetector(config, place_processes(config), self.control)
+        self.dumper = StackDumper(EventLog(config.run_folder), self.messages.append)
         self.roles: list[SupervisedProcess] = []
 
     def start(self, name: str, marks: str) -> SupervisedProcess:
@@ -69,6 +72,11 @@ class Machine:
         self.until(lambda: self.progress(name), f"a mark of {name}")
         return self.roles[-1]
 
+    def poll(self) -> None:
+        if request := self.detector.poll():
+            self.messages.append(f"{request.reason}: dumping the stacks of all roles to their logs")
+        self.dumper.poll(self.roles, lambda: self.control)
+
     def progress(self, name: str) -> str:
         return watchdog.liveness_value(self.control.role_reports(), name, "progress")
 
@@ -76,7 +84,7 @@ class Machine:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}: {self.messages}"
-            self.watchdog.poll(self.roles)
+            self.poll()
             time.sleep(0.05)
 
 
@@ -84,7 +92,7 @@ class Machine:
 def machine(folder: Path, *settings: str) -> Iterator[Machine]:
     config = parse_config(None, [f"run.directory={folder}", "run.name=here", *settings])
     config.run_folder.mkdir()
-    save_config(config, role_process.config_path(config))
+    write_job(config, place_processes(config))
     seconds = config.run.heartbeat_timeout_seconds
     with control_service(config.run_folder, heartbeat_timeout_seconds=seconds) as address:
         made = Machine(config, address)
@@ -190,14 +198,13 @@ def test_a_suspended_job_has_no_hang_when_it_continues(tmp_path: Path) -> None:
         ],
     )
     config.run_folder.mkdir(parents=True)
-    save_config(config, role_process.config_path(config))
-    address, journal = role_process.control_address_path(config), str(config.run_folder / "control.journal")
-    command = role_process.webrl_command(["control", "--config", str(role_process.config_path(config))])
-    command += ["--address-file", str(address), "--journal", journal]
+    write_job(config, place_processes(config))
+    address = control_address_path(config)
+    command = role_command(config.run_folder, "control", "--journal", str(config.run_folder / "control.journal"))
     with started(command, cwd=ROOT) as service, ThreadPoolExecutor(1) as pool:
         until(address.is_file, "the control service")
         worker = connect(address, "rollout-0")
-        detector = HangDetector(config, connect(address, "detector"))
+        detector = HangDetector(config, place_processes(config), connect(address, "detector"))
         worker._connection.exchange(lambda: {"roles": {"rollout-0": (0.0, {"progress": "1:1"})}}, 0.0)
         service.send_signal(signal.SIGSTOP)  # and with it the whole job: nobody beats or looks
         time.sleep(6 * watchdog.POLL_SECONDS)

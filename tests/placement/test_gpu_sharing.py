@@ -11,10 +11,10 @@ from rich.console import Console
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.slurm.process_specs import process_specs
+from megatron_webrl.launch.roles import process_specs
 from megatron_webrl.placement.gpu_sharing import gpu_memory_share
 from megatron_webrl.placement.memory_estimate import GIB, check_memory, estimate_memory
-from megatron_webrl.placement.placement import RoleName, check_cluster, place_processes, visible_devices_by_process
+from megatron_webrl.placement.placement import RoleName, check_cluster, place_processes
 from megatron_webrl.placement.placement_table import find_model_config, show_placement
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -33,6 +33,12 @@ def made(*overrides: str) -> Config:
     return parse_config(ONE_GPU, list(overrides))
 
 
+def devices(config: Config) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of each process of a job on this machine."""
+    specs = process_specs(config, place_processes(config), 0, ROLES, "", {})
+    return {spec.name: spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs}
+
+
 def check(*overrides: str) -> None:
     """The placement, then the memory check. Raises ConfigError."""
     check_cluster(config := made(*overrides))
@@ -49,7 +55,7 @@ def refusal(*overrides: str) -> str:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*_1gpu.yaml")), ids=lambda path: path.stem)
 def test_both_roles_of_a_job_on_one_gpu_see_that_gpu(path: Path):
     config = parse_config(path)
-    assert visible_devices_by_process(config, "") == {"trainer-0": "0", "rollout-0": "0"}
+    assert devices(config) == {"trainer-0": "0", "rollout-0": "0"}
     found = place_processes(config)
     assert len({process.port for process in found.processes}) == 2
     assert (found.rings[0].workers, found.rings[0].ranks) == ((0,), (0,))
@@ -60,7 +66,7 @@ def test_a_slurm_job_gives_both_roles_the_gpu_that_it_was_allocated(allocated: s
     config = parse_config(ONE_GPU)
     inherited = {"CUDA_VISIBLE_DEVICES": allocated} if allocated else {}
     for role in ROLES:
-        (spec,) = process_specs(config, place_processes(config), 0, role, "host:1", inherited, "")
+        (spec,) = process_specs(config, place_processes(config), 0, [role], "host:1", inherited, "")
         assert spec.environment["CUDA_VISIBLE_DEVICES"] == (allocated or "0")
 
 
@@ -133,7 +139,7 @@ def test_roles_that_share_a_gpu_may_share_the_cpu_instead():
 
 def test_an_evaluation_has_the_shared_gpus_for_its_engines_alone():
     config = made("evaluation.only=true", "rollout.engines=0", "rollout.kv_cache_mib=0")
-    assert visible_devices_by_process(config, "") == {"rollout-0": "0"}
+    assert devices(config) == {"rollout-0": "0"}
     assert gpu_memory_share(config, "engine") == 1.0
 
 

@@ -20,14 +20,14 @@ from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.local_launcher import LocalLauncher
+from megatron_webrl.launch.local import run_here
+from megatron_webrl.launch.roles import process_specs
 from megatron_webrl.placement.cores import format_cores, parse_cores
 from megatron_webrl.placement.placement import (
     Placement,
     place_processes,
     ring_name,
     visible_devices,
-    visible_devices_by_process,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -192,14 +192,20 @@ def test_machines_without_gpus_share_their_cores_by_process() -> None:
     assert all(process.cores == () for process in place_processes(made(*two)).processes)
 
 
+def devices(config: Config) -> dict[str, str | None]:
+    """CUDA_VISIBLE_DEVICES of each process of a job on this machine."""
+    specs = process_specs(config, place_processes(config), 0, ["trainer", "rollout"], "", {})
+    return {spec.name: spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs}
+
+
 def test_a_configuration_that_describes_no_machines_has_one_node_without_gpus() -> None:
     config = made("rollout.engines=3", "trainer.data_parallel=2")
     assert not config.cluster.is_configured
     assert [process.name for process in place_processes(config).on_node(0)] == [
         "trainer-0", "trainer-1", "rollout-0", "rollout-1", "rollout-2"
     ]  # fmt: skip
-    assert visible_devices_by_process(config, "") == {}
-    assert visible_devices_by_process(made(*EIGHT, "rollout.tensor_parallel=2"), "")["rollout-1"] == "6,7"
+    assert set(devices(config).values()) == {None}
+    assert devices(made(*EIGHT, "rollout.tensor_parallel=2"))["rollout-1"] == "6,7"
 
 
 def test_devices_are_counted_among_those_that_are_visible() -> None:
@@ -212,7 +218,7 @@ def test_devices_are_counted_among_those_that_are_visible() -> None:
 
 def test_a_launcher_of_one_machine_refuses_several_nodes() -> None:
     with pytest.raises(ConfigError, match=r"cluster.nodes=2, but this command runs all roles on one machine"):
-        LocalLauncher(made("cluster.nodes=2"), Console())
+        run_here(made("cluster.nodes=2"), Console())
 
 
 def test_thousands_of_processes_are_placed_at_once() -> None:
@@ -314,16 +320,18 @@ def test_placing_and_estimating_need_no_torch() -> None:
     assert ended.stdout.splitlines()[-1] == "0 False"
 
 
-@pytest.mark.parametrize(("nodes", "node"), [(1, 1), (2, 2), (2, -1)])
-def test_a_role_on_a_node_that_there_is_not_is_refused(nodes: int, node: int, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(f"cluster: {{nodes: {nodes}}}\n")
-    control = str(tmp_path / "control.json")
-    words = ["rollout", "--config", str(path), "--control", control, "--worker", "0", f"--node={node}"]
-    command = [sys.executable, "-m", "megatron_webrl", *words]
+def test_a_written_placement_is_read_again() -> None:
+    placement = place_processes(made("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2"))
+    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
+
+
+def test_a_role_that_the_placement_does_not_have_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}\n")
+    (tmp_path / "placement.json").write_text(json.dumps(place_processes(made()).to_json()))
+    command = [sys.executable, "-m", "megatron_webrl", "role", str(tmp_path), "rollout-1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
-    assert f"--node={node} is not one of the {nodes} nodes" in ended.stderr
+    assert f"rollout-1 is not a process of {tmp_path / 'placement.json'}" in ended.stderr
 
 
 def test_each_node_has_a_ring_of_the_name_that_the_placement_draws() -> None:

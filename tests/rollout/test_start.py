@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from megatron_webrl.config.load import parse_config, save_config
+from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.connection import JobEnded
-from megatron_webrl.launch.role_process import role_arguments
+from megatron_webrl.launch.roles import role_command
+from megatron_webrl.launch.run_folder import write_job
+from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.rollout import main
 from tests.job_control import connect, control_service
 from tests.waiting import until
@@ -37,15 +38,13 @@ def test_the_end_of_the_job_ends_a_worker_whose_engine_starts(tmp_path: Path, ti
         None, [f"model.path={tiny_model}", "model.platform=cpu", f"run.directory={tmp_path}", "run.name=here"]
     )
     config.run_folder.mkdir()
-    save_config(config, config.run_folder / "config.yaml")
+    write_job(config, place_processes(config))
     with control_service(config.run_folder) as address:
         control = connect(address, "trainer-0")
-        command = [*role_arguments(config), "--worker", "0", "--weights-only"]
+        command = role_command(config.run_folder, "rollout-0", "--weights-only")
         log = tmp_path / "log"
         with log.open("wb") as file:
-            worker = subprocess.Popen(
-                [sys.executable, "-m", "megatron_webrl", "rollout", *command], stdout=file, stderr=subprocess.STDOUT
-            )
+            worker = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:
             until(lambda: control.status_of("rollout-0") == "starting the engine", log.read_text, STARTS_SECONDS)
             time.sleep(1)

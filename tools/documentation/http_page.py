@@ -41,7 +41,7 @@ the value of `{TOKEN_VARIABLE}`, that of a browser server the value of
 CONTROL = """
 ## Control service
 
-Started by `webrl control`; `webrl train` and the Slurm scripts run it. Every path needs the job's
+The first node of a job runs it (`webrl role RUN control`). Every path needs the job's
 token. Bodies and replies are JSON. It is internal to a version: all processes of a job run the same
 code.
 """

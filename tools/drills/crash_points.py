@@ -23,13 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.launch.slurm.prepare import make_job_folder, plan_processes
-from megatron_webrl.launch.slurm.requeue import read_launches
-from megatron_webrl.track import episode_log, events, run_lease, summary
+from megatron_webrl.launch.slurm.prepare import make_job_folder, plan_processes, read_launches
+from megatron_webrl.track import episode_log, events, summary
 from megatron_webrl.track.episode_log import EpisodeLog
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.track.run_lease import Holder, RunLease
+from megatron_webrl.track.run_lock import Launch, launch_of_process, start_launch
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.util import atomic_file
 from tests.trajectories import trajectory
@@ -63,19 +62,19 @@ SHORT = (Crash(), Crash(power_loss=True), Crash(power_loss=True, seed=1))
 class Trainer:
     """The files of a trainer: histories, and checkpoints whose content can be verified."""
 
-    def __init__(self, folder: Path, lease: RunLease) -> None:
+    def __init__(self, folder: Path, launch: Launch) -> None:
         """Resume from the newest checkpoint, as the coordinator and the checkpointer do."""
-        self.folder, self.lease = folder, lease
+        self.folder, self.launch = folder, launch
         checkpoint = find_latest_checkpoint(folder)
         state = {"version": 0, "episode_log_bytes": 0}
         if checkpoint is not None:
             state = json.loads((checkpoint / "state.json").read_text())
         self.version = state["version"]
-        files.delete_leftovers(lease.staging)
+        files.delete_leftovers(launch.staging)
         closed = self.version * EPISODES
         episode_log.roll_back(folder, closed, (), state["episode_log_bytes"])
-        self.episodes = EpisodeLog(folder, closed, state["episode_log_bytes"], lease.check)
-        self.updates = summary.open_updates(folder, self.version, lease.check)
+        self.episodes = EpisodeLog(folder, closed, state["episode_log_bytes"], launch.check)
+        self.updates = summary.open_updates(folder, self.version, launch.check)
 
     def update(self) -> None:
         """Log an update and publish its checkpoint."""
@@ -85,19 +84,19 @@ class Trainer:
         self.updates.append({"version": self.version})
         self.episodes.history.sync()
         self.updates.sync()
-        temporary = files.make_empty_folder(files.temporary_folder(self.lease.staging, self.version))
+        temporary = files.make_empty_folder(files.temporary_folder(self.launch.staging, self.version))
         for name in ("megatron/shard.distcp", "state.json"):
             state = {"version": self.version, "episode_log_bytes": self.episodes.size}
             (temporary / name).write_text(json.dumps(state))
         atomic_file.fsync_tree(temporary)
         newest = files.commit(temporary, self.version)
-        files.delete_checkpoints(files.obsolete_checkpoints(newest, KEEP, 0), self.lease.staging)
+        files.delete_checkpoints(files.obsolete_checkpoints(newest, KEEP, 0), self.launch.staging)
 
 
 def _start(folder: Path) -> Trainer:
-    lease = run_lease.take(folder, Holder.of_this_process({}))
-    atomic_file.remove_leftovers(folder)
-    return Trainer(folder, lease)
+    with start_launch(folder, {}) as launch:
+        atomic_file.remove_leftovers(folder)
+        return Trainer(folder, launch)
 
 
 def publish(folder: Path, published: Callable[[int], object]) -> None:
@@ -106,7 +105,6 @@ def publish(folder: Path, published: Callable[[int], object]) -> None:
     for _ in range(3):
         trainer.update()
         published(trainer.version)
-    trainer.lease.release()
 
 
 def resume(folder: Path, published: Callable[[int], object]) -> None:
@@ -124,10 +122,10 @@ def requeue(folder: Path, published: Callable[[int], object]) -> None:
     """The preparation of three launches of a Slurm job, with a checkpoint in each."""
     for restart in range(3):
         _prepare(folder, restart)
-        lease = run_lease.of_process(folder, _environment(restart))
-        assert lease is not None
+        launch = launch_of_process(folder, _environment(restart))
+        assert launch is not None
         events.EventLog(folder).add(events.JOB, events.STARTED)
-        trainer = Trainer(folder, lease)
+        trainer = Trainer(folder, launch)
         trainer.update()
         published(trainer.version)
 
@@ -221,12 +219,12 @@ def _verify(folder: Path, name: str, published: int) -> list[str]:
     problems = []
     if name == "requeue":
         _prepare(folder, 9)
-        lease = run_lease.of_process(folder, _environment(9))
-        assert lease is not None
+        launch = launch_of_process(folder, _environment(9))
+        assert launch is not None
         launches = [launch.restart_count for launch in read_launches(folder)]
         if launches != sorted(set(launches)) or launches[-1] != 9:
             problems.append(f"launches {launches}")
-        trainer = Trainer(folder, lease)
+        trainer = Trainer(folder, launch)
     else:
         trainer = _start(folder)
     if trainer.version < published:
@@ -242,7 +240,7 @@ def _verify(folder: Path, name: str, published: int) -> list[str]:
         trainer.update()
         problems += _checkpoint_problems(folder, trainer.version)
     if left := [path.name for path in folder.rglob("*.writing")] + [
-        path.name for path in trainer.lease.staging.iterdir()
+        path.name for path in trainer.launch.staging.iterdir()
     ]:
         problems.append(f"left over: {left}")
     return problems

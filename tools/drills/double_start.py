@@ -6,7 +6,7 @@
 once, of which one may win; and a trainer is suspended before a random one of its file operations, as on a node that
 loses its network, while a requeued launch takes over, publishes checkpoints, and lets the zombie wake up. `latest` may
 never go back, and the zombie must end with an error and leave the histories alone: all but the one operation before
-which it was suspended, for which a file system has no lease.
+which it was suspended, for which a file system has no lock.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.track import episode_log, run_lease, summary
+from megatron_webrl.track import episode_log, summary
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.track.run_lease import Holder, LeaseLost, RunLease
+from megatron_webrl.track.run_lock import Launch, LaunchLost, start_launch
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.util import child_process
 from tools.drills.crash_points import EPISODES, MEMORY, Trainer
@@ -56,7 +56,7 @@ def measure(quick: bool) -> Findings:
 
 
 def _double_start(folder: Path, counts: Counter[str]) -> list[str]:
-    launches = [_Process(lambda: _launch(folder, Holder.of_this_process({}))) for _ in range(LAUNCHES)]
+    launches = [_Process(lambda: _launch(folder, {})) for _ in range(LAUNCHES)]
     problems = _watch(folder, launches, lambda newest: None)
     codes = [launch.code for launch in launches]
     counts["launches at once that ran"] += codes.count(ENDED)
@@ -90,29 +90,34 @@ def _zombie(folder: Path, at: int, counts: Counter[str]) -> list[str]:
     return problems + ([] if under_way else found)
 
 
-def _launch(folder: Path, holder: Holder, suspended_at: int = 0) -> int:
+def _launch(folder: Path, environment: Mapping[str, str], suspended_at: int = 0) -> int:
     """Publish UPDATES checkpoints; returns the exit code."""
-    lease: RunLease | None = None
+    launch: Launch | None = None
     try:
-        with FileFaults(folder.parent, suspended_at, suspend=True):
-            lease = run_lease.take(folder, holder)
-            trainer = Trainer(folder, lease)
+        with FileFaults(folder.parent, suspended_at, suspend=True), start_launch(folder, environment) as launch:
+            trainer = Trainer(folder, launch)
             for _ in range(UPDATES):
-                lease.check()
+                launch.check()
                 trainer.update()
-            if not holder.slurm_restart:  # the launch that took over has not ended when the zombie wakes up
-                lease.release()
-    except LeaseLost:
+    except LaunchLost:
         return LOST
-    except (CheckpointError, OSError):  # as a checkpoint that fails: the lease is looked at before the next update
-        return ENDED if lease is not None and lease.is_held else LOST
+    except (CheckpointError, OSError):  # as a checkpoint that fails: the launch is checked before the next update
+        return ENDED if launch is not None and _is_newest(launch) else LOST
     except ConfigError:
         return LOST if suspended_at else REFUSED
     return ENDED
 
 
-def _slurm(restart: int) -> Holder:
-    return Holder.of_this_process({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restart)})
+def _is_newest(launch: Launch) -> bool:
+    try:
+        launch.check()
+    except LaunchLost:
+        return False
+    return True
+
+
+def _slurm(restart: int) -> dict[str, str]:
+    return {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restart)}
 
 
 class _Process:

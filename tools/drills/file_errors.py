@@ -28,11 +28,11 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, read_usage, write_usage
 from megatron_webrl.judge.cache import CachedReply, ReplyCache
 from megatron_webrl.ring.record_file import RecordFileWriter, read_record_file
-from megatron_webrl.track import events, run_lease, summary
+from megatron_webrl.track import events, summary
 from megatron_webrl.track.evaluation import result_files
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.track.run_lease import Holder
+from megatron_webrl.track.run_lock import start_launch
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.data.task_sampler import BlockList
 from megatron_webrl.types import BLOCKED, Group
@@ -91,7 +91,8 @@ def _evaluate(folder: Path, number: int) -> None:
 
 
 def _checkpoint(folder: Path, number: int) -> None:
-    Trainer(folder, run_lease.take(folder, Holder.of_this_process({}))).update()
+    with start_launch(folder, {}) as launch:
+        Trainer(folder, launch).update()
 
 
 def _version(folder: Path) -> list[int]:

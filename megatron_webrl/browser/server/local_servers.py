@@ -20,8 +20,7 @@ from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.util import child_process
 from megatron_webrl.util.child_process import ProcessError
-from megatron_webrl.util.restart_policy import RestartPolicy
-from megatron_webrl.util.supervised_process import SupervisedProcess
+from megatron_webrl.util.supervised_process import RestartPolicy, SupervisedProcess
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from megatron_webrl.config.schema import Config, EvaluationConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.config.trainer import ProfileConfig, WarmStartConfig
-from megatron_webrl.launch.local_launcher import LocalLauncher
+from megatron_webrl.launch.local import run_here
 from megatron_webrl.launch.validation import check_config
 
 SECTION = "engine"
@@ -55,7 +55,7 @@ def _run(config: Config) -> str:
     """Run a job; returns why it failed, empty if it did not. Raises ConfigError if it cannot start."""
     check_config(config)
     output = io.StringIO()
-    code = LocalLauncher(config, Console(file=output, width=200)).run()
+    code = run_here(config, Console(file=output, width=200))
     return _last_line(config, output.getvalue()) if code else ""
 
 

@@ -16,9 +16,9 @@ from megatron_webrl.checks.gpu.results import CheckResult, failed, measured, ski
 from megatron_webrl.checks.gpu.topology import read_topology, topology_problems
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.gpu_environment import gpu_environment
 from megatron_webrl.launch.preflight import local_checks
 from megatron_webrl.launch.preflight.local_checks import CheckFailed
+from megatron_webrl.launch.roles import gpu_environment
 from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.util import cuda_driver, torchvision_shim
 

@@ -17,7 +17,7 @@ from megatron_webrl import __version__
 from megatron_webrl.checks.gpu import section_process
 from megatron_webrl.checks.gpu.request import GPU_SECTIONS, GpuCheckRequest
 from megatron_webrl.checks.gpu.results import CheckResult, failed, print_results, skipped, write_report
-from megatron_webrl.launch import role_process
+from megatron_webrl.launch import run_folder
 from megatron_webrl.util import child_process
 
 POLL_SECONDS = 0.2
@@ -71,7 +71,7 @@ def _run_section(
         child_process.terminate_tree(process)
     results = _read(path)
     if code is None:
-        role_process.sweep_leftovers()  # of the job of a section that was killed
+        run_folder.sweep_leftovers()  # of the job of a section that was killed
         results.append(failed(section, "time", f"it took more than the {seconds:.3g} s that were left {budget}"))
     elif code:
         results.append(failed(section, "its process", process.describe_end()))

@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.launch.local_launcher import LocalLauncher
+from megatron_webrl.launch.local import run_here
 
 
 def check_weight_sync(config: Config, console: Console, *, as_json: bool = False) -> int:
     """Send weights without training and compare every slice, in a run "<run.name>-weights"; returns the exit code."""
     config = weight_sync_config(config)
     progress = Console(stderr=True) if as_json else console
-    code = LocalLauncher(config, progress, weights_only=True).run()
+    code = run_here(config, progress, weights_only=True)
     if code:
         return code
     report = json.loads((config.run_folder / "weights.json").read_text())

@@ -14,7 +14,7 @@ from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch import role_process
+from megatron_webrl.launch import roles
 from megatron_webrl.launch.preflight import resource_limits
 from megatron_webrl.launch.validation import SHARED_MEMORY, check_packages
 from megatron_webrl.placement.placement import Placement
@@ -38,7 +38,7 @@ def check_software(config: Config, placement: Placement) -> None:
             check_packages(config.trainer)
         except ConfigError as error:
             raise CheckFailed(str(error)) from error
-    command = role_process.webrl_command(["doctor", "--json"])
+    command = roles.webrl_command(["doctor", "--json"])
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOCTOR_SECONDS, check=False)
         missing = json.loads(done.stdout)["missing"]

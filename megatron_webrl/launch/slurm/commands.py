@@ -7,17 +7,21 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.evaluation_command import add_evaluation_arguments, evaluation_arguments
-from megatron_webrl.track import run_lease
-
-if TYPE_CHECKING:
-    from megatron_webrl.placement.placement import RoleName
+from megatron_webrl.launch.run_folder import (
+    RoleStartError,
+    control_address_path,
+    read_placement,
+    wait_for_control_address,
+)
+from megatron_webrl.track.run_lock import Launch, launch_of_process
 
 STOP_SECONDS = 30.0  # for the control service to answer `stop`
 TOO_FEW_NODES_EXIT_CODE = 76  # of `choose`: too few nodes passed the check
@@ -60,12 +64,9 @@ def add_node(commands: Any) -> None:
         "--min-gib-per-second", type=float, default=0.0, metavar="G", help="least GiB/s between two nodes (default: 0)"
     )
 
-    for name, text, run in (
-        ("control", "run the control service and report the job's progress", _control),
-        ("eval", "run the control service of an evaluation and collect its results", _evaluate),
-    ):
-        host = _add_part(parts, name, text, run)
-        host.add_argument("--host", default=socket.gethostname(), help="address of this node (default: its name)")
+    text = "host the control service, report the job's progress, and collect the results of an evaluation"
+    host = _add_part(parts, "control", text, _control)
+    host.add_argument("--host", default=socket.gethostname(), help="address of this node (default: its name)")
 
     for role, text in (("trainer", "run this node's trainer ranks"), ("rollout", "run this node's rollout workers")):
         part = _add_part(parts, role, text, _step)
@@ -131,7 +132,7 @@ def _commands(options: argparse.Namespace) -> int:
 
 
 def _prepare_evaluation(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.slurm import evaluation_job
+    from megatron_webrl.launch import evaluation_job
 
     config, job = evaluation_job.plan_evaluation(
         options.checkpoint, evaluation_arguments(options), options.nodes, options.json
@@ -146,19 +147,12 @@ def _prepare_evaluation(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.slurm.evaluation_job import convert_checkpoint
+    from megatron_webrl.launch.evaluation_job import convert_checkpoint
 
     config = parse_config(options.config)
-    lease = run_lease.of_process(config.run_folder, os.environ)
-    with run_lease.kept_alive(lease):
-        convert_checkpoint(config, lease)
+    with _locked_launch(config) as launch:
+        convert_checkpoint(config, launch)
     return 0
-
-
-def _evaluate(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.slurm.evaluation_host import EvaluationHost
-
-    return EvaluationHost(parse_config(options.config), options.host).run()
 
 
 def _report(message: str) -> None:
@@ -181,7 +175,8 @@ def _check(options: argparse.Namespace) -> int:
     from megatron_webrl.launch.preflight.node_check import run_node_check
 
     config = parse_config(options.config)
-    with run_lease.kept_alive(run_lease.of_process(config.run_folder, os.environ)):
+    is_first = options.nodes[0] in (os.environ.get("SLURMD_NODENAME"), socket.gethostname())
+    with _locked_launch(config) if is_first else nullcontext():
         return run_node_check(config, options.nodes, options.first_address, options.min_gib_per_second)
 
 
@@ -203,26 +198,38 @@ def _choose(options: argparse.Namespace) -> int:
 
 
 def _control(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.slurm.control_host import ControlHost
+    from megatron_webrl.launch.first_node import FirstNode
+    from megatron_webrl.launch.output import LogOutput
 
-    return ControlHost(parse_config(options.config), options.host).run()
+    config = parse_config(options.config)
+    launch = _locked_launch(config)
+    if not config.evaluation.only:
+        return FirstNode(config, read_placement(config), LogOutput(config), options.host).run_job(launch)
+    from megatron_webrl.launch.evaluation_job import hosted_evaluation
+
+    with hosted_evaluation(config) as evaluation:
+        output = LogOutput(config, evaluation)
+        return FirstNode(config, read_placement(config), output, options.host).run_job(launch)
+
+
+def _locked_launch(config: Config) -> AbstractContextManager[Launch | None]:
+    """The launch of this Slurm job, which holds the run's lock; None outside Slurm. Raises LaunchLost."""
+    launch = launch_of_process(config.run_folder, os.environ)
+    return nullcontext() if launch is None else launch.locked()
 
 
 def _step(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.role_process import control_address_path, wait_for_control_address
-    from megatron_webrl.launch.slurm.node_supervisor import NodeSupervisor
+    from megatron_webrl.launch.node import Node
 
     config = parse_config(options.config)
-    node = node_number(options.node, config, os.environ)
+    number = node_number(options.node, config, os.environ)
     address = wait_for_control_address(control_address_path(config), config.run.startup_timeout_seconds)
-    role: RoleName = options.role
-    return NodeSupervisor(config, role, node, address.host, options.stub_command).run()
+    return Node(config, number).run_step(read_placement(config), options.role, address.host, options.stub_command)
 
 
 def _stop(options: argparse.Namespace) -> int:
     from megatron_webrl.control.client import ControlClient
     from megatron_webrl.control.connection import JobFailed
-    from megatron_webrl.launch.role_process import RoleStartError, control_address_path, wait_for_control_address
     from megatron_webrl.types import PREEMPTED, STOPPED, failed_outcome
 
     config = parse_config(options.config)

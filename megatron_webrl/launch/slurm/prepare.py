@@ -1,25 +1,97 @@
-"""Preparation of a job, once on its first node: run folder, configuration, placement, and choice of nodes."""
+"""Preparation of a job, once on its first node: run folder, configuration, placement, and choice of nodes.
+
+launches.jsonl has a line for each launch of a job that Slurm requeues: its checkpoint, and how the previous one ended.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_webrl.config.browser import BROWSER_SERVER_SETTINGS, BrowserConfig
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, check_sections
-from megatron_webrl.launch import role_process
 from megatron_webrl.launch.preflight import node_report
-from megatron_webrl.launch.slurm import requeue
-from megatron_webrl.launch.slurm.process_specs import log_folder, process_specs
+from megatron_webrl.launch.roles import log_folder, process_specs
+from megatron_webrl.launch.run_folder import config_path, prepared_run_folder
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.placement.parallel_layout import check_parallel_layout
 from megatron_webrl.placement.placement import Placement, place_processes
 from megatron_webrl.placement.placement_table import find_model_config, print_placement
+from megatron_webrl.track import summary
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.util import atomic_file
+
+LAUNCHES_FILE = "launches.jsonl"
+UNKNOWN_OUTCOME = "without a summary: it was killed, or a node was lost"
+
+
+@dataclass(frozen=True)
+class JobLaunch:
+    slurm_job_id: str  # a requeue keeps it
+    restart_count: int  # 0 for the first launch
+    checkpoint: str | None  # the newest complete checkpoint at launch, such as "version-000005"
+    previous_outcome: str | None  # of the previous launch; None for the first
+    time: float  # unix time, seconds
+
+    @property
+    def message(self) -> str:
+        """A line for the log; empty for the first launch."""
+        if not self.restart_count:
+            return ""
+        source = f"resuming from {self.checkpoint}" if self.checkpoint else "starting over, no checkpoint is complete"
+        number = f"launch {self.restart_count + 1} of job {self.slurm_job_id}"
+        return f"{number}, {source}; the previous launch ended: {self.previous_outcome}"
+
+
+def latest_checkpoint_name(folder: Path) -> str | None:
+    """Name of the newest complete checkpoint of a run."""
+    newest = find_latest_checkpoint(folder)
+    return newest.name if newest else None
+
+
+def read_launches(folder: Path) -> list[JobLaunch]:
+    path = folder / LAUNCHES_FILE
+    return [JobLaunch(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def write_launches(folder: Path, launches: Sequence[JobLaunch]) -> None:
+    atomic_file.write_text(folder / LAUNCHES_FILE, "".join(json.dumps(asdict(launch)) + "\n" for launch in launches))
+
+
+def record_launch(config: Config, environment: Mapping[str, str]) -> list[JobLaunch]:
+    """The launches of a run with the current one; outside Slurm only the recorded ones.
+
+    Raises ConfigError, and writes it to summary.json, after run.max_requeues requeues without a newer checkpoint.
+    """
+    folder = config.run_folder
+    earlier = read_launches(folder)
+    if "SLURM_JOB_ID" not in environment:
+        return earlier
+    job, restart = environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT", "0"))
+    own = [each for each in earlier if each.slurm_job_id == job]
+    previous_outcome = UNKNOWN_OUTCOME if restart else None
+    if own:
+        path = folder / "summary.json"
+        previous_outcome = json.loads(path.read_text())["outcome"] if path.is_file() else UNKNOWN_OUTCOME
+    checkpoint = latest_checkpoint_name(folder) if own or config.run.resume else None  # otherwise an earlier run's
+    launch = JobLaunch(job, restart, checkpoint, previous_outcome, time.time())
+    same = [each for each in own if each.checkpoint == checkpoint]
+    if restart and len(same) > config.run.max_requeues:
+        outcomes = "; ".join(filter(None, [*(each.previous_outcome for each in same), previous_outcome]))
+        reason = (
+            f"job {job} was launched {len(same)} times from {launch.checkpoint or 'no checkpoint'} and made no newer "
+            f"one (run.max_requeues={config.run.max_requeues}); its launches ended: {outcomes}. Logs: {folder / 'logs'}"
+        )
+        summary.write_summary(folder, f"failed: {reason}", None)
+        way = "Submit it again" if config.evaluation.only else "To resume, submit it again with run.resume=true"
+        raise ConfigError(f"{reason}. {way}")
+    return [*earlier, launch]
 
 
 def plan_job(path: str, overrides: list[str]) -> tuple[Config, Placement]:
@@ -60,19 +132,17 @@ def make_job_folder(
     config: Config, placement: Placement, report: Callable[[str], None], environment: Mapping[str, str]
 ) -> Path:
     """Make the run's folder of a job; returns the path of its config.yaml. Raises ConfigError after many requeues."""
-    launches = requeue.record_launch(config, environment)
+    launches = record_launch(config, environment)
     if launches and launches[-1].message:
         report(launches[-1].message)
-    role_process.prepare_run_folder(config, report, environment)
-    requeue.write_launches(config.run_folder, launches)
-    for node in range(placement.nodes):
-        log_folder(config, node).mkdir(exist_ok=True)
-    atomic_file.write_json(config.run_folder / "placement.json", placement.to_json(), indent=1)
-    node_report.report_folder(config).mkdir(exist_ok=True)
-    for old in node_report.report_folder(config).iterdir():
-        old.unlink()
-    role_process.control_address_path(config).unlink(missing_ok=True)
-    return role_process.config_path(config)
+    with prepared_run_folder(config, placement, report, environment):
+        write_launches(config.run_folder, launches)
+        for node in range(placement.nodes):
+            log_folder(config, node).mkdir(exist_ok=True)
+        node_report.report_folder(config).mkdir(exist_ok=True)
+        for old in node_report.report_folder(config).iterdir():
+            old.unlink()
+    return config_path(config)
 
 
 def resume_overrides(path: str, overrides: list[str], environment: Mapping[str, str]) -> list[str]:
@@ -83,8 +153,8 @@ def resume_overrides(path: str, overrides: list[str], environment: Mapping[str, 
     if environment.get("SLURM_RESTART_COUNT", "0") == "0":
         return []
     folder = parse_config(path, overrides).run_folder
-    own = any(launch.slurm_job_id == environment["SLURM_JOB_ID"] for launch in requeue.read_launches(folder))
-    return ["run.resume=true"] if own and requeue.latest_checkpoint_name(folder) else []
+    own = any(launch.slurm_job_id == environment["SLURM_JOB_ID"] for launch in read_launches(folder))
+    return ["run.resume=true"] if own and latest_checkpoint_name(folder) else []
 
 
 def farm_overrides(url: str) -> list[str]:
@@ -110,14 +180,11 @@ def describe_processes(config: Config, placement: Placement, stub_command: str) 
 
     text = StringIO()
     print_placement(config, placement, Console(file=text, width=140))
-    lines = text.getvalue().splitlines()
-    for node in range(placement.nodes):
-        for role in ("trainer", "rollout"):
-            lines += [
-                f"node {node} {spec.name}: {spec.shell_command()} >> {spec.log} 2>&1"
-                for spec in process_specs(config, placement, node, role, "FIRST_NODE", {}, stub_command)
-            ]
-    return lines
+    return text.getvalue().splitlines() + [
+        f"node {node} {spec.name}: {spec.shell_command()} >> {spec.log} 2>&1"
+        for node in range(placement.nodes)
+        for spec in process_specs(config, placement, node, ["trainer", "rollout"], "FIRST_NODE", {}, stub_command)
+    ]
 
 
 class TooFewNodes(ConfigError):

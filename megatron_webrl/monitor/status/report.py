@@ -30,7 +30,7 @@ from megatron_webrl.track.events import ProcessEvent
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.mlflow_journal import FILE
 from megatron_webrl.track.mlflow_upload import count_unsent
-from megatron_webrl.track.run_lease import STAGING_PREFIX
+from megatron_webrl.track.run_lock import STAGING_PREFIX
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
 from megatron_webrl.util.redaction import redact
 

@@ -3,13 +3,13 @@
     checkpoints/latest                     name of the newest complete checkpoint
     checkpoints/version-000005/            complete; its files never change
     checkpoints/version-000005.1/          the same version saved again after a resume
-    checkpoints/.staging-000003-5f0c/      of the launch that holds the run's lease:
+    checkpoints/.staging-000003/           of the newest launch:
         000006/                            in progress, or left by a crash
         deleting-version-000004/           an obsolete one that is deleted
 
 A folder gets its final name once all its bytes are on disk, and `latest` is updated after that: a crash at any moment
 leaves `latest` naming a complete folder. `latest` never goes back: every rename starts in the staging folder, which the
-next launch moves away (tracking/run_lease.py), and a commit refuses a version below that of `latest`.
+next launch moves away (track/run_lock.py), and a commit refuses a version below that of `latest`.
 """
 
 from __future__ import annotations

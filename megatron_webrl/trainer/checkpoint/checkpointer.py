@@ -24,7 +24,7 @@ import torch
 from megatron_webrl.config.trainer import CheckpointConfig
 from megatron_webrl.model.convert.passthrough import copy_passthrough
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.track.run_lease import STAGING_PREFIX
+from megatron_webrl.track.run_lock import STAGING_PREFIX
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.checkpoint_plan import CheckpointPlan, plan_checkpoint, write_metadata
@@ -105,7 +105,7 @@ class Checkpointer:
         and its tensors that no parameter holds.
 
         `report_progress` is called while a save is waited for; `sync_histories` flushes the files that a state refers
-        to, on the first rank. It may raise OSError. `staging`: that of the run's lease in `folder`; None if no other
+        to, on the first rank. It may raise OSError. `staging`: that of the launch in `folder`; None if no other
         process writes to it.
         """
         self.folder, self.model_folder, self.settings = folder, model_folder, settings

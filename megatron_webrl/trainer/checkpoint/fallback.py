@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_webrl.track.run_lease import RunLease
+from megatron_webrl.track.run_lock import Launch
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.util.history import History, restore_unwritten
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def save_in_fallback(
     failed: Checkpointer,
     folder: Path,
-    lease: RunLease,
+    launch: Launch,
     learner: Learner,
     state: TrainerState,
     histories: Sequence[History],
@@ -33,7 +33,7 @@ def save_in_fallback(
         failed.model_folder,
         failed.settings,
         failed.report_progress,
-        staging=lease.staging_in(folder),
+        staging=launch.staging_in(folder),
     )
     unwritten = {history.path.name: history.unwritten for history in histories}
     saver.start_save(learner, replace(state, unwritten_lines=unwritten))

@@ -74,15 +74,14 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-def collect_facts(role: str, options: dict[str, str]) -> dict[str, object]:
+def collect_facts(name: str) -> dict[str, object]:
     """The arguments, environment and core binding of this process."""
-    environment = os.environ
+    environment, role = os.environ, name.partition("-")[0]
+    assert environment["WEBRL_ROLE"] == name
     facts: dict[str, object] = {
-        "name": environment["WEBRL_ROLE"],
+        "name": name,
         "role": role,
-        "index": int(environment["RANK"] if role == "trainer" else options["--worker"]),
-        "follower": int(options.get("--follower", 0)),
-        "node": int(options["--node"]),
+        "index": int(environment["RANK"]) if role == "trainer" else None,
         "local_rank": int(environment["LOCAL_RANK"]) if role == "trainer" else None,
         "world": int(environment["WORLD_SIZE"]) if role == "trainer" else None,
         "slurm": [int(environment["SLURM_NODEID"]), environment["SLURMD_NODENAME"]],
@@ -97,9 +96,10 @@ def collect_facts(role: str, options: dict[str, str]) -> dict[str, object]:
 
 def check(facts: dict[str, object], placement: dict, host: str, port: int) -> None:
     """Compare with the placement. Raises AssertionError."""
-    same = ("role", "index", "follower")
-    expected = next(each for each in placement["processes"] if all(each[name] == facts[name] for name in same))
-    for name in ("name", "node", "devices", "cores"):
+    expected = next(each for each in placement["processes"] if each["name"] == facts["name"])
+    assert facts["index"] in (None, expected["index"])
+    facts["index"], facts["node"] = expected["index"], expected["node"]
+    for name in ("role", "devices", "cores"):
         assert facts[name] == expected[name], f"{name} is {facts[name]}, not {expected[name]}"
     assert facts["slurm"][0] == expected["node"], f"Slurm says node {facts['slurm']}, not {expected['node']}"
     machine = set(range(os.cpu_count() or 1))
@@ -135,18 +135,17 @@ def keep_to_ring(store: Store, facts: dict[str, object], placement: dict) -> str
 
 
 def main(arguments: list[str]) -> None:
-    """[--fail NAME] ROLE, and the options of that role."""
+    """[--fail NAME] role RUN_FOLDER NAME [--attempt N]."""
     fail = ""
     if arguments[0] == "--fail":
         fail, arguments = arguments[1], arguments[2:]
-    role, rest = arguments[0], arguments[1:]
-    options = dict(zip(rest[::2], rest[1::2], strict=True))
-    facts = collect_facts(role, options)
+    command, folder, name = arguments[0], Path(arguments[1]), arguments[2]
+    assert command == "role"
+    facts = collect_facts(name)
     if facts["name"] == fail:
         sys.exit("it fails on purpose")
-    folder = Path(options["--config"]).parent
     placement = json.loads((folder / "placement.json").read_text())
-    store = Store(Path(options["--control"]))
+    store = Store(folder / "control.json")
     check(facts, placement, store.address["host"], store.address["port"])
     everyone = [each["name"] for each in placement["processes"]]
     if facts["name"] == everyone[0]:

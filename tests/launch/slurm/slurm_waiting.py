@@ -16,12 +16,12 @@ from slurm_payload import POLL_SECONDS, SECONDS, Store
 
 
 def main(arguments: list[str]) -> None:
-    """[--ignore-stop | --no-checkpoint | --fail-NAME] ROLE, and the options of that role."""
+    """[--ignore-stop | --no-checkpoint | --fail-NAME] role RUN_FOLDER NAME [--attempt N]."""
     kind = arguments.pop(0) if arguments[0].startswith("--") else ""
     if kind == f"--fail-{os.environ['WEBRL_ROLE']}":
         sys.exit("it fails on purpose")
-    options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
-    store, requeued = Store(Path(options["--control"])), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    run_folder = Path(arguments[1])
+    store, requeued = Store(run_folder / "control.json"), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     deadline = time.monotonic() + SECONDS
     while (facts := store.get("end", "stop"))[0] is None:
         stop = facts[1]
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
             elif requeued:
                 end(store, "finished")
             elif stop is not None and kind != "--ignore-stop":
-                folder = Path(options["--config"]).parent / "checkpoints"
+                folder = run_folder / "checkpoints"
                 folder.mkdir(exist_ok=True)
                 (folder / "latest").write_text("version-000001\n")
                 end(store, stop)

@@ -26,18 +26,17 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.client import POLL_SECONDS
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, parse_evaluation_config
-from megatron_webrl.launch.role_process import control_address_path, wait_for_control_address
-from megatron_webrl.launch.slurm.evaluation_job import EvaluationJob, convert_checkpoint
-from megatron_webrl.launch.slurm.prepare import plan_processes
-from megatron_webrl.launch.slurm.process_specs import process_specs
-from megatron_webrl.launch.slurm.requeue import read_launches
+from megatron_webrl.launch.evaluation_job import EvaluationJob, convert_checkpoint
+from megatron_webrl.launch.roles import process_specs
+from megatron_webrl.launch.run_folder import control_address_path, wait_for_control_address
+from megatron_webrl.launch.slurm.prepare import plan_processes, read_launches
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.track import run_lease
 from megatron_webrl.track.evaluation import evaluation_queue
 from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult
+from megatron_webrl.track.run_lock import LaunchLost, start_launch
 from megatron_webrl.util import child_process
 from tests.job_control import connect
 from tests.launch.slurm.slurm_jobs import ROOT, SCRIPTS
@@ -109,8 +108,8 @@ def test_engines_use_every_gpu_of_every_node_whatever_the_training_job_had(
         assert [process.name for process in here] == [f"rollout-{8 * node + gpu}" for gpu in range(8)]
         assert [process.devices for process in here] == [(gpu,) for gpu in range(8)]
         assert sorted(core for process in here for core in process.cores) == list(range(112))
-        assert process_specs(config, placement, node, "trainer", "n1:29500", {}, "") == []
-        specs = process_specs(config, placement, node, "rollout", "n1:29500", {}, "")
+        assert process_specs(config, placement, node, ["trainer"], "n1:29500", {}, "") == []
+        specs = process_specs(config, placement, node, ["rollout"], "n1:29500", {}, "")
         assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == [str(gpu) for gpu in range(8)]
 
 
@@ -197,11 +196,11 @@ def test_evaluations_of_one_configuration_share_no_folder_and_a_requeued_one_fin
 
 
 class Host:
-    """`webrl node eval`, and threads in the place of the workers of both nodes."""
+    """`webrl node control`, and threads in the place of the workers of both nodes."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.output = config, config.run_folder / "out.log"
-        command = [sys.executable, "-m", "megatron_webrl", "node", "eval", str(config.run_folder / "config.yaml")]
+        command = [sys.executable, "-m", "megatron_webrl", "node", "control", str(config.run_folder / "config.yaml")]
         environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -337,10 +336,13 @@ def test_a_lost_first_node_leaves_the_weights_of_its_successor(host: Host, tmp_p
 
 
 def test_a_conversion_that_ends_after_a_takeover_does_not_name_the_model(prepared: Config) -> None:
-    lost, _ = [run_lease.take(prepared.run_folder, run_lease.Holder.of_this_process({})) for _ in range(2)]
+    with start_launch(prepared.run_folder, {}) as lost:
+        pass
+    with start_launch(prepared.run_folder, {}):
+        pass
     settings = prepared.run_folder / "config.yaml"
     before = settings.read_text()
-    with pytest.raises(run_lease.LeaseLost, match=f"another launch has taken over {prepared.run_folder}"):
+    with pytest.raises(LaunchLost, match=f"another launch has taken over {prepared.run_folder}"):
         convert_checkpoint(prepared, lost)
     assert settings.read_text() == before
 

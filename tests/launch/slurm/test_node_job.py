@@ -16,9 +16,11 @@ import psutil
 import pytest
 import yaml
 
-from megatron_webrl.config.load import save_config
+from megatron_webrl.launch.roles import webrl_command
+from megatron_webrl.launch.run_folder import write_job
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery, iterate
+from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.track import episode_log, summary
 from megatron_webrl.util import child_process
 from tests.finished_runs import run_problems
@@ -46,12 +48,12 @@ class NodeJob:
         self.config = load_config(folder / "config.yaml")
         self.folder = self.config.run_folder
         (self.folder / "logs").mkdir(parents=True)
-        save_config(self.config, self.folder / "config.yaml")
+        write_job(self.config, place_processes(self.config))
         self.roles: dict[str, Any] = {}
         self.clock_of_node_1: list[str] = []  # a command that gives its roles a clock of their own
 
     def start(self, name: str, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "megatron_webrl", *arguments, "--config", str(self.folder / "config.yaml")]
+        command = webrl_command(["role", str(self.folder), *arguments])
         full = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         full.pop("MLFLOW_TRACKING_URI", None)
         command = [*self.clock_of_node_1, *command] if name.endswith("-1") else command
@@ -59,23 +61,21 @@ class NodeJob:
 
     def start_all(self) -> None:
         address = self.folder / "control.json"
-        journal = self.folder / "control.journal"
-        self.start("control", "control", "--address-file", str(address), "--journal", str(journal))
+        self.start("control", "control", "--journal", str(self.folder / "control.journal"))
         deadline = time.monotonic() + 120
         while not address.is_file():
             assert time.monotonic() < deadline, self.log("control").read_text()
             time.sleep(0.05)
         for node in ("0", "1"):
-            where = ("--control", str(address), "--node", node)
-            self.start(f"rollout-{node}", "rollout", *where, "--worker", node)
+            self.start(f"rollout-{node}", f"rollout-{node}")
             place = {"RANK": node, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-            self.start(f"trainer-{node}", "trainer", *where, **place)
+            self.start(f"trainer-{node}", f"trainer-{node}", **place)
 
     def start_nodes(self) -> None:
         """The same through what a Slurm step runs on each node."""
         path, port = str(self.folder / "config.yaml"), socket.create_server(("127.0.0.1", 0)).getsockname()[1]
         self.config.cluster.base_port = port
-        save_config(self.config, self.folder / "config.yaml")
+        write_job(self.config, place_processes(self.config))
         parts = [("control", ["--host", "127.0.0.1"])]
         parts += [(role, ["--node", str(node)]) for node in (0, 1) for role in ("rollout", "trainer")]
         for role, arguments in parts:

@@ -17,11 +17,11 @@ from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.preflight import node_report
-from megatron_webrl.launch.role_process import config_path
-from megatron_webrl.launch.slurm import requeue
+from megatron_webrl.launch.run_folder import config_path
+from megatron_webrl.launch.signals import is_notice
+from megatron_webrl.launch.slurm import prepare
 from megatron_webrl.launch.slurm.commands import TOO_FEW_NODES_EXIT_CODE
 from megatron_webrl.launch.slurm.prepare import resume_overrides
-from megatron_webrl.launch.slurm.signals import is_notice
 from megatron_webrl.util import atomic_file
 from tests.launch.slurm.slurm_jobs import ROOT, log, overrides, submit
 from tests.launch.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
@@ -117,7 +117,7 @@ def test_a_signalled_job_saves_and_resumes_and_a_stopped_one_does_not(five: Clus
     assert "the previous launch ended: failed: no checkpoint in time after SIGUSR1" in late.log
     assert f"launch 2 of job {late.job}, starting over, no checkpoint is complete" in late.log
     assert f"renamed the earlier run of this name to {late.run_folder}.1" in late.log
-    assert [start.restart_count for start in requeue.read_launches(late.run_folder)] == [0, 1]
+    assert [start.restart_count for start in prepare.read_launches(late.run_folder)] == [0, 1]
 
     assert five.wait(stopped.job, 60) == "COMPLETED", stopped.log
     assert (stopped.restarts(), stopped.outcome) == (0, "stopped")
@@ -187,15 +187,15 @@ def test_launches_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
     latest.parent.mkdir(parents=True)
 
     def start(job: str, restart: int) -> str:
-        begun = requeue.record_launch(config, {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart)})
-        requeue.write_launches(config.run_folder, begun)
+        begun = prepare.record_launch(config, {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart)})
+        prepare.write_launches(config.run_folder, begun)
         return begun[-1].message
 
-    assert requeue.record_launch(config, {}) == []
+    assert prepare.record_launch(config, {}) == []
     assert start("7", 0) == ""
     assert "launch 2 of job 7, starting over" in start("7", 1)
     latest.write_text("version-000004\n")
-    assert requeue.UNKNOWN_OUTCOME in start("7", 2)
+    assert prepare.UNKNOWN_OUTCOME in start("7", 2)
     assert "launch 4 of job 7, resuming from version-000004" in start("7", 3)
     assert start("8", 0) == ""  # another job may try as often again
     with pytest.raises(ConfigError, match=r"job 7 was launched 2 times from version-000004 .*run.max_requeues=1"):
@@ -209,8 +209,8 @@ def test_a_job_requeued_before_it_had_a_folder_leaves_an_earlier_run_alone(tmp_p
     (tmp_path / "here" / "checkpoints").mkdir(parents=True)
     (tmp_path / "here" / "checkpoints" / "latest").write_text("version-000100\n")
     atomic_file.write_json(tmp_path / "here" / "summary.json", {"outcome": "finished"})
-    requeue.write_launches(tmp_path / "here", [requeue.JobLaunch("7", 0, None, None, 1.0)])
+    prepare.write_launches(tmp_path / "here", [prepare.JobLaunch("7", 0, None, None, 1.0)])
     other = {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}
     assert resume_overrides(str(empty), name, other) == []
-    launch = requeue.record_launch(parse_config(empty, name), other)[-1]
-    assert (launch.checkpoint, launch.previous_outcome) == (None, requeue.UNKNOWN_OUTCOME)
+    launch = prepare.record_launch(parse_config(empty, name), other)[-1]
+    assert (launch.checkpoint, launch.previous_outcome) == (None, prepare.UNKNOWN_OUTCOME)

@@ -11,20 +11,21 @@ from pathlib import Path
 
 import yaml
 
-from megatron_webrl.config.load import save_config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.launch.role_process import INFRASTRUCTURE_EXIT_CODE
+from megatron_webrl.launch.run_folder import write_job
 from megatron_webrl.launch.validation import load_config
-from megatron_webrl.track import run_lease
+from megatron_webrl.placement.placement import place_processes
+from megatron_webrl.track.run_lock import start_launch
 from megatron_webrl.types import is_infrastructure_failure
+from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE
 from tests.failing_files import STALL, FailingFiles
 from tests.tiny_settings import SETTINGS
 
 HOST = """
 import sys
 from megatron_webrl import cli
-from megatron_webrl.track import run_lease
-run_lease.HEARTBEAT_SECONDS, run_lease.STALL_TIMEOUT_SECONDS = 0.1, 3.0
+from megatron_webrl.util import disk_faults
+disk_faults.TOUCH_SECONDS, disk_faults.STALL_SECONDS = 0.1, 3.0
 sys.exit(cli.main(["node", "control", sys.argv[1], "--host", "127.0.0.1"]))
 """
 LIMIT = 120.0
@@ -38,8 +39,9 @@ def test_a_file_system_that_stalls_beyond_the_limit_ends_the_job_to_be_requeued(
     config = load_config(tmp_path / "config.yaml")
     config.cluster.base_port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
     slurm = {"SLURM_JOB_ID": "17"}
-    run_lease.take(config.run_folder, run_lease.Holder.of_this_process(slurm))
-    save_config(config, config.run_folder / "config.yaml")
+    with start_launch(config.run_folder, slurm):
+        pass
+    write_job(config, place_processes(config))
     disk = FailingFiles(config.run_folder, tmp_path)
     command = [sys.executable, "-c", HOST, str(config.run_folder / "config.yaml")]
     with (tmp_path / "log").open("wb") as log:

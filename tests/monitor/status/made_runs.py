@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.launch import role_process
+from megatron_webrl.launch import run_folder
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.events import ProcessEvent
 from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds
@@ -18,7 +18,7 @@ def make_run(directory: Path, *overrides: str, name: str = "made", config: str |
     """The folder with its configuration and folders for logs, as a launcher makes it."""
     made = parse_config(config, [f"run.directory={directory}", f"run.name={name}", *overrides])
     (made.run_folder / "logs").mkdir(parents=True)
-    save_config(made, role_process.config_path(made))
+    save_config(made, run_folder.config_path(made))
     return made
 
 

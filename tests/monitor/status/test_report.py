@@ -19,7 +19,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.launch import role_process
+from megatron_webrl.launch.run_folder import config_path
 from megatron_webrl.monitor.status import control_probe
 from megatron_webrl.monitor.status.control_probe import ControlStatus
 from megatron_webrl.monitor.status.report import RunReport, build_report, find_run
@@ -393,4 +393,4 @@ def test_a_renamed_run_is_read_from_its_folder(tmp_path: Path) -> None:
     assert report.state == "stopped"
     assert report.paths["summary"] == str(tmp_path / "made.1" / "summary.json")
     assert {Path(role.log).parent for role in report.roles} == {tmp_path / "made.1" / "logs"}
-    assert role_process.config_path(made).parent != tmp_path / "made.1"
+    assert config_path(made).parent != tmp_path / "made.1"

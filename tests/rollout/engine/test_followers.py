@@ -6,11 +6,11 @@ Both run on this machine, but share no other memory: vLLM communicates over TCP 
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import re
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +22,8 @@ import pytest
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.placement.placement import ring_name, rollout_process_name
+from megatron_webrl.launch.roles import role_command
+from megatron_webrl.placement.placement import place_processes, ring_name, rollout_process_name
 from megatron_webrl.ring.segment import segment_prefix, sweep_segments
 from megatron_webrl.rollout.engine.engine_leader import EngineFollowers, failure_key, reply_key, start_key
 from megatron_webrl.rollout.engine.errors import EngineDeadError
@@ -47,9 +48,9 @@ def spanning(folder: Path, model: Path) -> Config:
 
 @asynccontextmanager
 async def follower_process(stage: Stage) -> AsyncIterator[SupervisedProcess]:
-    """`webrl rollout --follower`, which must exit with 0 at the end of the job."""
-    arguments = ["--config", str(stage.path), "--control", str(stage.address_file), "--node", "1", "--worker", "0"]
-    command = [sys.executable, "-m", "megatron_webrl", "rollout", *arguments, "--follower", "1"]
+    """`webrl role rollout-0.follower-1`, which must exit with 0 at the end of the job."""
+    (stage.folder / "placement.json").write_text(json.dumps(place_processes(stage.config).to_json()))
+    command = role_command(stage.folder, "rollout-0.follower-1")
     role = SupervisedProcess(FOLLOWER, command, dict(os.environ), stage.folder / "follower.log").start()
     try:
         yield role

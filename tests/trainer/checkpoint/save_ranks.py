@@ -202,28 +202,29 @@ def full_disk(rank: int, folder: str, disk: str) -> None:
 
 def _elsewhere(failed: Any, learner: Any, folder: Path) -> dict[str, Any]:
     """The last checkpoint in the fallback folder: not on one rank, then on both."""
-    from megatron_webrl.track import run_lease
     from megatron_webrl.track.latest_checkpoint import fallback_of
+    from megatron_webrl.track.run_lock import start_launch
     from megatron_webrl.trainer.checkpoint.checkpointer import read_trainer_state
     from megatron_webrl.trainer.checkpoint.fallback import restore_histories, save_in_fallback
     from megatron_webrl.trainer.parallel import broadcast_object
 
-    lease, is_first = None, torch.distributed.get_rank() == 0
+    launch, is_first = None, torch.distributed.get_rank() == 0
     if is_first:
-        lease = run_lease.take(folder / "run", run_lease.Holder.of_this_process({}), None, str(folder / "other"))
-    lease = broadcast_object(lease)
-    elsewhere = fallback_of(lease.run_folder, str(folder / "other"))
+        with start_launch(folder / "run", {}, None, str(folder / "other")) as launch:
+            pass
+    launch = broadcast_object(launch)
+    elsewhere = fallback_of(launch.run_folder, str(folder / "other"))
     histories = [_unwritable(folder)] if is_first else []
     found: dict[str, Any] = {}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if not is_first:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    saver = save_in_fallback(failed, elsewhere, lease, learner, state_of(2), histories)
+    saver = save_in_fallback(failed, elsewhere, launch, learner, state_of(2), histories)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     torch.distributed.barrier()  # the first rank has removed what was written
     found["one rank"] = [saver.last_error, sorted(path.name for path in names_in(elsewhere))]
     torch.distributed.barrier()
-    saver = save_in_fallback(failed, elsewhere, lease, learner, state_of(2), histories)
+    saver = save_in_fallback(failed, elsewhere, launch, learner, state_of(2), histories)
     found["both ranks"] = [saver.last_error, saver.last_completed[1].name]
     saved = tensors_of(saver.last_completed[1])
     found["complete"] = saved.keys() == tensors_of(save(checkpoints_in(folder / "whole"), learner, 2)).keys()

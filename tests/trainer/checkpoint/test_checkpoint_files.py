@@ -1,4 +1,4 @@
-"""Names of checkpoints on disk: `latest` only grows, and only the launch that holds the lease can move it."""
+"""Names of checkpoints on disk: `latest` only grows, and only the newest launch can move it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.track import run_lease
 from megatron_webrl.track.latest_checkpoint import fallback_of, find_latest_checkpoint
-from megatron_webrl.track.run_lease import Holder, RunLease
+from megatron_webrl.track.run_lock import Launch, start_launch
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 
 
-def launch(run: Path, restart: int, fallback_folder: Path | str = "") -> RunLease:
+def launch(run: Path, restart: int, fallback_folder: Path | str = "") -> Launch:
     environment = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restart)}
-    return run_lease.take(run, Holder.of_this_process(environment), fallback_folder=str(fallback_folder))
+    with start_launch(run, environment, fallback_folder=str(fallback_folder)) as started:
+        return started
 
 
-def written(lease: RunLease, version: int, folder: Path | None = None) -> Path:
-    return files.make_empty_folder(files.temporary_folder(lease.staging_in(folder or lease.run_folder), version))
+def written(launch: Launch, version: int, folder: Path | None = None) -> Path:
+    return files.make_empty_folder(files.temporary_folder(launch.staging_in(folder or launch.run_folder), version))
 
 
 def fallback(run: Path, fallback_folder: Path) -> Path:
@@ -31,21 +31,21 @@ def fallback(run: Path, fallback_folder: Path) -> Path:
 
 
 def test_latest_never_goes_back(tmp_path: Path) -> None:
-    lease = launch(tmp_path, 0)
+    own = launch(tmp_path, 0)
     for version, name in ((5, "version-000005"), (6, "version-000006"), (6, "version-000006.1")):
-        assert files.commit(written(lease, version), version).name == name
+        assert files.commit(written(own, version), version).name == name
     with pytest.raises(CheckpointError, match=r"names version-000006\.1, which is newer than version 4"):
-        files.commit(written(lease, 4), 4)
+        files.commit(written(own, 4), 4)
     newest = find_latest_checkpoint(tmp_path)
     assert newest is not None
     assert newest.name == "version-000006.1"
     (tmp_path / "checkpoints" / "latest").write_text("version-000005/\n")  # a user goes back
-    assert files.commit(written(lease, 6), 6).name == "version-000006.2"
+    assert files.commit(written(own, 6), 6).name == "version-000006.2"
     shutil.rmtree(tmp_path / "checkpoints" / "version-000006")  # older copies are deleted
-    assert files.commit(written(lease, 6), 6).name == "version-000006.3"
+    assert files.commit(written(own, 6), 6).name == "version-000006.3"
 
 
-def test_a_launch_that_lost_its_lease_can_neither_commit_nor_delete(tmp_path: Path) -> None:
+def test_a_launch_that_has_a_successor_can_neither_commit_nor_delete(tmp_path: Path) -> None:
     zombie = launch(tmp_path, 0)
     first = files.commit(written(zombie, 1), 1)
     temporary = written(zombie, 2)
@@ -64,15 +64,15 @@ def test_a_launch_that_lost_its_lease_can_neither_commit_nor_delete(tmp_path: Pa
 
 def test_the_newest_checkpoint_of_a_run_may_be_in_its_fallback_folder(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
-    lease = launch(run, 0, other)
+    own = launch(run, 0, other)
     elsewhere = fallback(run, other)
-    files.commit(written(lease, 1), 1)
-    saved = files.commit(written(lease, 2, elsewhere), 2)
+    files.commit(written(own, 1), 1)
+    saved = files.commit(written(own, 2, elsewhere), 2)
     assert find_latest_checkpoint(run) == saved == elsewhere / "checkpoints" / "version-000002"
-    lease = launch(run, 1)  # without the setting
+    own = launch(run, 1)  # without the setting
     with pytest.raises(CheckpointError, match="is newer than version 1"):
-        files.commit(written(lease, 1), 1)
-    again = files.commit(written(lease, 2), 2)
+        files.commit(written(own, 1), 1)
+    again = files.commit(written(own, 2), 2)
     assert find_latest_checkpoint(run) == again == run / "checkpoints" / "version-000002.1"
 
 
@@ -90,7 +90,7 @@ def test_runs_of_one_name_have_different_fallback_folders_and_a_run_keeps_its_ow
     assert fallback_of(runs[0], "") is None
 
 
-def test_a_launch_that_lost_its_lease_cannot_commit_in_the_fallback_folder(tmp_path: Path) -> None:
+def test_a_launch_that_has_a_successor_cannot_commit_in_the_fallback_folder(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     zombie = launch(run, 0, other)
     elsewhere = fallback(run, other)

@@ -13,16 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_webrl.config.load import parse_config, save_config
+from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
-from megatron_webrl.launch import role_process, watchdog
+from megatron_webrl.launch import watchdog
+from megatron_webrl.launch.roles import ProcessSpec, process_specs
+from megatron_webrl.launch.run_folder import config_path, control_address_path, write_job
 from megatron_webrl.launch.slurm.browser_farm import local_address_towards, sessions_per_server
 from megatron_webrl.launch.slurm.commands import node_number
 from megatron_webrl.launch.slurm.prepare import farm_overrides, plan_job, prepare_job, resume_overrides
-from megatron_webrl.launch.slurm.process_specs import ProcessSpec, process_specs
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.placement.cores import format_cores
 from megatron_webrl.placement.placement import place_processes
@@ -39,12 +40,7 @@ FIRST_HOST = "10.0.0.1"
 def of(
     config: Config, node: int, role: str, inherited: dict[str, str] | None = None, stub_command: str = ""
 ) -> list[ProcessSpec]:
-    return process_specs(config, place_processes(config), node, role, FIRST_HOST, inherited or {}, stub_command)  # type: ignore[arg-type]
-
-
-def options(start: ProcessSpec) -> dict[str, str]:
-    arguments = start.command[start.command.index("--config") :]
-    return dict(zip(arguments[::2], arguments[1::2], strict=True))
+    return process_specs(config, place_processes(config), node, [role], FIRST_HOST, inherited or {}, stub_command)  # type: ignore[arg-type]
 
 
 # -- pure ---------------------------------------------------------------------------------------------
@@ -58,13 +54,8 @@ def test_every_placed_process_is_started_once_with_its_placement() -> None:
         assert list(here) == [process.name for process in placement.on_node(node)]
         for process in placement.on_node(node):
             start = here[process.name]
-            assert start.command[:3] == (sys.executable, "-m", "megatron_webrl")
-            assert start.command[3] == process.role
-            expected = {"--config": "runs/8b_4node/config.yaml", "--control": "runs/8b_4node/control.json"}
-            expected["--node"] = str(node)
-            if process.role == "rollout":
-                expected["--worker"] = str(process.index)
-            assert options(start) == expected
+            program = (sys.executable, "-m", "megatron_webrl")
+            assert start.command == (*program, "role", "runs/8b_4node", process.name)
             assert start.cores == process.cores
             assert start.environment["WEBRL_CORES"] == format_cores(process.cores)
             assert start.environment["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, process.devices))
@@ -80,10 +71,6 @@ def test_a_rank_gets_its_rank_numbers_and_the_master_address() -> None:
         assert (start.environment["MASTER_ADDR"], start.environment["MASTER_PORT"]) == ("10.0.0.1", "29501")
     ports = [start.environment["MASTER_PORT"] for start in of(parse_config(FOUR), 2, "rollout")]
     assert ports == ["29505", "29506", "29507", "29508"]
-
-
-def test_one_node_needs_no_node_argument() -> None:
-    assert "--node" not in options(of(parse_config(None), 0, "trainer")[0])
 
 
 def test_inherited_settings_of_threads_and_network_cards_are_kept() -> None:
@@ -114,11 +101,9 @@ def test_a_stub_command_replaces_the_program_and_nothing_else() -> None:
 
 def test_an_engine_that_spans_nodes_has_its_worker_on_the_first_and_a_follower_on_the_other() -> None:
     config, _ = plan_job(str(ROOT / "configs" / "235b_a22b_32node.yaml"), [])
-    for node, part in ((2, []), (3, ["--follower", "1"])):
+    for node, name in ((2, "rollout-1"), (3, "rollout-1.follower-1")):
         (start,) = of(config, node, "rollout")
-        assert start.name == "rollout-1" + (".follower-1" if part else "")
-        arguments = list(start.command)
-        assert arguments[arguments.index("--worker") :] == ["--worker", "1", *part, "--node", str(node)]
+        assert start.name == start.command[-1] == name
         assert start.environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
@@ -219,7 +204,7 @@ def run_folder(tmp_path: Path) -> Path:
 def start_step(address: Path, role: str, *more: str, **environment: str) -> subprocess.Popen[str]:
     tmp_path = address.parents[1]
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", *more])
-    save_config(config, role_process.config_path(config))
+    write_job(config, place_processes(config))
     program = tmp_path / "role.py"
     program.write_text(ROLE)
     command = [
@@ -228,7 +213,7 @@ def start_step(address: Path, role: str, *more: str, **environment: str) -> subp
         "megatron_webrl",
         "node",
         role,
-        str(role_process.config_path(config)),
+        str(config_path(config)),
         "--node",
         "0",
     ]
@@ -360,9 +345,9 @@ def test_a_notice_ends_no_node_and_a_kill_request_kills_its_target(tmp_path: Pat
 def test_missing_cores_are_refused(tmp_path: Path) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", 'cluster.numa_cores=["5000-5009"]'])
     config.run_folder.mkdir()
-    save_config(config, role_process.config_path(config))
-    ControlAddress("127.0.0.1", 1, 1, "job", "token").write(role_process.control_address_path(config))
-    command = [sys.executable, "-m", "megatron_webrl", "node", "trainer", str(role_process.config_path(config))]
+    write_job(config, place_processes(config))
+    ControlAddress("127.0.0.1", 1, 1, "job", "token").write(control_address_path(config))
+    command = [sys.executable, "-m", "megatron_webrl", "node", "trainer", str(config_path(config))]
     done = subprocess.run(
         [*command, "--node", "0"],
         capture_output=True,
@@ -378,8 +363,8 @@ def test_missing_cores_are_refused(tmp_path: Path) -> None:
 def test_a_job_is_stopped_cleanly_or_as_failed(tmp_path: Path) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here"])
     config.run_folder.mkdir()
-    save_config(config, role_process.config_path(config))
-    command = [sys.executable, "-m", "megatron_webrl", "node", "stop", str(role_process.config_path(config))]
+    write_job(config, place_processes(config))
+    command = [sys.executable, "-m", "megatron_webrl", "node", "stop", str(config_path(config))]
     early = subprocess.run(command, cwd=ROOT, timeout=60, check=False, stderr=subprocess.PIPE, text=True)
     assert (early.returncode, early.stderr) == (1, "webrl node stop: the control service did not start within 1 s\n")
     with control_service(config.run_folder) as address:

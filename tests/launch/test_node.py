@@ -1,4 +1,4 @@
-"""Workers that keep failing are restarted, then given up, and the job continues: real processes and control service."""
+"""What a node does about roles that fail: real processes and control service."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import ControlLost, JobEnded, JobFailed
 from megatron_webrl.control.tickets import TicketClaim
-from megatron_webrl.launch import role_process, watchdog
-from megatron_webrl.launch.role_supervisor import RoleSupervisor
+from megatron_webrl.launch import watchdog
+from megatron_webrl.launch.first_node import role_line
+from megatron_webrl.launch.node import Node
 from megatron_webrl.monitor.status.role_groups import CONTROL
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.track import events
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.types import is_infrastructure_failure
-from megatron_webrl.util import child_process, restart_policy
+from megatron_webrl.util import child_process, supervised_process
+from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE
 from megatron_webrl.util.supervised_process import SupervisedProcess
 from tests.job_control import connect, control_service, start, tickets
 from tests.waiting import until
@@ -32,25 +34,24 @@ SLEEPS = [sys.executable, "-c", "import time; print('served', flush=True); time.
 
 
 class Machine:
-    """Roles of one machine and their supervisor."""
+    """Roles of this machine and their node."""
 
     def __init__(self, folder: Path, address: tuple[str, int], *settings: str) -> None:
         self.config = parse_config(None, [f"run.directory={folder}", "run.name=here", *settings])
         self.control = connect(address, "launcher")
         self.messages: list[str] = []
-        self.supervisor = RoleSupervisor(
-            self.config, EventLog(self.config.run_folder), self.messages.append, lambda: self.control
-        )
+        self.node = Node(self.config, 0, self.messages.append)
+        self.node._control = self.control
 
     def start(self, name: str, command: list[str] = SLEEPS) -> SupervisedProcess:
         log = self.config.run_folder / f"{name}.log"
-        return self.supervisor.start(name, command, dict(os.environ), log)
+        return self.node.start(name, command, dict(os.environ), log)
 
     def poll_until(self, condition: str, role: SupervisedProcess) -> None:
         """Poll until a role "runs" or "ended"."""
 
         def holds() -> bool:
-            assert self.supervisor.poll() is None
+            assert self.node.poll_failures() is None
             if condition == "runs":
                 return role.restart_at is None and role.process.output.last_line() == "served"
             return not role.is_active
@@ -66,21 +67,21 @@ def machine(folder: Path, *settings: str) -> Iterator[Machine]:
         try:
             yield made
         finally:
-            for role in made.supervisor.roles:
+            for role in made.node.roles:
                 child_process.kill_process_group(role.process.pid)
 
 
 def test_a_worker_beyond_its_budget_is_given_up_and_the_job_continues_down_to_the_least_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_policy, "FIRST_DELAY_SECONDS", 0.2)
+    monkeypatch.setattr(supervised_process, "FIRST_DELAY_SECONDS", 0.2)
     with machine(tmp_path, "rollout.engines=2", "run.worker_restarts_per_hour=2") as here:
         first, second = here.start("rollout-0"), here.start("rollout-1")
         for number in (1, 2):
             here.poll_until("runs", first)
             first.process.kill()
             first.process.wait()
-            assert here.supervisor.poll() is None
+            assert here.node.poll_failures() is None
             assert len(here.messages) == number
             failure = f"rollout-0 killed by SIGKILL; last log line: served (log: {first.log})"
             assert here.messages[-1].startswith(f"{failure}; restarting rollout-0 ")
@@ -93,7 +94,7 @@ def test_a_worker_beyond_its_budget_is_given_up_and_the_job_continues_down_to_th
             "1 of 2 engines"
         ]
         assert list(here.control.given_up_workers()) == ["rollout-0"]
-        lines = here.supervisor.role_lines(here.control.job_status())
+        lines = [role_line(here.node, role, here.control.job_status()) for role in (first, second)]
         assert [(line.name, line.state, line.status, line.restarts) for line in lines] == [
             ("rollout-0", "failed", "given up", 2), ("rollout-1", "starting", "starting", 0)
         ]  # fmt: skip
@@ -101,12 +102,12 @@ def test_a_worker_beyond_its_budget_is_given_up_and_the_job_continues_down_to_th
         second.policy.max_restarts = 0
         second.process.kill()
         until(lambda: second.process.poll() is not None, "its end")
-        outcome = here.supervisor.poll()
+        outcome = here.node.poll_failures()
         assert outcome == (
             f"failed: rollout-1 killed by SIGKILL; last log line: served (log: {second.log}); "
             "run.worker_restarts_per_hour=2 is used up, and 0 of 2 engines are left, and rollout.min_engines=1"
         )
-        assert here.supervisor.poll() is None  # reported once
+        assert here.node.poll_failures() is None  # reported once
         found = [(each.role, each.event) for each in events.read_events(here.config.run_folder)]
         assert found == [
             ("rollout-0", events.RESTARTED), ("rollout-0", events.RESTARTED), ("rollout-0", events.FAILED),
@@ -142,22 +143,22 @@ def test_the_worker_of_a_follower_that_is_given_up_ends_itself(tmp_path: Path) -
         part = here.start("rollout-1", [sys.executable, "-c", "import sys; sys.exit(1)"])
         here.poll_until("ended", part)
         assert len(here.messages) == 1  # its failure is no other one
-        assert here.supervisor.role_lines(here.control.job_status())[-1].status == "given up"
+        assert role_line(here.node, part, here.control.job_status()).status == "given up"
 
 
 def test_a_role_that_lost_its_file_system_ends_the_job_as_a_failure_of_the_infrastructure(tmp_path: Path) -> None:
-    lost = [sys.executable, "-c", f"import sys; sys.exit({role_process.INFRASTRUCTURE_EXIT_CODE})"]
+    lost = [sys.executable, "-c", f"import sys; sys.exit({INFRASTRUCTURE_EXIT_CODE})"]
     with machine(tmp_path, "rollout.engines=1", "run.max_trainer_restarts=0") as here:
         for name in ("rollout-0", "trainer-0"):
             role = here.start(name, lost)
             until(lambda role=role: role.process.poll() is not None, "its end")
-            outcome = here.supervisor.poll()
+            outcome = here.node.poll_failures()
             assert outcome is not None
             assert is_infrastructure_failure(outcome)
             assert outcome.startswith(f"failed: infrastructure: {name} exited with code 74")
         refused = here.start("trainer-0", [sys.executable, "-c", "import sys; sys.exit(2)"])
         until(lambda: refused.process.poll() is not None, "its end")
-        outcome = here.supervisor.poll()
+        outcome = here.node.poll_failures()
         assert outcome is not None
         assert not is_infrastructure_failure(outcome)
 
@@ -186,13 +187,13 @@ def test_a_role_that_waits_for_a_dead_file_system_ends_the_job_although_it_canno
         until(lambda: child_process.process_state(role.process.pid) == "D", "its wait")
         dumper = watchdog.StackDumper(EventLog(here.config.run_folder), here.messages.append)
         watchdog.request_stack_dump(here.config.run_folder, "it hangs", {"rollout-0": ("heartbeat", "")})
-        dumper.poll(here.supervisor.roles, lambda: here.control)
-        outcome = here.supervisor.poll()
+        dumper.poll(here.node.roles, lambda: here.control)
+        outcome = here.node.poll_failures()
         assert outcome is not None
         assert outcome.startswith(
             "failed: infrastructure: rollout-0 runs 2 s after SIGKILL, in a call to a file system"
         )
-        assert here.supervisor.poll() is None
+        assert here.node.poll_failures() is None
 
 
 def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(tmp_path: Path) -> None:
@@ -227,8 +228,8 @@ def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(
 
 
 def test_a_delay_holds_no_other_role_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart_policy, "FIRST_DELAY_SECONDS", 600.0)
-    monkeypatch.setattr(restart_policy, "MAX_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr(supervised_process, "FIRST_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr(supervised_process, "MAX_DELAY_SECONDS", 600.0)
     with machine(tmp_path, "rollout.engines=2") as here:
         first, second = here.start("rollout-0"), here.start("rollout-1")
         for role in (first, first, second):
@@ -236,10 +237,10 @@ def test_a_delay_holds_no_other_role_up(tmp_path: Path, monkeypatch: pytest.Monk
             role.process.kill()
             role.process.wait()
             begun = time.monotonic()
-            assert here.supervisor.poll() is None
+            assert here.node.poll_failures() is None
             assert time.monotonic() - begun < 30
         assert first.restart_at is not None
-        assert here.supervisor.is_active
+        assert here.node._is_active
         here.poll_until("runs", second)
 
 
@@ -248,7 +249,7 @@ def test_nothing_waits_for_a_control_service_that_has_exited_after_the_end_of_th
     here = Machine(tmp_path, address)
     role = here.start(CONTROL, [sys.executable, "-c", ""])
     until(lambda: not role.is_active, "its end")
-    launcher = ControlClient(address, "launcher", lost_seconds=20.0, while_lost=here.supervisor.restart_control)
+    launcher = ControlClient(address, "launcher", lost_seconds=20.0, while_lost=here.node.restart_control)
     launcher.end_job("finished")
     launcher.shutdown()
     thread.join()

@@ -1,4 +1,4 @@
-"""The environment of roles on GPU nodes: of ranks and engines, from the local launcher and from a node's supervisor."""
+"""The environment of roles on GPU nodes: of ranks and engines, of a job on this machine and of a Slurm job."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.launch.gpu_environment import CACHE_VARIABLES, gpu_environment, make_cache_folder
-from megatron_webrl.launch.local_launcher import LocalLauncher
-from megatron_webrl.launch.slurm.node_supervisor import NodeSupervisor
-from megatron_webrl.placement.placement import RoleName
+from megatron_webrl.launch.node import Node
+from megatron_webrl.launch.roles import CACHE_VARIABLES, gpu_environment, make_cache_folder, process_specs
+from megatron_webrl.placement.placement import RoleName, place_processes
 from megatron_webrl.util import gpu
 
 ROOT = Path(__file__).parents[2]
@@ -64,23 +62,24 @@ def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["trainer", "rollout"])
-def test_both_launchers_start_roles_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: RoleName) -> None:
+@pytest.mark.parametrize("first_host", ["", "127.0.0.1"])
+def test_a_node_starts_roles_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: RoleName, first_host: str
+) -> None:
     for name in (*CACHE_VARIABLES, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     config = made(*GPUS, f"run.directory={tmp_path}", "run.name=run", "model.platform=cuda")
-    launcher = LocalLauncher(config, Console())
-    supervisor = NodeSupervisor(config, role, 0, "127.0.0.1", stub_command="true")
-    local = launcher._start(f"{role}-0", [role, "--help"], {})
-    supervisor._start(supervisor._process_specs()[0])
-    remote = supervisor.supervisor.roles[0]
-    for process in (local, remote):
-        assert process.process.wait(60) == 0
-        assert process.environment["VLLM_CACHE_ROOT"] == str(tmp_path / f"webrl-cache-{os.getuid()}" / "vllm")
-        assert process.environment["TMPDIR"] != str(tmp_path)
-        assert ("PYTORCH_CUDA_ALLOC_CONF" in process.environment) == (role == "trainer")
-        assert process.environment["CUDA_VISIBLE_DEVICES"] == ("3" if role == "trainer" else "5")
+    node = Node(config, 0)
+    node.start_all(process_specs(config, place_processes(config), 0, [role], first_host, stub_command="true"))
+    (process,) = node.roles
+    assert process.process.wait(60) == 0
+    assert process.environment["VLLM_CACHE_ROOT"] == str(tmp_path / f"webrl-cache-{os.getuid()}" / "vllm")
+    assert process.environment["TMPDIR"] != str(tmp_path)
+    assert ("PYTORCH_CUDA_ALLOC_CONF" in process.environment) == (role == "trainer")
+    assert process.environment["CUDA_VISIBLE_DEVICES"] == ("3" if role == "trainer" else "5")
+    assert ("MASTER_PORT" in process.environment) == bool(first_host)
 
 
 @pytest.mark.parametrize("platform", ["auto", "cuda"])

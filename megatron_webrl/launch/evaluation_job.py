@@ -1,7 +1,7 @@
-"""An evaluation as a job of several nodes: preparation, and conversion of the checkpoint for the engines.
+"""An evaluation as a Slurm job: preparation, and conversion of the checkpoint for the engines.
 
 The engines use every GPU of the job's nodes. The first node prepares the run's folder, converts a Megatron checkpoint
-into it, which all nodes read, and collects the results (evaluation_host.py).
+into it, which all nodes read, and collects the results.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch import role_process
+from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, check_output_file, parse_evaluation_config
+from megatron_webrl.launch.roles import webrl_command
+from megatron_webrl.launch.run_folder import check_ended, config_path
 from megatron_webrl.launch.slurm.prepare import describe_processes, make_job_folder, plan_processes
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.validation import check_config
-from megatron_webrl.track.run_lease import RunLease
+from megatron_webrl.track import summary
+from megatron_webrl.track.run_lock import Launch
 from megatron_webrl.util import atomic_file
 
 JOB_FILE = "evaluation_job.json"
@@ -80,7 +84,7 @@ def prepare_evaluation(
         check_config(config)
         check_tasks_and_browser(config, require_browser=False)
         check_evaluators(config)
-    role_process.check_ended(config)
+    check_ended(config)
     for left in config.run_folder.glob(f"{MODEL_PREFIX}*"):  # by a job that was killed
         shutil.rmtree(left, ignore_errors=True)
     path = make_job_folder(config, placement, report, environment)
@@ -92,17 +96,17 @@ def describe_evaluation(config: Config, job: EvaluationJob, stub_command: str) -
     """Every process of an evaluation: node, devices, cores, and the full command. Raises ConfigError."""
     placement = plan_processes(config)
     lines = describe_processes(config, placement, stub_command)
-    settings = str(role_process.config_path(config))
+    settings = str(config_path(config))
     if job.checkpoint.is_megatron:
         lines.append(f"node 0 conversion: {_command('convert', settings)}")
-    return [*lines, f"node 0 evaluation: {_command('eval', settings, '--host', 'FIRST_NODE')}"]
+    return [*lines, f"node 0 evaluation: {_command('control', settings, '--host', 'FIRST_NODE')}"]
 
 
-def convert_checkpoint(config: Config, lease: RunLease | None) -> None:
+def convert_checkpoint(config: Config, launch: Launch | None) -> None:
     """Convert the job's Megatron checkpoint, if it is one, and let config.yaml name the result as the model.
 
     Raises ConfigError for incomplete weights, and writes it to summary.json. SIGTERM ends it and leaves no weights.
-    Raises LeaseLost if another launch has taken over meanwhile, whose config.yaml stays as it is.
+    Raises LaunchLost if another launch has taken over meanwhile, whose config.yaml stays as it is.
     """
     job = EvaluationJob.load(config.run_folder)
     if not job.checkpoint.is_megatron:
@@ -111,15 +115,24 @@ def convert_checkpoint(config: Config, lease: RunLease | None) -> None:
     try:
         job.checkpoint.convert(folder)
     except ConfigError as error:
-        from megatron_webrl.track import summary
-
         summary.write_summary(config.run_folder, f"failed: {error}", None)
         raise
-    if lease is not None:
-        lease.check()
+    if launch is not None:
+        launch.check()
     config.model = replace(config.model, path=str(folder))
-    save_config(config, role_process.config_path(config))
+    save_config(config, config_path(config))
 
 
 def _command(*arguments: str) -> str:
-    return " ".join(role_process.webrl_command(["node", *arguments]))
+    return " ".join(webrl_command(["node", *arguments]))
+
+
+@contextmanager
+def hosted_evaluation(config: Config) -> Iterator[CheckpointEvaluation]:
+    """The job's evaluation, for its first node; the converted checkpoint is removed at the end. Raises ConfigError."""
+    job = EvaluationJob.load(config.run_folder)
+    model_folder = config.run_folder / job.model_folder  # read once: a later launch of the job has another
+    try:
+        yield CheckpointEvaluation(config, job.checkpoint, job.output_file)
+    finally:
+        shutil.rmtree(model_folder, ignore_errors=True)

@@ -1,0 +1,250 @@
+"""The lock of a run's folder, and a folder of its own for each launch, on local file systems and on NFS.
+
+    runs/x/lock                            locked by the process that runs the newest launch
+    runs/x/launch.json                     the newest launch: number, host, process, Slurm job
+    runs/x/checkpoints/.staging-000003/    where launch 3 writes checkpoints before they get their names
+    runs/x/fallback-b7e2/checkpoints/.staging-000003/    the same in the fallback folder, if the run has one
+
+The lock keeps other launches out. The kernel releases it with its process, a file server soon after it has lost the
+client. A later launch of the same Slurm job replaces it: Slurm may requeue a job before the processes of a lost node
+have ended. Such a process may wake up and find its launch succeeded (`check`). It can publish nothing, also between a
+check and a write: a launch moves the staging folders of earlier ones away, in which every rename of a checkpoint and of
+`latest` starts, and copies their histories, so that a file which a process has open is no longer the run's.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.track.latest_checkpoint import FALLBACK_PREFIX, fallback_links, fallback_of
+from megatron_webrl.util import atomic_file, history
+
+log = logging.getLogger(__name__)
+
+LOCK_FILE, LAUNCH_FILE = "lock", "launch.json"
+VARIABLE = "WEBRL_LAUNCH"  # number of the launch, in the environment of a node's roles
+STAGING_PREFIX = ".staging-"
+WAIT_SECONDS = 180.0  # of a batch job for the lock, which a file server may hold for a lost client
+_POLL_SECONDS = 1.0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class LaunchLost(ConfigError):
+    """Another launch has taken over the run's folder. The message names it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a run; every process of it may have one of these."""
+
+    run_folder: Path
+    number: int  # from 1
+    host: str
+    pid: int
+    slurm_job_id: str  # empty outside Slurm
+    slurm_restart: int
+    time: float  # unix time, seconds
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        job = f"launch {self.slurm_restart + 1} of job {self.slurm_job_id}"
+        return f"{job if self.slurm_job_id else f'pid {self.pid}'} on {self.host}, since {since}"
+
+    @property
+    def staging(self) -> Path:
+        """The folder in which this launch writes checkpoints."""
+        return self.staging_in(self.run_folder)
+
+    def staging_in(self, folder: Path) -> Path:
+        """The same in the run's folder or in a fallback folder of it."""
+        return folder / "checkpoints" / f"{STAGING_PREFIX}{self.number:06d}"
+
+    def check(self) -> None:
+        """Raise LaunchLost if another launch has taken over. A file system that fails is no other launch.
+
+        It opens the file, because NFS caches lookups.
+        """
+        with suppress(OSError):
+            newest = newest_launch(self.run_folder)
+            if newest is None or newest.number != self.number:
+                by = f": {newest}" if newest is not None else ""
+                raise LaunchLost(f"another launch has taken over {self.run_folder}{by}; this one ends, writing no more")
+
+    @contextmanager
+    def locked(self) -> Iterator[Launch]:
+        """Hold the run's lock for a later process of the launch. Raises ConfigError if another launch has it."""
+        with lock_run(self.run_folder, self.slurm_job_id, self.slurm_restart):
+            self.check()
+            yield self
+
+
+def newest_launch(run_folder: Path) -> Launch | None:
+    """The newest launch of a run; None without any. Raises OSError."""
+    try:
+        return Launch(run_folder, **json.loads((run_folder / LAUNCH_FILE).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def launch_of_process(run_folder: Path, environment: Mapping[str, str]) -> Launch | None:
+    """The launch to which this process belongs; None if it was started by hand.
+
+    Raises LaunchLost if another launch has taken over, OSError.
+    """
+    newest = newest_launch(run_folder)
+    if newest is None or not environment.keys() & {VARIABLE, "SLURM_JOB_ID"}:
+        return None
+    own = environment.get(VARIABLE, "") == str(newest.number)
+    if VARIABLE not in environment:
+        own = (newest.slurm_job_id, newest.slurm_restart) == _slurm_launch(environment)
+    if not own:
+        raise LaunchLost(f"another launch has taken over {run_folder}: {newest}; this one ends, writing no more")
+    return newest
+
+
+@contextmanager
+def lock_run(
+    run_folder: Path, slurm_job_id: str = "", slurm_restart: int = 0, report: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """Hold the lock of a run. Raises ConfigError if another launch has it; with `report` after WAIT_SECONDS."""
+    path, deadline = run_folder / LOCK_FILE, time.monotonic() + WAIT_SECONDS
+    reported = False
+    while (descriptor := _try_lock(path)) is None:
+        holder = newest_launch(run_folder)
+        if holder is not None and holder.slurm_job_id == slurm_job_id != "" and holder.slurm_restart < slurm_restart:
+            path.unlink(missing_ok=True)
+            continue
+        who = "" if holder is None else f", {holder}"
+        if report is None or time.monotonic() > deadline:
+            way = "wait for its end, or choose another run.name"
+            raise ConfigError(f"run.name={run_folder.name}: a job runs in {run_folder}{who}; {way}")
+        if not reported:
+            report(f"{run_folder} is locked{who}; waiting for its end, at most {WAIT_SECONDS:.0f} s")
+            reported = True
+        time.sleep(_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock until it is closed; None if another process has it. Raises OSError."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(descriptor)
+            return None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+            log.warning("%s: %s; a second launch of the run would end this one", path, error.strerror)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)  # of a file that a later launch has replaced
+
+
+@contextmanager
+def start_launch(
+    run_folder: Path,
+    environment: Mapping[str, str],
+    report: Callable[[str], None] | None = None,
+    fallback_folder: str = "",
+) -> Iterator[Launch]:
+    """Start a launch in a run's folder, which is made if it does not exist, and hold the run's lock.
+
+    Raises ConfigError if another launch has the lock, or the folder cannot be written. With `report`, the lock is
+    waited for, after a line about that. `fallback_folder`: trainer.checkpoint.fallback_folder.
+    """
+    job, restart = _slurm_launch(environment)
+    host = environment.get("SLURMD_NODENAME") or socket.gethostname()
+    with ExitStack() as held:
+        try:
+            (run_folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            atomic_file.fsync(run_folder)
+            atomic_file.fsync(run_folder.parent)
+            held.enter_context(lock_run(run_folder, job, restart, report))
+            before = newest_launch(run_folder)
+            if before is not None and before.slurm_job_id == job != "" and before.slurm_restart > restart:
+                raise LaunchLost(f"another launch has taken over {run_folder}: {before}")
+            number = 1 + max((before.number if before else 0, *_staging_numbers(run_folder)))
+            launch = Launch(run_folder, number, host, os.getpid(), job, restart, time.time())
+            _make_newest(launch, fallback_folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{run_folder} cannot be written: {error.strerror}; set run.directory to a folder that can be"
+            ) from error
+        yield launch
+
+
+def _make_newest(launch: Launch, fallback_folder: str) -> None:
+    """Make the launch's staging folders, let it be the newest launch, and keep out the processes of earlier ones."""
+    launch.staging.mkdir()  # fails if another launch starts at once, on a file system without locks
+    _prepare_fallback(launch, fallback_folder)
+    fields = {name: value for name, value in asdict(launch).items() if name != "run_folder"}
+    atomic_file.write_json(launch.run_folder / LAUNCH_FILE, fields)
+    for folder in _checkpoint_folders(launch.run_folder):
+        for number in _staging_numbers(folder):
+            if number < launch.number:
+                left = replace(launch, number=number).staging_in(folder)
+                with suppress(FileNotFoundError):
+                    left.rename(launch.staging_in(folder) / f"left-{number}")
+        atomic_file.fsync(folder / "checkpoints")
+    if launch.number > 1:
+        for path in launch.run_folder.glob("*.jsonl"):
+            history.detach_writers(path)
+
+
+def _staging_numbers(folder: Path) -> list[int]:
+    """Numbers of the launches that have a staging folder in a run's folder or fallback folder."""
+    names = [path.name.removeprefix(STAGING_PREFIX) for path in (folder / "checkpoints").glob(f"{STAGING_PREFIX}*")]
+    return [int(name) for name in names if name.isdigit()]
+
+
+def _prepare_fallback(launch: Launch, fallback_folder: str) -> None:
+    """Link the run to its folder in `fallback_folder`, and make the staging folder in each that it has.
+
+    Raises ConfigError if one cannot be written, or is not there: it may hold the newest checkpoint.
+    """
+    run_folder, where = launch.run_folder, f"trainer.checkpoint.fallback_folder={fallback_folder}"
+    try:
+        if fallback_folder and fallback_of(run_folder, fallback_folder) is None:
+            name = secrets.token_hex(4)  # other runs, elsewhere or of another time, have the same name
+            target = Path(fallback_folder).resolve() / f"{run_folder.name}-{name}"
+            (target / "checkpoints").mkdir(parents=True)
+            (run_folder / f"{FALLBACK_PREFIX}{name}").symlink_to(target)
+        for link in fallback_links(run_folder):
+            where = f"{link}, which leads to {link.readlink()}"
+            launch.staging_in(link).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: {error.strerror}; the newest checkpoint may be there: mount it, or remove the setting and the "
+            f"links {run_folder / FALLBACK_PREFIX}*"
+        ) from error
+
+
+def _checkpoint_folders(run_folder: Path) -> list[Path]:
+    """The run's folder and its fallback folders."""
+    return [run_folder, *fallback_links(run_folder)]
+
+
+def _slurm_launch(environment: Mapping[str, str]) -> tuple[str, int]:
+    """The Slurm job of an environment and its number of requeues; empty and 0 outside Slurm."""
+    job = environment.get("SLURM_JOB_ID", "")
+    return job, int(environment.get("SLURM_RESTART_COUNT", "0")) if job else 0
