@@ -252,7 +252,7 @@ class FirstNode(Node):
 
     def _await_control_exit(self) -> None:
         """Wait for the control service, which exits once every role has had the time to read the outcome."""
-        from megatron_webrl.control.service import KEEP_ALIVE_SECONDS, LINGER_SECONDS  # an HTTP server
+        from megatron_webrl.control.server import KEEP_ALIVE_SECONDS, LINGER_SECONDS  # an HTTP server
 
         deadline = time.monotonic() + KEEP_ALIVE_SECONDS + LINGER_SECONDS + KILL_SECONDS
         while self.processes[0].poll() is None and time.monotonic() < deadline:
@@ -288,7 +288,7 @@ class FirstNode(Node):
         if not self.host:
             self.report(f"{reason}; waiting for it")
             return
-        from megatron_webrl.control.service import LINGER_SECONDS
+        from megatron_webrl.control.server import LINGER_SECONDS
 
         threading.Thread(target=self.report, args=(f"{reason}; the job ends",), daemon=True).start()
         with suppress(JobFailed):

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_control(config: Config, options: argparse.Namespace) -> int:
-    from megatron_webrl.control.service import serve
+    from megatron_webrl.control.server import serve
     from megatron_webrl.ring.segment import segment_name
 
     if options.journal is None:

@@ -56,10 +56,10 @@ def _variants(variants: Variants, prefix: str, lines: list[str]) -> None:
     shared: dict[tuple[type, ...], set[str]] = {}
     for name, having in owners.items():
         shared.setdefault(tuple(having), set()).add(name)
-    for having, names in sorted(shared.items(), key=lambda item: -len(item[0])):
-        chosen = ", ".join(f"{name}" for kind in having for name in kinds[kind])
-        title = "" if len(having) == len(kinds) else f"{prefix.rstrip('.')} with {variants.key}={chosen}"
-        _section(having[0], prefix, lines, title, frozenset(owners) - names)
+    for group, names in sorted(shared.items(), key=lambda item: -len(item[0])):
+        chosen = ", ".join(name for kind in group for name in kinds[kind])
+        title = "" if len(group) == len(kinds) else f"{prefix.rstrip('.')} with {variants.key}={chosen}"
+        _section(group[0], prefix, lines, title, frozenset(owners) - names)
 
 
 def _format_default(value: Any) -> str:
