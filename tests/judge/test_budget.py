@@ -73,8 +73,8 @@ async def test_without_limits_no_file_is_written(tmp_path: Path):
         ("rubric", {"verdict": 1.0, "blocked": 0.0}, "blocked"),
         ("rubric", {"verdict": 1.0, "relevance": 0.0}, "relevance"),
         ("webjudge", {"verdict": 1.0, "relevance": 0.0}, "relevance"),
-        ("webjudge", {"verdict": 1.0, "blocked": 0.0}, None),
-        ("webvoyager", {"verdict": 1.0, "relevance": 0.0, "blocked": 0.0}, None),
+        ("webjudge", {"verdict": 1.0, "relevance": 1.0}, None),
+        ("webvoyager", {"verdict": 1.0}, None),
         ("rubric", {"verdict": 1.0}, None),
     ],
 )
