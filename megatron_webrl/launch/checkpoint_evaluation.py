@@ -23,10 +23,10 @@ from megatron_webrl.track.evaluation.evaluation_queue import (
     make_request,
     requested_variants,
 )
-from megatron_webrl.track.evaluation.results import aggregate_results, mlflow_metrics, paired_difference
-from megatron_webrl.track.mlflow_run import MLflowTracker
+from megatron_webrl.track.evaluation.result_files import EvaluationLog
+from megatron_webrl.track.evaluation.results import aggregate_results, paired_difference
+from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.types import BUDGET_SPENT
-from megatron_webrl.util.disk_faults import continue_without
 
 POLL_SECONDS = 0.25
 
@@ -128,8 +128,11 @@ class CheckpointEvaluation:
         results = [collector.results[episode] for episode in sorted(collector.results)]
         now = time.monotonic()
         summary = aggregate_results(request, results, now - (started_at or now))
+        summary["checkpoint"] = str(self.checkpoint.path)
         try:
-            result_files.append_evaluation(self.config.run_folder, summary, results)
+            evaluations = EvaluationLog(self.config.run_folder)
+            evaluations.append(summary, results)
+            evaluations.history.sync()
         except OSError as error:
             self.unwritten[self._stored_file] = str(error.strerror)
         self.summaries.append(summary)
@@ -151,13 +154,9 @@ class CheckpointEvaluation:
                 self.output_file.write_text(json.dumps(self._report(), indent=1) + "\n")
             except OSError as error:
                 self.unwritten[self.output_file] = str(error.strerror)
-        with continue_without("mlflow.jsonl"):
-            tracker = MLflowTracker(self.config, None)
-            tracker.set_tag("checkpoint", str(self.checkpoint.path))
-            for summary in self.summaries:
-                tracker.log_metrics(mlflow_metrics(summary), summary["version"])
-            tracker.close("FAILED" if missing else "FINISHED")
-            self.not_sent = tracker.pending_message()
+        tracker = MLflowTracker(self.config, None)
+        tracker.close("FAILED" if missing else "FINISHED")
+        self.not_sent = tracker.pending_message()
         self.complete = True
         if self.unwritten:
             return f"failed: {'; '.join(f'{path} cannot be written: {why}' for path, why in self.unwritten.items())}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from megatron_webrl.types import COORDINATE_ACTION_KINDS, Group, Step, Trajectory
 from megatron_webrl.util.text import metric_label
+
+UPDATES_FILE = "updates.jsonl"
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,11 @@ class UpdateMetrics:
         """The update in updates.jsonl and summary.json."""
         return asdict(self)
 
-    def mlflow_metrics(self) -> dict[str, float]:
-        fields = self.to_json()
-        flat = {k: float(v) for k, v in fields.items() if isinstance(v, int | float) and k != "version"}
-        return flat | {f"seconds/{k}": v for k, v in fields["seconds"].items()} | self.extra
+
+def update_metrics(update: Mapping[str, Any]) -> dict[str, float]:
+    """MLflow metrics from a line of updates.jsonl."""
+    flat = {k: float(v) for k, v in update.items() if isinstance(v, int | float) and k != "version"}
+    return flat | {f"seconds/{k}": v for k, v in update["seconds"].items()} | update["extra"]
 
 
 def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:

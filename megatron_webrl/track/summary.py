@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.track import events, learning_plot, mlflow_journal
+from megatron_webrl.track import events, learning_plot, mlflow_upload
 from megatron_webrl.track.evaluation import result_files
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.track.metrics import UPDATES_FILE
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
 from megatron_webrl.util import atomic_file, history
 from megatron_webrl.util.history import History, Tail
@@ -26,7 +27,6 @@ PACKAGES = (
     "mlflow-skinny", "mlflow", "transformer-engine", "omegaconf", "numpy",
 )  # fmt: skip
 
-UPDATES_FILE = "updates.jsonl"
 NODE_TRAFFIC_METRICS = ("images_mib", "remote_images_mib", "other_mib")
 
 
@@ -101,7 +101,7 @@ def ensure_written(folder: Path, outcome: str) -> None:
     write_summary(folder, outcome, accounting)
     if outcome not in CLEAN_JOB_OUTCOMES:
         with suppress(OSError):
-            mlflow_journal.end_as_failed(folder)
+            mlflow_upload.end_as_failed(folder)
 
 
 def _restarts(folder: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import logging
 import time
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
@@ -22,14 +22,11 @@ from megatron_webrl.track.evaluation.evaluation_queue import (
     make_request,
     requested_variants,
 )
-from megatron_webrl.track.evaluation.results import aggregate_results, mlflow_metrics
+from megatron_webrl.track.evaluation.result_files import EvaluationLog
+from megatron_webrl.track.evaluation.results import aggregate_results
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
-from megatron_webrl.util.disk_faults import continue_without
 from megatron_webrl.util.text import first_line
-
-if TYPE_CHECKING:
-    from megatron_webrl.track.mlflow_run import MLflowTracker
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +44,16 @@ class EvaluationScheduler:
     """Calls: run_before_training; poll_during_training after each update; run_after_training. The first rank acts."""
 
     def __init__(
-        self, config: Config, control: ControlClient, tracker: MLflowTracker | None, restart_epoch: int, version: int
+        self, config: Config, control: ControlClient, evaluation_log: EvaluationLog | None, restart_epoch: int
     ) -> None:
-        """`tracker` is None except on the first rank; `version` is the policy version at the start or resume."""
-        self.config, self.control, self.tracker = config, control, tracker
+        """`evaluation_log` is None except on the first rank."""
+        self.config, self.control, self.evaluation_log = config, control, evaluation_log
         self.restart_epoch = restart_epoch
         self._collector: ResultCollector | None = None
         self._started = 0.0
         self._made: set[tuple[str, str, int]] = set()  # kind, variant and version of those made since the start
         self.cut_short = False  # whether an early end has cost an evaluation; first rank
-        if tracker is not None:
-            result_files.truncate_after(config.run_folder, version)
+        if evaluation_log is not None:
             evaluation_queue.withdraw_request(control)  # a request that an earlier trainer left
 
     def run_before_training(self, version: int, weight_syncer: WeightSyncer) -> None:
@@ -67,7 +63,7 @@ class EvaluationScheduler:
 
     def poll_during_training(self, version: int) -> None:
         """Record a completed evaluation, and request one if it is due. Does not wait."""
-        if self.tracker is None:
+        if self.evaluation_log is None:
             return
         self._poll()
         settings = self.config.evaluation
@@ -108,7 +104,7 @@ class EvaluationScheduler:
 
     def _run_if_due(self, kind: str, variant: str, version: int, weight_syncer: WeightSyncer, exclusive: bool) -> None:
         """Run an evaluation and wait for it, unless the run has its result. Collective."""
-        if self.tracker is not None and self._is_due(kind, variant, version):
+        if self.evaluation_log is not None and self._is_due(kind, variant, version):
             if self.control.stop_requested():
                 self.cut_short = True
             else:
@@ -149,7 +145,9 @@ class EvaluationScheduler:
         """Wait for the running evaluation; new engines get their weights meanwhile. Collective."""
         state = _WaitState.RUNNING
         while state != _WaitState.DONE:
-            state = broadcast_object(self._poll_for_a_while(weight_syncer) if self.tracker is not None else state)
+            state = broadcast_object(
+                self._poll_for_a_while(weight_syncer) if self.evaluation_log is not None else state
+            )
             if state == _WaitState.NEW_ENGINES:
                 weight_syncer.sync(version, new_engines_only=True)
 
@@ -195,11 +193,9 @@ class EvaluationScheduler:
         self._made.add((request.kind, request.variant, request.version))  # its line may be lost on a full disk
         results = [collector.results[episode] for episode in sorted(collector.results)]
         line = aggregate_results(request, results, seconds, self.restart_epoch)
-        with continue_without(f"evaluation {request.name} of version {line['version']}"):
-            result_files.append_evaluation(self.config.run_folder, line, results)
+        assert self.evaluation_log is not None
+        self.evaluation_log.append(line, results)
         log.info("evaluation of version %d in %.1f s: %s", line["version"], seconds, result_table.format_rates(line))
-        if self.tracker is not None:
-            self.tracker.log_metrics(mlflow_metrics(line), line["version"])
 
     def _cancel(self, reason: str) -> None:
         assert self._collector is not None

@@ -212,7 +212,7 @@ def test_results_for_which_the_disk_has_no_room_are_printed_before_the_error(
         assert "results: " not in output
     assert "sampled" in output
     assert output.splitlines()[-1] == f"failed: {problems}"
-    assert "mlflow.jsonl cannot be written: [Errno 28]" in caplog.text
+    assert "mlflow.json cannot be written: [Errno 28]" in caplog.text
 
 
 def test_the_folder_of_a_running_evaluation_is_left_alone(run_folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -16,7 +16,7 @@ from megatron_webrl.track.evaluation.evaluation_queue import VARIANTS, Evaluatio
 from megatron_webrl.track.evaluation.results import aggregate_results
 from megatron_webrl.track.evaluation.results import mlflow_metrics as evaluation_metrics
 from megatron_webrl.track.metric_reference.registry import SECTIONS, definitions_of, undefined
-from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics
+from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, update_metrics
 from megatron_webrl.track.step_metrics import step_metrics
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.credit.rewards import outcome_reward
@@ -47,7 +47,7 @@ MIXED = Group(0, (
 
 def update_example() -> dict[str, float]:
     seconds = UpdateSeconds(rollout=1, train=1, sync=1, wait=1, image_wait=1)
-    return UpdateMetrics(1, 2, 0.5, 3.0, 4.0, 0.5, 1, 0.1, 1e-6, 10, 100.0, seconds).mlflow_metrics()
+    return update_metrics(UpdateMetrics(1, 2, 0.5, 3.0, 4.0, 0.5, 1, 0.1, 1e-6, 10, 100.0, seconds).to_json())
 
 
 def loss_example() -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from megatron_webrl.track.evaluation.evaluation_queue import BLANK_IMAGES, VARIANTS, EvaluationResult, evaluation_name
 from megatron_webrl.track.evaluation.results import paired_difference, seeing_gain
 from megatron_webrl.util import atomic_file, history
+from megatron_webrl.util.disk_faults import continue_without
 from megatron_webrl.util.history import History
 
 FILE = "evaluations.jsonl"
@@ -25,17 +27,27 @@ GAINS: dict[str, tuple[Callable[..., dict[str, Any] | None], tuple[str, ...]]] =
 """Contrasts of summary.json: what computes each, and from the results of which evaluations."""
 
 
-def append_evaluation(folder: Path, line: dict[str, Any], results: Sequence[EvaluationResult]) -> None:
-    """Add an evaluation; its episodes are written before its line, so that a reader of the line finds them."""
-    path = _episodes_path(folder, line)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_file.write_text(path, "".join(json.dumps(asdict(result)) + "\n" for result in results))
-    evaluations = History(folder / FILE)
-    try:
-        evaluations.append(line)
-        evaluations.sync()
-    finally:
-        evaluations.close()
+class EvaluationLog:
+    """Writes the evaluations of a run. Lines for which the disk has no room wait in memory (History)."""
+
+    def __init__(self, folder: Path, version: int | None = None, guard: Callable[[], object] = lambda: None) -> None:
+        """Cut off the lines of versions after `version`, from which a run resumes; None keeps all. Raises OSError.
+
+        `guard`: as of History.
+        """
+        self.folder, path = folder, folder / FILE
+        kept = None if version is None else history.kept_size(path, lambda line: line["version"] <= version)
+        self.history = History(path, kept, guard)
+
+    def append(self, line: dict[str, Any], results: Sequence[EvaluationResult]) -> None:
+        """Add an evaluation; its episodes are written before its line, so that a reader of the line finds them."""
+        path = _episodes_path(self.folder, line)
+        with continue_without(str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_file.write_text(path, "".join(json.dumps(asdict(result)) + "\n" for result in results))
+        self.history.append(line)
+        with suppress(OSError):  # which the history has logged
+            self.history.sync()
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -60,13 +72,6 @@ def read_results(folder: Path, line: dict[str, Any]) -> list[EvaluationResult]:
     return [EvaluationResult.from_json(json.loads(text)) for text in path.read_text().splitlines()]
 
 
-def truncate_after(folder: Path, version: int) -> None:
-    """Delete the lines of versions after the one from which a run resumes: those versions are trained again."""
-    path = folder / FILE
-    if path.is_file():
-        History(path, history.kept_size(path, lambda line: line["version"] <= version)).close()
-
-
 def summarise(folder: Path, version: int) -> dict[str, Any]:
     """The field `evaluation` of summary.json: a line for each of NAMES and a contrast for each of GAINS; None where an
     evaluation is missing. Those before training are of the initial policy, the others of `version`, the run's last one.
@@ -78,7 +83,11 @@ def summarise(folder: Path, version: int) -> dict[str, Any]:
         name = evaluation_name(line["kind"], line["variant"])
         if name in NAMES and line["version"] == (first if line["kind"] == "before" else version):
             found[name] = line
-    results = {name: read_results(folder, found[name]) for name in NAMES if found[name] is not None}
+    results = {}
+    for name in NAMES:
+        with suppress(FileNotFoundError):  # episodes for which the disk had no room
+            if found[name] is not None:
+                results[name] = read_results(folder, found[name])
     for gain, (compute, names) in GAINS.items():
         if results.keys() >= set(names):
             found[gain] = compute(*(results[name] for name in names))

@@ -1,4 +1,4 @@
-"""Statistics of evaluation results, with confidence intervals. Pure functions; docs/evaluation.md has the definitions.
+"""Statistics of evaluation results, with confidence intervals; docs/evaluation.md has the definitions.
 
 Success is a share of all requested episodes, of those whose website was reached, and of those with a verdict; episodes
 without one (a blocked page, a crash, an error, a time limit) are counted by reason.
@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_webrl.track.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
 from megatron_webrl.types import BLOCKED
+from megatron_webrl.util.clock import steady_time
 from megatron_webrl.util.text import metric_label
 
 Z_95 = 1.959963984540054  # half-width of a two-sided 95 % interval of the normal distribution, in standard deviations
@@ -84,6 +85,7 @@ def aggregate_results(
         "pass_at": _pass_at(results, request.samples),
         "success_within": _success_within(results),
         "wall_seconds": seconds,
+        "finished_at": steady_time(),
         "environments": _statistics_by(results, lambda result: result.environment),
         "difficulties": _statistics_by(results, lambda result: result.difficulty),
         "sources": _statistics_by(results, lambda result: result.source),

@@ -24,7 +24,8 @@ from megatron_webrl.track.evaluation.evaluation_queue import (
     ResultCollector,
     evaluation_name,
 )
-from megatron_webrl.track.mlflow_run import MLflowTracker
+from megatron_webrl.track.evaluation.result_files import EvaluationLog
+from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.types import BUDGET_SPENT, PREEMPTED
 from tests.job_control import control_service
@@ -180,7 +181,8 @@ class Worker(threading.Thread):
 def test_a_run_is_evaluated_before_during_and_after_training(address: Path, config: Config, one_rank: None):
     tracker = MLflowTracker(config, None)
     engines: Any = Engines()
-    evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=0, version=0)
+    evaluations = EvaluationLog(config.run_folder)
+    evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), evaluations, restart_epoch=0)
     worker = Worker(address, "rollout-9", engines)
     worker.start()
     evaluation.run_before_training(0, engines)
@@ -209,7 +211,8 @@ def test_a_run_is_evaluated_before_during_and_after_training(address: Path, conf
     assert {metric.step: metric.value for metric in blank} == {0: 0.0, 4: pytest.approx(2 / 3)}
 
     # A resume from version 1 keeps the evaluations before training, and drops those after version 1.
-    again = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=1, version=1)
+    resumed = EvaluationLog(config.run_folder, version=1)
+    again = EvaluationScheduler(config, connect(address, "trainer-0"), resumed, restart_epoch=1)
     again.run_before_training(1, engines)
     assert recorded(config) == [*BEFORE, "during"]
 
@@ -237,10 +240,10 @@ def recorded(config: Config) -> list[str]:
 def test_a_trainer_that_was_killed_between_variants_repeats_none_that_is_complete(
     address: Path, config: Config, one_rank: None, names: list[str], count: int
 ):
-    version, tracker = 0 if names is BEFORE else 4, MLflowTracker(config, None)
+    version, evaluations = 0 if names is BEFORE else 4, EvaluationLog(config.run_folder)
 
     def run(restart_epoch: int, engines: Any, *workers: Worker) -> None:
-        evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch, version)
+        evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), evaluations, restart_epoch)
         for worker in workers:  # once the request of the killed trainer is withdrawn
             worker.start()
         (evaluation.run_after_training if version else evaluation.run_before_training)(version, engines)
@@ -265,11 +268,11 @@ def test_variants_of_the_initial_policy_are_not_added_once_it_has_been_trained(
     config.evaluation.greedy = config.evaluation.blank_images = False
     engines: Any = EnginesOfAKilledTrainer(config, count=-1)
     Worker(address, "rollout-initial", engines, last="before").start()
-    control, tracker = connect(address, "trainer-0"), MLflowTracker(config, None)
-    EvaluationScheduler(config, control, tracker, restart_epoch=0, version=0).run_before_training(0, engines)
+    control, evaluations = connect(address, "trainer-0"), EvaluationLog(config.run_folder)
+    EvaluationScheduler(config, control, evaluations, restart_epoch=0).run_before_training(0, engines)
     config.evaluation.greedy = config.evaluation.blank_images = True
     config.evaluation.timeout_seconds = 0.5  # without a worker
-    EvaluationScheduler(config, control, tracker, restart_epoch=1, version=2).run_before_training(2, engines)
+    EvaluationScheduler(config, control, evaluations, restart_epoch=1).run_before_training(2, engines)
     assert recorded(config) == ["before"]
     assert result_files.summarise(config.run_folder, 2)["before_greedy"] is None
 
@@ -287,7 +290,7 @@ def test_an_evaluation_that_a_spent_budget_ends_is_not_recorded_and_runs_again(
     config: Config, one_rank: None, stopped: ControlClient
 ):
     engines: Any = Engines()
-    evaluation = EvaluationScheduler(config, stopped, MLflowTracker(config, None), restart_epoch=0, version=0)
+    evaluation = EvaluationScheduler(config, stopped, EvaluationLog(config.run_folder), restart_epoch=0)
     evaluation.run_before_training(0, engines)
     assert result_files.read_evaluations(config.run_folder) == []
     assert evaluation_queue.current_request(stopped) is None
@@ -301,7 +304,7 @@ def test_a_final_evaluation_that_an_early_end_costs_is_known(
 ):
     control, engines = connect(address, "trainer-0"), Engines()  # type: ControlClient, Any
     engines.waiting, engines.version = 0, 4
-    evaluation = EvaluationScheduler(config, control, MLflowTracker(config, None), restart_epoch=0, version=4)
+    evaluation = EvaluationScheduler(config, control, EvaluationLog(config.run_folder), restart_epoch=0)
     stop = threading.Timer(0.5 if running else 0, lambda: control.request_stop(PREEMPTED))
     stop.start()
     if not running:
@@ -317,7 +320,7 @@ def test_an_evaluation_of_engines_that_lag_behind_waits_for_the_weights(address:
     """Mode one_step_off: the last update's weights are sent for the evaluation alone."""
     control, engines = connect(address, "trainer-0"), Engines()  # type: ControlClient, Any
     engines.waiting, engines.version, config.evaluation.after = 0, 3, False
-    evaluation = EvaluationScheduler(config, control, MLflowTracker(config, None), restart_epoch=0, version=3)
+    evaluation = EvaluationScheduler(config, control, EvaluationLog(config.run_folder), restart_epoch=0)
     worker = Worker(address, "rollout-lagging", engines, last="during")
     worker.start()
     evaluation.run_after_training(4, engines)
@@ -331,13 +334,12 @@ def test_a_failing_run_folder_costs_the_lines_of_evaluations_alone(
 ):
     control, engines = connect(address, "trainer-0"), Engines()  # type: ControlClient, Any
     engines.waiting, engines.version, config.evaluation.after = 0, 4, False
-    evaluation = EvaluationScheduler(config, control, MLflowTracker(config, None), restart_epoch=0, version=3)
+    evaluation = EvaluationScheduler(config, control, EvaluationLog(config.run_folder), restart_epoch=0)
 
     def fail(*arguments: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    for name in ("append_evaluation", "read_evaluations"):
-        monkeypatch.setattr(result_files, name, fail)
+    monkeypatch.setattr(EvaluationLog, "append", fail)
     worker = Worker(address, "rollout-failing", engines, last="during")
     worker.start()
     evaluation.poll_during_training(4)
@@ -366,10 +368,10 @@ def test_the_evaluation_of_a_checkpoint_ends_without_a_result_when_the_budget_is
 def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_training_at_once(
     address: Path, config: Config, one_rank: None
 ):
-    tracker = MLflowTracker(config, None)
+    evaluations = EvaluationLog(config.run_folder)
     engines: Any = Engines()
     control = connect(address, "trainer-0")
-    evaluation = EvaluationScheduler(config, control, tracker, restart_epoch=0, version=0)
+    evaluation = EvaluationScheduler(config, control, evaluations, restart_epoch=0)
     config.evaluation.timeout_seconds = 3600.0
     began = time.monotonic()
     evaluation.poll_during_training(1)

@@ -18,6 +18,7 @@ from megatron_webrl.tasks.miniwob_page import all_environments
 from megatron_webrl.track import summary
 from megatron_webrl.track.evaluation import result_files, result_table
 from megatron_webrl.track.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
+from megatron_webrl.track.evaluation.result_files import EvaluationLog
 from megatron_webrl.track.evaluation.results import (
     aggregate_results,
     contrast,
@@ -194,7 +195,7 @@ def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_versi
     def append(kind: str, version: int, *outcomes: str, variant: str = "") -> None:
         results = [result(index, outcome) for index, outcome in enumerate(outcomes)]
         request = replace(REQUEST, kind=kind, version=version, tasks=len(outcomes), variant=variant)
-        result_files.append_evaluation(tmp_path, aggregate_results(request, results, 1.0), results)
+        EvaluationLog(tmp_path).append(aggregate_results(request, results, 1.0), results)
 
     update = {"version": 1, "steps_mean": 1.0, "staleness_mean": 0.0, "staleness_max": 0, "extra": {}}
     summary.open_updates(tmp_path).append(update)
@@ -221,14 +222,14 @@ def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_versi
     assert [evaluation[name] and evaluation[name]["mean"] for name in gains] == [1.0, 0.0, 1.0, 0.5, None]
     assert [name for name in names if evaluation[name] is None] == ["before_greedy", "after_greedy"]
     # The run resumes from version 1: the evaluations of version 2 are deleted.
-    result_files.truncate_after(tmp_path, 1)
+    EvaluationLog(tmp_path, version=1)
     assert [line["version"] for line in result_files.read_evaluations(tmp_path)] == [0, 0, 1, 1, 1]
 
 
 def test_a_run_without_updates_has_an_evaluation_after_training_of_version_0(tmp_path: Path):
     results = [result(0)]
-    result_files.append_evaluation(
-        tmp_path, aggregate_results(replace(REQUEST, kind="after", version=0, tasks=1), results, 1.0), results
+    EvaluationLog(tmp_path).append(
+        aggregate_results(replace(REQUEST, kind="after", version=0, tasks=1), results, 1.0), results
     )
     summary.write_summary(tmp_path, "finished", None)
     assert summary.read_summary(tmp_path)["evaluation"]["after"]["success_of_judged"] == 1.0
@@ -274,7 +275,7 @@ def old_line(kind: str, version: int, *outcomes: str, folder: Path) -> dict[str,
     """Write an evaluation as it was written when `blank_images` was a kind."""
     results = [result(index, outcome) for index, outcome in enumerate(outcomes)]
     line = aggregate_results(replace(REQUEST, kind=kind, version=version, tasks=len(outcomes)), results, 1.0)
-    result_files.append_evaluation(folder, line, results)
+    EvaluationLog(folder).append(line, results)
     del line["variant"], line["first_task"]
     return line
 
@@ -322,7 +323,7 @@ def six_evaluations(names: list[str], folder: Path) -> dict[str, Any]:
             temperature=float(variant != "greedy"),
         )
         line = aggregate_results(request, [replace(each, evaluator="page") for each in results], 1.0)
-        result_files.append_evaluation(folder, line, results)
+        EvaluationLog(folder).append(line, results)
     return result_files.summarise(folder, 1)
 
 
