@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.track import episode_log, summary
-from megatron_webrl.track.metric_reference.registry import undefined
+from tests.metrics_page import undocumented
 
 
 def run_problems(folder: Path, updates: int, open_at_end: int) -> list[str]:
@@ -19,8 +19,8 @@ def run_problems(folder: Path, updates: int, open_at_end: int) -> list[str]:
     config = load_config(folder / "config.yaml", ["run.resume=false"])
     content, lines = summary.read_summary(folder), episode_log.read_lines(folder)
     accounting = content["accounting"]
-    if unknown := undefined({name for update in content["updates"] for name in update["extra"]}):
-        return [f"metrics without a definition in tracking/metric_reference: {unknown}"]
+    if unknown := undocumented({name for update in content["updates"] for name in update["extra"]}):
+        return [f"metrics that docs/metrics.md lacks: {unknown}"]
     problems = [] if content["outcome"] == "finished" else [f"the outcome is {content['outcome']}"]
     if accounting is None or not accounting["matches"]:
         return [*problems, f"the accounting does not match: {accounting}"]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.track import events, learning_plot, mlflow_upload
+from megatron_webrl.track import events, mlflow_upload
 from megatron_webrl.track.evaluation import result_files
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.metrics import UPDATES_FILE
@@ -60,7 +60,7 @@ def read_updates(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
-    """Write summary.json and learning.svg. `accounting` is None if a failure left it unknown.
+    """Write summary.json. `accounting` is None if a failure left it unknown.
 
     A disk that is full or fails is logged: it is no reason to fail a job that has ended.
     """
@@ -84,7 +84,6 @@ def _write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None
         "package_versions": package_versions(),
     }
     atomic_file.write_json(folder / "summary.json", content, indent=1)
-    learning_plot.write(folder, updates, result_files.read_evaluations(folder))
 
 
 def ensure_written(folder: Path, outcome: str) -> None:

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_webrl.track import episode_log, summary
-from megatron_webrl.track.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.jobs import run_job
 from tools.make_tiny_model import make_tiny_model
+from tools.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

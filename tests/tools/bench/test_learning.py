@@ -24,7 +24,7 @@ from megatron_webrl.launch.validation import check_config
 from megatron_webrl.track import summary
 from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult
 from megatron_webrl.track.evaluation.result_files import EvaluationLog
-from megatron_webrl.track.metric_reference import registry
+from tests.metrics_page import undocumented
 from tools.bench.bootstrap import Interval
 from tools.bench.learning import __main__ as command
 from tools.bench.learning import figures, runs
@@ -108,7 +108,7 @@ def test_the_growing_limit_ends_at_the_limit_of_the_evaluation():
 
 
 def test_the_metric_of_an_arm_exists():
-    assert not registry.undefined({arm.metric for arm in ARMS.values()} - {""})
+    assert not undocumented({arm.metric for arm in ARMS.values()} - {""})
 
 
 def test_a_name_of_a_set_stands_for_its_arms_each_once():

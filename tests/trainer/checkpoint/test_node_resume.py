@@ -20,10 +20,10 @@ import pytest
 
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.track import episode_log
-from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer.data import group_files
 from tests import forks
 from tests.job_control import connect, control_service
+from tests.metrics_page import undocumented
 from tests.trainer.checkpoint import node_resume_ranks as ranks
 from tests.trainer.multi_node.node_ranks import group
 from tests.trainer.multi_node.test_multi_node_exchange import make_rings
@@ -164,7 +164,7 @@ def test_each_node_stores_the_records_of_its_ring_byte_for_byte(found: dict[str,
 
 def test_the_summary_has_the_traffic_between_nodes(found: dict[str, Any]) -> None:
     nodes, updates = found["summary"]["node_traffic"], found["summary"]["updates"]
-    assert undefined({name for update in updates for name in update["extra"]}) == []
+    assert undocumented({name for update in updates for name in update["extra"]}) == []
     assert nodes["other_mib"] == pytest.approx(sum(update["extra"]["nodes/other_mib"] for update in updates))
     assert nodes["other_mib"] > 0
     assert nodes["images_mib"] == 0  # nothing made pixels: there is no model

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.track import episode_log, summary
-from megatron_webrl.track.metric_reference.registry import undefined
 from tests.gloo import spawn
+from tests.metrics_page import undocumented
 from tests.trainer.checkpoint import restart_ranks as ranks
 
 
@@ -37,5 +37,5 @@ def test_a_job_whose_trainer_dies_loses_no_group_and_trains_none_twice(tmp_path:
     assert len(set(range(max(closed) + 1)) - closed) <= (ranks.AHEAD + 1) * ranks.GROUPS
     updates = summary.read_updates(run)
     assert [update["version"] for update in updates] == list(range(1, ranks.UPDATES + 1))
-    assert undefined({name for update in updates for name in update["extra"]}) == []
+    assert undocumented({name for update in updates for name in update["extra"]}) == []
     assert all(0 <= update["staleness_mean"] <= ranks.AHEAD for update in updates)
