@@ -231,7 +231,7 @@ def _demonstrate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_webrl.rollout.demonstrations import write_demonstrations
-    from megatron_webrl.track.dashboard import progress_bar
+    from megatron_webrl.track.tables import progress_bar
 
     config = load_config(options.config, options.overrides)
     count = config.trainer.warm_start.demonstrations

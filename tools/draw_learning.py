@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.track import summary
-from megatron_webrl.track.evaluation.evaluation_queue import BLANK_IMAGES, GREEDY
-from megatron_webrl.track.evaluation.result_files import read_evaluations
+from megatron_webrl.track.evaluations import BLANK_IMAGES, GREEDY, read_evaluations
 from tools.plot import BLACK, BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 
 if TYPE_CHECKING:

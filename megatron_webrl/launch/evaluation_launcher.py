@@ -15,7 +15,7 @@ from megatron_webrl.launch import role_process
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation, EvaluationProgress
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, check_output_file
 from megatron_webrl.launch.local_launcher import LocalLauncher
-from megatron_webrl.track.dashboard import progress_bar
+from megatron_webrl.track.tables import progress_bar
 
 
 def run_evaluation(checkpoint: EvaluatedCheckpoint, config: Config, console: Console, file: Path | None) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track.evaluation import result_files, results
+from megatron_webrl.track import evaluations
 from megatron_webrl.track.metrics import UPDATES_FILE, update_metrics
 from megatron_webrl.util import atomic_file
 from megatron_webrl.util.clock import steady_time
@@ -48,7 +48,7 @@ _MARKS = 256  # last lines of a file by which a rollback is found; after a longe
 Line = Mapping[str, Any]
 METRICS: dict[str, Callable[[Line], dict[str, float]]] = {
     UPDATES_FILE: update_metrics,
-    result_files.FILE: results.mlflow_metrics,
+    evaluations.FILE: evaluations.evaluation_metrics,
 }
 """The histories whose lines become metrics, at the MLflow step `version` and the time `finished_at`."""
 

@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.track import events, mlflow_upload
-from megatron_webrl.track.evaluation import result_files
+from megatron_webrl.track import evaluations, events, mlflow_upload
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.metrics import UPDATES_FILE
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
@@ -78,7 +77,7 @@ def _write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None
         "accounting": accounting,
         "restarts": _restarts(folder),
         "node_traffic": _node_traffic(updates),
-        "evaluation": result_files.summarise(folder, updates[-1]["version"] if updates else 0),
+        "evaluation": evaluations.summarise(folder, updates[-1]["version"] if updates else 0),
         "checkpoint": str(checkpoint) if checkpoint else None,
         "config": str(folder / "config.yaml"),
         "package_versions": package_versions(),
@@ -121,4 +120,4 @@ def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 
 def read_summary(folder: Path) -> dict[str, Any]:
     content = json.loads((folder / "summary.json").read_text())
-    return content | {"evaluation": result_files.with_all_names(content.get("evaluation") or {})}
+    return content | {"evaluation": evaluations.with_all_names(content.get("evaluation") or {})}

@@ -20,11 +20,17 @@ from megatron_webrl.judge.job_budget import restore_usage, save_usage
 from megatron_webrl.tasks.files.digests import TASK_FILES, task_file_digests
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.track import summary
-from megatron_webrl.track.episode_log import EpisodeLog
-from megatron_webrl.track.evaluation.result_files import EvaluationLog
-from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
+from megatron_webrl.track.episodes import EpisodeLog
+from megatron_webrl.track.evaluations import EvaluationLog
+from megatron_webrl.track.metrics import (
+    UpdateMetrics,
+    UpdateSeconds,
+    episode_metrics,
+    mean,
+    mean_response_tokens,
+    step_metrics,
+)
 from megatron_webrl.track.run_lease import LeaseLost, RunLease
-from megatron_webrl.track.step_metrics import step_metrics
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.fallback import save_in_fallback

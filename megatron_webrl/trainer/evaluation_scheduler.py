@@ -15,15 +15,15 @@ from typing import Any
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
-from megatron_webrl.track.evaluation import evaluation_queue, result_files, result_table
-from megatron_webrl.track.evaluation.evaluation_queue import (
+from megatron_webrl.track import evaluations, tables
+from megatron_webrl.track.evaluations import (
+    EvaluationLog,
     EvaluationRequest,
     ResultCollector,
+    aggregate_results,
     make_request,
     requested_variants,
 )
-from megatron_webrl.track.evaluation.result_files import EvaluationLog
-from megatron_webrl.track.evaluation.results import aggregate_results
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.util.text import first_line
@@ -54,7 +54,7 @@ class EvaluationScheduler:
         self._made: set[tuple[str, str, int]] = set()  # kind, variant and version of those made since the start
         self.cut_short = False  # whether an early end has cost an evaluation; first rank
         if evaluation_log is not None:
-            evaluation_queue.withdraw_request(control)  # a request that an earlier trainer left
+            evaluations.withdraw_request(control)  # a request that an earlier trainer left
 
     def run_before_training(self, version: int, weight_syncer: WeightSyncer) -> None:
         """Evaluate the initial policy, in the variants of which the run has no result. Collective."""
@@ -119,7 +119,7 @@ class EvaluationScheduler:
             return False
         lines: list[dict[str, Any]] = []
         try:
-            lines = result_files.read_evaluations(self.config.run_folder)
+            lines = evaluations.read_evaluations(self.config.run_folder)
         except OSError as error:
             log.error("earlier evaluations cannot be read: %s; the job continues without them", first_line(error))
         lines = [line for line in lines if (line["kind"], line["version"]) == (kind, version)]
@@ -136,9 +136,9 @@ class EvaluationScheduler:
         return make_request(number, kind, variant, self._task_indices, self.config.evaluation, version, exclusive)
 
     def _submit(self, kind: str, version: int, variant: str = "", exclusive: bool = False) -> None:
-        number = evaluation_queue.next_request_number(self.control)
+        number = evaluations.next_request_number(self.control)
         request = self._make_request(number, kind, version, variant, exclusive)
-        evaluation_queue.submit_request(self.control, request)
+        evaluations.submit_request(self.control, request)
         self._collector, self._started = ResultCollector(self.control, request), time.monotonic()
 
     def _wait(self, version: int, weight_syncer: WeightSyncer) -> None:
@@ -177,7 +177,7 @@ class EvaluationScheduler:
         if not complete and seconds < self.config.evaluation.timeout_seconds:
             return
         collector, self._collector = self._collector, None
-        evaluation_queue.withdraw_request(self.control)
+        evaluations.withdraw_request(self.control)
         if not complete:
             log.warning(
                 "evaluation %s: %d of %d episodes are missing after %g s (evaluation.timeout_seconds)",
@@ -195,11 +195,11 @@ class EvaluationScheduler:
         line = aggregate_results(request, results, seconds, self.restart_epoch)
         assert self.evaluation_log is not None
         self.evaluation_log.append(line, results)
-        log.info("evaluation of version %d in %.1f s: %s", line["version"], seconds, result_table.format_rates(line))
+        log.info("evaluation of version %d in %.1f s: %s", line["version"], seconds, tables.format_rates(line))
 
     def _cancel(self, reason: str) -> None:
         assert self._collector is not None
         self.cut_short = True
         log.info("evaluation %s cancelled: %s", self._collector.request.name, reason)
         self._collector = None
-        evaluation_queue.withdraw_request(self.control)
+        evaluations.withdraw_request(self.control)

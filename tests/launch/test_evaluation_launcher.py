@@ -29,7 +29,7 @@ from megatron_webrl.launch.evaluation_launcher import EvaluationLauncher
 from megatron_webrl.launch.role_process import prepare_run_folder
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.track.evaluation import evaluation_queue
+from megatron_webrl.track import evaluations
 from tests.job_control import connect, control_service
 from tests.launch.whole_jobs import owned
 from tools.drills.file_faults import FileFaults
@@ -162,9 +162,9 @@ class WithoutWorkers(EvaluationLauncher):
             control = connect(address, "launcher")
 
             def claim_first() -> None:
-                request = evaluation_queue.current_request(control)
+                request = evaluations.current_request(control)
                 assert request is not None
-                control.claim(evaluation_queue.queue_name(request), "rollout-0.1", 1)
+                control.claim(evaluations.queue_name(request), "rollout-0.1", 1)
 
             self.evaluation = CheckpointEvaluation(self.config, self.checkpoint, self.output_file)
             with FileFaults(self.config.run_folder, self.disk_fault, errno.ENOSPC, until=1_000_000):

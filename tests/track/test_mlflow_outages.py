@@ -12,9 +12,7 @@ from megatron_webrl.cli import main
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.track import mlflow_upload, summary
-from megatron_webrl.track.evaluation.evaluation_queue import EvaluationRequest
-from megatron_webrl.track.evaluation.result_files import EvaluationLog
-from megatron_webrl.track.evaluation.results import aggregate_results
+from megatron_webrl.track.evaluations import EvaluationLog, EvaluationRequest, aggregate_results
 from megatron_webrl.track.metrics import UPDATES_FILE
 from megatron_webrl.track.mlflow_upload import STATE_FILE, MLflowTracker, Uploader, UploadState, count_unsent
 from tests.track.mlflow_server import MLflowServer, black_hole, mlflow_server

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.track import events, summary
-from megatron_webrl.track.dashboard import UPDATE_COLUMNS, accounting_line, updates_table
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, rollout_seconds, update_metrics
+from megatron_webrl.track.tables import UPDATE_COLUMNS, accounting_line, updates_table
 from megatron_webrl.track.trajectory_page import trajectory_page
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.types import Group, JudgeStage, Trajectory, Verdict

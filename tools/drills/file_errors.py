@@ -29,7 +29,7 @@ from megatron_webrl.judge.budget import Usage, read_usage, write_usage
 from megatron_webrl.judge.cache import CachedReply, ReplyCache
 from megatron_webrl.ring.record_file import RecordFileWriter, read_record_file
 from megatron_webrl.track import events, run_lease, summary
-from megatron_webrl.track.evaluation.result_files import EvaluationLog
+from megatron_webrl.track.evaluations import EvaluationLog
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lease import Holder

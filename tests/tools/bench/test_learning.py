@@ -22,8 +22,7 @@ from megatron_webrl.config.setting import default_of
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.track import summary
-from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult
-from megatron_webrl.track.evaluation.result_files import EvaluationLog
+from megatron_webrl.track.evaluations import EvaluationLog, EvaluationResult
 from tests.metrics_page import undocumented
 from tools.bench.bootstrap import Interval
 from tools.bench.learning import __main__ as command

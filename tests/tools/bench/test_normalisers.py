@@ -16,8 +16,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
-from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult
-from megatron_webrl.track.evaluation.result_files import EvaluationLog
+from megatron_webrl.track.evaluations import EvaluationLog, EvaluationResult
 from megatron_webrl.types import Task
 from tools.bench.normalisers import __main__ as command
 from tools.bench.normalisers import runs
