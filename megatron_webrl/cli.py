@@ -37,9 +37,7 @@ from megatron_webrl.placement.placement_command import add_placement
 from megatron_webrl.tasks.command import add_tasks
 from megatron_webrl.types import failed_outcome
 from megatron_webrl.util import stack_dump
-from megatron_webrl.util.printable import printable
-from megatron_webrl.util.redaction import configure_logging, redact
-from megatron_webrl.util.text import first_line
+from megatron_webrl.util.text import configure_logging, first_line, printable, redact
 from megatron_webrl.weights.engine_garbage import collect_garbage
 
 if TYPE_CHECKING:

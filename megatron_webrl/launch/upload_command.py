@@ -10,8 +10,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch.role_process import check_ended
 from megatron_webrl.monitor.status.report import find_run
 from megatron_webrl.track.mlflow_upload import Uploader
-from megatron_webrl.util.redaction import redact
-from megatron_webrl.util.text import first_line
+from megatron_webrl.util.text import first_line, redact
 
 
 def add_upload(commands: Any) -> None:

@@ -50,7 +50,7 @@ from megatron_webrl.track.mlflow_upload import run_id
 from megatron_webrl.track.trajectory_page import trajectory_page
 from megatron_webrl.trainer.credit.assignment import step_advantages
 from megatron_webrl.types import Group, Trajectory
-from megatron_webrl.util.redaction import redact
+from megatron_webrl.util.text import redact
 
 STATIC = Path(__file__).parent / "static"
 MAX_DATASET = 5000  # episodes of one file

@@ -26,7 +26,7 @@ from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.record_file import RecordFileWriter
 from megatron_webrl.types import Trajectory
 from megatron_webrl.util import history
-from megatron_webrl.util.disk_faults import continue_without
+from megatron_webrl.util.atomic_file import continue_without
 from megatron_webrl.util.history import History
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ import numpy as np
 from megatron_webrl.config.schema import EvaluationConfig
 from megatron_webrl.types import BLOCKED, TRAINABLE_OUTCOMES
 from megatron_webrl.util import atomic_file, history
+from megatron_webrl.util.atomic_file import continue_without
 from megatron_webrl.util.clock import steady_time
-from megatron_webrl.util.disk_faults import continue_without
 from megatron_webrl.util.history import History
 from megatron_webrl.util.text import metric_label
 

@@ -23,7 +23,7 @@ from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.record_file import RecordFileWriter
 from megatron_webrl.track.episodes import FOLDER
 from megatron_webrl.types import TRAINABLE_OUTCOMES, Task, Trajectory
-from megatron_webrl.util.disk_faults import continue_without
+from megatron_webrl.util.atomic_file import continue_without
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from megatron_webrl.track.metrics import UPDATES_FILE, update_metrics
 from megatron_webrl.util import atomic_file
 from megatron_webrl.util.clock import steady_time
 from megatron_webrl.util.history import Tail
-from megatron_webrl.util.redaction import redact
-from megatron_webrl.util.text import first_line, shorten
+from megatron_webrl.util.text import first_line, redact, shorten
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run

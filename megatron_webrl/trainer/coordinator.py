@@ -52,7 +52,6 @@ from megatron_webrl.trainer.multi_node.exchange import (
 )
 from megatron_webrl.types import Group, TaskReference, Trajectory
 from megatron_webrl.util.clock import steady_time
-from megatron_webrl.util.disk_faults import continue_without
 from megatron_webrl.util.history import History
 from megatron_webrl.util.text import metric_label
 

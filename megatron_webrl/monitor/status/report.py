@@ -31,7 +31,7 @@ from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.mlflow_upload import count_unsent
 from megatron_webrl.track.run_lease import STAGING_PREFIX
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
-from megatron_webrl.util.redaction import redact
+from megatron_webrl.util.text import redact
 
 ACTIVITY_FILES = ("updates.jsonl", "episodes.jsonl", journal.FILE, "control.json", "config.yaml")  # and the logs
 ANSWER_SECONDS = 0.8  # limit of a report for the service; a busy one answers in less than half of it
