@@ -87,7 +87,10 @@ def _block(folder: Path, number: int) -> None:
 
 
 def _evaluate(folder: Path, number: int) -> None:
-    EvaluationLog(folder).append({"version": number, "kind": "during", "variant": ""}, [])
+    evaluations = EvaluationLog(folder)
+    evaluations.append({"version": number, "kind": "during", "variant": ""}, [])
+    evaluations.history.sync()
+    evaluations.history.close()
 
 
 def _checkpoint(folder: Path, number: int) -> None:
