@@ -122,6 +122,7 @@ class Uploader:
         self.state = UploadState.load(self.folder) or UploadState(secrets.token_hex(16), run_id, run_id is not None)
         self.sent = self.rejected = 0  # entries: all, and those of them that MLflow does not accept
         self._checked = False  # whether MLflow was asked for the run that the folder names
+        self._tails: dict[str, Tail] = {}
         self._lock = threading.Lock()
 
     @cached_property
@@ -184,6 +185,7 @@ class Uploader:
             uri = redact(self.config.tracking_uri)
             log.warning("MLflow at %s, another store, lacks run %s: a new run gets all of %s", uri, run_id, self.folder)
             self.change(run_id=None, described=False, status="", marks={})
+            self._tails.clear()
 
     def _find_or_create_run(self) -> Run:
         """The run with this key: one whose creation MLflow did not confirm, else a new one."""
@@ -227,11 +229,13 @@ class Uploader:
 
     def _send_lines(self, run_id: str, name: str) -> bool:
         """Send the next lines of a history; False if there are none."""
-        before, tail = self.state.marks.get(name, ()), self.state.tail(self.folder, name)
+        before, tail = self.state.marks.get(name, ()), self._tails.pop(name, None) or self.state.tail(self.folder, name)
         lines = tail.poll(_LINES)
+        if lines:  # after a failure they are read again, by another Tail
+            self._log_points(run_id, name, [(line, self._points(name, line)) for line in lines])
+        self._tails[name] = tail
         if not lines and tail.marks[-1:] == list(before[-1:]):
             return False
-        self._log_points(run_id, name, [(line, self._points(name, line)) for line in lines])
         self.sent += len(lines)
         self.change(marks={**self.state.marks, name: tail.marks[-_MARKS:]})
         return True

@@ -51,6 +51,7 @@ from megatron_webrl.trainer.multi_node.exchange import (
     SingleNodeExchange,
 )
 from megatron_webrl.types import Group, TaskReference, Trajectory
+from megatron_webrl.util.atomic_file import continue_without
 from megatron_webrl.util.clock import steady_time
 from megatron_webrl.util.history import History
 from megatron_webrl.util.text import metric_label
