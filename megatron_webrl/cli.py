@@ -33,8 +33,7 @@ from megatron_webrl.monitor.timeline.command import add_timeline
 from megatron_webrl.placement.placement_command import add_placement
 from megatron_webrl.tasks.command import add_tasks
 from megatron_webrl.util import stack_dump
-from megatron_webrl.util.printable import printable
-from megatron_webrl.util.redaction import redact
+from megatron_webrl.util.text import printable, redact
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -174,7 +173,7 @@ def _demonstrate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_webrl.rollout.demonstrations import write_demonstrations
-    from megatron_webrl.track.dashboard import progress_bar
+    from megatron_webrl.track.tables import progress_bar
 
     config = load_config(options.config, options.overrides)
     count = config.trainer.warm_start.demonstrations

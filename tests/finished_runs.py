@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.tasks.registry import make_source
-from megatron_webrl.track import episode_log, summary
-from megatron_webrl.track.metric_reference.registry import undefined
+from megatron_webrl.track import episodes, summary
+from tests.metrics_page import undocumented
 
 
 def run_problems(folder: Path, updates: int, open_at_end: int) -> list[str]:
@@ -17,10 +17,10 @@ def run_problems(folder: Path, updates: int, open_at_end: int) -> list[str]:
     folder: of the run; updates: their number; open_at_end: tickets that may have been in flight at its end.
     """
     config = load_config(folder / "config.yaml", ["run.resume=false"])
-    content, lines = summary.read_summary(folder), episode_log.read_lines(folder)
+    content, lines = summary.read_summary(folder), episodes.read_lines(folder)
     accounting = content["accounting"]
-    if unknown := undefined({name for update in content["updates"] for name in update["extra"]}):
-        return [f"metrics without a definition in tracking/metric_reference: {unknown}"]
+    if unknown := undocumented({name for update in content["updates"] for name in update["extra"]}):
+        return [f"metrics that docs/metrics.md lacks: {unknown}"]
     problems = [] if content["outcome"] == "finished" else [f"the outcome is {content['outcome']}"]
     if accounting is None or not accounting["matches"]:
         return [*problems, f"the accounting does not match: {accounting}"]
@@ -34,7 +34,7 @@ def run_problems(folder: Path, updates: int, open_at_end: int) -> list[str]:
         problems.append(f"tickets counted twice: {twice}")
     trained: dict[int, set[int]] = defaultdict(set)
     for line in kept:
-        if line["disposition"] == episode_log.TRAINED:
+        if line["disposition"] == episodes.TRAINED:
             trained[line["version"]].add(line["ticket"])
     found = {version: len(tickets) for version, tickets in trained.items()}
     if found != dict.fromkeys(range(updates), config.trainer.groups_per_update):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_webrl.track.plot import BLUE, DARK_GREY, GREEN, GREY, LIGHT_GREY, ORANGE, add_titles, render_svg
+from tools.plot import BLUE, DARK_GREY, GREEN, GREY, LIGHT_GREY, ORANGE, add_titles, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_webrl.util.redaction import has_address_with_user
-from megatron_webrl.util.text import close_matches
+from megatron_webrl.util.text import close_matches, has_address_with_user
 
 
 class ConfigError(ValueError):

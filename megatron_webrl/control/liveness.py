@@ -28,7 +28,7 @@ class RoleReport:
     progress_at: float = 0.0  # when it last changed
     status: str = ""  # status line
     load: dict[str, Any] = field(default_factory=dict)  # running sums of an engine
-    rollouts: str = ""  # of a worker while someone looks (tracking/rollout_table.py)
+    rollouts: str = ""  # of a worker while someone looks (track/live_rollouts.py)
     sender: str = ""  # name of the process
     cleared: bool = False  # its supervisor restarts it: not lost before its next heartbeat
 

@@ -22,9 +22,8 @@ from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge.budget import Usage, UsageMeter
 from megatron_webrl.judge.openai_client import is_transient, open_client
 from megatron_webrl.judge.replies import UnusableReply
-from megatron_webrl.util import name_lookup
-from megatron_webrl.util.redaction import redact
-from megatron_webrl.util.text import shorten
+from megatron_webrl.util import network
+from megatron_webrl.util.text import redact, shorten
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ class JudgeClient:
                 self._endpoints[_key(model)] = _open_endpoint(model, settings)
 
     async def __aenter__(self) -> JudgeClient:
-        name_lookup.use_own_threads()
+        network.use_own_threads()
         return self
 
     async def __aexit__(self, *exception: object) -> None:

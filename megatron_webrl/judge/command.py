@@ -125,7 +125,7 @@ def _judge(
     stored: StoredEpisodes, settings: JudgeConfig, verdicts: VerdictFile, limit: int | None, console: Console
 ) -> JudgedEpisodes:
     from megatron_webrl.judge.judging import judge_episodes
-    from megatron_webrl.track.dashboard import progress_bar
+    from megatron_webrl.track.tables import progress_bar
 
     total = stored.count()
     with progress_bar(console) as bar:

@@ -17,8 +17,7 @@ from megatron_webrl.judge.protocols.base import Finding
 from megatron_webrl.judge.protocols.catalog import PROTOCOLS
 from megatron_webrl.judge.questions import Asker, Undecided
 from megatron_webrl.types import JUDGE_ERROR, Trajectory, Verdict
-from megatron_webrl.util.redaction import redact
-from megatron_webrl.util.text import shorten
+from megatron_webrl.util.text import redact, shorten
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import os
 import openai
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.util.redaction import declare_secret
+from megatron_webrl.util.text import declare_secret
 
 _TRANSIENT_STATUS = frozenset({408, 409, 425, 429})  # and all of 500 and above
 _QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DEBUG they name URLs, headers and bodies

@@ -15,18 +15,19 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
-from megatron_webrl.track.evaluation import evaluation_queue, result_files, result_table
-from megatron_webrl.track.evaluation.evaluation_queue import (
+from megatron_webrl.track import evaluations, tables
+from megatron_webrl.track.evaluations import (
     BLANK_IMAGES,
+    EvaluationLog,
     EvaluationResult,
     ResultCollector,
+    aggregate_results,
     make_request,
+    paired_difference,
     requested_variants,
 )
-from megatron_webrl.track.evaluation.results import aggregate_results, mlflow_metrics, paired_difference
-from megatron_webrl.track.mlflow_run import MLflowTracker
+from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.types import BUDGET_SPENT
-from megatron_webrl.util.disk_faults import continue_without
 
 POLL_SECONDS = 0.25
 
@@ -77,16 +78,16 @@ class CheckpointEvaluation:
 
     def _print_results(self, console: Console) -> None:
         """Print the table of all evaluations, what they measure of the checkpoint, and where the results are."""
-        console.print(result_table.evaluation_table(self.summaries))
-        console.print(result_table.LEGEND, style="dim")
+        console.print(tables.evaluation_table(self.summaries))
+        console.print(tables.EVALUATION_LEGEND, style="dim")
         for summary in self.summaries:
-            console.print(result_table.format_rates(summary), markup=False, highlight=False, soft_wrap=True)
+            console.print(tables.format_rates(summary), markup=False, highlight=False, soft_wrap=True)
         if count := self.summaries[0]["not_recorded_requests"]:
             console.print(f"requests that no recording answered (browser.replay): {count}", highlight=False)
         for entry in self.summaries[0]["pass_at"].items() if self.config.evaluation.samples > 1 else ():
             console.print("pass@{}: {:.1%}".format(*entry), highlight=False)
         if gain := self._image_gain():
-            line = result_table.format_difference(result_table.IMAGE_GAIN_NAME, gain)
+            line = tables.format_difference(tables.IMAGE_GAIN_NAME, gain)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         written = [path for path in (self.output_file, self._stored_file) if path and path not in self.unwritten]
         if written:
@@ -116,7 +117,7 @@ class CheckpointEvaluation:
         settings = self.config.evaluation
         indices, version = evaluation_task_indices(self.config), self.checkpoint.version
         request = make_request(number, "checkpoint", variant, indices, settings, version, exclusive=True)
-        evaluation_queue.submit_request(control, request)
+        evaluations.submit_request(control, request)
         collector, started_at = ResultCollector(control, request), None
         name = variant.replace("_", " ") or request.kind
         while not collector.poll():
@@ -131,12 +132,15 @@ class CheckpointEvaluation:
             show(EvaluationProgress(name, status, collector.results, request.episodes))
             time.sleep(POLL_SECONDS)
         show(EvaluationProgress(name, "", collector.results, request.episodes))
-        evaluation_queue.withdraw_request(control)
+        evaluations.withdraw_request(control)
         results = [collector.results[episode] for episode in sorted(collector.results)]
         now = time.monotonic()
         summary = aggregate_results(request, results, now - (started_at or now))
+        summary["checkpoint"] = str(self.checkpoint.path)
         try:
-            result_files.append_evaluation(self.config.run_folder, summary, results)
+            stored = EvaluationLog(self.config.run_folder)
+            stored.append(summary, results)
+            stored.history.sync()
         except OSError as error:
             self.unwritten[self._stored_file] = str(error.strerror)
         self.summaries.append(summary)
@@ -158,13 +162,9 @@ class CheckpointEvaluation:
                 self.output_file.write_text(json.dumps(self._report(), indent=1) + "\n")
             except OSError as error:
                 self.unwritten[self.output_file] = str(error.strerror)
-        with continue_without("mlflow.jsonl"):
-            tracker = MLflowTracker(self.config, None)
-            tracker.set_tag("checkpoint", str(self.checkpoint.path))
-            for summary in self.summaries:
-                tracker.log_metrics(mlflow_metrics(summary), summary["version"])
-            tracker.close("FAILED" if missing else "FINISHED")
-            self.not_sent = tracker.pending_message()
+        tracker = MLflowTracker(self.config, None)
+        tracker.close("FAILED" if missing else "FINISHED")
+        self.not_sent = tracker.pending_message()
         self.complete = True
         if self.unwritten:
             return f"failed: {'; '.join(f'{path} cannot be written: {why}' for path, why in self.unwritten.items())}"
@@ -172,7 +172,7 @@ class CheckpointEvaluation:
 
     @property
     def _stored_file(self) -> Path:
-        return self.config.run_folder / result_files.FILE
+        return self.config.run_folder / evaluations.FILE
 
     def _report(self) -> dict[str, Any]:
         report: dict[str, Any] = {"checkpoint": str(self.checkpoint.path)}

@@ -19,7 +19,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor.status.final_report import WIDTH, final_report_lines, print_final_report
 from megatron_webrl.monitor.status.job_display import JobLines, JobTable, job_display
 from megatron_webrl.monitor.status.role_groups import RoleLine
-from megatron_webrl.track.dashboard import progress_bar
+from megatron_webrl.track.tables import progress_bar
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation, EvaluationProgress

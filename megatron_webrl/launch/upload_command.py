@@ -10,8 +10,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch.run_folder import check_ended
 from megatron_webrl.monitor.status.report import find_run
 from megatron_webrl.track.mlflow_upload import Uploader
-from megatron_webrl.util.redaction import redact
-from megatron_webrl.util.text import first_line
+from megatron_webrl.util.text import first_line, redact
 
 
 def add_upload(commands: Any) -> None:
@@ -19,9 +18,9 @@ def add_upload(commands: Any) -> None:
     upload = commands.add_parser(
         "upload",
         help="send to MLflow what a run could not send",
-        description="Send the entries of a run's mlflow.jsonl that MLflow has not received, after its job has ended. "
-        "It may be repeated. MLFLOW_TRACKING_URI names MLflow if the run's tracking.uri is empty. Exit code 0: MLflow "
-        "has everything; 1: it does not answer; 2: there is no such run, or its job runs.",
+        description="Send what MLflow has not received of a run's files, after its job has ended. It may be repeated. "
+        "MLFLOW_TRACKING_URI names MLflow if the run's tracking.uri is empty. Exit code 0: MLflow has everything; 1: "
+        "it does not answer; 2: there is no such run, or its job runs.",
         epilog="example: webrl upload runs/quickstart",
     )
     upload.add_argument("of", metavar="RUN", help="folder of a run, or the name of a run in runs/")
@@ -35,8 +34,7 @@ def _run(options: argparse.Namespace) -> int:
     check_ended(config)
     uploader, uri = Uploader(config), redact(config.tracking_uri)
     try:
-        while uploader.send_some():
-            pass
+        uploader.send()
     except Exception as error:
         left = uploader.pending()
         sys.stderr.write(

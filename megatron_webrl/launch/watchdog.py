@@ -26,7 +26,7 @@ from megatron_webrl.placement.placement import Placement
 from megatron_webrl.track import events
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.util import atomic_file, stack_dump
-from megatron_webrl.util.disk_faults import continue_without
+from megatron_webrl.util.atomic_file import continue_without
 from megatron_webrl.util.supervised_process import SupervisedProcess
 
 log = logging.getLogger(__name__)

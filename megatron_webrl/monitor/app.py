@@ -44,13 +44,13 @@ from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record
 from megatron_webrl.track import summary
-from megatron_webrl.track.episode_store import FOLDER, TRAINING
-from megatron_webrl.track.evaluation.result_files import read_evaluations
+from megatron_webrl.track.episodes import FOLDER, TRAINING
+from megatron_webrl.track.evaluations import read_evaluations
 from megatron_webrl.track.mlflow_upload import run_id
 from megatron_webrl.track.trajectory_page import trajectory_page
 from megatron_webrl.trainer.credit.assignment import step_advantages
 from megatron_webrl.types import Group, Trajectory
-from megatron_webrl.util.redaction import redact
+from megatron_webrl.util.text import redact
 
 STATIC = Path(__file__).parent / "static"
 MAX_DATASET = 5000  # episodes of one file

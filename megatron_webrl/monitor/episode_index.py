@@ -1,6 +1,6 @@
 """Index over the stored episodes of a run: filter, sort, page and count them without reading an episode.
 
-An Arrow table in memory, filled from the index files of the workers (tracking/episode_store.py) and from
+An Arrow table in memory, filled from the index files of the workers (track/episodes.py) and from
 episodes.jsonl, which says what became of a training episode. It takes about 1 KiB an episode.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from megatron_webrl.track import episode_log
-from megatron_webrl.track.episode_store import FOLDER, INDEX_FILE, TRAINING
+from megatron_webrl.track import episodes
+from megatron_webrl.track.episodes import FOLDER, INDEX_FILE, TRAINING
 from megatron_webrl.util.history import Tail
 
 MAX_PAGE = 500  # rows of one answer
@@ -89,11 +89,11 @@ class EpisodeIndex:
         self._rows = SCHEMA.empty_table()
         self.table = self._rows.append_column("disposition", pa.array([], _TEXT))
         self._dispositions: list[str] = []  # by row
-        self._numbers: dict[episode_log.EpisodeIdentity, int] = {}  # row of each training episode
+        self._numbers: dict[episodes.EpisodeIdentity, int] = {}  # row of each training episode
         self._tails: dict[Path, Tail] = {}
-        self._closed = Tail(run_folder / episode_log.FILE)
-        self._rolled_back = Tail(run_folder / episode_log.ROLLED_BACK_FILE)
-        self._unknown: dict[episode_log.EpisodeIdentity, str] = {}  # dispositions of episodes that have no row so far
+        self._closed = Tail(run_folder / episodes.FILE)
+        self._rolled_back = Tail(run_folder / episodes.ROLLED_BACK_FILE)
+        self._unknown: dict[episodes.EpisodeIdentity, str] = {}  # dispositions of episodes that have no row so far
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -108,7 +108,7 @@ class EpisodeIndex:
             for tail, fixed in ((self._closed, None), (self._rolled_back, ROLLED_BACK)):
                 while lines := tail.poll(_BATCH):
                     for line in lines:
-                        self._unknown[episode_log.line_identity(line)] = fixed or sys.intern(line["disposition"])
+                        self._unknown[episodes.line_identity(line)] = fixed or sys.intern(line["disposition"])
                     self._set_dispositions()
             self._set_dispositions()
             if self._rows.column(0).num_chunks > _MAX_CHUNKS:
@@ -118,7 +118,7 @@ class EpisodeIndex:
     def _add(self, rows: list[dict[str, Any]]) -> None:
         for number, row in enumerate(rows, len(self._dispositions)):
             if row["kind"] == TRAINING:
-                self._numbers[episode_log.line_identity(row)] = number
+                self._numbers[episodes.line_identity(row)] = number
             self._dispositions.append(WAITING if row["kind"] == TRAINING else "")
         self._rows = pa.concat_tables([self._rows, pa.Table.from_pylist(rows, SCHEMA)])
 

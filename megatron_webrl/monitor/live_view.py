@@ -34,8 +34,7 @@ from megatron_webrl.monitor.status.control_probe import query_rollouts
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file
-from megatron_webrl.track.rollout_table import CHANGING, FIXED, STATES
-from megatron_webrl.track.running_episodes import running_file
+from megatron_webrl.track.live_rollouts import CHANGING, FIXED, STATES, running_file
 from megatron_webrl.types import Trajectory
 
 log = logging.getLogger(__name__)

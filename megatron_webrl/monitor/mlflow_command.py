@@ -23,7 +23,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.util.child_process import die_with_parent
-from megatron_webrl.util.redaction import redact
+from megatron_webrl.util.text import redact
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Any
 
-from megatron_webrl.track.rollout_table import CHANGING, FIXED, STATES
+from megatron_webrl.track.live_rollouts import CHANGING, FIXED, STATES
 
 Row = list[Any]
 _STATE, _SINCE = len(FIXED) + CHANGING.index("state"), len(FIXED) + CHANGING.index("since")

@@ -23,7 +23,7 @@ from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor.app import RunPages, answers, error_answer
 from megatron_webrl.monitor.episode_view import cut
-from megatron_webrl.util.redaction import redact
+from megatron_webrl.util.text import redact
 
 OWN_SETTINGS = ("run.name", "run.directory")  # that differ between any two runs
 

@@ -20,8 +20,8 @@ from megatron_webrl.rollout.generator import Generation, GenerationError, Genera
 from megatron_webrl.rollout.responses import memory_characters
 from megatron_webrl.rollout.stepping import EpisodeStepper, FreeStepping
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
-from megatron_webrl.track import rollout_table
-from megatron_webrl.track.rollout_table import LiveRollout
+from megatron_webrl.track import live_rollouts
+from megatron_webrl.track.live_rollouts import LiveRollout
 from megatron_webrl.track.timeline import NO_TRACK, Span, Track
 from megatron_webrl.types import Observation, Step, Task, Trajectory
 from megatron_webrl.util.clock import steady_time
@@ -91,7 +91,7 @@ async def _run_steps(
     stepper: EpisodeStepper, max_go_backs: int, lenient: bool, live: LiveRollout, track: Track,
 ) -> str:  # fmt: skip
     """Observe, generate and act until page, agent or a limit end the episode; returns the end reason."""
-    live.set(rollout_table.NAVIGATING)
+    live.set(live_rollouts.NAVIGATING)
     with track.span("reset") as resetting:
         try:
             observation = await session.reset(task)
@@ -100,26 +100,26 @@ async def _run_steps(
         except ValueError as refused:  # one row of a file is no reason to end a worker
             raise TaskRefused(str(refused)) from refused
         _add_seconds(resetting, observation)
-    live.set(rollout_table.OBSERVING)
+    live.set(live_rollouts.OBSERVING)
     start_url, go_backs = observation.url, 0
     episode.instruction = observation.instruction or episode.instruction
     episode.context.start_episode(episode.instruction, observation)
     for _ in range(task.max_steps):
         prompt = episode.context.build_prompt()
-        live.set(rollout_table.WAITING_FOR_STEP)
+        live.set(live_rollouts.WAITING_FOR_STEP)
         async with stepper.generation_phase():
-            live.set(rollout_table.WAITING_FOR_MODEL)
+            live.set(live_rollouts.WAITING_FOR_MODEL)
             with track.span("generate", step=len(episode.steps) + 1) as generating:
                 images = [episode.context.screenshots[index] for index in prompt.image_indices]
                 generation = await generator.generate(session, prompt.token_ids, images)
                 generating.facts["tokens"] = len(generation.response_token_ids)
-            live.set(rollout_table.WAITING_FOR_STEP)
+            live.set(live_rollouts.WAITING_FOR_STEP)
         with track.span("act", step=len(episode.steps) + 1) as acting:
             call = _parse(generation, processor, toolset, lenient)
             action, error = call.action, call.format_error
             before = observation
             if action is not None:
-                live.set(rollout_table.ACTING)
+                live.set(live_rollouts.ACTING)
                 observation = await session.step(action)
                 acting.facts["kind"] = action.kind
                 _add_seconds(acting, observation)

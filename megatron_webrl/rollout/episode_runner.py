@@ -26,9 +26,9 @@ from megatron_webrl.rollout.stepping import FreeStepping, Lockstep, SteppingMode
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.source import TaskSource, referenced_task
-from megatron_webrl.track import rollout_table
-from megatron_webrl.track.episode_store import TRAINING
-from megatron_webrl.track.rollout_table import LiveRollout, RolloutTable
+from megatron_webrl.track import live_rollouts
+from megatron_webrl.track.episodes import TRAINING
+from megatron_webrl.track.live_rollouts import LiveRollout, RolloutTable
 from megatron_webrl.track.timeline import NO_TRACK, OFF, Timeline, Track
 from megatron_webrl.types import FAULT_OUTCOMES, Task, Trajectory
 from megatron_webrl.util.clock import steady_time
@@ -166,7 +166,7 @@ class EpisodeRunner:
 
         Raises BudgetSpent.
         """
-        live.set(rollout_table.JUDGING)
+        live.set(live_rollouts.JUDGING)
         evaluated = await self._evaluate(trajectory, deadline, teacher)
         live.finish(evaluated.outcome)
         return evaluated

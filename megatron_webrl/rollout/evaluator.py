@@ -25,10 +25,10 @@ from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner, run_with_retries
 from megatron_webrl.rollout.generator import Generation, Generator
 from megatron_webrl.rollout.stepping import FreeStepping
-from megatron_webrl.track.episode_store import EpisodeStore
-from megatron_webrl.track.evaluation import evaluation_queue
-from megatron_webrl.track.evaluation.evaluation_queue import BLANK_IMAGES, EvaluationRequest, EvaluationResult
-from megatron_webrl.track.running_episodes import RunningEpisodes
+from megatron_webrl.track import evaluations
+from megatron_webrl.track.episodes import EpisodeStore
+from megatron_webrl.track.evaluations import BLANK_IMAGES, EvaluationRequest, EvaluationResult
+from megatron_webrl.track.live_rollouts import RunningEpisodes
 from megatron_webrl.track.timeline import Track
 from megatron_webrl.types import Trajectory
 
@@ -147,7 +147,7 @@ class Evaluator:
     def poll(self) -> None:
         """Start episodes of the requested evaluation, cancel a finished one's. Never waits; raises episodes' errors."""
         self._raise_failed()
-        request = evaluation_queue.current_request(self.control)
+        request = evaluations.current_request(self.control)
         if request != self._request:
             for task in self._running:  # of a finished evaluation
                 task.cancel()
@@ -159,7 +159,7 @@ class Evaluator:
         if request.exclusive and request.version != self.engine.version:
             return
         if self._claimer is None:
-            self._claimer = Claimer(self.control, evaluation_queue.queue_name(request), self.instance_id)
+            self._claimer = Claimer(self.control, evaluations.queue_name(request), self.instance_id)
         for episode, *_ in self._claimer.poll(self._max_episodes - len(self._running)):
             self._running.add(asyncio.create_task(self._run(request, episode)))
 
@@ -186,7 +186,7 @@ class Evaluator:
                 request_stop_without_budget(self.control, error)
             self._budget_spent = True
         else:
-            await asyncio.to_thread(evaluation_queue.submit_result, self.control, request, result, episode)
+            await asyncio.to_thread(evaluations.submit_result, self.control, request, result, episode)
             await asyncio.to_thread(self.store.add, [trajectory], request.name)
         finally:
             index, sample = request.task_and_sample(episode)
@@ -209,7 +209,7 @@ async def run_evaluation_worker(config: Config, control: ControlClient, engine: 
         try:
             while True:
                 control.check_job()
-                request = evaluation_queue.current_request(control)
+                request = evaluations.current_request(control)
                 if request is not None and engine.version < 0:
                     await engine.serve_initial_weights(request.version)
                     # After that a failure of the worker is no configuration error: its supervisor restarts it.

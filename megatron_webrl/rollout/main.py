@@ -23,7 +23,7 @@ from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator, run_evaluation_worker
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.ring_lifetime import open_node_ring
-from megatron_webrl.track.episode_store import EpisodeStore
+from megatron_webrl.track.episodes import EpisodeStore
 from megatron_webrl.track.timeline import Timeline, open_timeline
 
 log = logging.getLogger(__name__)

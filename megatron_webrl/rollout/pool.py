@@ -25,9 +25,9 @@ from megatron_webrl.rollout.group_run import GroupRun
 from megatron_webrl.rollout.ticket_claims import TicketClaims
 from megatron_webrl.rollout.trajectory_writer import TIMEOUT_SECONDS, TrajectoryWriter
 from megatron_webrl.tasks.files.digests import task_file_digests
-from megatron_webrl.track.episode_store import TRAINING, EpisodeStore
+from megatron_webrl.track.episodes import TRAINING, EpisodeStore
+from megatron_webrl.track.live_rollouts import RunningEpisodes
 from megatron_webrl.track.process_memory import PeakMemory
-from megatron_webrl.track.running_episodes import RunningEpisodes
 from megatron_webrl.track.timeline import Track
 
 log = logging.getLogger(__name__)

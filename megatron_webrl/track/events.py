@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.util import history
-from megatron_webrl.util.printable import printable
+from megatron_webrl.util.text import printable
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,8 @@
-"""Send mlflow.jsonl of a run to MLflow. A request that is sent twice changes nothing: every upload may be repeated."""
+"""Upload a run to MLflow from the files of its folder: config.yaml, updates.jsonl, evaluations.jsonl, summary.json.
+
+mlflow.json says how far MLflow got. A request that is sent twice changes nothing, as each point has the time of its
+line: every upload may be repeated. After a rollback the lines that replace others are sent; MLflow keeps both.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,24 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import takewhile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track.mlflow_journal import FILE, Entry, count_entries, read_entries
+from megatron_webrl.track import evaluations
+from megatron_webrl.track.metrics import UPDATES_FILE, update_metrics
 from megatron_webrl.util import atomic_file
-from megatron_webrl.util.redaction import redact
-from megatron_webrl.util.text import first_line, shorten
+from megatron_webrl.util.clock import steady_time
+from megatron_webrl.util.history import Tail
+from megatron_webrl.util.text import first_line, redact, shorten
 
 if TYPE_CHECKING:
+    from mlflow.entities import Metric, Run
     from mlflow.tracking import MlflowClient
 
 log = logging.getLogger(__name__)
@@ -28,7 +36,20 @@ STATE_FILE = "mlflow.json"
 KEY_TAG = "webrl.run_key"
 NOTE_TAG = "mlflow.note.content"  # the description on MLflow's pages
 REQUEST_SECONDS = 20
-_MAX_METRICS = 1_000  # of one request, a limit of MLflow
+POLL_SECONDS = 1.0  # between two looks at the files of a run
+RETRY_SECONDS = 1.0  # before the first repetition; doubles up to MAX_RETRY_SECONDS
+MAX_RETRY_SECONDS = 60.0
+END_SECONDS = 20.0  # limit of waiting for MLflow at the end of a job
+FAILED_END_SECONDS = 2.0  # limit of that after a failure of the trainer
+_LINES = 20  # sent together
+_MARKS = 256  # last lines of a file by which a rollback is found; after a longer one the whole file is sent
+
+Line = Mapping[str, Any]
+METRICS: dict[str, Callable[[Line], dict[str, float]]] = {
+    UPDATES_FILE: update_metrics,
+    evaluations.FILE: evaluations.evaluation_metrics,
+}
+"""The histories whose lines become metrics, at the MLflow step `version` and the time `finished_at`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +58,10 @@ class UploadState:
 
     key: str
     run_id: str | None = None
-    position: int = 0  # bytes of mlflow.jsonl that MLflow has
+    described: bool = False  # whether it has the parameters and config.yaml
+    status: str = ""  # of the run in MLflow
+    end: Sequence[Any] | None = None  # status and time (unix ms) with which the run ended; None while it runs
+    marks: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)  # Tail.marks of each history
 
     @classmethod
     def load(cls, folder: Path) -> UploadState | None:
@@ -51,11 +75,18 @@ class UploadState:
             log.warning("%s is damaged and ignored: %s", path, first_line(error))
             return None
 
+    def tail(self, folder: Path, name: str) -> Tail:
+        """Reads the lines of a history that MLflow lacks."""
+        return Tail(folder / name, self.marks.get(name, ()))
 
-def count_unsent(folder: Path) -> int:
-    """Entries of a run that MLflow does not have."""
-    state = UploadState.load(folder)
-    return count_entries(folder, state.position if state else 0)
+    def is_end_unsent(self) -> bool:
+        """Whether MLflow does not know that the run has ended."""
+        return self.end is not None and self.status != self.end[0]
+
+    def count_unsent(self, folder: Path) -> int:
+        """Entries that MLflow lacks: lines, the description of the run, and its end."""
+        lines = sum(len(self.tail(folder, name).poll()) for name in METRICS)
+        return lines + (not self.described) + self.is_end_unsent()
 
 
 def run_id(folder: Path) -> str | None:
@@ -64,65 +95,86 @@ def run_id(folder: Path) -> str | None:
     return state.run_id if state else None
 
 
-class _RejectedError(Exception):
-    """MLflow can never store an entry."""
+def count_unsent(folder: Path) -> int:
+    """Entries of a run that MLflow lacks; 0 for a run that has never been uploaded."""
+    state = UploadState.load(folder)
+    return state.count_unsent(folder) if state else 0
+
+
+def end_as_failed(folder: Path) -> None:
+    """End a run as FAILED whose trainer was killed, unless it has ended; an upload tells MLflow. Raises OSError."""
+    state = UploadState.load(folder)
+    if state is not None and state.end is None:
+        atomic_file.write_json(folder / STATE_FILE, asdict(replace(state, end=ended("FAILED"))))
+
+
+def ended(status: str) -> tuple[str, int]:
+    """The end of a run at this moment, with an MLflow status."""
+    return status, int(steady_time() * 1000)
 
 
 class Uploader:
-    """Sends entries in order and stores how far it came. Every call may take REQUEST_SECONDS or more."""
+    """Sends what MLflow lacks, and stores how far it came."""
 
     def __init__(self, config: Config, run_id: str | None = None) -> None:
         """`run_id`: the run to continue if the folder does not name one."""
         self.config, self.folder = config, config.run_folder
-        self.state = UploadState.load(self.folder) or UploadState(secrets.token_hex(16), run_id)
-        self.sent = 0  # entries, those that MLflow does not accept among them
-        self.rejected = 0  # entries that MLflow does not accept
+        self.state = UploadState.load(self.folder) or UploadState(secrets.token_hex(16), run_id, run_id is not None)
+        self.sent = self.rejected = 0  # entries: all, and those of them that MLflow does not accept
         self._checked = False  # whether MLflow was asked for the run that the folder names
-        self._client: MlflowClient | None = None
+        self._tails: dict[str, Tail] = {}
+        self._lock = threading.Lock()
 
-    @property
+    @cached_property
     def client(self) -> MlflowClient:
-        if self._client is None:
-            # Its own retries would hide an outage for minutes: the caller retries.
-            os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_SECONDS))
-            os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-            # It would print the address, password included, at the end of a run.
-            os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
-            from mlflow.tracking import MlflowClient  # takes seconds
+        # Its own retries would hide an outage for minutes: the caller retries.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_SECONDS))
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        # It would print the address, password included, at the end of a run.
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+        from mlflow.tracking import MlflowClient  # takes seconds
 
-            logging.getLogger("alembic").setLevel(logging.WARNING)
-            self._client = MlflowClient(self.config.tracking_uri)
-        return self._client
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        return MlflowClient(self.config.tracking_uri)
 
     def pending(self) -> int:
-        """Entries that MLflow does not have."""
-        return count_entries(self.folder, self.state.position)
+        """Entries that MLflow lacks."""
+        return self.state.count_unsent(self.folder)
 
-    def send_some(self) -> bool:
-        """Send at most one request's worth of entries; False if there were none. Raises what MLflow raises."""
+    def change(self, **fields: Any) -> None:
+        """Change fields of the state, and store it."""
+        with self._lock:
+            self.state = replace(self.state, **fields)
+            try:
+                atomic_file.write_json(self.folder / STATE_FILE, asdict(self.state))
+            except OSError as error:  # a full disk: what is sent again later changes nothing
+                log.warning("%s cannot be written: %s", self.folder / STATE_FILE, first_line(error))
+
+    def send(self) -> None:
+        """Send everything that MLflow lacks, in requests of REQUEST_SECONDS at most. Raises what MLflow raises."""
         if self.state.run_id is not None and not self._checked:
             self._check_run(self.state.run_id)
         self._checked = True
-        entries = read_entries(self.folder, self.state.position)
-        if not entries:
-            return False
         if self.state.run_id is None:
-            self._store(UploadState(self.state.key, self._find_or_create_run(), self.state.position))
-        batch = _metric_batch(entries) or entries[:1]
-        try:
-            self._send([entry for _, entry in batch])
-        except _RejectedError as error:
-            if len(batch) > 1:  # find out which entry it is
-                batch = batch[:1]
-                self._send_or_reject(batch[0][1])
-            else:
-                self._reject(batch[0][1], error)
-        self._store(UploadState(self.state.key, self.state.run_id, batch[-1][0]))
-        self.sent += len(batch)
-        return True
+            run = self._find_or_create_run()
+            self.change(run_id=run.info.run_id, status=run.info.status)
+        run_id = str(self.state.run_id)
+        if not self.state.described:
+            self._describe(run_id)
+        for name in METRICS:
+            while self._send_lines(run_id, name):
+                pass
+        if self.state.end is None and self.state.status != "RUNNING":
+            self.client.update_run(run_id, "RUNNING")
+            self.change(status="RUNNING")
+        elif self.state.end is not None and self.state.is_end_unsent():
+            self._send_file(run_id, "summary.json")
+            self.client.set_terminated(run_id, *self.state.end)
+            self.sent += 1
+            self.change(status=self.state.end[0])
 
     def _check_run(self, run_id: str) -> None:
-        """Start from the first entry if MLflow lacks the run: tracking.uri names another store than before."""
+        """Start from the beginning if MLflow lacks the run: tracking.uri names another store than before."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -130,75 +182,22 @@ class Uploader:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            uri, path = redact(self.config.tracking_uri), self.folder / FILE
-            log.warning(
-                "MLflow at %s, another store, lacks run %s: a new run gets all entries of %s", uri, run_id, path
-            )
-            self._store(UploadState(self.state.key))
+            uri = redact(self.config.tracking_uri)
+            log.warning("MLflow at %s, another store, lacks run %s: a new run gets all of %s", uri, run_id, self.folder)
+            self.change(run_id=None, described=False, status="", marks={})
+            self._tails.clear()
 
-    def _send_or_reject(self, entry: Entry | None) -> None:
-        try:
-            self._send([entry])
-        except _RejectedError as error:
-            self._reject(entry, error)
-
-    def _reject(self, entry: Entry | None, error: _RejectedError) -> None:
-        self.rejected += 1
-        text = shorten(json.dumps(entry), 200)
-        log.error("MLflow cannot store an entry of %s: %s: %s", self.folder / FILE, first_line(error), text)
-
-    def _send(self, entries: Sequence[Entry | None]) -> None:
-        """Send one entry of any kind, or several of metrics. Raises _RejectedError if MLflow cannot ever store one."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            request = self._request(entries)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _RejectedError(f"{type(error).__name__}: {first_line(error)}") from error
-        try:
-            request()
-        except MlflowException as error:
-            if error.error_code != "INVALID_PARAMETER_VALUE":
-                raise
-            raise _RejectedError(first_line(error)) from error
-
-    def _request(self, entries: Sequence[Entry | None]) -> Callable[[], object]:
-        """The call of MLflow that stores the entries."""
-        from mlflow.entities import Metric, Param, RunTag
-
-        run_id, first = self.state.run_id, entries[0]
-        assert run_id is not None
-        if first is None:
-            raise ValueError("the line is damaged")
-        if "metrics" in first:
-            metrics = [
-                Metric(name, value, entry["time"], entry["step"])
-                for entry in entries if entry is not None
-                for name, value in entry["metrics"].items()
-            ]  # fmt: skip
-            return partial(self.client.log_batch, run_id, metrics=metrics)
-        if "params" in first:
-            params = [Param(name, value) for name, value in first["params"].items()]
-            return partial(self.client.log_batch, run_id, params=params)
-        if "tags" in first:
-            tags = [RunTag(name, value) for name, value in first["tags"].items()]
-            return partial(self.client.log_batch, run_id, tags=tags)
-        if "artifact" in first:
-            if not (path := self.folder / first["artifact"]).is_file():
-                raise ValueError(f"{path} is not a file")
-            return partial(self.client.log_artifact, run_id, str(path), first["folder"] or None)
-        return partial(self.client.set_terminated, run_id, first["status"], first["time"])
-
-    def _find_or_create_run(self) -> str:
+    def _find_or_create_run(self) -> Run:
         """The run with this key: one whose creation MLflow did not confirm, else a new one."""
         experiment = self._experiment_id()
         found = self.client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{self.state.key}'", max_results=1)
         if found:
-            return found[0].info.run_id
-        self._store(self.state)  # the key, before MLflow has it
-        tags = {KEY_TAG: self.state.key, NOTE_TAG: _note(self.folder.absolute())}
-        run = self.client.create_run(experiment, tags=tags, run_name=self.config.run.name)
-        return run.info.run_id
+            return found[0]
+        self.change()  # stores the key, before MLflow has it
+        pages, state = (f"`webrl {command} {self.folder.absolute()}`" for command in ("monitor", "status"))
+        note = f"- files: `{self.folder.absolute()}`\n- pages, with each stored episode: {pages}\n"
+        tags = {KEY_TAG: self.state.key, NOTE_TAG: f"{note}- state of its job: {state}\n"}
+        return self.client.create_run(experiment, tags=tags, run_name=self.config.run.name)
 
     def _experiment_id(self) -> str:
         name = self.config.tracking.experiment
@@ -209,27 +208,136 @@ class Uploader:
         artifacts = (Path(self.config.run.directory).absolute() / "mlartifacts").as_uri() if local else None
         return self.client.create_experiment(name, artifact_location=artifacts)
 
-    def _store(self, state: UploadState) -> None:
-        self.state = state
+    def _describe(self, run_id: str) -> None:
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
+        parameters = [Param(key, redact(str(value))[:500]) for key, value in flatten_config(self.config).items()]
         try:
-            atomic_file.write_json(self.folder / STATE_FILE, asdict(state))
-        except OSError as error:  # a full disk: what is sent again later changes nothing
-            log.warning("%s cannot be written: %s", self.folder / STATE_FILE, first_line(error))
+            self.client.log_batch(run_id, params=parameters)
+        except MlflowException as error:  # of another configuration, which the run had when its answer was lost
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            log.error("MLflow cannot store the parameters of %s: %s", self.folder, first_line(error))
+        self._send_file(run_id, "config.yaml")
+        self.sent += 1
+        self.change(described=True)
+
+    def _send_file(self, run_id: str, name: str) -> None:
+        if os.path.isfile(self.folder / name):  # False on a disk that fails
+            self.client.log_artifact(run_id, str(self.folder / name))
+
+    def _send_lines(self, run_id: str, name: str) -> bool:
+        """Send the next lines of a history; False if there are none."""
+        before, tail = self.state.marks.get(name, ()), self._tails.pop(name, None) or self.state.tail(self.folder, name)
+        lines = tail.poll(_LINES)
+        if lines:  # after a failure they are read again, by another Tail
+            self._log_points(run_id, name, [(line, self._points(name, line)) for line in lines])
+        self._tails[name] = tail
+        if not lines and tail.marks[-1:] == list(before[-1:]):
+            return False
+        self.sent += len(lines)
+        self.change(marks={**self.state.marks, name: tail.marks[-_MARKS:]})
+        return True
+
+    def _points(self, name: str, line: Line) -> list[Metric]:
+        from mlflow.entities import Metric
+
+        try:
+            milliseconds, step = int(line["finished_at"] * 1000), line["version"]
+            return [Metric(metric, value, milliseconds, step) for metric, value in METRICS[name](line).items()]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._reject(name, line, error)
+            return []
+
+    def _log_points(self, run_id: str, name: str, points: Sequence[tuple[Line, list[Metric]]]) -> None:
+        """Log lines with their points; those that MLflow can never store are left out."""
+        from mlflow.entities import RunTag
+        from mlflow.exceptions import MlflowException
+
+        tags = [RunTag("checkpoint", line["checkpoint"]) for line, _ in points if "checkpoint" in line]
+        try:
+            self.client.log_batch(run_id, metrics=[point for _, found in points for point in found], tags=tags)
+        except MlflowException as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            if len(points) == 1:
+                self._reject(name, points[0][0], error)
+            else:  # find out which line it is
+                for each in points:
+                    self._log_points(run_id, name, [each])
+
+    def _reject(self, name: str, line: Line, error: Exception) -> None:
+        self.rejected += 1
+        reason, text = f"{type(error).__name__}: {first_line(error)}", shorten(json.dumps(line), 200)
+        log.error("MLflow cannot store a line of %s: %s: %s", self.folder / name, reason, text)
 
 
-def _note(folder: Path) -> str:
-    """How to look at the run, as Markdown."""
-    pages, state = (f"`webrl {command} {folder}`" for command in ("monitor", "status"))
-    return f"- files: `{folder}`\n- pages, with each stored episode: {pages}\n- state of its job: {state}\n"
+class MLflowTracker:
+    """Uploads a run while its job runs, in a thread. Only `close` waits for MLflow, with a limit; nothing raises."""
 
+    def __init__(self, config: Config, resume: str | None) -> None:
+        """Continue the run that the folder names, else the one with id `resume`, else create one."""
+        self.config, self.uploader = config, Uploader(config, resume)
+        self.error: str | None = None  # of the last request, while MLflow does not answer
+        self.uploader.change(end=None)
+        self._closing = threading.Event()
+        self.thread = threading.Thread(target=self._send_repeatedly, name="mlflow", daemon=True)
+        self.thread.start()
 
-def _metric_batch(entries: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
-    """The first entries, as long as they hold metrics, of at most one request."""
-    batch: list[tuple[int, Any]] = []
-    count = 0
-    for position, entry in takewhile(lambda each: each[1] is not None and "metrics" in each[1], entries):
-        count += len(entry["metrics"])
-        if batch and count > _MAX_METRICS:
-            break
-        batch.append((position, entry))
-    return batch
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the run; None until MLflow has answered."""
+        return self.uploader.state.run_id
+
+    def close_failed(self) -> None:
+        """End the run of a trainer that failed, whose launcher waits only shortly."""
+        self.close("FAILED", FAILED_END_SECONDS)
+
+    def close(self, status: str, seconds: float | None = None) -> None:
+        """Log the summary and end the run with an MLflow status: FINISHED, KILLED or FAILED.
+
+        Waits for MLflow for at most `seconds`, by default END_SECONDS, then logs what it has not received and how to
+        send it.
+        """
+        self.uploader.change(end=ended(status))
+        self._closing.set()
+        self.thread.join(END_SECONDS if seconds is None else seconds)
+        if message := self.pending_message():
+            log.warning("%s", message)
+
+    def pending_message(self) -> str | None:
+        """What MLflow has not received, and how to send it; None if it has everything."""
+        if not (count := self.uploader.pending()):
+            return None
+        return (
+            f"MLflow at {redact(self.config.tracking_uri)} has not received {count} entries of "
+            f"{self.config.run_folder}{f' ({self.error})' if self.error else ''}; "
+            f"send them with: webrl upload {self.config.run_folder}"
+        )
+
+    def _send_repeatedly(self) -> None:
+        """Send what the files have gained. After a failure wait, longer each time, and try again."""
+        delay = RETRY_SECONDS
+        while True:
+            closing = self._closing.is_set()
+            try:
+                self.uploader.send()
+                self._note(None)
+                seconds, delay = POLL_SECONDS, RETRY_SECONDS
+            except Exception as error:  # of MLflow, its database or the network: none may end training
+                self._note(error)
+                seconds, delay = delay, min(2 * delay, MAX_RETRY_SECONDS)
+            if closing:
+                return
+            self._closing.wait(seconds)
+
+    def _note(self, error: Exception | None) -> None:
+        """Log the first failure in a row, and its end."""
+        text = None if error is None else shorten(f"{type(error).__name__}: {first_line(error)}", 300)
+        uri = redact(self.config.tracking_uri)
+        if text is not None and self.error is None:
+            log.warning("MLflow at %s does not answer; the files of the run wait for it: %s", uri, text)
+        elif text is None and self.error is not None:
+            log.info("MLflow at %s answers again", uri)
+        self.error = text

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.track import events, learning_plot, mlflow_journal
-from megatron_webrl.track.evaluation import result_files
+from megatron_webrl.track import evaluations, events, mlflow_upload
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.track.metrics import UPDATES_FILE
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
 from megatron_webrl.util import atomic_file, history
 from megatron_webrl.util.history import History, Tail
@@ -26,7 +26,6 @@ PACKAGES = (
     "mlflow-skinny", "mlflow", "transformer-engine", "omegaconf", "numpy",
 )  # fmt: skip
 
-UPDATES_FILE = "updates.jsonl"
 NODE_TRAFFIC_METRICS = ("images_mib", "remote_images_mib", "other_mib")
 
 
@@ -60,7 +59,7 @@ def read_updates(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
-    """Write summary.json and learning.svg. `accounting` is None if a failure left it unknown.
+    """Write summary.json. `accounting` is None if a failure left it unknown.
 
     A disk that is full or fails is logged: it is no reason to fail a job that has ended.
     """
@@ -78,13 +77,12 @@ def _write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None
         "accounting": accounting,
         "restarts": _restarts(folder),
         "node_traffic": _node_traffic(updates),
-        "evaluation": result_files.summarise(folder, updates[-1]["version"] if updates else 0),
+        "evaluation": evaluations.summarise(folder, updates[-1]["version"] if updates else 0),
         "checkpoint": str(checkpoint) if checkpoint else None,
         "config": str(folder / "config.yaml"),
         "package_versions": package_versions(),
     }
     atomic_file.write_json(folder / "summary.json", content, indent=1)
-    learning_plot.write(folder, updates, result_files.read_evaluations(folder))
 
 
 def ensure_written(folder: Path, outcome: str) -> None:
@@ -101,7 +99,7 @@ def ensure_written(folder: Path, outcome: str) -> None:
     write_summary(folder, outcome, accounting)
     if outcome not in CLEAN_JOB_OUTCOMES:
         with suppress(OSError):
-            mlflow_journal.end_as_failed(folder)
+            mlflow_upload.end_as_failed(folder)
 
 
 def _restarts(folder: Path) -> list[dict[str, Any]]:
@@ -122,4 +120,4 @@ def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 
 def read_summary(folder: Path) -> dict[str, Any]:
     content = json.loads((folder / "summary.json").read_text())
-    return content | {"evaluation": result_files.with_all_names(content.get("evaluation") or {})}
+    return content | {"evaluation": evaluations.with_all_names(content.get("evaluation") or {})}

@@ -20,10 +20,17 @@ from megatron_webrl.judge.job_budget import restore_usage, save_usage
 from megatron_webrl.tasks.files.digests import TASK_FILES, task_file_digests
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.track import summary
-from megatron_webrl.track.episode_log import EpisodeLog
-from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, mean, mean_response_tokens
+from megatron_webrl.track.episodes import EpisodeLog
+from megatron_webrl.track.evaluations import EvaluationLog
+from megatron_webrl.track.metrics import (
+    UpdateMetrics,
+    UpdateSeconds,
+    episode_metrics,
+    mean,
+    mean_response_tokens,
+    step_metrics,
+)
 from megatron_webrl.track.run_lock import Launch, LaunchLost
-from megatron_webrl.track.step_metrics import step_metrics
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.fallback import save_in_fallback
@@ -44,13 +51,13 @@ from megatron_webrl.trainer.multi_node.exchange import (
     SingleNodeExchange,
 )
 from megatron_webrl.types import Group, TaskReference, Trajectory
+from megatron_webrl.util.atomic_file import continue_without
 from megatron_webrl.util.clock import steady_time
-from megatron_webrl.util.disk_faults import continue_without
 from megatron_webrl.util.history import History
 from megatron_webrl.util.text import metric_label
 
 if TYPE_CHECKING:
-    from megatron_webrl.track.mlflow_run import MLflowTracker
+    from megatron_webrl.track.mlflow_upload import MLflowTracker
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +109,15 @@ class Coordinator:
         self.task_sampler = _open_task_sampler(config, state, resume_point) if self.is_first_rank else None
         self.episode_log: EpisodeLog | None = None
         self.updates: History | None = None
+        self.evaluation_log: EvaluationLog | None = None
         self._histories: tuple[History, ...] = ()  # on the first rank
         if tracker is not None:
             self.episode_log = EpisodeLog(
                 config.run_folder, self.accounting.closed_episodes, state.episode_log_bytes, self._check_launch
             )
             self.updates = summary.open_updates(config.run_folder, state.version, self._check_launch)
-            self._histories = (self.episode_log.history, self.updates, tracker.journal)
+            self.evaluation_log = EvaluationLog(config.run_folder, state.version, self._check_launch)
+            self._histories = (self.episode_log.history, self.updates, self.evaluation_log.history)
             restore_usage(control, config.judge.budget, config.run_folder)
         self.group_source = GroupSource(
             exchange.record_source,
@@ -192,7 +201,6 @@ class Coordinator:
         assert self.updates is not None
         self.updates.append(update.to_json())
         self._save_judge_usage()
-        self.tracker.log_update(update)
         for alarm in result.mismatch.alarms():
             log.warning("update %d: %s", version, alarm)
 
@@ -327,10 +335,8 @@ class Coordinator:
         if not accounting["matches"]:
             log.error("the accounting does not match: %s", accounting)
         summary.write_summary(self.config.run_folder, outcome, accounting)
-        assert self.episode_log is not None
-        assert self.updates is not None
-        self.episode_log.close()
-        self.updates.close()
+        for history in self._histories:
+            history.close()
 
     def _save_judge_usage(self) -> None:
         with continue_without("the use of judge.budget"):

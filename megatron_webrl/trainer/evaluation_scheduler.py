@@ -10,26 +10,23 @@ import logging
 import time
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
-from megatron_webrl.track.evaluation import evaluation_queue, result_files, result_table
-from megatron_webrl.track.evaluation.evaluation_queue import (
+from megatron_webrl.track import evaluations, tables
+from megatron_webrl.track.evaluations import (
+    EvaluationLog,
     EvaluationRequest,
     ResultCollector,
+    aggregate_results,
     make_request,
     requested_variants,
 )
-from megatron_webrl.track.evaluation.results import aggregate_results, mlflow_metrics
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
-from megatron_webrl.util.disk_faults import continue_without
 from megatron_webrl.util.text import first_line
-
-if TYPE_CHECKING:
-    from megatron_webrl.track.mlflow_run import MLflowTracker
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +44,17 @@ class EvaluationScheduler:
     """Calls: run_before_training; poll_during_training after each update; run_after_training. The first rank acts."""
 
     def __init__(
-        self, config: Config, control: ControlClient, tracker: MLflowTracker | None, restart_epoch: int, version: int
+        self, config: Config, control: ControlClient, evaluation_log: EvaluationLog | None, restart_epoch: int
     ) -> None:
-        """`tracker` is None except on the first rank; `version` is the policy version at the start or resume."""
-        self.config, self.control, self.tracker = config, control, tracker
+        """`evaluation_log` is None except on the first rank."""
+        self.config, self.control, self.evaluation_log = config, control, evaluation_log
         self.restart_epoch = restart_epoch
         self._collector: ResultCollector | None = None
         self._started = 0.0
         self._made: set[tuple[str, str, int]] = set()  # kind, variant and version of those made since the start
         self.cut_short = False  # whether an early end has cost an evaluation; first rank
-        if tracker is not None:
-            result_files.truncate_after(config.run_folder, version)
-            evaluation_queue.withdraw_request(control)  # a request that an earlier trainer left
+        if evaluation_log is not None:
+            evaluations.withdraw_request(control)  # a request that an earlier trainer left
 
     def run_before_training(self, version: int, weight_syncer: WeightSyncer) -> None:
         """Evaluate the initial policy, in the variants of which the run has no result. Collective."""
@@ -67,7 +63,7 @@ class EvaluationScheduler:
 
     def poll_during_training(self, version: int) -> None:
         """Record a completed evaluation, and request one if it is due. Does not wait."""
-        if self.tracker is None:
+        if self.evaluation_log is None:
             return
         self._poll()
         settings = self.config.evaluation
@@ -108,7 +104,7 @@ class EvaluationScheduler:
 
     def _run_if_due(self, kind: str, variant: str, version: int, weight_syncer: WeightSyncer, exclusive: bool) -> None:
         """Run an evaluation and wait for it, unless the run has its result. Collective."""
-        if self.tracker is not None and self._is_due(kind, variant, version):
+        if self.evaluation_log is not None and self._is_due(kind, variant, version):
             if self.control.stop_requested():
                 self.cut_short = True
             else:
@@ -123,7 +119,7 @@ class EvaluationScheduler:
             return False
         lines: list[dict[str, Any]] = []
         try:
-            lines = result_files.read_evaluations(self.config.run_folder)
+            lines = evaluations.read_evaluations(self.config.run_folder)
         except OSError as error:
             log.error("earlier evaluations cannot be read: %s; the job continues without them", first_line(error))
         lines = [line for line in lines if (line["kind"], line["version"]) == (kind, version)]
@@ -140,16 +136,18 @@ class EvaluationScheduler:
         return make_request(number, kind, variant, self._task_indices, self.config.evaluation, version, exclusive)
 
     def _submit(self, kind: str, version: int, variant: str = "", exclusive: bool = False) -> None:
-        number = evaluation_queue.next_request_number(self.control)
+        number = evaluations.next_request_number(self.control)
         request = self._make_request(number, kind, version, variant, exclusive)
-        evaluation_queue.submit_request(self.control, request)
+        evaluations.submit_request(self.control, request)
         self._collector, self._started = ResultCollector(self.control, request), time.monotonic()
 
     def _wait(self, version: int, weight_syncer: WeightSyncer) -> None:
         """Wait for the running evaluation; new engines get their weights meanwhile. Collective."""
         state = _WaitState.RUNNING
         while state != _WaitState.DONE:
-            state = broadcast_object(self._poll_for_a_while(weight_syncer) if self.tracker is not None else state)
+            state = broadcast_object(
+                self._poll_for_a_while(weight_syncer) if self.evaluation_log is not None else state
+            )
             if state == _WaitState.NEW_ENGINES:
                 weight_syncer.sync(version, new_engines_only=True)
 
@@ -179,7 +177,7 @@ class EvaluationScheduler:
         if not complete and seconds < self.config.evaluation.timeout_seconds:
             return
         collector, self._collector = self._collector, None
-        evaluation_queue.withdraw_request(self.control)
+        evaluations.withdraw_request(self.control)
         if not complete:
             log.warning(
                 "evaluation %s: %d of %d episodes are missing after %g s (evaluation.timeout_seconds)",
@@ -195,15 +193,13 @@ class EvaluationScheduler:
         self._made.add((request.kind, request.variant, request.version))  # its line may be lost on a full disk
         results = [collector.results[episode] for episode in sorted(collector.results)]
         line = aggregate_results(request, results, seconds, self.restart_epoch)
-        with continue_without(f"evaluation {request.name} of version {line['version']}"):
-            result_files.append_evaluation(self.config.run_folder, line, results)
-        log.info("evaluation of version %d in %.1f s: %s", line["version"], seconds, result_table.format_rates(line))
-        if self.tracker is not None:
-            self.tracker.log_metrics(mlflow_metrics(line), line["version"])
+        assert self.evaluation_log is not None
+        self.evaluation_log.append(line, results)
+        log.info("evaluation of version %d in %.1f s: %s", line["version"], seconds, tables.format_rates(line))
 
     def _cancel(self, reason: str) -> None:
         assert self._collector is not None
         self.cut_short = True
         log.info("evaluation %s cancelled: %s", self._collector.request.name, reason)
         self._collector = None
-        evaluation_queue.withdraw_request(self.control)
+        evaluations.withdraw_request(self.control)

@@ -40,7 +40,7 @@ from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.util import torchvision_shim
 
 if TYPE_CHECKING:
-    from megatron_webrl.track.mlflow_run import MLflowTracker
+    from megatron_webrl.track.mlflow_upload import MLflowTracker
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _run(
         config, control, exchange, state, resume_point, tracker,
         on_ready=lambda group: packer.prefetch(training_samples([group], config, 0)), launch=launch, fallback=fallback,
     )  # fmt: skip
-    evaluations = EvaluationScheduler(config, control, tracker, resume_point.restart_epoch, state.version)
+    evaluations = EvaluationScheduler(config, control, coordinator.evaluation_log, resume_point.restart_epoch)
     replay = ReplayBuffer(config, exchange)
     # Megatron runs the garbage collector for each checkpoint; frozen objects of imported modules are not scanned.
     gc.collect()
@@ -129,6 +129,6 @@ def _initial_state(checkpoint: Path | None) -> TrainerState:
 
 def _make_tracker(config: Config, state: TrainerState) -> MLflowTracker:
     """The tracker of the run, on the first rank only. All attempts of a job write to one MLflow run."""
-    from megatron_webrl.track.mlflow_run import MLflowTracker
+    from megatron_webrl.track.mlflow_upload import MLflowTracker
 
     return MLflowTracker(config, state.mlflow_run_id)

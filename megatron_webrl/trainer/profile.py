@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.track.timeline import PROFILE_MARK, PROFILES, Timeline
-from megatron_webrl.util.disk_faults import continue_without
+from megatron_webrl.util.atomic_file import continue_without
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import secrets
@@ -18,6 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from megatron_webrl.util.text import first_line
+
+log = logging.getLogger(__name__)
 
 LEFTOVER_SECONDS = 3600.0  # age from which a temporary file of another host counts as left over
 _TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.writing")
@@ -114,3 +119,12 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
 
 def _host() -> str:
     return socket.gethostname().replace(".", "_")[:40]
+
+
+@contextmanager
+def continue_without(what: str) -> Iterator[None]:
+    """Log that `what` could not be written, instead of raising OSError."""
+    try:
+        yield
+    except OSError as error:
+        log.error("%s cannot be written: %s; the job continues without it", what, first_line(error))

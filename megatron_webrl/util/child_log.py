@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from megatron_webrl.util.printable import printable
+from megatron_webrl.util.text import printable
 
 MAX_LOG_BYTES = 64 * 2**20  # a file that has reached this is renamed to <name>.1
 KEPT_LOGS = 3  # <name>.1 to <name>.3

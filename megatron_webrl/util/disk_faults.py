@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import math
 import os
 import threading
@@ -12,24 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_webrl.util.text import first_line
-
-log = logging.getLogger(__name__)
-
 INFRASTRUCTURE_EXIT_CODE = 74  # of a role or a job that lost its file system, or a job that lost its control service
 _FILE_SYSTEM_ERRORS = {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EROFS}
 STALL_SECONDS = 300.0  # from which a file system that does not answer counts as lost
 TOUCH_SECONDS = 15.0
 _POLL_SECONDS = 1.0
-
-
-@contextmanager
-def continue_without(what: str) -> Iterator[None]:
-    """Log that `what` could not be written, instead of raising OSError."""
-    try:
-        yield
-    except OSError as error:
-        log.error("%s cannot be written: %s; the job continues without it", what, first_line(error))
 
 
 def is_file_system_failure(error: BaseException | None) -> bool:

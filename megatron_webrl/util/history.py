@@ -16,7 +16,7 @@ import shutil
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -195,10 +195,16 @@ def kept_size(path: Path, keep: Callable[[Any], bool]) -> int:
 class Tail:
     """Reads the lines of a history that are new since the last call, also after its last lines were cut off."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, marks: Iterable[Sequence[int]] = ()) -> None:
+        """`marks`: those of another Tail of the file, to continue where it ended."""
         self.path = path
-        self._lines: deque[tuple[int, int, int]] = deque(maxlen=_KNOWN_LINES)  # start, end, checksum of each line read
+        self._lines: deque[Sequence[int]] = deque(marks, _KNOWN_LINES)  # start, end, checksum of each line read
         self._size, self._failing = -1, False  # size of the file at the last call
+
+    @property
+    def marks(self) -> list[list[int]]:
+        """Start, end and checksum of the last lines that were read."""
+        return [list(mark) for mark in self._lines]
 
     def poll(self, most: int | None = None) -> list[Any]:
         """The new lines, oldest first, or the first `most` of them; none while the file is missing or cannot be read.

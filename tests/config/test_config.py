@@ -11,7 +11,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import check_config, load_config
 from megatron_webrl.model.model_sizes import config_sections, size_from_path
 from megatron_webrl.placement.parallel_layout import image_buffer_mib
-from megatron_webrl.track.evaluation.evaluation_queue import requested_variants
+from megatron_webrl.track.evaluations import requested_variants
 from tests.config.conftest import error
 from tools.documentation.configuration_page import page
 

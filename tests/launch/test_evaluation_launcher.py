@@ -32,7 +32,7 @@ from megatron_webrl.launch.run_folder import prepared_run_folder
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.placement.placement import place_processes
-from megatron_webrl.track.evaluation import evaluation_queue
+from megatron_webrl.track import evaluations
 from tests.job_control import connect, control_service
 from tests.launch.whole_jobs import owned
 from tools.drills.file_faults import FileFaults
@@ -172,9 +172,9 @@ def run_without_workers(
             control = connect(address, "host")
 
             def claim_first() -> None:
-                request = evaluation_queue.current_request(control)
+                request = evaluations.current_request(control)
                 assert request is not None
-                control.claim(evaluation_queue.queue_name(request), "rollout-0.1", 1)
+                control.claim(evaluations.queue_name(request), "rollout-0.1", 1)
 
             with FileFaults(config.run_folder, disk_fault, errno.ENOSPC, until=1_000_000):
                 return evaluation.run(control, claim_first, lambda progress: None)
@@ -219,7 +219,7 @@ def test_results_for_which_the_disk_has_no_room_are_printed_before_the_error(
         assert "results: " not in output
     assert "sampled" in output
     assert output.splitlines()[-1] == f"failed: {problems}"
-    assert "mlflow.jsonl cannot be written: [Errno 28]" in caplog.text
+    assert "mlflow.json cannot be written: [Errno 28]" in caplog.text
 
 
 def test_the_folder_of_a_running_evaluation_is_left_alone(run_folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.track import episode_log, events
+from megatron_webrl.track import episodes, events
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from tests.failing_files import STALL, FailingFiles
 from tests.launch.whole_jobs import Job, assert_nothing_left
@@ -128,6 +128,6 @@ def test_a_job_outlives_a_full_disk_and_a_failing_run_folder_and_resumes_from_el
     summary = job.summary()
     assert summary["accounting"]["matches"]
     closed = summary["accounting"]["trained"] + sum(summary["accounting"]["dropped"].values())
-    assert len(episode_log.read_lines(job.run_folder)) == closed
+    assert len(episodes.read_lines(job.run_folder)) == closed
     newest = find_latest_checkpoint(job.run_folder)
     assert newest == job.run_folder / "checkpoints" / f"version-{version + 1:06d}"

@@ -17,8 +17,7 @@ from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
 from megatron_webrl.monitor.timeline.processes import read_timeline
 from megatron_webrl.monitor.timeline.trace import trace_events
 from megatron_webrl.track import events as process_events
-from megatron_webrl.track.evaluation.evaluation_queue import evaluation_name
-from megatron_webrl.track.evaluation.result_files import NAMES
+from megatron_webrl.track.evaluations import NAMES, evaluation_name
 from megatron_webrl.track.timeline import PROFILES
 from tests.launch.whole_jobs import Job, assert_nothing_left
 from tests.monitor.rollouts_page import check_rollouts_page

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
-from megatron_webrl.track import episode_log, events
+from megatron_webrl.track import episodes, events
 from tests.finished_runs import run_problems
 from tests.launch.whole_jobs import Job, assert_nothing_left
 
@@ -90,7 +90,7 @@ def test_an_engine_that_keeps_dying_is_given_up_and_the_job_continues_with_the_o
     assert job.wait(120) == 130, job.output()
     updates = len(job.updates())
     assert run_problems(job.run_folder, updates, open_at_end=6) == ["the outcome is stopped"]
-    lines = episode_log.read_lines(job.run_folder)
+    lines = episodes.read_lines(job.run_folder)
     adopted = {line["ticket"] for line in lines if line["worker"] == "rollout-0.1"}
     assert set(range(2 * updates - 6)) <= {line["ticket"] for line in lines}  # no ticket is left behind
     assert adopted
@@ -101,7 +101,7 @@ def test_an_engine_that_keeps_dying_is_given_up_and_the_job_continues_with_the_o
 def counted_by_worker(job: Job) -> set[str]:
     """Worker instances with a counted episode."""
     path = job.run_folder / "episodes.jsonl"
-    return {line["worker"] for line in episode_log.read_lines(job.run_folder)} if path.is_file() else set()
+    return {line["worker"] for line in episodes.read_lines(job.run_folder)} if path.is_file() else set()
 
 
 def engine_of(job: Job, worker: str) -> psutil.Process | None:
@@ -131,7 +131,7 @@ def test_control_service_worker_and_trainer_are_restarted_in_their_job_one_after
     assert not run_problems(job.run_folder, updates, open_at_end=4)
     summary = job.summary()
     assert summary["accounting"]["rolled_back"] == lost
-    assert len(episode_log.read_rolled_back(job.run_folder)) == lost
+    assert len(episodes.read_rolled_back(job.run_folder)) == lost
     restarts = [each for each in summary["restarts"] if each["role"] != "control"]
     assert [restart["role"] for restart in restarts] == ["rollout-0", "trainer-0"]
     assert all("killed by SIGKILL" in restart["reason"] for restart in restarts)

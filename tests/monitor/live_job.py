@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.track.rollout_table import LiveRollout, RolloutTable
-from megatron_webrl.track.running_episodes import RunningEpisodes
+from megatron_webrl.track.live_rollouts import LiveRollout, RolloutTable, RunningEpisodes
 from megatron_webrl.types import Trajectory
 from tests.control.service_process import ServiceProcess, service_process
 

@@ -16,8 +16,7 @@ from megatron_webrl.control.http.http_service import ListenAddress, Listener, ru
 from megatron_webrl.monitor.access import MonitorAccess
 from megatron_webrl.monitor.app import RunPages
 from megatron_webrl.monitor.run_set import RunSet
-from megatron_webrl.track.episode_log import FILE, episode_line
-from megatron_webrl.track.episode_store import EpisodeStore
+from megatron_webrl.track.episodes import FILE, EpisodeStore, episode_line
 from megatron_webrl.types import Action, JudgeStage, Trajectory, Verdict
 from megatron_webrl.util.history import History
 from tests.trajectories import screenshot, trajectory

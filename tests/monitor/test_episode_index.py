@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor.episode_index import FACETS, EpisodeIndex, EpisodeQuery, QueryError, iterate
-from megatron_webrl.track.episode_log import FILE, ROLLED_BACK_FILE, episode_line
-from megatron_webrl.track.episode_store import EpisodeStore
+from megatron_webrl.track.episodes import FILE, ROLLED_BACK_FILE, EpisodeStore, episode_line
 from megatron_webrl.types import Trajectory
 from tests.monitor.runs import episode, store, write_run
 

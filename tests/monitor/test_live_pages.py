@@ -10,7 +10,7 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track.rollout_table import ACTING, JUDGING, WAITING_FOR_MODEL
+from megatron_webrl.track.live_rollouts import ACTING, JUDGING, WAITING_FOR_MODEL
 from tests.monitor.live_job import Worker, live_job
 from tests.monitor.runs import episode, write_run
 from tests.monitor.test_pages import DESKTOP, FOREIGN, HOSTILE, go, hostile, looks, opened, wide

@@ -18,8 +18,7 @@ import pytest
 from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor import live_view
 from megatron_webrl.monitor.rollout_tracker import RolloutTracker
-from megatron_webrl.track.rollout_table import ACTING, CHANGING, FIXED, STATES
-from megatron_webrl.track.running_episodes import running_file
+from megatron_webrl.track.live_rollouts import ACTING, CHANGING, FIXED, STATES, running_file
 from tests.monitor.live_job import live_job
 from tests.monitor.runs import TOKEN, episode, serve, write_run
 

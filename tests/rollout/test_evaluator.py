@@ -24,10 +24,10 @@ from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator, FixedTemperature, run_evaluation_episode
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
-from megatron_webrl.track.episode_store import EpisodeStore, record_files
-from megatron_webrl.track.evaluation import evaluation_queue
-from megatron_webrl.track.evaluation.evaluation_queue import EvaluationRequest, ResultCollector
-from megatron_webrl.track.rollout_table import RolloutTable
+from megatron_webrl.track import evaluations
+from megatron_webrl.track.episodes import EpisodeStore, record_files
+from megatron_webrl.track.evaluations import EvaluationRequest, ResultCollector
+from megatron_webrl.track.live_rollouts import RolloutTable
 from megatron_webrl.track.timeline import OFF
 from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
 from tests.browser.server.servers import browser_of, config_for, server_processes, until
@@ -86,7 +86,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         evaluator = Evaluator(config, control, engine, episodes, store, "rollout-0.1")
 
         async def collect(request: EvaluationRequest) -> ResultCollector:
-            evaluation_queue.submit_request(control, request)
+            evaluations.submit_request(control, request)
             collector = ResultCollector(control, request)
 
             def complete() -> bool:
@@ -115,7 +115,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         alone = EvaluationRequest(
             2, "after", tasks=2, samples=1, temperature=0.0, version=3, exclusive=True, variant="blank_images"
         )
-        evaluation_queue.submit_request(control, alone)
+        evaluations.submit_request(control, alone)
         idle = ", evaluation after_blank_images: 0 episodes running"
         await until(lambda: (evaluator.poll(), evaluator.status() == idle)[1], "the end of the earlier episodes", LIMIT)
         assert evaluator.exclusive
@@ -129,11 +129,11 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         # A withdrawn request cancels its episodes and releases their browsers for the next one.
         engine.released.clear()
         requests = len(engine.temperatures)
-        evaluation_queue.submit_request(
+        evaluations.submit_request(
             control, EvaluationRequest(3, "during", tasks=2, samples=1, temperature=0.0, version=3)
         )
         await until(lambda: (evaluator.poll(), len(engine.temperatures) > requests)[1], "a running episode", LIMIT)
-        evaluation_queue.withdraw_request(control)
+        evaluations.withdraw_request(control)
         evaluator.poll()
         assert evaluator.status() == ""
         engine.released.set()
@@ -196,7 +196,7 @@ async def test_a_spent_budget_ends_the_job_and_leaves_the_evaluation_incomplete(
         store = EpisodeStore.of_worker(config, "rollout-0")
         evaluator = Evaluator(config, control, engine, replace(episodes, evaluator=verdicts), store, "rollout-0.1")
         request = EvaluationRequest(1, "during", tasks=4, samples=1, temperature=0.5, version=1)
-        evaluation_queue.submit_request(control, request)
+        evaluations.submit_request(control, request)
         collector = ResultCollector(control, request)
         spent.permitted.set()
 

@@ -20,8 +20,8 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
-from megatron_webrl.track.evaluation import evaluation_queue
-from megatron_webrl.track.evaluation.evaluation_queue import EvaluationRequest
+from megatron_webrl.track import evaluations
+from megatron_webrl.track.evaluations import EvaluationRequest
 from megatron_webrl.trainer.metrics.system_metrics import EngineUtilization
 from megatron_webrl.types import BUDGET_SPENT
 from tests.job_control import control_service
@@ -286,7 +286,7 @@ async def test_the_tickets_of_groups_that_an_exclusive_evaluation_ends_can_be_cl
         await job.until(lambda: engine.asking == 4)
         assert len(job.queue()["open"]) == 2
         request = EvaluationRequest(1, "after", tasks=1, samples=1, temperature=0.0, version=0, exclusive=True)
-        evaluation_queue.submit_request(job.trainer, request)
+        evaluations.submit_request(job.trainer, request)
         await job.until(lambda: not job.queue()["open"])
         claimed: list[int] = []  # a claim of the worker that waits may take them first, and returns them
         claim = lambda: claimed.extend(ticket for ticket, *_ in job.trainer.claim(TICKETS, "rollout-1.1", 2))  # noqa: E731

@@ -10,8 +10,7 @@ from typing import Any
 from megatron_webrl.control.connection import Connection
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.record_file import read_record_file
-from megatron_webrl.track.rollout_table import CHANGING, FIXED, STATES
-from megatron_webrl.track.running_episodes import running_file
+from megatron_webrl.track.live_rollouts import CHANGING, FIXED, STATES, running_file
 
 
 async def check_waiting_rollouts(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track.episodes import EpisodeLog
 from tests.tools.traced_run import traced
 from tests.tools.written_runs import Timed, update, write_episode, write_run
 from tools import simulate_cluster

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_webrl.track import summary
-from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track.episodes import EpisodeLog
 from tests.tools.written_runs import Timed, update, write_episode
 from tools.cluster import rollout
 from tools.cluster.rollout import SimulatedAgent, SimulatedGroup

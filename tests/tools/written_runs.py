@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from megatron_webrl.track import summary
-from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track.episodes import EpisodeLog
 from tests.trajectories import trajectory
 
 

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.track import episode_log
-from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track import episodes
+from megatron_webrl.track.episodes import EpisodeLog
 from tests.trajectories import trajectory
 
 
 def dispositions(folder: Path) -> list[tuple[int, int, str, int]]:
     return [
-        (line["ticket"], line["index"], line["disposition"], line["version"]) for line in episode_log.read_lines(folder)
+        (line["ticket"], line["index"], line["disposition"], line["version"]) for line in episodes.read_lines(folder)
     ]
 
 
 def test_every_episode_is_a_line_with_its_steps(tmp_path: Path):
-    assert episode_log.read_lines(tmp_path) == []
+    assert episodes.read_lines(tmp_path) == []
     written = EpisodeLog(tmp_path, 0)
     written.add(trajectory(3, 1, steps=2, prompt=7, response=4, version=5), None, 6)
-    [line] = episode_log.read_lines(tmp_path)  # while it is open
+    [line] = episodes.read_lines(tmp_path)  # while it is open
     assert (line["disposition"], line["version"], line["oldest_version"], line["outcome"]) == (
         "trained",
         6,

@@ -11,13 +11,11 @@ from mlflow.tracking import MlflowClient
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track import mlflow_run, summary
-from megatron_webrl.track.mlflow_journal import FILE
-from megatron_webrl.track.mlflow_run import MLflowTracker
-from megatron_webrl.track.mlflow_upload import Uploader, UploadState
-from megatron_webrl.util.history import History
+from megatron_webrl.track import mlflow_upload, summary
+from megatron_webrl.track.evaluations import EvaluationLog, EvaluationRequest, aggregate_results
+from megatron_webrl.track.metrics import UPDATES_FILE
+from megatron_webrl.track.mlflow_upload import STATE_FILE, MLflowTracker, Uploader, UploadState, count_unsent
 from tests.track.mlflow_server import MLflowServer, black_hole, mlflow_server
-from tests.util.test_history import file_size_limit
 from tests.waiting import until
 from tools.drills.file_faults import FileFaults
 
@@ -35,7 +33,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(mlflow_run, "MAX_RETRY_SECONDS", 1.0)
+    monkeypatch.setattr(mlflow_upload, "MAX_RETRY_SECONDS", 1.0)
+    monkeypatch.setattr(mlflow_upload, "POLL_SECONDS", 0.1)
 
 
 def make_config(folder: Path, uri: str) -> Config:
@@ -46,12 +45,17 @@ def make_config(folder: Path, uri: str) -> Config:
     return config
 
 
-def log_updates(tracker: MLflowTracker, versions: range) -> float:
-    """Log metrics of updates; returns the seconds that the caller waited."""
-    started = time.monotonic()
+def log_updates(config: Config, versions: range, time_of_first: float = 1e9) -> None:
+    """Log updates as the trainer does, a second each; those after the first version are rolled back."""
+    updates = summary.open_updates(config.run_folder, versions[0] - 1)
     for version in versions:
-        tracker.log_metrics({"reward": version / 10, "loss": -version}, version)
-    return time.monotonic() - started
+        updates.append(update_line(version, time_of_first + version))
+    updates.close()
+
+
+def update_line(version: int, finished_at: float = 1e9, **metrics: float) -> dict[str, Any]:
+    extra = metrics or {"reward": version / 10, "loss": -version}
+    return {"version": version, "finished_at": finished_at, "seconds": {}, "extra": extra}
 
 
 def history(uri: str, run_id: str | None, name: str = "reward") -> list[int]:
@@ -67,10 +71,10 @@ def test_a_server_that_fails_costs_no_time_and_gets_everything_once_it_answers(
     config = make_config(tmp_path, server.uri)
     with caplog.at_level(logging.INFO, "megatron_webrl"):
         tracker = MLflowTracker(config, None)
-        log_updates(tracker, range(1, UPDATES))
+        log_updates(config, range(1, UPDATES))
         until(lambda: not tracker.uploader.pending(), "the first updates in MLflow")
         (server.stop if outage == "stopped" else server.pause)()
-        assert log_updates(tracker, range(UPDATES, 2 * UPDATES)) < 1.0
+        log_updates(config, range(UPDATES, 2 * UPDATES))
         until(lambda: tracker.error is not None, "a failure", 30)
         (server.start if outage == "stopped" else server.resume)()
         until(lambda: not tracker.uploader.pending(), lambda: f"the rest in MLflow: {tracker.error}")
@@ -79,7 +83,7 @@ def test_a_server_that_fails_costs_no_time_and_gets_everything_once_it_answers(
     run = MlflowClient(server.uri).get_run(str(tracker.run_id))
     assert (run.info.status, run.data.params["run.seed"]) == ("FINISHED", "0")
     assert [each.path for each in MlflowClient(server.uri).list_artifacts(run.info.run_id)] == ["config.yaml"]
-    assert caplog.text.count("does not answer; entries wait in") == 1
+    assert caplog.text.count("does not answer; the files of the run wait for it") == 1
     assert "answers again" in caplog.text
 
 
@@ -87,27 +91,29 @@ def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_r
     tmp_path: Path, server: MLflowServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
-    monkeypatch.setattr(mlflow_run, "END_SECONDS", 1.0)
+    monkeypatch.setattr(mlflow_upload, "END_SECONDS", 1.0)
     with black_hole() as uri:
         config = make_config(tmp_path, uri)
         started = time.monotonic()
         tracker = MLflowTracker(config, None)
-        log_updates(tracker, range(1, UPDATES))
+        log_updates(config, range(1, UPDATES))
         assert time.monotonic() - started < 1.0
         tracker.close("FINISHED")
         assert time.monotonic() - started < 4.0
-        # Parameters, configuration, updates and the end.
-        assert f"MLflow at {uri} has not received {UPDATES + 2} entries of {config.run_folder / FILE}" in caplog.text
+        # The description, updates and the end.
+        assert f"MLflow at {uri} has not received {UPDATES + 1} entries of {config.run_folder}" in caplog.text
         assert f"send them with: webrl upload {config.run_folder}" in caplog.text
+        assert count_unsent(config.run_folder) == UPDATES + 1
         assert main(["upload", str(config.run_folder)]) == 1
-        assert f"{UPDATES + 2} of {UPDATES + 2} entries wait for the next webrl upload" in capsys.readouterr().err
+        assert f"{UPDATES + 1} of {UPDATES + 1} entries wait for the next webrl upload" in capsys.readouterr().err
     config.tracking.uri = server.uri
     save_config(config, config.run_folder / "config.yaml")
     assert main(["upload", str(config.run_folder)]) == 0
-    assert f"{UPDATES + 2} entries sent" in capsys.readouterr().out
+    assert f"{UPDATES + 1} entries sent" in capsys.readouterr().out
     state = UploadState.load(config.run_folder)
     assert state is not None
     assert history(server.uri, state.run_id) == list(range(1, UPDATES))
+    assert count_unsent(config.run_folder) == 0
 
 
 def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_changes_nothing(
@@ -115,19 +121,38 @@ def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_ch
 ):
     config = make_config(tmp_path, server.uri)
     first = MLflowTracker(config, None)
-    log_updates(first, range(1, 4))
+    log_updates(config, range(1, 4))
     first.close_failed()
     until(lambda: not first.uploader.pending(), "the first attempt in MLflow")
     second = MLflowTracker(config, None)
-    log_updates(second, range(4, 6))
+    until(lambda: MlflowClient(server.uri).get_run(str(first.run_id)).info.status == "RUNNING", "a run that continues")
+    log_updates(config, range(4, 6))
     second.close("KILLED")
     assert second.run_id == first.run_id
     again = Uploader(config)
     again.state = UploadState(again.state.key)  # as if MLflow's answers had been lost, the run's id among them
-    while again.send_some():
-        pass
+    again.send()
     assert again.state.run_id == first.run_id
     assert history(server.uri, first.run_id) == [1, 2, 3, 4, 5]
+
+
+def test_updates_that_replace_rolled_back_ones_are_sent_and_no_other_again(tmp_path: Path, server: MLflowServer):
+    config = make_config(tmp_path, server.uri)
+    first = MLflowTracker(config, None)
+    log_updates(config, range(1, 7))
+    until(lambda: not first.uploader.pending(), "the first attempt in MLflow")
+    log_updates(config, range(4, 6), time_of_first=2e9)  # a trainer that starts again from version 3
+    second = Uploader(config)
+    assert second.pending() == 2
+    second.send()
+    assert (second.sent, second.pending()) == (2, 0)
+    log_updates(config, range(6, 8), time_of_first=2e9)
+    first.close("FINISHED")  # of a process that had read the file before it was cut off
+    points = MlflowClient(server.uri).get_metric_history(str(first.run_id), "reward")
+    assert sorted((point.step, point.timestamp > 1.5e12) for point in points) == [
+        *((step, False) for step in (1, 2, 3)), (4, False), (4, True), (5, False), (5, True), (6, False), (6, True),
+        (7, True),
+    ]  # fmt: skip
 
 
 def test_a_resume_with_another_store_sends_the_whole_run_there(
@@ -135,79 +160,85 @@ def test_a_resume_with_another_store_sends_the_whole_run_there(
 ):
     config = make_config(tmp_path, server.uri)
     first = MLflowTracker(config, None)
-    log_updates(first, range(1, 4))
+    log_updates(config, range(1, 4))
     until(lambda: not first.uploader.pending(), "the first updates in MLflow")
     first.close("KILLED")
     config.tracking.uri = f"sqlite:///{tmp_path / 'other.db'}"
     second = MLflowTracker(config, first.run_id)
-    log_updates(second, range(4, 6))
+    log_updates(config, range(4, 6))
     until(lambda: not second.uploader.pending(), "all updates in the other store")
     second.close("FINISHED")
     assert second.run_id not in (None, first.run_id)
     assert history(config.tracking.uri, second.run_id) == [1, 2, 3, 4, 5]
     run = MlflowClient(config.tracking.uri).get_run(str(second.run_id))
     assert (run.info.status, run.data.params["run.seed"]) == ("FINISHED", "0")
-    assert caplog.text.count(f"other.db, another store, lacks run {first.run_id}: a new run gets all entries") == 1
+    assert caplog.text.count(f"other.db, another store, lacks run {first.run_id}: a new run gets all of") == 1
     config.tracking.uri = server.uri
     save_config(config, config.run_folder / "config.yaml")
     assert main(["upload", str(config.run_folder)]) == 0
-    assert f"has run {first.run_id}: 10 entries sent" in capsys.readouterr().out
+    assert f"has run {first.run_id}: 7 entries sent" in capsys.readouterr().out
     assert history(config.tracking.uri, first.run_id) == [1, 2, 3, 4, 5]
 
 
 def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(tmp_path: Path, server: MLflowServer):
     config = make_config(tmp_path, server.uri)
     killed = MLflowTracker(config, None)
-    log_updates(killed, range(1, 4))
+    updates = summary.open_updates(config.run_folder)
+    metrics = {"steps_mean": 1.0, "staleness_max": 0, "staleness_mean": 0.0}
+    updates.append(*(update_line(version) | metrics for version in range(1, 4)))
     until(lambda: not killed.uploader.pending(), "the updates in MLflow")
-    with (config.run_folder / FILE).open("a") as file:
-        file.write('{"metrics": {"rew')  # cut off by the kill
+    with (config.run_folder / UPDATES_FILE).open("a") as file:
+        file.write('{"version": 4, "rew')  # cut off by the kill
     for _ in range(2):  # once for each launch that fails
         summary.ensure_written(config.run_folder, "failed: trainer-0 killed by SIGKILL")
+    assert count_unsent(config.run_folder) == 1
     assert main(["upload", str(config.run_folder)]) == 0
     client = MlflowClient(server.uri)
     assert killed.run_id is not None
     assert client.get_run(killed.run_id).info.status == "FAILED"
     assert "summary.json" in [each.path for each in client.list_artifacts(killed.run_id)]
-    ends = [line for line in (config.run_folder / FILE).read_text().splitlines() if '"FAILED"' in line]
-    assert len(ends) == 1
 
 
 def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     config = make_config(tmp_path, "http://127.0.0.1:9")  # nobody listens
     tracker = MLflowTracker(config, None)
-    log_updates(tracker, range(1, 4))
+    log_updates(config, range(1, 4))
     with FileFaults(config.run_folder, 1, errno.EROFS, until=1_000_000):
         tracker.close("FINISHED")
-    assert "cannot be read, so that MLflow may lack its last entries: [Errno 30]" in caplog.text
+    assert f"has not received 5 entries of {config.run_folder}" in caplog.text
+    assert f"{STATE_FILE} cannot be written: [Errno 30]" in caplog.text
 
 
-def test_entries_for_which_the_disk_has_no_room_until_the_end_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    config = make_config(tmp_path, "http://127.0.0.1:9")  # nobody listens
+def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(tmp_path: Path, server: MLflowServer):
+    config = make_config(tmp_path, server.uri)
     tracker = MLflowTracker(config, None)
-    with file_size_limit(tracker.journal.size):
-        log_updates(tracker, range(1, 4))
-        tracker.close("FINISHED")
-    path = config.run_folder / FILE
-    assert f"has not received 6 entries of {path}, 4 of which could not be written there" in caplog.text
+    updates, evaluations = summary.open_updates(config.run_folder), EvaluationLog(config.run_folder)
+    updates.append(update_line(1))
+    until(lambda: not tracker.uploader.pending(), "the first update in MLflow")
+    line = aggregate_results(EvaluationRequest(1, "during", 2, 1, 1.0, version=3), [], 1.0)
+    with FileFaults(config.run_folder, 1, errno.ENOSPC, until=1_000_000):
+        updates.append(update_line(2), update_line(3))
+        evaluations.append(line, [])
+    assert not evaluations.history.path.read_text()
+    updates.sync()
+    evaluations.history.sync()
+    tracker.close("FINISHED")
+    assert history(server.uri, tracker.run_id) == [1, 2, 3]
+    assert history(server.uri, tracker.run_id, "evaluation/missing") == [3]
 
 
-def test_entries_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the_rest(
+def test_lines_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the_rest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     config = make_config(tmp_path, "")
-    journal = History(config.run_folder / FILE)
-    good: dict[str, Any] = {"metrics": {"reward": 1.0}, "step": 1, "time": 1}
-    journal.append(good, {**good, "metrics": {"a metric?": 1.0}}, {**good, "step": 2})
-    with (config.run_folder / FILE).open("a") as file:
+    updates = summary.open_updates(config.run_folder)
+    updates.append(update_line(1), update_line(2, **{"a metric?": 1.0}), update_line(3))
+    with (config.run_folder / UPDATES_FILE).open("a") as file:
         file.write("a damaged line\n")
-    journal.append({"artifact": "missing.html", "folder": ""}, {"strange": 1}, {**good, "step": 3})
+    updates.append({"strange": 1}, update_line(4))
     uploader = Uploader(config)
-    while uploader.send_some():
-        pass
-    assert history(config.tracking_uri, uploader.state.run_id) == [1, 2, 3]
-    assert uploader.rejected == 4
-    for reason in ("a metric?", "the line is damaged", "missing.html is not a file", "KeyError"):
+    uploader.send()
+    assert history(config.tracking_uri, uploader.state.run_id) == [1, 3, 4]
+    assert (uploader.rejected, uploader.pending()) == (2, 0)
+    for reason in ("a metric?", "has a broken line", "KeyError"):
         assert reason in caplog.text

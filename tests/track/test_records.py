@@ -14,9 +14,9 @@ from rich.console import Console
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.track import events, summary
-from megatron_webrl.track.dashboard import UPDATE_COLUMNS, accounting_line, updates_table
 from megatron_webrl.track.events import EventLog
-from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, rollout_seconds
+from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, rollout_seconds, update_metrics
+from megatron_webrl.track.tables import UPDATE_COLUMNS, accounting_line, updates_table
 from megatron_webrl.track.trajectory_page import trajectory_page
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.types import Group, JudgeStage, Trajectory, Verdict
@@ -55,11 +55,11 @@ def test_the_table_fits_a_terminal_of_80_columns():
 
 
 def test_mlflow_metrics_include_every_number_of_the_table():
-    scalars = make_update(3).mlflow_metrics()
+    scalars = update_metrics(make_update(3).to_json())
     assert scalars["seconds/rollout"] == 120.5
     assert scalars["entropy"] == 0.5
     assert scalars["logprob_mismatch_max"] == 1.5e-6
-    assert "logprob_mismatch_max" not in make_update(3, gap=None).mlflow_metrics()
+    assert "logprob_mismatch_max" not in update_metrics(make_update(3, gap=None).to_json())
     assert len(scalars) >= len(UPDATE_COLUMNS)
 
 

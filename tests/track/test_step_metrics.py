@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_webrl.track.step_metrics import step_metrics
+from megatron_webrl.track.metrics import step_metrics
 from megatron_webrl.types import Action, Group, Step, Trajectory
 from tests.trajectories import trajectory
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.track.mlflow_run import MLflowTracker
+from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
@@ -38,7 +38,7 @@ def test_a_run_ends_with_a_checkpoint_unless_there_is_one_or_none_is_wanted(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_checkpoint_has_the_mlflow_entries_that_wait_for_a_full_disk(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_lines_that_wait_for_a_full_disk(tmp_path: Path) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "tracking.uri=http://127.0.0.1:9"])  # nobody listens
     folder, name = config.run_folder, f"webrl-test-{secrets.token_hex(4)}"
     folder.mkdir()
@@ -52,10 +52,11 @@ def test_a_checkpoint_has_the_mlflow_entries_that_wait_for_a_full_disk(tmp_path:
         )
         coordinator = Coordinator(config, control, exchange, state, ResumePoint(), tracker)
         with FileFaults(folder, 1, errno.ENOSPC, until=1_000_000):
-            tracker.log_metrics({"reward": 0.5}, 1)
+            assert coordinator.evaluation_log is not None
+            coordinator.evaluation_log.append({"kind": "during", "variant": "", "version": 1}, [])
             with pytest.raises(OSError, match="No space left"):
                 coordinator._sync_histories()
         waiting = {history.path.name: history.unwritten[1] for history in coordinator._histories}
-        assert json.loads(waiting["mlflow.jsonl"])["metrics"] == {"reward": 0.5}
+        assert json.loads(waiting["evaluations.jsonl"])["version"] == 1
         coordinator._sync_histories()
-    assert json.loads((folder / "mlflow.jsonl").read_text().splitlines()[-1])["metrics"] == {"reward": 0.5}
+    assert json.loads((folder / "evaluations.jsonl").read_text())["version"] == 1

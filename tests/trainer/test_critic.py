@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer.metrics.token_metrics import CRITIC_METRICS, loss_metrics
 from tests.gloo import spawn
+from tests.metrics_page import undocumented
 from tests.trainer import critic_ranks
 
 LAYOUTS = pytest.mark.parametrize("layout", critic_ranks.LAYOUTS)
@@ -111,7 +111,7 @@ def test_a_run_starts_from_the_weights_of_either_with_an_untrained_head(found: d
 
 def test_the_metrics_of_a_critic_are_defined(found: dict[str, Any]) -> None:
     metrics = loss_metrics(found["learning"][-1])
-    assert undefined(metrics) == []
+    assert undocumented(metrics) == []
     assert metrics.keys() >= set(CRITIC_METRICS)
 
 

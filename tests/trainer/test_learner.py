@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer.metrics.logprob_mismatch import BOUND, LagMismatch, LogprobMismatch
 from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
 from tests.gloo import spawn
+from tests.metrics_page import undocumented
 from tests.trainer import learner_ranks
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -192,7 +192,7 @@ def test_without_a_clipped_token_there_is_no_smallest_one(found: Found, size: in
 def test_the_metrics_of_an_update_are_finite_and_defined(found: Found, size: int, part: str):
     totals, _ = found[size, 0][part]
     metrics = loss_metrics(totals)
-    assert undefined(metrics) == []
+    assert undocumented(metrics) == []
     assert np.isfinite([*metrics.values()]).all()
     assert metrics["advantage_min"] < 0 < metrics["advantage_max"]
     assert metrics["behaviour_logprob_mean"] == pytest.approx(-6)  # of every token of the groups

@@ -11,11 +11,11 @@ import torch
 
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer import loop
 from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
 from tests.gloo import spawn
+from tests.metrics_page import undocumented
 from tests.trainer import variant_ranks
 from tests.trainer.credit.made_groups import plain_group
 
@@ -90,7 +90,7 @@ def test_every_loss_has_defined_metrics(found: dict[str, Any]) -> None:
     updates = [*found["reference"]["figures"], *found["variants"]["raft"]]
     updates += [found["variants"][name] for name in ("grpo", "gspo", "coupled", "shuffled")]
     for totals in updates:
-        assert undefined(loss_metrics(totals)) == []
+        assert undocumented(loss_metrics(totals)) == []
     assert "reference_kl" in loss_metrics(updates[0])
 
 
@@ -122,4 +122,4 @@ def test_a_teacher_alone_pulls_the_student_towards_it(found: dict[str, Any]) -> 
         assert totals["advantage/max"] == totals["advantage/min"] == 0  # of the rewards
         assert totals["teacher_missing"] == 0 < totals["gradient_norm"]
         assert totals["teacher_kl/count"] == totals["response_tokens"]
-        assert undefined(loss_metrics(totals)) == []
+        assert undocumented(loss_metrics(totals)) == []

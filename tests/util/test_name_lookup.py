@@ -14,9 +14,9 @@ from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_co
 from megatron_webrl.browser.server.http_client import HttpClient
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.client import JudgeClient, RequestFailed, Spending
-from megatron_webrl.util import name_lookup
+from megatron_webrl.util import network
 
-name_lookup.LOOKUP_SECONDS = 2.0
+network.LOOKUP_SECONDS = 2.0
 FAILURES = []
 
 async def judge(client):

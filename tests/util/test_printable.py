@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.track.events import EventLog, read_events
 from megatron_webrl.util import child_log
-from megatron_webrl.util.printable import printable
-from megatron_webrl.util.redaction import RedactingFormatter
+from megatron_webrl.util.text import RedactingFormatter, printable
 
 TITLES = [
     "\x1b]0;owned\x07",

@@ -4,12 +4,11 @@ import sys
 
 import pytest
 
-from megatron_webrl.util.redaction import RedactingFormatter, declare_secret, redact
-from megatron_webrl.util.text import first_line
+from megatron_webrl.util.text import RedactingFormatter, declare_secret, first_line, redact
 
 UNCAUGHT = """
 import threading
-from megatron_webrl.util.redaction import configure_logging
+from megatron_webrl.util.text import configure_logging
 configure_logging("%(levelname)s %(message)s")
 thread = threading.Thread(target=lambda: int("of a thread: canary-token"))
 thread.start()

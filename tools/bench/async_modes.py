@@ -22,11 +22,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.track import episode_log, summary
-from megatron_webrl.track.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
+from megatron_webrl.track import episodes, summary
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.jobs import run_job
 from tools.make_tiny_model import make_tiny_model
+from tools.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,9 +125,7 @@ def figures(name: str, run: Path) -> ModeResult:
         raise RuntimeError(f"the accounting of {run} does not match: {accounting}")
     updates = summary.read_updates(run)
     begin, counted = updates[0], updates[1:]
-    trained = [
-        line["version"] + 1 for line in episode_log.read_lines(run) if line["disposition"] == episode_log.TRAINED
-    ]
+    trained = [line["version"] + 1 for line in episodes.read_lines(run) if line["disposition"] == episodes.TRAINED]
     seconds = counted[-1]["finished_at"] - begin["finished_at"]
     done, curve = 0, [(0.0, 0)]
     for update in counted:

@@ -31,7 +31,6 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.track import summary
-from megatron_webrl.track.plot import BLUE, GREY, add_legend, add_titles, render_svg
 from megatron_webrl.trainer.data import group_files
 from tools.arguments import make_bench_parser, write_json
 from tools.bench import recorded_groups
@@ -39,6 +38,7 @@ from tools.bench.jobs import run_job
 from tools.bench.learning.arms import CONFIG, GRPO
 from tools.bench.ranks import staleness_rank
 from tools.bench.ranks.staleness_rank import ObjectiveComparison, UpdateStats, checkpoint_path
+from tools.plot import BLUE, GREY, add_legend, add_titles, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_webrl.config.load import parse_config as read_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track import episode_log, summary
+from megatron_webrl.track import episodes, summary
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 from tools.cluster import timeline
 from tools.cluster.simulation import SimulationResult, simulate
@@ -65,7 +65,7 @@ class FigureComparison:
 def read_run(folder: Path) -> MeasuredRun:
     """Read a run's folder. Raises ValueError, in one line, or OSError if the run cannot be simulated."""
     config = read_config(folder / "config.yaml")
-    updates, lines = summary.read_updates(folder), episode_log.read_lines(folder)
+    updates, lines = summary.read_updates(folder), episodes.read_lines(folder)
     _check_run(folder, config, updates, lines)
     placed = timeline.reconstruct_timelines(lines, config.rollout.stepping)
     engine = timeline.fit_engine(placed, *_spans(config, updates), _load_intervals(updates))
@@ -98,8 +98,8 @@ def _check_run(folder: Path, config: Config, updates: Sequence[Update], lines: S
             f"{folder} has {len(updates)} updates; the first {WARMUP_UPDATES} are not counted: "
             f"run at least {WARMUP_UPDATES + 1}"
         )
-    if not any(line["disposition"] == episode_log.TRAINED for line in lines):
-        raise ValueError(f"{folder} has no trained episodes in {episode_log.FILE}: it was made by an older version")
+    if not any(line["disposition"] == episodes.TRAINED for line in lines):
+        raise ValueError(f"{folder} has no trained episodes in {episodes.FILE}: it was made by an older version")
 
 
 def _spans(config: Config, updates: Sequence[Update]) -> tuple[list[timeline.TimeSpan], list[timeline.TimeSpan]]:
@@ -133,7 +133,7 @@ def _pause(update: Update) -> float:
 def _cycles(updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -> tuple[UpdateTimes, ...]:
     tokens: dict[int, int] = defaultdict(int)
     for line in lines:
-        if line["disposition"] == episode_log.TRAINED:
+        if line["disposition"] == episodes.TRAINED:
             tokens[line["version"] + 1] += sum(
                 step["prompt_tokens"] + step["response_tokens"] for step in line["steps"]
             )
@@ -189,7 +189,7 @@ def _figures(updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -
     lags = [
         line["version"] - line["oldest_version"]
         for line in lines
-        if line["disposition"] == episode_log.TRAINED and line["version"] + 1 in versions
+        if line["disposition"] == episodes.TRAINED and line["version"] + 1 in versions
     ]
     return RunFigures(
         per_hour=3600 * len(lags) / seconds,

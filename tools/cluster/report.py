@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_webrl.track.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 from tools.cluster.inputs import SimulationInputs, with_values
 from tools.cluster.predicted import (
     ClusterPrediction,
@@ -19,6 +18,7 @@ from tools.cluster.predicted import (
     predict_cluster,
     recommended_prediction,
 )
+from tools.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_webrl.track.plot import BLACK, BLUE, DARK_GREY, GREEN, ORANGE, render_svg
+from tools.plot import BLACK, BLUE, DARK_GREY, GREEN, ORANGE, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

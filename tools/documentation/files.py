@@ -10,14 +10,12 @@ from tools.documentation import (
     command_page,
     configuration_page,
     http_page,
-    metrics_page,
     plan_drawing,
 )
 
 PAGES = Path(__file__).parents[2] / "docs"
 FILES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration_page.page,
-    "metrics.md": metrics_page.page,
     "commands.md": command_page.page,
     "http_api.md": http_page.page,
     "images/architecture.svg": architecture_drawing.svg,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 import transformers
 
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.track.plot import BLACK, DARK_GREY, render_svg
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import Slice
+from tools.plot import BLACK, DARK_GREY, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

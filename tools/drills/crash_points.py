@@ -24,8 +24,8 @@ from pathlib import Path
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch.slurm.prepare import make_job_folder, plan_processes, read_launches
-from megatron_webrl.track import episode_log, events, summary
-from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track import episodes, events, summary
+from megatron_webrl.track.episodes import EpisodeLog
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import Launch, launch_of_process, start_launch
@@ -72,7 +72,7 @@ class Trainer:
         self.version = state["version"]
         files.delete_leftovers(launch.staging)
         closed = self.version * EPISODES
-        episode_log.roll_back(folder, closed, (), state["episode_log_bytes"])
+        episodes.roll_back(folder, closed, (), state["episode_log_bytes"])
         self.episodes = EpisodeLog(folder, closed, state["episode_log_bytes"], launch.check)
         self.updates = summary.open_updates(folder, self.version, launch.check)
 
@@ -234,7 +234,7 @@ def _verify(folder: Path, name: str, published: int) -> list[str]:
         updates = [update["version"] for update in summary.read_updates(folder)]
         if updates != list(range(1, trainer.version + 1)):
             problems.append(f"updates {updates} at version {trainer.version}")
-        tickets = [line["ticket"] for line in episode_log.read_lines(folder)]
+        tickets = [line["ticket"] for line in episodes.read_lines(folder)]
         if tickets != [version for version in range(1, trainer.version + 1) for _ in range(EPISODES)]:
             problems.append(f"episodes of {tickets} at version {trainer.version}")
         trainer.update()

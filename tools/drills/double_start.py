@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.track import episode_log, summary
+from megatron_webrl.track import episodes, summary
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import Launch, LaunchLost, start_launch
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
@@ -188,7 +188,7 @@ def _history_problems(folder: Path) -> list[str]:
     """The histories are those of the newest checkpoint."""
     version = _version(folder)
     updates = [update["version"] for update in summary.read_updates(folder)]
-    tickets = [line["ticket"] for line in episode_log.read_lines(folder)]
+    tickets = [line["ticket"] for line in episodes.read_lines(folder)]
     right = updates == list(range(1, version + 1)) and tickets == [each for each in updates for _ in range(EPISODES)]
     return [] if right else [f"version {version} with updates {updates} and episodes of {tickets}"]
 

@@ -29,7 +29,7 @@ from megatron_webrl.judge.budget import Usage, read_usage, write_usage
 from megatron_webrl.judge.cache import CachedReply, ReplyCache
 from megatron_webrl.ring.record_file import RecordFileWriter, read_record_file
 from megatron_webrl.track import events, summary
-from megatron_webrl.track.evaluation import result_files
+from megatron_webrl.track.evaluations import EvaluationLog
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import start_launch
@@ -87,7 +87,10 @@ def _block(folder: Path, number: int) -> None:
 
 
 def _evaluate(folder: Path, number: int) -> None:
-    result_files.append_evaluation(folder, {"version": number, "kind": "during", "variant": ""}, [])
+    evaluations = EvaluationLog(folder)
+    evaluations.append({"version": number, "kind": "during", "variant": ""}, [])
+    evaluations.history.sync()
+    evaluations.history.close()
 
 
 def _checkpoint(folder: Path, number: int) -> None:

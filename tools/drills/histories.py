@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.track import episode_log, summary
-from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track import episodes, summary
+from megatron_webrl.track.episodes import EpisodeLog
 from tests.trajectories import trajectory
 from tools.drills.report import Findings, run
 
@@ -64,7 +64,7 @@ def measure(quick: bool) -> Findings:
         findings.figures = {
             "updates": updates,
             "MiB of updates.jsonl": (folder / summary.UPDATES_FILE).stat().st_size / 2**20,
-            "MiB of episodes.jsonl": (folder / episode_log.FILE).stat().st_size / 2**20,
+            "MiB of episodes.jsonl": (folder / episodes.FILE).stat().st_size / 2**20,
             "KiB moved for one of the first updates": first / 1024,
             "KiB moved for one of the last updates": last / 1024,
             "CPU ms for one of the first updates": 1000 * early,
@@ -80,7 +80,7 @@ def measure(quick: bool) -> Findings:
         findings.expect(resume_bytes < GOAL_RESUME_BYTES, f"a resume moves {resume_bytes} bytes")
         versions = [update["version"] for update in summary.read_updates(folder)]
         findings.expect(versions == list(range(1, kept + 1)), "updates after the checkpoint were not cut off")
-        lines = len(episode_log.read_lines(folder))
+        lines = len(episodes.read_lines(folder))
         findings.expect(lines == kept * EPISODES, f"{lines} episodes are left of {kept * EPISODES}")
     return findings
 

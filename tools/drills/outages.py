@@ -24,8 +24,8 @@ from mlflow.tracking import MlflowClient
 
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track.mlflow_run import END_SECONDS, MLflowTracker
-from megatron_webrl.track.mlflow_upload import UploadState
+from megatron_webrl.track import summary
+from megatron_webrl.track.mlflow_upload import END_SECONDS, MLflowTracker, UploadState
 from tests.name_server import NAME, silent_name_server, why_no_namespace
 from tests.track.mlflow_server import MLflowServer, black_hole, mlflow_server
 from tools.arguments import make_bench_parser, write_json
@@ -60,7 +60,7 @@ def log_updates(folder: Path, seconds: float) -> None:
     config.run_folder.mkdir()
     save_config(config, config.run_folder / "config.yaml")
     started, calls, updates = time.monotonic(), 0.0, 0
-    tracker = MLflowTracker(config, None)
+    tracker, history = MLflowTracker(config, None), summary.open_updates(config.run_folder)
     calls += time.monotonic() - started
     time.sleep(5 * UPDATE_SECONDS)  # the import of MLflow's client belongs to the start
     assert tracker.thread.ident is not None
@@ -70,7 +70,8 @@ def log_updates(folder: Path, seconds: float) -> None:
         time.sleep(UPDATE_SECONDS)
         updates += 1
         before = time.monotonic()
-        tracker.log_metrics({f"metric/{number}": number + updates / 7 for number in range(METRICS)}, updates)
+        metrics = {f"metric/{number}": number + updates / 7 for number in range(METRICS)}
+        history.append({"version": updates, "finished_at": time.time(), "seconds": {}, "extra": metrics})
         calls += time.monotonic() - before
     cpu, ended = time.clock_gettime(clock) - cpu_at_start, time.monotonic()
     tracker.close("FINISHED")

@@ -16,7 +16,7 @@ from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserM
 from megatron_webrl.browser.server import protocol
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.http.tls import client_context
-from megatron_webrl.util import name_lookup
+from megatron_webrl.util import network
 from megatron_webrl.util.text import first_line
 
 CONNECT_TIMEOUT_SECONDS = 5.0
@@ -92,7 +92,7 @@ class HttpClient:
 
     def __init__(self, token: str | None) -> None:
         """`token` is sent with every request, unless None. To be called in an event loop. Raises ConfigError."""
-        name_lookup.use_own_threads()
+        network.use_own_threads()
         connector = aiohttp.TCPConnector(
             limit=0,
             keepalive_timeout=KEEPALIVE_SECONDS,

@@ -18,7 +18,7 @@ from megatron_webrl.checks.parity.samples import ParitySample
 from megatron_webrl.model.compute_options import ComputeOptions
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.util import atomic_file
-from megatron_webrl.util.redaction import configure_logging
+from megatron_webrl.util.text import configure_logging
 
 JOB_FILE = "job.pickle"
 EXIT_BAD_INPUT = 2  # exit code of a process that refuses its input

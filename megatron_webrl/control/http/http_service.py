@@ -25,7 +25,7 @@ from megatron_webrl.control.http.connections import ConnectionLimits, LimitedSoc
 from megatron_webrl.control.http.tls import TlsFiles, server_context
 from megatron_webrl.util import atomic_file, child_process
 from megatron_webrl.util.network import is_loopback
-from megatron_webrl.util.redaction import configure_logging
+from megatron_webrl.util.text import configure_logging
 
 log = logging.getLogger(__name__)
 

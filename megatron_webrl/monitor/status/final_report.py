@@ -9,10 +9,9 @@ from rich.console import Console
 
 from megatron_webrl.monitor.status import page
 from megatron_webrl.monitor.status.report import build_report
-from megatron_webrl.track import summary
-from megatron_webrl.track.dashboard import LEGEND, updates_table
-from megatron_webrl.track.evaluation import result_files, result_table
+from megatron_webrl.track import evaluations, summary, tables
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
+from megatron_webrl.track.tables import UPDATE_LEGEND, updates_table
 
 WIDTH = 120  # of tables in the log of a Slurm job
 
@@ -29,12 +28,12 @@ def print_final_report(folder: Path, outcome: str, console: Console, table: bool
         return
     if table and content["updates"]:
         console.print(updates_table(content["updates"]))
-        console.print(LEGEND, style="dim")
+        console.print(UPDATE_LEGEND, style="dim")
     evaluation = content["evaluation"]
-    if measured := [evaluation[name] for name in result_files.NAMES if evaluation[name]]:
-        console.print(result_table.evaluation_table(measured))
-        console.print(result_table.LEGEND, style="dim")
-        for line in (*result_table.rates_lines(measured), *result_table.gain_lines(evaluation)):
+    if measured := [evaluation[name] for name in evaluations.NAMES if evaluation[name]]:
+        console.print(tables.evaluation_table(measured))
+        console.print(tables.EVALUATION_LEGEND, style="dim")
+        for line in (*tables.rates_lines(measured), *tables.gain_lines(evaluation)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if notable := page.notable_events(report):
         console.print(page.events_table(notable[-page.SHOWN_EVENTS :]))

@@ -23,8 +23,8 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor.status.page import COLOURS, duration
 from megatron_webrl.monitor.status.progress import WINDOW, Progress, expected_end, recent_progress
 from megatron_webrl.monitor.status.role_groups import CONTROL, RoleGroup, RoleLine, group_roles
-from megatron_webrl.track.dashboard import UPDATE_COLUMNS, updates_table
-from megatron_webrl.util.printable import printable
+from megatron_webrl.track.tables import UPDATE_COLUMNS, updates_table
+from megatron_webrl.util.text import printable
 
 MIN_COLUMNS = 80
 SHOWN_UPDATES = 3

@@ -19,8 +19,8 @@ from megatron_webrl.monitor.status.role_groups import RoleLine, group_roles
 from megatron_webrl.monitor.status.role_status import RoleState, strip_reason
 from megatron_webrl.placement.cores import format_cores
 from megatron_webrl.track import events as journal
-from megatron_webrl.track.dashboard import accounting_line
 from megatron_webrl.track.events import ProcessEvent
+from megatron_webrl.track.tables import accounting_line
 from megatron_webrl.util.text import count_noun
 
 SHOWN_EVENTS = 8

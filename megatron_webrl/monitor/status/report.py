@@ -28,11 +28,10 @@ from megatron_webrl.track import events as journal
 from megatron_webrl.track import summary
 from megatron_webrl.track.events import ProcessEvent
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.track.mlflow_journal import FILE
 from megatron_webrl.track.mlflow_upload import count_unsent
 from megatron_webrl.track.run_lock import STAGING_PREFIX
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
-from megatron_webrl.util.redaction import redact
+from megatron_webrl.util.text import redact
 
 ACTIVITY_FILES = ("updates.jsonl", "episodes.jsonl", journal.FILE, "control.json", "config.yaml")  # and the logs
 ANSWER_SECONDS = 0.8  # limit of a report for the service; a busy one answers in less than half of it
@@ -280,5 +279,5 @@ def _paths(config: Config, folder: Path, ended: bool) -> dict[str, str]:
         "metrics": f"webrl mlflow {folder}, of {redact(config.tracking_uri)}",
     }
     if ended and (count := count_unsent(folder)):
-        paths["not in MLflow"] = f"{count} lines of {FILE}; send them with: webrl upload {folder}"
+        paths["not in MLflow"] = f"{count} entries; send them with: webrl upload {folder}"
     return paths | ({"summary": str(path)} if (path := folder / "summary.json").is_file() else {})

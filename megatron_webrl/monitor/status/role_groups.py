@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_webrl.placement.cores import format_cores
-from megatron_webrl.util.printable import printable
+from megatron_webrl.util.text import printable
 
 CONTROL = "control"  # name of the role that runs the control service
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")

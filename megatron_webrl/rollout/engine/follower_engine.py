@@ -11,7 +11,7 @@ from megatron_webrl.placement.placement import rollout_process_name
 from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.rollout.engine.engine_leader import NodeSpan
 from megatron_webrl.util import stack_dump
-from megatron_webrl.util.redaction import configure_logging
+from megatron_webrl.util.text import configure_logging
 
 
 def main(settings: str, arguments: str) -> int:

@@ -20,10 +20,9 @@ from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.openai_client import is_transient, open_client
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.util import name_lookup
+from megatron_webrl.util import network
 from megatron_webrl.util.image_type import data_url
-from megatron_webrl.util.redaction import redact
-from megatron_webrl.util.text import shorten
+from megatron_webrl.util.text import redact, shorten
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class TeacherServer:
         self.url = root
 
     async def __aenter__(self) -> TeacherServer:
-        name_lookup.use_own_threads()
+        network.use_own_threads()
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -175,7 +175,7 @@ def _progress(name: str, size: int) -> Iterator[Callable[[int], None] | None]:
         return
     from rich.console import Console
 
-    from megatron_webrl.track.dashboard import progress_bar
+    from megatron_webrl.track.tables import progress_bar
 
     with progress_bar(Console(stderr=True)) as bar:
         task = bar.add_task(f"indexing {Path(name).name} (MB)", total=-(-size // 10**6))

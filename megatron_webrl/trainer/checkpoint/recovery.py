@@ -22,8 +22,8 @@ from pathlib import Path
 
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.ring.damaged_records import undamaged_trajectories
-from megatron_webrl.track import episode_log
-from megatron_webrl.track.episode_log import line_identity, trajectory_identity
+from megatron_webrl.track import episodes
+from megatron_webrl.track.episodes import line_identity, trajectory_identity
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
@@ -53,7 +53,7 @@ def make_resume_point(
             state.restart_epoch, state.version, state.open_tickets, state.next_ticket, episodes_closed_before=closed
         )
         control.put_json(_CLOSED_BEFORE, {"episodes": closed, "bytes": state.episode_log_bytes})
-        episode_log.clear_rolled_back(folder)
+        episodes.clear_rolled_back(folder)
     exchange.finish_collecting()
     shared = broadcast_object(resume_point)
     assert shared is not None
@@ -68,8 +68,8 @@ def _recover(control: ControlClient, records: RecordSource, state: TrainerState,
     found = undamaged_trajectories(records, records.committed(()))  # others are counted when groups are collected
     arrived = {trajectory_identity(trajectory) for trajectory in found.values()}
     counted_identities, by_instance = set(), Counter[str]()
-    start = episode_log.size_of_lines(folder, before["episodes"], before["bytes"])
-    for line in episode_log.iterate_lines(folder, start, closed - before["episodes"]):
+    start = episodes.size_of_lines(folder, before["episodes"], before["bytes"])
+    for line in episodes.iterate_lines(folder, start, closed - before["episodes"]):
         by_instance[line["worker"]] += 1
         if line_identity(line) in arrived:
             counted_identities.add(line_identity(line))
@@ -81,7 +81,7 @@ def _recover(control: ControlClient, records: RecordSource, state: TrainerState,
         if trajectory.ticket in reissued or trajectory_identity(trajectory) in counted_identities
     ]
     present = {trajectory_identity(trajectory) for number, trajectory in found.items() if number not in obsolete}
-    rolled_back = episode_log.roll_back(folder, closed, present, state.episode_log_bytes)
+    rolled_back = episodes.roll_back(folder, closed, present, state.episode_log_bytes)
     records.acknowledge(obsolete)
     # A group with a damaged record is incomplete although its worker is done with it: its other episodes end here.
     logged = counted_identities | {line_identity(line) for line in rolled_back}

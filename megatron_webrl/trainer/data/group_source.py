@@ -11,7 +11,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.damaged_records import FOLDER as DAMAGED_FOLDER
 from megatron_webrl.ring.damaged_records import read_trajectory
-from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track.episodes import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.credit.advantages import common_outcome

@@ -13,7 +13,7 @@ from megatron_webrl.ring.record_file import count_records, read_record_file
 from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.multi_node.exchange import RecordExchange
 from megatron_webrl.types import Group
-from megatron_webrl.util.disk_faults import continue_without
+from megatron_webrl.util.atomic_file import continue_without
 
 log = logging.getLogger(__name__)
 

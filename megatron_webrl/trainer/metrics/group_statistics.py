@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_webrl.track.evaluation.results import pass_at, success_within
+from megatron_webrl.track.evaluations import pass_at, success_within
 from megatron_webrl.trainer.credit.advantages import common_outcome
 from megatron_webrl.types import BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory, Verdict
 from megatron_webrl.util.text import metric_label

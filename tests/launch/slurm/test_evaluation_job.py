@@ -34,8 +34,8 @@ from megatron_webrl.launch.validation import load_config
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.track.evaluation import evaluation_queue
-from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult
+from megatron_webrl.track import evaluations
+from megatron_webrl.track.evaluations import EvaluationResult
 from megatron_webrl.track.run_lock import LaunchLost, start_launch
 from megatron_webrl.util import child_process
 from tests.job_control import connect
@@ -217,16 +217,16 @@ class Host:
             assert control.register_instance() == instance
             with suppress(JobFailed):
                 while control.job_end() is None:
-                    request = evaluation_queue.current_request(control)
+                    request = evaluations.current_request(control)
                     name = f"{worker}.{instance}"
-                    claimed = request and control.claim(evaluation_queue.queue_name(request), name, 1)
+                    claimed = request and control.claim(evaluations.queue_name(request), name, 1)
                     if request is None or not claimed:
                         time.sleep(POLL_SECONDS)
                         continue
                     if instance < instances:
                         break
                     (episode,) = claimed
-                    evaluation_queue.submit_result(control, request, self.result(episode, worker), episode)
+                    evaluations.submit_result(control, request, self.result(episode, worker), episode)
 
     def result(self, episode: int, worker: str) -> EvaluationResult:
         environment = self.config.tasks.environments[episode % TASKS]
@@ -284,15 +284,15 @@ def test_the_folder_of_a_running_evaluation_is_refused_until_its_end(
 def test_an_evaluation_with_missing_episodes_stores_its_results_and_fails(tmp_path: Path, tiny_model: Path) -> None:
     host = Host(prepare(tmp_path, tiny_model, "evaluation.timeout_seconds=3"))
     try:
-        until(lambda: evaluation_queue.current_request(host.control) is not None, host.output.read_text)
-        request = evaluation_queue.current_request(host.control)
+        until(lambda: evaluations.current_request(host.control) is not None, host.output.read_text)
+        request = evaluations.current_request(host.control)
         assert request is not None
         workers = "rollout-0", "rollout-1"
         for worker in workers:
             assert connect(host.address, worker).register_instance() == 1
         for worker in workers:
-            (episode,) = host.control.claim(evaluation_queue.queue_name(request), f"{worker}.1", 1)
-        evaluation_queue.submit_result(host.control, request, host.result(episode, worker), episode)
+            (episode,) = host.control.claim(evaluations.queue_name(request), f"{worker}.1", 1)
+        evaluations.submit_result(host.control, request, host.result(episode, worker), episode)
         assert host.process.wait(120) == 1, host.output.read_text()
     finally:
         child_process.terminate_tree(host.process, 30.0)
@@ -309,7 +309,7 @@ def test_an_evaluation_with_missing_episodes_stores_its_results_and_fails(tmp_pa
 def test_an_evaluation_that_ends_early_says_why_and_stores_no_result(
     host: Host, tmp_path: Path, end: str, outcome: str
 ) -> None:
-    until(lambda: evaluation_queue.current_request(host.control) is not None, host.output.read_text)
+    until(lambda: evaluations.current_request(host.control) is not None, host.output.read_text)
     if end == "signal":
         host.process.send_signal(signal.SIGTERM)
     else:

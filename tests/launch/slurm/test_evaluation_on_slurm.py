@@ -16,8 +16,7 @@ import yaml
 from megatron_webrl.launch.evaluation_job import MODEL_PREFIX
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.track import events
-from megatron_webrl.track.evaluation import evaluation_queue
+from megatron_webrl.track import evaluations, events
 from tests.job_control import connect
 from tests.launch.slurm.slurm_jobs import ROOT, log, overrides, rings, submit
 from tests.launch.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
@@ -80,11 +79,11 @@ def has_result_of(worker: str, folder: Path) -> bool:
     if not (folder / "control.json").is_file():
         return False
     control = connect(folder / "control.json", "test")
-    request = evaluation_queue.current_request(control)
+    request = evaluations.current_request(control)
     if request is None:  # with screenshots, then blank images
         return False
     with suppress(ValueError):  # withdrawn since
-        values = control.run("read_queue", evaluation_queue.queue_name(request))["values"]
+        values = control.run("read_queue", evaluations.queue_name(request))["values"]
         return any(result["worker"] == worker for _, result in values)
     return False
 

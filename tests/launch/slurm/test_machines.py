@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch import watchdog
-from megatron_webrl.track import episode_log, events
+from megatron_webrl.track import episodes, events
 from tests.finished_runs import run_problems
 from tests.launch.slurm.slurm_jobs import ROOT, log, overrides, rings, submit
 from tests.launch.slurm.virtual_nodes import address
@@ -103,7 +103,7 @@ def test_an_engine_that_spans_two_machines_serves_a_job(tmp_path: Path) -> None:
     assert run_problems(run, updates, (STALENESS + 1) * GROUPS) == []
     started = {event.role: event.host for event in events.read_events(run) if event.event == events.STARTED}
     assert (started["rollout-0"], started["rollout-0.follower-1"]) == ("n1", "n2")
-    assert {line["worker"] for line in episode_log.read_lines(run)} == {"rollout-0.1"}
+    assert {line["worker"] for line in episodes.read_lines(run)} == {"rollout-0.1"}
 
 
 def check_that_nodes_hold_what_is_theirs(cluster: Cluster, name: str) -> None:

@@ -21,7 +21,7 @@ from megatron_webrl.launch.run_folder import write_job
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery, iterate
 from megatron_webrl.placement.placement import place_processes
-from megatron_webrl.track import episode_log, summary
+from megatron_webrl.track import episodes, summary
 from megatron_webrl.util import child_process
 from tests.finished_runs import run_problems
 from tests.monitor.timeline.finished_jobs import check_timeline
@@ -146,8 +146,8 @@ def test_a_killed_rank_is_restarted_together_with_the_rank_of_the_other_node(tmp
     assert not run_problems(job.folder, updates, open_at_end=4)
     found = summary.read_summary(job.folder)
     assert [restart["role"] for restart in found["restarts"]] == ["trainer-1"]
-    assert found["accounting"]["rolled_back"] == len(episode_log.read_rolled_back(job.folder))
-    assert {line["worker"] for line in episode_log.read_lines(job.folder)} == {"rollout-0.1", "rollout-1.1"}
+    assert found["accounting"]["rolled_back"] == len(episodes.read_rolled_back(job.folder))
+    assert {line["worker"] for line in episodes.read_lines(job.folder)} == {"rollout-0.1", "rollout-1.1"}
     assert not list(Path("/dev/shm").glob(f"webrl-{job.config.run.name}-*"))
 
 
@@ -173,7 +173,7 @@ def test_an_engine_that_spans_both_nodes_is_restarted_when_its_follower_is_kille
     assert sorted(restart["role"] for restart in found["restarts"]) == ["rollout-0", part]
     assert f"engine 0 is dead: {part} on {socket.gethostname()} was restarted" in job.log("node-0-rollout").read_text()
     assert max(u["logprob_mismatch_max"] for u in found["updates"] if u["logprob_mismatch_max"] is not None) <= 1e-3
-    assert {line["worker"] for line in episode_log.read_lines(job.folder)} == {"rollout-0.1", "rollout-0.2"}
+    assert {line["worker"] for line in episodes.read_lines(job.folder)} == {"rollout-0.1", "rollout-0.2"}
     assert not list(Path("/dev/shm").glob(f"webrl-{job.config.run.name}-*"))
 
 
@@ -191,10 +191,10 @@ def test_a_job_on_two_nodes_trains_on_the_groups_of_both(job: NodeJob) -> None:
     gaps = [u["logprob_mismatch_max"] for u in content["updates"] if u["logprob_mismatch_max"] is not None]
     assert max(gaps) <= 1e-3
 
-    lines = episode_log.read_lines(job.folder)
+    lines = episodes.read_lines(job.folder)
     assert {line["worker"] for line in lines} == {"rollout-0.1", "rollout-1.1"}
     stored = [recorded_groups.read_groups_of_version(job.folder / "records", version) for version in (0, 1)]
-    trained = {line["ticket"] for line in lines if line["disposition"] == episode_log.TRAINED}
+    trained = {line["ticket"] for line in lines if line["disposition"] == episodes.TRAINED}
     assert {group.ticket for groups in stored for group in groups} >= trained
     assert all(
         bytes(image[:4]) == b"\x89PNG"

@@ -12,7 +12,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.monitor.timeline.explanation import EXCHANGE, TRAIN, WAIT, UpdateExplainer
 from megatron_webrl.monitor.timeline.processes import ProcessTimeline, read_timeline
 from megatron_webrl.monitor.timeline.trace import trace_events
-from megatron_webrl.track import episode_log, summary
+from megatron_webrl.track import episodes, summary
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 from tests.monitor.timeline.trace_format import flows_of, trace_problems
 
@@ -42,11 +42,11 @@ def check_timeline(folder: Path, roles: set[str], other_clocks: Collection[str] 
         check_pauses(process, next(each for each in processes if each.role == "trainer-0"))
     events = trace_events(processes)
     assert not trace_problems(events)
-    lines = episode_log.read_lines(folder)
+    lines = episodes.read_lines(folder)
     trained = {
         f"0/{line['ticket']}.{line['index']}"
         for line in lines
-        if line["disposition"] == episode_log.TRAINED and line["outcome"] in TRAINABLE_OUTCOMES
+        if line["disposition"] == episodes.TRAINED and line["outcome"] in TRAINABLE_OUTCOMES
     }
     assert trained
     assert flows_of(events).keys() == trained

@@ -15,7 +15,7 @@ import yaml
 
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.track import summary
-from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track.episodes import EpisodeLog
 from tests.trajectories import trajectory
 
 bench: Any = importlib.import_module("tools.bench.async_modes")  # a keyword of Python

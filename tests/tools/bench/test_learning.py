@@ -22,9 +22,8 @@ from megatron_webrl.config.setting import default_of
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.track import summary
-from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult
-from megatron_webrl.track.evaluation.result_files import append_evaluation
-from megatron_webrl.track.metric_reference import registry
+from megatron_webrl.track.evaluations import EvaluationLog, EvaluationResult
+from tests.metrics_page import undocumented
 from tools.bench.bootstrap import Interval
 from tools.bench.learning import __main__ as command
 from tools.bench.learning import figures, runs
@@ -108,7 +107,7 @@ def test_the_growing_limit_ends_at_the_limit_of_the_evaluation():
 
 
 def test_the_metric_of_an_arm_exists():
-    assert not registry.undefined({arm.metric for arm in ARMS.values()} - {""})
+    assert not undocumented({arm.metric for arm in ARMS.values()} - {""})
 
 
 def test_a_name_of_a_set_stands_for_its_arms_each_once():
@@ -130,7 +129,7 @@ def a_job(folder: Path, kind: str, variants: Sequence[str] = ("", "blank_images"
     folder.mkdir(parents=True)
     results = [result(1000, "success"), result(1000, "failure", 1), result(1001, "crash"), result(1002, "success")]
     for variant in variants:
-        append_evaluation(folder, {"kind": kind, "variant": variant, "version": 3}, results)
+        EvaluationLog(folder).append({"kind": kind, "variant": variant, "version": 3}, results)
     updates = [
         {"version": n + 1, "clip_fraction": n / 10, "extra": {"rollout_success_rate": 0.5, "entropy": n}}
         for n in range(3)

@@ -16,8 +16,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
-from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult
-from megatron_webrl.track.evaluation.result_files import append_evaluation
+from megatron_webrl.track.evaluations import EvaluationLog, EvaluationResult
 from megatron_webrl.types import Task
 from tools.bench.normalisers import __main__ as command
 from tools.bench.normalisers import runs
@@ -244,7 +243,7 @@ def a_run(folder: Path) -> Path:
         EvaluationResult(n, 0, f"t{n}", "miniwob", "use-spinner", "easy", outcome, 3 + n, 40, (2, 2), "w", 1.0)  # type: ignore[arg-type]
         for n, outcome in enumerate(("success", "failure", "browser_crashed"))
     ]
-    append_evaluation(folder, {"kind": "after", "variant": "", "version": 2}, results)
+    EvaluationLog(folder).append({"kind": "after", "variant": "", "version": 2}, results)
     return folder
 
 

@@ -43,7 +43,7 @@ def trainer_rank(rank: int, folder: str, address: Path, names: list[str], resume
     """One attempt of a trainer rank; `resumed`: from the saved state."""
     member = Member(rank, 2, folder, names, exchange_seconds=10.0)
     from megatron_webrl.track.metrics import UpdateSeconds
-    from megatron_webrl.track.mlflow_run import MLflowTracker
+    from megatron_webrl.track.mlflow_upload import MLflowTracker
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
     from megatron_webrl.trainer.checkpoint.recovery import make_resume_point

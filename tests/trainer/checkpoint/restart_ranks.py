@@ -17,7 +17,6 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.util.history import History
 from tests.gloo import join
 from tests.job_control import connect, control_service
 from tests.trainer.data.sampler_ranks import METRICS
@@ -120,7 +119,7 @@ class _Trainer:
             read = read_trainer_state(folder)
             state = replace(read, restart_epoch=read.restart_epoch + 1)
         resume_point = make_resume_point(control, exchange, state, folder, True)
-        tracker: Any = _NoTracker(folder)
+        tracker: Any = _NoTracker()
         coordinator = Coordinator(self.config, control, exchange, state, resume_point, tracker)
         version = self.versions["now"] = state.version
         coordinator.open_job(version)
@@ -157,10 +156,5 @@ class _RecordsNeverFreed:
 class _NoTracker:
     run_id = "none"
     error = None
-
-    def __init__(self, folder: Path) -> None:
-        self.journal = History(folder / "mlflow.jsonl")
-
-    def log_update(self, *arguments: object) -> None: ...
 
     def close(self, status: str) -> None: ...

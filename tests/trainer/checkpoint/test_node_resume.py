@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.track import episode_log
-from megatron_webrl.track.metric_reference.registry import undefined
+from megatron_webrl.track import episodes
 from megatron_webrl.trainer.data import group_files
 from tests import forks
 from tests.job_control import connect, control_service
+from tests.metrics_page import undocumented
 from tests.trainer.checkpoint import node_resume_ranks as ranks
 from tests.trainer.multi_node.node_ranks import group
 from tests.trainer.multi_node.test_multi_node_exchange import make_rings
@@ -85,7 +85,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             yield {
                 "kind": request.param, "between": between, "left": [ring.usage().records for ring in rings],
                 "killed": killed, "saved": json.loads((run / "state.json").read_text()), "run": run,
-                "lines": episode_log.read_lines(run), "summary": json.loads((run / "summary.json").read_text()),
+                "lines": episodes.read_lines(run), "summary": json.loads((run / "summary.json").read_text()),
             }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_episodes_finished_under_the_dead_trainer_count_in_its_job_only(found: d
     saved = found["saved"]["accounting"]
     before = saved["trained"] + sum(saved["dropped"].values())
     adopted = [line for line in found["lines"][before:] if line["finished_at"] < found["killed"]]
-    lost = episode_log.read_rolled_back(found["run"])
+    lost = episodes.read_rolled_back(found["run"])
     assert found["summary"]["accounting"]["rolled_back"] == len(lost)
     if found["kind"] == "resumed":
         assert not adopted
@@ -101,7 +101,7 @@ def test_episodes_finished_under_the_dead_trainer_count_in_its_job_only(found: d
     else:
         assert {line["worker"] for line in adopted} == {"rollout-0.1", "rollout-1.1"}
         # After the saved version the dead trainer had trained at least two updates.
-        assert len([line for line in lost if line["disposition"] == episode_log.TRAINED]) >= 2 * 2 * ranks.GROUPS
+        assert len([line for line in lost if line["disposition"] == episodes.TRAINED]) >= 2 * 2 * ranks.GROUPS
         again = {line["ticket"] for line in found["lines"]} & {line["ticket"] for line in lost}
         assert len(again) >= 2 * ranks.GROUPS
 
@@ -124,7 +124,7 @@ def test_no_group_is_trained_twice_and_every_update_has_its_groups(found: dict[s
     assert max(Counter((line["ticket"], line["index"]) for line in lines).values()) == 1
     trained: dict[int, set[int]] = defaultdict(set)
     for line in lines:
-        if line["disposition"] == episode_log.TRAINED:
+        if line["disposition"] == episodes.TRAINED:
             trained[line["version"]].add(line["ticket"])
     assert {version: len(tickets) for version, tickets in trained.items()} == dict.fromkeys(
         range(ranks.UPDATES), ranks.GROUPS
@@ -164,7 +164,7 @@ def test_each_node_stores_the_records_of_its_ring_byte_for_byte(found: dict[str,
 
 def test_the_summary_has_the_traffic_between_nodes(found: dict[str, Any]) -> None:
     nodes, updates = found["summary"]["node_traffic"], found["summary"]["updates"]
-    assert undefined({name for update in updates for name in update["extra"]}) == []
+    assert undocumented({name for update in updates for name in update["extra"]}) == []
     assert nodes["other_mib"] == pytest.approx(sum(update["extra"]["nodes/other_mib"] for update in updates))
     assert nodes["other_mib"] > 0
     assert nodes["images_mib"] == 0  # nothing made pixels: there is no model

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.state import TICKETS, JobState
-from megatron_webrl.track import episode_log
-from megatron_webrl.track.episode_log import EpisodeLog, trajectory_identity
+from megatron_webrl.track import episodes
+from megatron_webrl.track.episodes import EpisodeLog, trajectory_identity
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
 from megatron_webrl.trainer.checkpoint.recovery import complete_groups, split_tickets
@@ -192,17 +192,17 @@ def test_episodes_counted_after_the_checkpoint_are_rolled_back_unless_their_reco
         log.add(each, None, 0)
     log.close()
     present = {trajectory_identity(made[4])}
-    rolled_back = episode_log.roll_back(tmp_path, 2, present)
+    rolled_back = episodes.roll_back(tmp_path, 2, present)
     assert [line["ticket"] for line in rolled_back] == [2, 3, 5]
-    assert episode_log.roll_back(tmp_path, 2, present) == rolled_back  # killed before it could truncate the log
+    assert episodes.roll_back(tmp_path, 2, present) == rolled_back  # killed before it could truncate the log
     log = EpisodeLog(tmp_path, 2)
     for each in made[4:]:  # the present record, and the reissued ticket
         log.add(replace(each, finished_at=100.0 + each.ticket), None, 1)
     log.close()
-    assert [line["ticket"] for line in episode_log.roll_back(tmp_path, 3, ())] == [2, 3, 5, 5]
-    assert [line["ticket"] for line in episode_log.read_lines(tmp_path)] == [0, 1, 4, 5]
-    episode_log.clear_rolled_back(tmp_path)
-    assert episode_log.read_rolled_back(tmp_path) == []
+    assert [line["ticket"] for line in episodes.roll_back(tmp_path, 3, ())] == [2, 3, 5, 5]
+    assert [line["ticket"] for line in episodes.read_lines(tmp_path)] == [0, 1, 4, 5]
+    episodes.clear_rolled_back(tmp_path)
+    assert episodes.read_rolled_back(tmp_path) == []
 
 
 def test_a_state_with_fields_of_another_version_can_be_read(tmp_path: Path) -> None:

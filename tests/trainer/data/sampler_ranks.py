@@ -102,7 +102,7 @@ class _Run:
         """Train up to version `end`, with a new control service and ring. Unfinished groups are lost."""
         from megatron_webrl.ring.ring import Ring
         from megatron_webrl.track.metrics import UpdateSeconds
-        from megatron_webrl.track.mlflow_run import MLflowTracker
+        from megatron_webrl.track.mlflow_upload import MLflowTracker
         from megatron_webrl.trainer import coordinator as coordinators
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
         from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult

@@ -14,8 +14,8 @@ from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.track import episode_log
-from megatron_webrl.track.episode_log import EpisodeLog
+from megatron_webrl.track import episodes
+from megatron_webrl.track.episodes import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource, GroupTimeout
@@ -329,7 +329,7 @@ def test_each_counted_episode_is_logged_with_its_disposition(ring: Ring, tmp_pat
         source.close_group(group, sequences)
     put(ring, 0, [1.0, 0.0])
     source.poll(4)
-    found = [(line["ticket"], line["disposition"], line["version"]) for line in episode_log.read_lines(tmp_path)]
+    found = [(line["ticket"], line["disposition"], line["version"]) for line in episodes.read_lines(tmp_path)]
     assert sorted(found) == [(0, "duplicate", 4)] * 2 + [(0, "trained", 0)] * 2 + [(1, "all_failed", 0)] * 2
     assert len(found) == source.accounting.closed_episodes
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_webrl.track.metric_reference.registry import undefined
 from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
 from tests.gloo import spawn
+from tests.metrics_page import undocumented
 from tests.trainer.loss import layout_ranks
 
 Found = dict[str, dict[str, dict[str, float]]]
@@ -29,7 +29,7 @@ def test_an_update_with_each_loss_does_not_depend_on_the_layout(found: Found, na
     metrics, expected = found[layout][name], found["dp2"][name]
     assert metrics == {key: pytest.approx(value, rel=2e-3, abs=1e-6) for key, value in expected.items()}
     assert metrics["gradient_norm"] > 0
-    assert undefined(loss_metrics(metrics)) == []
+    assert undocumented(loss_metrics(metrics)) == []
 
 
 def test_the_options_take_part(found: Found) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_webrl.track.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 from tools.bench.browsers.report import Section
+from tools.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

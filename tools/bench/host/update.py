@@ -24,9 +24,8 @@ from megatron_webrl.placement.performance.rates import Rates
 from megatron_webrl.placement.performance.shapes import ModelShape
 from megatron_webrl.placement.performance.training import predict_training, stage_seconds
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.track.episode_log import EpisodeLog
-from megatron_webrl.track.metrics import episode_metrics, mean_response_tokens, rollout_seconds
-from megatron_webrl.track.step_metrics import step_metrics
+from megatron_webrl.track.episodes import EpisodeLog
+from megatron_webrl.track.metrics import episode_metrics, mean_response_tokens, rollout_seconds, step_metrics
 from megatron_webrl.types import Group
 from tools.bench.host.device import ImageClock, SimulatedDevice
 from tools.bench.host.groups import GRID, HEIGHT, LENGTHS, WIDTH

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.track.dashboard import progress_bar
+from megatron_webrl.track.tables import progress_bar
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.judge.correctness import CorrectnessResult, measure_correctness
 from tools.bench.judge.throughput import ThroughputResult, ThroughputSize, measure_throughput

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from megatron_webrl.track.learning_plot import moving_average
-from megatron_webrl.track.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 from tools.bench.learning.arms import CONFIG
 from tools.bench.learning.figures import success_figures
 from tools.bench.learning.runs import Run
+from tools.draw_learning import moving_average
+from tools.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,8 +15,13 @@ from typing import Any
 from megatron_webrl.config.load import flatten_config, parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.track import summary
-from megatron_webrl.track.evaluation.evaluation_queue import EvaluationResult, evaluation_name, requested_variants
-from megatron_webrl.track.evaluation.result_files import read_evaluations, read_results
+from megatron_webrl.track.evaluations import (
+    EvaluationResult,
+    evaluation_name,
+    read_evaluations,
+    read_results,
+    requested_variants,
+)
 from megatron_webrl.util import atomic_file
 from tools.bench.jobs import run_job
 from tools.bench.learning.arms import ARMS, CONFIG, INITIAL, overrides

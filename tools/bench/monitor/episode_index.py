@@ -24,8 +24,7 @@ from typing import Any
 import psutil
 
 from megatron_webrl.monitor.episode_index import FACETS, SCHEMA, EpisodeIndex, EpisodeQuery
-from megatron_webrl.track.episode_log import FILE
-from megatron_webrl.track.episode_store import FOLDER, INDEX_FILE
+from megatron_webrl.track.episodes import FILE, FOLDER, INDEX_FILE
 from tools.arguments import make_bench_parser, write_json
 
 EPISODES, QUICK_EPISODES = 100_000, 5_000

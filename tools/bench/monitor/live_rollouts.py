@@ -37,7 +37,7 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.http.json_bodies import encoded
 from megatron_webrl.control.liveness import Liveness
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
-from megatron_webrl.track.rollout_table import (
+from megatron_webrl.track.live_rollouts import (
     ACTING,
     JUDGING,
     OBSERVING,

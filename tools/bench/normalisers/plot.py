@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_webrl.track.learning_plot import moving_average
-from megatron_webrl.track.plot import BLUE, GREEN, ORANGE, add_legend, add_titles, render_svg
 from tools.bench.normalisers.runs import ARMS, Run
+from tools.draw_learning import moving_average
+from tools.plot import BLUE, GREEN, ORANGE, add_legend, add_titles, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

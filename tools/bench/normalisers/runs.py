@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.tasks import PageTasksConfig
-from megatron_webrl.track import episode_log, summary
-from megatron_webrl.track.evaluation.result_files import read_evaluations, read_results
+from megatron_webrl.track import episodes, summary
+from megatron_webrl.track.evaluations import read_evaluations, read_results
 from megatron_webrl.util import atomic_file
 from tools.bench.jobs import run_job
 from tools.bench.normalisers.gates import (
@@ -197,8 +197,8 @@ def train(arm: str, seed: int, model: Path, overrides: Sequence[str], control: b
 def read_run(arm: str, seed: int, control: bool, folder: Path, minutes: float) -> Run:
     """Read the figures of a finished run from its folder."""
     trained = [
-        line for line in episode_log.read_lines(folder)
-        if line["disposition"] == episode_log.TRAINED and line["outcome"] in ("success", "failure")
+        line for line in episodes.read_lines(folder)
+        if line["disposition"] == episodes.TRAINED and line["outcome"] in ("success", "failure")
     ]  # fmt: skip
     evaluations = {line["kind"]: line for line in read_evaluations(folder)}
     return Run(

@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from megatron_webrl.tasks.miniwob_page import all_environments
-from megatron_webrl.track import summary
-from megatron_webrl.track.evaluation import result_files, result_table
-from megatron_webrl.track.evaluation.evaluation_queue import EvaluationRequest, EvaluationResult
-from megatron_webrl.track.evaluation.results import (
+from megatron_webrl.track import evaluations, summary, tables
+from megatron_webrl.track.evaluations import (
+    EvaluationLog,
+    EvaluationRequest,
+    EvaluationResult,
     aggregate_results,
     contrast,
     mlflow_metrics,
@@ -129,7 +130,7 @@ def test_success_is_stated_of_all_episodes_of_those_whose_website_was_reached_an
     assert {name: line[name] for name in rates} == rates
     assert {name: mlflow_metrics(line)[f"evaluation/{name}"] for name in rates} == rates
     assert line["evaluators"] == ["rubric"]
-    assert result_table.format_rates(line) == (
+    assert tables.format_rates(line) == (
         "before: success 16.7% of all 6 episodes, 20.0% of 5 reached, 50.0% of 2 with a verdict; "
         "1 blocked by their website (evaluator: rubric, 1.25 dollars)"
     )
@@ -145,14 +146,14 @@ def test_an_evaluation_whose_websites_all_block_has_no_rate_of_those_reached():
     line = aggregate_results(replace(REQUEST, tasks=1), [result(0, "blocked")], seconds=1.0)
     assert (line["success_of_all"], line["success_of_reached"]) == (0.0, None)
     assert "evaluation/success_of_reached" not in mlflow_metrics(line)
-    assert "0.0% of all 1 episodes, - of 0 reached, - of 0 with a verdict; 1 blocked" in result_table.format_rates(line)
+    assert "0.0% of all 1 episodes, - of 0 reached, - of 0 with a verdict; 1 blocked" in tables.format_rates(line)
 
 
 def test_without_verdicts_there_is_no_success_rate():
     line = aggregate_results(REQUEST, [result(0, "engine_error")], seconds=1.0)
     assert (line["success_of_judged"], line["interval"], line["episodes"], line["pass_at"]) == (None, None, 0, {})
     assert "evaluation/success_of_judged" not in mlflow_metrics(line)
-    assert result_table.format_success(line) == "-"
+    assert tables.format_success(line) == "-"
     assert aggregate_results(REQUEST, [], seconds=1.0)["missing"] == 4
 
 
@@ -194,7 +195,7 @@ def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_versi
     def append(kind: str, version: int, *outcomes: str, variant: str = "") -> None:
         results = [result(index, outcome) for index, outcome in enumerate(outcomes)]
         request = replace(REQUEST, kind=kind, version=version, tasks=len(outcomes), variant=variant)
-        result_files.append_evaluation(tmp_path, aggregate_results(request, results, 1.0), results)
+        EvaluationLog(tmp_path).append(aggregate_results(request, results, 1.0), results)
 
     update = {"version": 1, "steps_mean": 1.0, "staleness_mean": 0.0, "staleness_max": 0, "extra": {}}
     summary.open_updates(tmp_path).append(update)
@@ -221,14 +222,14 @@ def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_versi
     assert [evaluation[name] and evaluation[name]["mean"] for name in gains] == [1.0, 0.0, 1.0, 0.5, None]
     assert [name for name in names if evaluation[name] is None] == ["before_greedy", "after_greedy"]
     # The run resumes from version 1: the evaluations of version 2 are deleted.
-    result_files.truncate_after(tmp_path, 1)
-    assert [line["version"] for line in result_files.read_evaluations(tmp_path)] == [0, 0, 1, 1, 1]
+    EvaluationLog(tmp_path, version=1)
+    assert [line["version"] for line in evaluations.read_evaluations(tmp_path)] == [0, 0, 1, 1, 1]
 
 
 def test_a_run_without_updates_has_an_evaluation_after_training_of_version_0(tmp_path: Path):
     results = [result(0)]
-    result_files.append_evaluation(
-        tmp_path, aggregate_results(replace(REQUEST, kind="after", version=0, tasks=1), results, 1.0), results
+    EvaluationLog(tmp_path).append(
+        aggregate_results(replace(REQUEST, kind="after", version=0, tasks=1), results, 1.0), results
     )
     summary.write_summary(tmp_path, "finished", None)
     assert summary.read_summary(tmp_path)["evaluation"]["after"]["success_of_judged"] == 1.0
@@ -274,7 +275,7 @@ def old_line(kind: str, version: int, *outcomes: str, folder: Path) -> dict[str,
     """Write an evaluation as it was written when `blank_images` was a kind."""
     results = [result(index, outcome) for index, outcome in enumerate(outcomes)]
     line = aggregate_results(replace(REQUEST, kind=kind, version=version, tasks=len(outcomes)), results, 1.0)
-    result_files.append_evaluation(folder, line, results)
+    EvaluationLog(folder).append(line, results)
     del line["variant"], line["first_task"]
     return line
 
@@ -286,27 +287,27 @@ def test_the_evaluations_and_the_summary_of_an_older_run_are_read(tmp_path: Path
         old_line("after", 2, "success", "success", folder=tmp_path),
         old_line("blank_images", 2, "failure", "success", folder=tmp_path),
     ]
-    (tmp_path / result_files.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    *_, blank = result_files.read_evaluations(tmp_path)
+    (tmp_path / evaluations.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    *_, blank = evaluations.read_evaluations(tmp_path)
     assert (blank["kind"], blank["variant"], blank["first_task"]) == (kind, "blank_images", 0)
-    assert [each.outcome for each in result_files.read_results(tmp_path, blank)] == ["failure", "success"]
+    assert [each.outcome for each in evaluations.read_results(tmp_path, blank)] == ["failure", "success"]
     if kind == "after":
-        found = result_files.summarise(tmp_path, 2)
+        found = evaluations.summarise(tmp_path, 2)
         assert (found["gain"]["mean"], found["image_gain"]["mean"], found["seeing_gain"]) == (1.0, 0.5, None)
         stored = {"before": lines[0], "after": lines[1], "blank_images": lines[2], "gain": None, "image_gain": None}
         (tmp_path / "summary.json").write_text(json.dumps({"evaluation": stored}))
         read = summary.read_summary(tmp_path)["evaluation"]
         assert read.keys() == found.keys()
         assert read["after_blank_images"]["variant"] == "blank_images"
-        assert result_table.gain_lines(found)[1].startswith("with screenshots over blank images: +50.0 points")
-        table = result_table.evaluation_table([read[name] for name in result_files.NAMES if read[name]])
+        assert tables.gain_lines(found)[1].startswith("with screenshots over blank images: +50.0 points")
+        table = tables.evaluation_table([read[name] for name in evaluations.NAMES if read[name]])
         assert [str(column.header) for column in table.columns][1:4] == [
             "greedy\nbefore", "greedy\nafter", "blank\nafter",
         ]  # fmt: skip
 
 
 def six_evaluations(names: list[str], folder: Path) -> dict[str, Any]:
-    for number, name in enumerate(result_files.NAMES):
+    for number, name in enumerate(evaluations.NAMES):
         kind, _, variant = name.partition("_")
         rng = np.random.default_rng(number)
         results = [
@@ -322,18 +323,18 @@ def six_evaluations(names: list[str], folder: Path) -> dict[str, Any]:
             temperature=float(variant != "greedy"),
         )
         line = aggregate_results(request, [replace(each, evaluator="page") for each in results], 1.0)
-        result_files.append_evaluation(folder, line, results)
-    return result_files.summarise(folder, 1)
+        EvaluationLog(folder).append(line, results)
+    return evaluations.summarise(folder, 1)
 
 
 def test_six_evaluations_of_the_longest_environment_names_fit_a_terminal_of_100_columns(tmp_path: Path):
     known = sorted(all_environments(), key=len)
     evaluation = six_evaluations([*known[-7:], known[0]], tmp_path)
-    lines = [evaluation[name] for name in result_files.NAMES]
+    lines = [evaluation[name] for name in evaluations.NAMES]
     out = io.StringIO()
     console = Console(file=out, width=100)
-    console.print(result_table.evaluation_table(lines))
-    for line in (*result_table.rates_lines(lines), *result_table.gain_lines(evaluation)):
+    console.print(tables.evaluation_table(lines))
+    for line in (*tables.rates_lines(lines), *tables.gain_lines(evaluation)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= 100
@@ -348,7 +349,7 @@ def test_six_evaluations_of_the_longest_environment_names_fit_a_terminal_of_100_
         "gain of the run", "gain with blank images", "gain that needs the screenshot", "not failed at the first step",
     ]  # fmt: skip
     lines[2]["missing"] = 3
-    assert len(result_table.rates_lines(lines)) == 6
+    assert len(tables.rates_lines(lines)) == 6
 
 
 def test_the_table_fits_a_terminal_of_80_columns():
@@ -358,8 +359,8 @@ def test_the_table_fits_a_terminal_of_80_columns():
     line = aggregate_results(replace(REQUEST, tasks=60), results, 1.0)
     out = io.StringIO()
     lines = [line, line | {"kind": "after"}, line | {"kind": "after", "variant": "blank_images"}]
-    Console(file=out, width=80).print(result_table.evaluation_table(lines))
+    Console(file=out, width=80).print(tables.evaluation_table(lines))
     assert "…" not in out.getvalue()
     assert "67% (54-77)" in out.getvalue()
-    line_of_text = result_table.format_difference("gain", {"mean": 0.25, "interval": [0.1, 0.4], "tasks": 60})
+    line_of_text = tables.format_difference("gain", {"mean": 0.25, "interval": [0.1, 0.4], "tasks": 60})
     assert line_of_text == "gain: +25.0 points, 95 % interval +10.0 to +40.0 (bootstrap, 60 tasks)"

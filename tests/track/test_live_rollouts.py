@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from megatron_webrl.track.rollout_table import (
+from megatron_webrl.track.live_rollouts import (
     ACTING,
     CHANGING,
     FIXED,

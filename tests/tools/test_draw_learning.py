@@ -6,7 +6,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.track import learning_plot, summary
+from megatron_webrl.track import summary
+from tools import draw_learning
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -31,25 +32,22 @@ def test_each_kind_of_evaluation_has_a_dot_and_a_legend_entry():
         evaluation("before", 0, 0.4), evaluation("during", 1, 0.5), evaluation("after", 2, 0.6, "greedy"),
         evaluation("after", 2, None, "blank_images"),
     ]  # fmt: skip
-    drawn = ElementTree.fromstring(learning_plot.draw_svg([update(1, 0.4), update(2, None)], lines))
+    drawn = ElementTree.fromstring(draw_learning.draw_svg([update(1, 0.4), update(2, None)], lines))
     words = {text.text for text in drawn.iter(f"{SVG}text")}
     assert {"Success", "Steps", "Entropy", "Staleness", "before", "during", "greedy"} <= words
     assert "blank images" not in words
-    groups = [group for group in drawn.iter(f"{SVG}g") if group.get("id", "").startswith(learning_plot.EVALUATION_ID)]
+    groups = [group for group in drawn.iter(f"{SVG}g") if group.get("id", "").startswith(draw_learning.EVALUATION_ID)]
     dots = [float(dot.attrib["y"]) for group in groups for dot in group.iter(f"{SVG}use")]
     assert len(dots) == 3
     assert dots[1] > dots[2] > dots[0]  # more success is higher up
 
 
 def test_a_thick_line_is_a_moving_average():
-    assert learning_plot.moving_average([(1, 1.0), (2, 3.0)]) == [(1, 1.0), (2, 2.0)]
-    assert learning_plot.moving_average([(n, float(n)) for n in range(8)])[-1] == (7, 5.0)
+    assert draw_learning.moving_average([(1, 1.0), (2, 3.0)]) == [(1, 1.0), (2, 2.0)]
+    assert draw_learning.moving_average([(n, float(n)) for n in range(8)])[-1] == (7, 5.0)
 
 
-def test_the_plot_is_written_with_the_summary_after_the_first_update(tmp_path: Path):
-    summary.write_summary(tmp_path, "interrupted", None)
-    assert not (tmp_path / learning_plot.FILE).exists()
+def test_a_run_is_drawn_from_its_files(tmp_path: Path):
     summary.open_updates(tmp_path).append(update(1, 0.25))
-    summary.write_summary(tmp_path, "finished", None)
-    assert (tmp_path / learning_plot.FILE).read_text().startswith("<svg")
-    assert not (tmp_path / f".{learning_plot.FILE}").exists()
+    draw_learning.main([str(tmp_path), str(tmp_path / "learning.svg")])
+    assert (tmp_path / "learning.svg").read_text().startswith("<svg")

@@ -1,19 +1,22 @@
-"""learning.svg of a run: success, steps, entropy and staleness over policy versions."""
+"""Draw the learning of a run: success, steps, entropy and staleness over policy versions.
+
+Thin lines: each update; thick: the moving average. `python -m tools.draw_learning runs/quickstart learning.svg`
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_webrl.track.evaluation.evaluation_queue import BLANK_IMAGES, GREEDY
-from megatron_webrl.track.plot import BLACK, BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
-from megatron_webrl.util import atomic_file
+from megatron_webrl.track import summary
+from megatron_webrl.track.evaluations import BLANK_IMAGES, GREEDY, read_evaluations
+from tools.plot import BLACK, BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FILE = "learning.svg"
 WINDOW = 5  # a point of a thick line is the mean of this update and of up to WINDOW - 1 before it
 EVALUATION_ID = "evaluation-"  # start of the SVG id of the points of a kind of evaluation
 
@@ -27,12 +30,6 @@ _EVALUATION_STYLES = {  # by variant, else by kind; a greedy point is drawn belo
 
 Points = Sequence[tuple[float, float]]
 Update = Mapping[str, Any]
-
-
-def write(folder: Path, updates: Sequence[Update], evaluations: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the lines of updates.jsonl and evaluations.jsonl to `folder`; without updates nothing is drawn."""
-    if updates:
-        atomic_file.write_text(folder / FILE, draw_svg(updates, evaluations))
 
 
 def draw_svg(updates: Sequence[Update], evaluations: Sequence[Mapping[str, Any]]) -> str:
@@ -109,3 +106,16 @@ def _limit(axes: Axes, last: float, top: float) -> None:
     axes.set_xlim(0, last)
     axes.set_ylim(0, top)
     axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run with an update")
+    parser.add_argument("output", type=Path, help="SVG file")
+    options = parser.parse_args(arguments)
+    options.output.write_text(draw_svg(summary.read_updates(options.run), read_evaluations(options.run)))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,15 +16,16 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
-from megatron_webrl.track.evaluation import evaluation_queue, result_files
-from megatron_webrl.track.evaluation.evaluation_queue import (
+from megatron_webrl.track import evaluations
+from megatron_webrl.track.evaluations import (
     VARIANTS,
+    EvaluationLog,
     EvaluationRequest,
     EvaluationResult,
     ResultCollector,
     evaluation_name,
 )
-from megatron_webrl.track.mlflow_run import MLflowTracker
+from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.types import BUDGET_SPENT, PREEMPTED
 from tests.job_control import control_service
@@ -61,15 +62,13 @@ def work(control: ControlClient, asked: EvaluationRequest, instance_id: str, cou
     """Run up to `count` episodes; returns their numbers."""
     done = []
     while len(done) < count and (claimed := claim(control, asked, instance_id)):
-        evaluation_queue.submit_result(
-            control, asked, result(*asked.task_and_sample(claimed[0]), instance_id), claimed[0]
-        )
+        evaluations.submit_result(control, asked, result(*asked.task_and_sample(claimed[0]), instance_id), claimed[0])
         done += claimed
     return done
 
 
 def claim(control: ControlClient, asked: EvaluationRequest, instance_id: str) -> list[int]:
-    return [episode for episode, *_ in control.claim(evaluation_queue.queue_name(asked), instance_id, 1)]
+    return [episode for episode, *_ in control.claim(evaluations.queue_name(asked), instance_id, 1)]
 
 
 def test_workers_share_the_episodes_and_retry_those_of_a_lost_worker(address: Path):
@@ -77,8 +76,8 @@ def test_workers_share_the_episodes_and_retry_those_of_a_lost_worker(address: Pa
     workers = [connect(address, f"rollout-{number}") for number in range(2)]
     assert [worker.register_instance() for worker in workers] == [1, 1]
     asked = request(1001)
-    evaluation_queue.submit_request(trainer, asked)
-    assert evaluation_queue.current_request(workers[0]) == asked
+    evaluations.submit_request(trainer, asked)
+    assert evaluations.current_request(workers[0]) == asked
     collector = ResultCollector(trainer, asked)
     assert not collector.poll()
     assert not collector.has_started
@@ -92,19 +91,19 @@ def test_workers_share_the_episodes_and_retry_those_of_a_lost_worker(address: Pa
     assert not collector.poll()
     assert sorted(work(workers[0], asked, "rollout-0.2", 1) + work(workers[1], asked, "rollout-1.1", 9)) == [2, 3]
     late = result(2, 0, "rollout-0.1", "failure")  # must not count a second time
-    evaluation_queue.submit_result(workers[0], asked, late, 2)
+    evaluations.submit_result(workers[0], asked, late, 2)
     assert collector.poll()
     assert [(r.index, r.sample) for _, r in sorted(collector.results.items())] == [
         (index, sample) for sample in range(2) for index in range(4)
     ]
     assert all(r.outcome == "success" for r in collector.results.values())
-    evaluation_queue.withdraw_request(trainer)
-    assert evaluation_queue.current_request(workers[0]) is None
+    evaluations.withdraw_request(trainer)
+    assert evaluations.current_request(workers[0]) is None
 
 
 def test_concurrent_workers_claim_every_episode_once(address: Path):
     asked, done = request(1002, tasks=50), [[], [], []]  # type: EvaluationRequest, list[list[int]]
-    evaluation_queue.submit_request(connect(address, "trainer-0"), asked)
+    evaluations.submit_request(connect(address, "trainer-0"), asked)
 
     def run(number: int) -> None:
         control = connect(address, f"other-{number}")
@@ -165,14 +164,14 @@ class Worker(threading.Thread):
     def run(self) -> None:
         deadline = time.monotonic() + LIMIT
         while self.last not in self.asked and time.monotonic() < deadline:
-            asked = evaluation_queue.current_request(self.control)
+            asked = evaluations.current_request(self.control)
             if asked is not None and not self.engines.waiting and asked not in self.asked.values():
                 while claimed := claim(self.control, asked, self.instance_id):
                     [episode] = claimed
                     index, sample = asked.task_and_sample(episode)
                     good = asked.version > (index - FIRST_TASK) * (3 if asked.variant == "blank_images" else 1)
                     found = result(index, sample, self.instance_id, "success" if good else "failure")
-                    evaluation_queue.submit_result(self.control, asked, found, episode)
+                    evaluations.submit_result(self.control, asked, found, episode)
                 self.asked[asked.name] = asked
             time.sleep(0.02)
 
@@ -180,7 +179,8 @@ class Worker(threading.Thread):
 def test_a_run_is_evaluated_before_during_and_after_training(address: Path, config: Config, one_rank: None):
     tracker = MLflowTracker(config, None)
     engines: Any = Engines()
-    evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=0, version=0)
+    evaluation_log = EvaluationLog(config.run_folder)
+    evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), evaluation_log, restart_epoch=0)
     worker = Worker(address, "rollout-9", engines)
     worker.start()
     evaluation.run_before_training(0, engines)
@@ -195,13 +195,13 @@ def test_a_run_is_evaluated_before_during_and_after_training(address: Path, conf
     assert {name: (asked.temperature, asked.samples) for name, asked in worker.asked.items()} == {
         name: (0.0, 1) if name.endswith("greedy") else (1.0, 2) for name in worker.asked
     }
-    found = result_files.summarise(config.run_folder, 4)
+    found = evaluations.summarise(config.run_folder, 4)
     assert [found[name]["success_of_judged"] for name in (*BEFORE, *AFTER)] == [0, 0, 0, 1, pytest.approx(2 / 3), 1]
     gains = {"gain": 1, "blind_gain": 2 / 3, "seeing_gain": 1 / 3, "image_gain": 1 / 3, "greedy_gain": 1}
     assert {name: found[name]["mean"] for name in gains} == pytest.approx(gains)
-    lines = result_files.read_evaluations(config.run_folder)
+    lines = evaluations.read_evaluations(config.run_folder)
     assert [(line["kind"], line["version"], line["success_of_judged"]) for line in lines][3] == ("during", 1, 1 / 3)
-    assert {result.index for result in result_files.read_results(config.run_folder, lines[1])} == {2, 3, 4}
+    assert {result.index for result in evaluations.read_results(config.run_folder, lines[1])} == {2, 3, 4}
     until(lambda: not tracker.uploader.pending(), "metrics in MLflow")
     history = tracker.uploader.client.get_metric_history(tracker.run_id, "evaluation/success_of_judged/click-test")
     assert {metric.step: metric.value for metric in history} == {0: 0.0, 1: 1 / 3, 4: 1.0}
@@ -209,7 +209,8 @@ def test_a_run_is_evaluated_before_during_and_after_training(address: Path, conf
     assert {metric.step: metric.value for metric in blank} == {0: 0.0, 4: pytest.approx(2 / 3)}
 
     # A resume from version 1 keeps the evaluations before training, and drops those after version 1.
-    again = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch=1, version=1)
+    resumed = EvaluationLog(config.run_folder, version=1)
+    again = EvaluationScheduler(config, connect(address, "trainer-0"), resumed, restart_epoch=1)
     again.run_before_training(1, engines)
     assert recorded(config) == [*BEFORE, "during"]
 
@@ -228,7 +229,7 @@ class EnginesOfAKilledTrainer(Engines):
 
 
 def recorded(config: Config) -> list[str]:
-    lines = result_files.read_evaluations(config.run_folder)
+    lines = evaluations.read_evaluations(config.run_folder)
     return [evaluation_name(line["kind"], line["variant"]) for line in lines]
 
 
@@ -237,10 +238,10 @@ def recorded(config: Config) -> list[str]:
 def test_a_trainer_that_was_killed_between_variants_repeats_none_that_is_complete(
     address: Path, config: Config, one_rank: None, names: list[str], count: int
 ):
-    version, tracker = 0 if names is BEFORE else 4, MLflowTracker(config, None)
+    version, evaluation_log = 0 if names is BEFORE else 4, EvaluationLog(config.run_folder)
 
     def run(restart_epoch: int, engines: Any, *workers: Worker) -> None:
-        evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), tracker, restart_epoch, version)
+        evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), evaluation_log, restart_epoch)
         for worker in workers:  # once the request of the killed trainer is withdrawn
             worker.start()
         (evaluation.run_after_training if version else evaluation.run_before_training)(version, engines)
@@ -265,13 +266,13 @@ def test_variants_of_the_initial_policy_are_not_added_once_it_has_been_trained(
     config.evaluation.greedy = config.evaluation.blank_images = False
     engines: Any = EnginesOfAKilledTrainer(config, count=-1)
     Worker(address, "rollout-initial", engines, last="before").start()
-    control, tracker = connect(address, "trainer-0"), MLflowTracker(config, None)
-    EvaluationScheduler(config, control, tracker, restart_epoch=0, version=0).run_before_training(0, engines)
+    control, evaluation_log = connect(address, "trainer-0"), EvaluationLog(config.run_folder)
+    EvaluationScheduler(config, control, evaluation_log, restart_epoch=0).run_before_training(0, engines)
     config.evaluation.greedy = config.evaluation.blank_images = True
     config.evaluation.timeout_seconds = 0.5  # without a worker
-    EvaluationScheduler(config, control, tracker, restart_epoch=1, version=2).run_before_training(2, engines)
+    EvaluationScheduler(config, control, evaluation_log, restart_epoch=1).run_before_training(2, engines)
     assert recorded(config) == ["before"]
-    assert result_files.summarise(config.run_folder, 2)["before_greedy"] is None
+    assert evaluations.summarise(config.run_folder, 2)["before_greedy"] is None
 
 
 @pytest.fixture
@@ -287,10 +288,10 @@ def test_an_evaluation_that_a_spent_budget_ends_is_not_recorded_and_runs_again(
     config: Config, one_rank: None, stopped: ControlClient
 ):
     engines: Any = Engines()
-    evaluation = EvaluationScheduler(config, stopped, MLflowTracker(config, None), restart_epoch=0, version=0)
+    evaluation = EvaluationScheduler(config, stopped, EvaluationLog(config.run_folder), restart_epoch=0)
     evaluation.run_before_training(0, engines)
-    assert result_files.read_evaluations(config.run_folder) == []
-    assert evaluation_queue.current_request(stopped) is None
+    assert evaluations.read_evaluations(config.run_folder) == []
+    assert evaluations.current_request(stopped) is None
     assert all(evaluation._is_due("before", variant, 0) for variant in VARIANTS)
     assert not any(evaluation._is_due("before", variant, 2) for variant in VARIANTS)  # no longer the initial policy
 
@@ -301,7 +302,7 @@ def test_a_final_evaluation_that_an_early_end_costs_is_known(
 ):
     control, engines = connect(address, "trainer-0"), Engines()  # type: ControlClient, Any
     engines.waiting, engines.version = 0, 4
-    evaluation = EvaluationScheduler(config, control, MLflowTracker(config, None), restart_epoch=0, version=4)
+    evaluation = EvaluationScheduler(config, control, EvaluationLog(config.run_folder), restart_epoch=0)
     stop = threading.Timer(0.5 if running else 0, lambda: control.request_stop(PREEMPTED))
     stop.start()
     if not running:
@@ -317,7 +318,7 @@ def test_an_evaluation_of_engines_that_lag_behind_waits_for_the_weights(address:
     """Mode one_step_off: the last update's weights are sent for the evaluation alone."""
     control, engines = connect(address, "trainer-0"), Engines()  # type: ControlClient, Any
     engines.waiting, engines.version, config.evaluation.after = 0, 3, False
-    evaluation = EvaluationScheduler(config, control, MLflowTracker(config, None), restart_epoch=0, version=3)
+    evaluation = EvaluationScheduler(config, control, EvaluationLog(config.run_folder), restart_epoch=0)
     worker = Worker(address, "rollout-lagging", engines, last="during")
     worker.start()
     evaluation.run_after_training(4, engines)
@@ -331,17 +332,16 @@ def test_a_failing_run_folder_costs_the_lines_of_evaluations_alone(
 ):
     control, engines = connect(address, "trainer-0"), Engines()  # type: ControlClient, Any
     engines.waiting, engines.version, config.evaluation.after = 0, 4, False
-    evaluation = EvaluationScheduler(config, control, MLflowTracker(config, None), restart_epoch=0, version=3)
+    evaluation = EvaluationScheduler(config, control, EvaluationLog(config.run_folder), restart_epoch=0)
 
     def fail(*arguments: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    for name in ("append_evaluation", "read_evaluations"):
-        monkeypatch.setattr(result_files, name, fail)
+    monkeypatch.setattr(EvaluationLog, "append", fail)
     worker = Worker(address, "rollout-failing", engines, last="during")
     worker.start()
     evaluation.poll_during_training(4)
-    first = evaluation_queue.current_request(control)
+    first = evaluations.current_request(control)
     evaluation.run_after_training(4, engines)
     worker.join(LIMIT)
     assert first is not None
@@ -360,27 +360,27 @@ def test_the_evaluation_of_a_checkpoint_ends_without_a_result_when_the_budget_is
         evaluation.describe_outcome(outcome)
     )
     assert evaluation.describe_outcome("failed: rollout-0") == "failed: rollout-0"
-    assert result_files.read_evaluations(config.run_folder) == []
+    assert evaluations.read_evaluations(config.run_folder) == []
 
 
 def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_training_at_once(
     address: Path, config: Config, one_rank: None
 ):
-    tracker = MLflowTracker(config, None)
+    evaluation_log = EvaluationLog(config.run_folder)
     engines: Any = Engines()
     control = connect(address, "trainer-0")
-    evaluation = EvaluationScheduler(config, control, tracker, restart_epoch=0, version=0)
+    evaluation = EvaluationScheduler(config, control, evaluation_log, restart_epoch=0)
     config.evaluation.timeout_seconds = 3600.0
     began = time.monotonic()
     evaluation.poll_during_training(1)
     evaluation.poll_during_training(2)  # skipped: the one of version 1 is running
     evaluation.run_after_training(3, engines)  # the run was stopped before its last update
     assert time.monotonic() - began < 10
-    assert result_files.read_evaluations(config.run_folder) == []
-    assert evaluation_queue.current_request(control) is None
+    assert evaluations.read_evaluations(config.run_folder) == []
+    assert evaluations.current_request(control) is None
     config.evaluation.timeout_seconds = 0.5
     config.evaluation.after, engines.version = False, 4
     evaluation.poll_during_training(4)
     evaluation.run_after_training(4, engines)
-    [line] = result_files.read_evaluations(config.run_folder)
+    [line] = evaluations.read_evaluations(config.run_folder)
     assert (line["kind"], line["episodes"], line["missing"], line["success_of_judged"]) == ("during", 0, 6, None)

@@ -1,18 +1,33 @@
 """What each rollout of a worker does: what the monitor's page of rollouts shows while someone looks at it.
 
-The worker keeps the table in memory; a change of state costs two assignments. `RolloutTable.encode` is its part of the
-worker's report to the control service, which passes the text on without reading it.
+The worker keeps a table in memory; a change of state costs two assignments. `RolloutTable.encode` is its part of the
+worker's report to the control service, which passes the text on without reading it. The unfinished episodes that
+someone looks at are files of the run: episodes/<worker>/running/<key>.record.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.liveness import VIEWED
+from megatron_webrl.ring.record import encode_trajectory
+from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.track.episodes import FOLDER
 from megatron_webrl.types import TRAINABLE_OUTCOMES, Task, Trajectory
+from megatron_webrl.util.atomic_file import continue_without
 
+log = logging.getLogger(__name__)
+
+RUNNING_FOLDER = "running"
 WAITING_FOR_BROWSER, NAVIGATING, OBSERVING = "waiting for browser", "navigating", "observing"
 WAITING_FOR_STEP, WAITING_FOR_MODEL, ACTING = "waiting for step", "waiting for model", "acting"
 JUDGING, SUCCESS, FAILURE, MASKED = "judging", "success", "failure", "masked"
@@ -32,7 +47,7 @@ class LiveRollout:
     """One rollout of the table. Belongs to the worker's event loop; other threads may read it."""
 
     task: Task
-    kind: str = ""  # tracking.episode_store.TRAINING, or that of an evaluation
+    kind: str = ""  # track.episodes.TRAINING, or that of an evaluation
     ticket: int = 0
     index: int = 0
     group_size: int = 1
@@ -46,7 +61,7 @@ class LiveRollout:
 
     @property
     def key(self) -> str:
-        """Its name among the worker's rollouts, and that of its file (running_episodes.py)."""
+        """Its name among the worker's rollouts, and that of its file."""
         return f"{self.kind}-{self.ticket}-{self.index}"
 
     def set(self, state: str) -> None:
@@ -104,3 +119,57 @@ class RolloutTable:
         """Time of the worker's clock and all rows, as JSON. May be called by any thread."""
         rows = [each.row() for each in list(self._rollouts.values())]
         return json.dumps([round(time.monotonic(), 2), rows], separators=(",", ":"))
+
+
+def running_file(run_folder: Path, worker: str, key: str) -> Path:
+    """Where a worker writes an unfinished episode."""
+    return run_folder / FOLDER / worker / RUNNING_FOLDER / f"{key}.record"
+
+
+class RunningEpisodes:
+    """Reports a worker's rollouts, and writes those episodes that someone looks at when they have gained something.
+
+    Belongs to the worker's event loop. A disk that fails costs the view, and no more.
+    """
+
+    def __init__(self, config: Config, control: ControlClient, table: RolloutTable) -> None:
+        self._config, self._control, self._table = config, control, table
+        self._folder = running_file(config.run_folder, control.role, "").parent
+        self._written: dict[str, tuple[int, int]] = {}  # tries and images by key
+        self._writing: asyncio.Task[None] | None = None
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier instance
+        control.report_rollouts(table.encode)
+
+    def poll(self) -> None:
+        """Start a write that is due. Never waits."""
+        if self._writing is not None and not self._writing.done():
+            return
+        viewed = (self._control.get_json(VIEWED) or {}).get("episodes", ())
+        mine = {key for worker, _, key in (each.partition("/") for each in viewed) if worker == self._control.role}
+        if not mine and not self._written:
+            return
+        episodes: dict[str, Trajectory] = {}
+        for key in mine:
+            live = self._table.get(key)
+            if live is not None and live.episode_so_far is not None:
+                episode = live.episode_so_far()
+                if self._written.get(key) != (size := (live.tries, len(episode.images) + len(episode.steps))):
+                    episodes[key], self._written[key] = episode, size
+        gone = self._written.keys() - mine
+        if episodes or gone:
+            self._written = {key: size for key, size in self._written.items() if key in mine}
+            self._writing = asyncio.create_task(asyncio.to_thread(self._write, episodes, gone))
+
+    async def close(self) -> None:
+        """Remove the files."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, episodes: dict[str, Trajectory], gone: set[str]) -> None:
+        with continue_without(str(self._folder)):
+            for key in gone:
+                running_file(self._config.run_folder, self._control.role, key).unlink(missing_ok=True)
+            for key, episode in episodes.items():
+                with RecordFileWriter(running_file(self._config.run_folder, self._control.role, key)) as file:
+                    file.write(encode_trajectory(episode))

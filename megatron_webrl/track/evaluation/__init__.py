@@ -1,1 +1,0 @@
-"""Evaluations of held-out tasks: queue, results, tables."""

@@ -1,1 +1,0 @@
-"""Reference of all metrics of an update and of an evaluation: name, unit, definition, place in the code."""
