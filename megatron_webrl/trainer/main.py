@@ -25,7 +25,6 @@ from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
 from megatron_webrl.trainer.checkpoint.fallback import restore_histories
 from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
-from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
 from megatron_webrl.trainer.checkpoint.resume_check import needs_initial_weights
 from megatron_webrl.trainer.coordinator import Coordinator
 from megatron_webrl.trainer.data.batching import training_samples
@@ -35,6 +34,7 @@ from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
 from megatron_webrl.trainer.loop import TrainingContext, train
 from megatron_webrl.trainer.multi_node.exchange import make_exchange
 from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology
+from megatron_webrl.trainer.reference import attach_reference_policy
 from megatron_webrl.trainer.warm_start import warm_start
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.util import torchvision_shim
@@ -66,8 +66,10 @@ def _run(
     if is_first:
         restore_histories(config.run_folder, state)
     nodes = NodeTopology.all_gather(node_ring.node, config.cluster.nodes)
-    learner = make_learner(config, platform, with_weights=parallel.broadcast_object(needs_initial_weights(config)))
-    learner = replace(learner, report_progress=control.report_progress, timeline=timeline)
+    with_weights = parallel.broadcast_object(needs_initial_weights(config))
+    learner = make_learner(
+        config, platform, with_weights=with_weights, timeline=timeline, report_progress=control.report_progress
+    )
     packer = make_sequence_packer(config, platform, timeline)
     if not config.run.resume and config.trainer.warm_start.demonstrations:
         learner = warm_start(learner, packer, config, control)
@@ -97,9 +99,10 @@ def _run(
         if tracker is not None:
             tracker.close_failed()
         raise
+    finally:
+        packer.close()  # otherwise the process would end after all images that wait for a thread
     control.close()
     exchange.close()
-    packer.close()
     parallel.shutdown()
 
 
