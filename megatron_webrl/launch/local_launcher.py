@@ -54,7 +54,7 @@ class LocalLauncher:
     console: Console
     interrupts: int = 0
     scratch: Path = field(init=False)  # TMPDIR of the roles
-    weights_only: bool = False  # transfer weights to the engines without training (`webrl doctor --weights`)
+    weights_only: bool = False  # transfer weights to the engines without training (`webrl check weights`)
     watchdog: Watchdog | None = None  # set with the control service
     visible_devices: dict[str, str] = field(init=False)  # CUDA_VISIBLE_DEVICES by role; empty without GPUs
     journal: EventLog = field(init=False)

@@ -11,7 +11,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.launch import role_process
-from megatron_webrl.launch.preflight import node_report
+from megatron_webrl.launch.node_reports import report_folder
 from megatron_webrl.launch.slurm import requeue
 from megatron_webrl.launch.slurm.process_specs import log_folder, process_specs
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
@@ -68,8 +68,8 @@ def make_job_folder(
     for node in range(placement.nodes):
         log_folder(config, node).mkdir(exist_ok=True)
     atomic_file.write_json(config.run_folder / "placement.json", placement.to_json(), indent=1)
-    node_report.report_folder(config).mkdir(exist_ok=True)
-    for old in node_report.report_folder(config).iterdir():
+    report_folder(config).mkdir(exist_ok=True)
+    for old in report_folder(config).iterdir():
         old.unlink()
     role_process.control_address_path(config).unlink(missing_ok=True)
     return role_process.config_path(config)
