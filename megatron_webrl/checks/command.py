@@ -10,15 +10,6 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
 
 DEFAULT_CONFIG = "configs/tiny_1gpu.yaml"
-SECTIONS: dict[str, tuple[str, float]] = {
-    "environment": ("gpu:check_environment", 300.0),
-    "nodes": ("gpu:read_nodes", 60.0),
-    "one GPU": ("gpu_model:check", 900.0),
-    "speed": ("gpu_speed:check", 300.0),
-    "links": ("gpu_links:check", 600.0),
-    "engine": ("gpu_engine:check", 1200.0),
-}
-"""Sections of `check gpu`: function and limit in seconds; those that take long last."""
 PARTS = ("installation", "model", "weights", "gpu", "node")
 
 
@@ -109,6 +100,8 @@ def _add_model(parts: Any) -> None:
 
 
 def _add_gpu(parts: Any) -> None:
+    from megatron_webrl.checks.gpu import SECTIONS
+
     gpu = _add_part(
         parts, "gpu", "prove that a machine computes, sends weights and trains as it should", _gpu,
         description="Check this machine section by section: environment, the reports of the nodes of a Slurm job, the "
@@ -189,7 +182,7 @@ def _weights(options: argparse.Namespace) -> int:
 
 
 def _gpu(options: argparse.Namespace) -> int:
-    from megatron_webrl.checks.gpu import GpuCheckRequest, check_gpu, choose_platform
+    from megatron_webrl.checks.gpu import SECTIONS, GpuCheckRequest, check_gpu, choose_platform
     from megatron_webrl.checks.report import check_json_option, make_console, report
 
     check_json_option(options.json)

@@ -9,15 +9,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_webrl.checks.command import SECTIONS
-from megatron_webrl.checks.installation import check_installation
-from megatron_webrl.checks.node import CHECKS, check_locally
 from megatron_webrl.checks.processes import run_processes
 from megatron_webrl.checks.report import CheckResult, failed, skipped
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.placement.placement import place_processes
 
+SECTIONS: dict[str, tuple[str, float]] = {
+    "environment": ("gpu:check_environment", 300.0),
+    "nodes": ("gpu:read_nodes", 60.0),
+    "one GPU": ("gpu_model:check", 900.0),
+    "speed": ("gpu_speed:check", 300.0),
+    "links": ("gpu_links:check", 600.0),
+    "engine": ("gpu_engine:check", 1200.0),
+}
+"""Sections of `check gpu`: function and limit in seconds; those that take long last."""
 GPU_SECTIONS = ("one GPU", "speed", "links", "engine")  # compute on GPUs, if the platform is CUDA
 
 
@@ -78,6 +84,9 @@ def _run_section(request: GpuCheckRequest, section: str, console: Console) -> li
 
 def check_environment(request: GpuCheckRequest) -> Iterator[CheckResult]:
     """What is installed, and what a node of a job checks by itself; what is a warning there is a failure here."""
+    from megatron_webrl.checks.installation import check_installation
+    from megatron_webrl.checks.node import CHECKS, check_locally
+
     section, config = "environment", request.config
     if request.cuda_problem:
         yield failed(section, "driver", request.cuda_problem)

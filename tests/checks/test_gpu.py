@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_webrl.checks.command import SECTIONS
+from megatron_webrl.checks.gpu import SECTIONS
 from megatron_webrl.checks.report import failed, measured, write_json
 from megatron_webrl.cli import main
 

@@ -52,5 +52,5 @@ def test_a_pass_that_waits_fails_with_the_place() -> None:
     assert check_host_syncs("dense", lambda: read(0)).status == "passed"
     found = check_host_syncs("dense", lambda: read(2))
     assert (found.status, found.value) == ("failed", 2)
-    assert found.note.startswith("test_host_syncs.py:")
+    assert found.note.startswith("test_gpu_host_syncs.py:")
     assert found.note.endswith(" (2)")
