@@ -59,7 +59,7 @@ def run_processes(
                     "WORLD_SIZE": str(count),
                     "HF_HUB_OFFLINE": "1",
                 }
-                command = [sys.executable, "-m", __name__, name]
+                command = [sys.executable, "-c", f"from {__name__} import main; main({name!r})"]
                 env = {**os.environ, **(environment or {}), **variables}
                 label = f"check {function}"
                 processes.append(child_process.start_process(command, folder / f"{rank}.log", env, label))
@@ -133,7 +133,3 @@ def main(folder: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
