@@ -25,7 +25,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help install install-gpu system slurm quickstart warm-start test test-fast soak lint format docs docs-site docs-serve locks doctor clean
+.PHONY: help install install-gpu system slurm quickstart warm-start test test-fast soak lint format docs docs-site docs-serve locks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -104,8 +104,8 @@ docs-serve: $(INSTALLED) ## build the site, serve it on http://127.0.0.1:8000, a
 locks: $(INSTALLED) ## rewrite requirements/ from setup.py, for both Pythons; ARGS=--upgrade for the newest versions
 	PYTHON=$(BIN)/python tools/lock_requirements.sh $(ARGS)
 
-doctor: install ## say what is installed and which roles can run
-	$(BIN)/webrl doctor
+check: install ## say what is installed and which roles can run
+	$(BIN)/webrl check
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

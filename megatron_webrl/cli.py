@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_webrl import __version__
 from megatron_webrl.browser.server.commands import add_browsers
-from megatron_webrl.checks.gpu.command import add_gpu_check
-from megatron_webrl.checks.parity.command import add_parity
-from megatron_webrl.config.load import parse_config
+from megatron_webrl.checks.command import add_check, with_part
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.command import add_judge
 from megatron_webrl.launch.elsewhere import load_config_elsewhere
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RENAMED = {"doctor": "check", "parity": "check model", "gpu-check": "check gpu"}
 LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 
 
@@ -58,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse, with settings allowed after options, which argparse does not recognize."""
-    parser = _parser()
+    parser, arguments = _parser(), with_part(list(sys.argv[1:] if arguments is None else arguments))
+    if new := RENAMED.get(arguments[0] if arguments else ""):
+        parser.error(f"`webrl {arguments[0]}` is now `webrl {new}`")
     options, others = parser.parse_known_args(arguments)
     if others and (not hasattr(options, "overrides") or any(each.startswith("-") for each in others)):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -72,12 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
-    _add_doctor(commands)
+    add_check(commands)
     _add_demonstrate(commands)
     add_eval(commands)
     add_judge(commands)
-    add_parity(commands)
-    add_gpu_check(commands)
     add_browsers(commands)
     add_placement(commands)
     add_status(commands)
@@ -107,23 +106,6 @@ def _add_train(commands: Any) -> None:
         "shared memory) instead of failing",
     )
     train.set_defaults(run=_train)
-
-
-def _add_doctor(commands: Any) -> None:
-    doctor = commands.add_parser("doctor", help="list what is installed here and which roles can run")
-    doctor.add_argument(
-        "--role", choices=("all", "trainer", "rollout"), default="all", help="exit non-zero if this role cannot run"
-    )
-    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    what = doctor.add_mutually_exclusive_group()
-    what.add_argument("--config", metavar="CONFIG", help="list also the packages that this configuration names")
-    what.add_argument(
-        "--weights",
-        metavar="CONFIG",
-        help="start the engines and the trainer of a configuration, and verify the weights that the engines receive",
-    )
-    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of CONFIG")
-    doctor.set_defaults(run=_doctor)
 
 
 def _add_demonstrate(commands: Any) -> None:
@@ -201,18 +183,3 @@ def _demonstrate(options: argparse.Namespace) -> int:
         return 1
     console.print(f"{options.out}: {count} demonstrations")
     return 0
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    if options.weights:
-        from rich.console import Console
-
-        from megatron_webrl.checks.installation.weights import check_weight_sync
-
-        return check_weight_sync(load_config(options.weights, options.overrides), Console(), as_json=options.json)
-    if options.overrides and not options.config:
-        raise ConfigError(f"{options.overrides[0]!r} has no effect without --config CONFIG or --weights CONFIG")
-    from megatron_webrl.checks.installation.installation import run_doctor
-
-    config = parse_config(options.config, options.overrides) if options.config else None
-    return run_doctor(options.role, as_json=options.json, config=config)

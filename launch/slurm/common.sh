@@ -10,7 +10,7 @@
 # STEP_EXIT_SECONDS   limit for both steps to exit after the end of the job (default: 120)
 # GRACE_SECONDS       limit for the checkpoint after a signal (default: until 45 s before Slurm ends the job, at most 7200)
 # FARM_PORT           train_split.sh: port of the browsers' router; the browser servers use the next one (default: 8700)
-# GPU_CHECK_OPTIONS   gpu_check.sh: options of `webrl gpu-check`, such as "--section links"
+# GPU_CHECK_OPTIONS   gpu_check.sh: options of `webrl check gpu`, such as "--section links"
 # DRY_RUN             1: print each process with its node and command, and start nothing; needs no Slurm
 # STUB_COMMAND        command that replaces every trainer rank and rollout worker, on the same cores and devices
 if [ -n "${MODULES:-}" ] && ! type module >/dev/null 2>&1; then
@@ -208,7 +208,7 @@ begin_job() {
 # check_nodes: checks the nodes, each by itself and with the others; the reports are in the folder of the run.
 check_nodes() {
     # A check that hangs or crashes must not end the checks of the other nodes.
-    SRUN_OPTIONS="--kill-on-bad-exit=0 --time=20" run_on "${ALLOCATED[*]}" node check "$SETTINGS" "${ALLOCATED[@]}" \
+    SRUN_OPTIONS="--kill-on-bad-exit=0 --time=20" run_on "${ALLOCATED[*]}" check node "$SETTINGS" "${ALLOCATED[@]}" \
         --first-address "$(address_of "${ALLOCATED[0]}")" --min-gib-per-second "${MIN_GIB_PER_SECOND:-0}" ||
         log "the check did not finish on every node"
 }
@@ -320,8 +320,8 @@ run_gpu_check() {
     check_nodes
     for node in "${ALLOCATED[@]}"; do reports+=(--node-report "$(dirname "$SETTINGS")/nodes/$node.json"); done
     # shellcheck disable=SC2086  # several options
-    run_on "${ALLOCATED[0]}" gpu-check "$SETTINGS" "${reports[@]}" --json "$(dirname "$SETTINGS")/gpu-check.json" \
-        --timeout-seconds 1800 ${GPU_CHECK_OPTIONS:-}
+    run_on "${ALLOCATED[0]}" check gpu "$SETTINGS" "${reports[@]}" --json "$(dirname "$SETTINGS")/gpu-check.json" \
+        ${GPU_CHECK_OPTIONS:-}
 }
 
 case ${CONTAINER:-} in

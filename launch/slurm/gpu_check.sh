@@ -6,7 +6,7 @@
 #SBATCH --mem=0
 #SBATCH --time=01:00:00
 #SBATCH --output=webrl-gpu-check-%j.log
-# Checks nodes of 8 GPUs with each other, and the first one with `webrl gpu-check`, from the root of the repository:
+# Checks nodes of 8 GPUs with each other, and the first one with `webrl check gpu`, from the root of the repository:
 #   sbatch launch/slurm/gpu_check.sh
 #   CONFIG=my_1node.yaml sbatch --nodes=4 launch/slurm/gpu_check.sh
 # The configuration is for one node. The report is runs/gpu-check-<job>/gpu-check.json. docs/gpu.md

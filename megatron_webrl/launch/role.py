@@ -23,8 +23,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.types import failed_outcome
 from megatron_webrl.util import stack_dump
 from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE, is_file_system_failure
-from megatron_webrl.util.redaction import configure_logging, redact
-from megatron_webrl.util.text import first_line, printable
+from megatron_webrl.util.text import configure_logging, first_line, printable, redact
 
 if TYPE_CHECKING:
     from megatron_webrl.control.client import ControlClient

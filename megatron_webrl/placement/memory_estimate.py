@@ -30,7 +30,7 @@ TRAINER_RESERVE_BYTES = 4 * GIB  # CUDA context, communicators, workspaces, frag
 ENGINE_RESERVE_BYTES = 4 * GIB  # the same, plus vLLM's captured graphs and activations
 LOGIT_CHUNK_BYTES = 4 * 2**26  # float32 copies of a chunk of logits (model/logprobs.py)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-FILLED_BY_AUTO = 0.9  # of a GPU, by trainer.recompute=auto: a peak may be 10 % above its estimate (`webrl gpu-check`)
+FILLED_BY_AUTO = 0.9  # of a GPU, by trainer.recompute=auto: a peak may be 10 % above its estimate (`webrl check gpu`)
 OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}  # of a parameter: two moments, plus a main weight for bfloat16
 
 REMEDIES = {

@@ -1,4 +1,4 @@
-"""Test the weight transfer alone: send the model to all engines a few times, for `webrl doctor --weights`."""
+"""Test the weight transfer alone: send the model to all engines a few times, for `webrl check weights`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_webrl.util.gpu import has_gpu
 from tests.launch.whole_jobs import Job, assert_nothing_left
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]  # tests/checks/gpu runs the same job, shorter
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]  # tests/checks/test_gpu.py runs the same job, shorter
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny_1gpu.yaml"
 SMALL = (

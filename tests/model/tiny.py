@@ -1,3 +1,3 @@
-"""The small models of `webrl gpu-check`."""
+"""The small models of `webrl check gpu`."""
 
-from megatron_webrl.checks.gpu.small_models import *  # noqa: F403
+from megatron_webrl.checks.oracles import *  # noqa: F403

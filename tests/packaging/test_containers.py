@@ -115,9 +115,9 @@ def test_the_dockerfile_copies_what_exists_and_is_in_its_context() -> None:
     assert set(copied) == set(kept)
 
 
-def test_the_image_ends_with_the_doctor_and_without_vllms_entry_point() -> None:
+def test_the_image_ends_with_a_check_and_without_vllms_entry_point() -> None:
     last = stages()[-1]
-    assert last[-1] == Instruction("RUN", "webrl doctor")
+    assert last[-1] == Instruction("RUN", "webrl check")
     assert Instruction("ENTRYPOINT", "[]") in last
 
 

@@ -27,7 +27,7 @@ TOKENS = 1024  # in samples of four chunks
 def configuration(kind: str, layers: int) -> Any:
     """The transformers configuration of a model with `layers` equal layers of a kind."""
     shape = KINDS[kind]
-    if isinstance(shape, tiny.Shape):
+    if not shape.is_linear:
         return tiny.configuration(replace(shape, layers=layers))
     made = small.configuration(small.Shape(layers=shape.layers * layers, value_heads=8, experts=shape.experts))
     text = made.text_config

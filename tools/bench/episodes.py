@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_webrl.checks.parity.page_images import draw_page, random_words
+from megatron_webrl.checks.samples import draw_page, random_words
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.actions import format_tool_call

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_webrl.checks.parity.page_images import draw_page
+from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.hf_config import load_hf_config

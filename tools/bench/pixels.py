@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from megatron_webrl.checks.parity.page_images import draw_page
+from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.hf_config import load_hf_config

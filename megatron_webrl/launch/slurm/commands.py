@@ -57,13 +57,6 @@ def add_node(commands: Any) -> None:
     choose.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, in Slurm's order")
     choose.add_argument("--unchecked", action="store_true", help="use all nodes, without a check")
 
-    check = _add_part(parts, "check", "check this node, and its network together with the other nodes", _check)
-    check.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, this one among them")
-    check.add_argument("--first-address", required=True, metavar="ADDRESS", help="address of the first node")
-    check.add_argument(
-        "--min-gib-per-second", type=float, default=0.0, metavar="G", help="least GiB/s between two nodes (default: 0)"
-    )
-
     text = "host the control service, report the job's progress, and collect the results of an evaluation"
     host = _add_part(parts, "control", text, _control)
     host.add_argument("--host", default=socket.gethostname(), help="address of this node (default: its name)")
@@ -171,17 +164,8 @@ def _browsers(options: argparse.Namespace) -> int:
     return serve_browsers(options.config, options.overrides, options.router, options.port, options.nodes)
 
 
-def _check(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.preflight.node_check import run_node_check
-
-    config = parse_config(options.config)
-    is_first = options.nodes[0] in (os.environ.get("SLURMD_NODENAME"), socket.gethostname())
-    with _locked_launch(config) if is_first else nullcontext():
-        return run_node_check(config, options.nodes, options.first_address, options.min_gib_per_second)
-
-
 def _choose(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.preflight.node_report import bad_nodes, slow_nodes
+    from megatron_webrl.launch.node_reports import bad_nodes, slow_nodes
     from megatron_webrl.launch.slurm.prepare import TooFewNodes, choose_nodes
 
     config = parse_config(options.config)

@@ -15,7 +15,7 @@ from megatron_webrl.config.browser import BROWSER_SERVER_SETTINGS, BrowserConfig
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, check_sections
-from megatron_webrl.launch.preflight import node_report
+from megatron_webrl.launch.node_reports import report_folder
 from megatron_webrl.launch.roles import log_folder, process_specs
 from megatron_webrl.launch.run_folder import config_path, prepared_run_folder
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
@@ -139,8 +139,8 @@ def make_job_folder(
         write_launches(config.run_folder, launches)
         for node in range(placement.nodes):
             log_folder(config, node).mkdir(exist_ok=True)
-        node_report.report_folder(config).mkdir(exist_ok=True)
-        for old in node_report.report_folder(config).iterdir():
+        report_folder(config).mkdir(exist_ok=True)
+        for old in report_folder(config).iterdir():
             old.unlink()
     return config_path(config)
 

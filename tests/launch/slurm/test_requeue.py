@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_webrl.checks.report import failed, write_json
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.preflight import node_report
+from megatron_webrl.launch.node_reports import report_folder
 from megatron_webrl.launch.run_folder import config_path
 from megatron_webrl.launch.signals import is_notice
 from megatron_webrl.launch.slurm import prepare
@@ -162,15 +163,16 @@ def test_a_job_that_lost_its_host_or_a_supervisor_is_requeued_and_one_that_faile
 
 def test_too_few_good_nodes_have_an_exit_code_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "cluster.nodes=2"])
-    node_report.report_folder(config).mkdir(parents=True)
+    folder = report_folder(config)
+    folder.mkdir(parents=True)
     save_config(config, config_path(config))
-    node_report.write_report(config, node_report.NodeReport("n1"))
-    node_report.write_report(config, node_report.NodeReport("n2", {"browser": "it shows no page"}))
+    write_json(folder / "n1.json", [])
+    write_json(folder / "n2.json", [failed("n2", "browser", "it shows no page")])
     choose = ["node", "choose", str(config_path(config))]
     assert main([*choose, "n1", "n2"]) == TOO_FEW_NODES_EXIT_CODE  # launch/slurm/common.sh holds such a job
     assert "1 of 2 nodes passed the check" in capsys.readouterr().err
     assert main([*choose, "n1"]) == 2  # no other node would help
-    node_report.write_report(config, node_report.NodeReport("n3"))
+    write_json(folder / "n3.json", [])
     assert main([*choose, "n1", "n2", "n3"]) == 0
     assert capsys.readouterr().out == "n1 n3\n"
 

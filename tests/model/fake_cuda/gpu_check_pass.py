@@ -1,4 +1,4 @@
-"""The arithmetic of `webrl gpu-check`, section "one GPU", on fake CUDA tensors: a mix of devices raises an error.
+"""The arithmetic of `webrl check gpu`, section "one GPU", on fake CUDA tensors: a mix of devices raises an error.
 
 Arguments: device.cpp compiled, and a folder for the models' configurations. Prints the names of the results as JSON.
 """
@@ -19,8 +19,8 @@ if __name__ == "__main__":
 import torch
 from transformers import AutoModelForImageTextToText
 
-from megatron_webrl.checks.gpu import small_models
-from megatron_webrl.checks.gpu.results import measured
+from megatron_webrl.checks import oracles
+from megatron_webrl.checks.report import measured
 from tests.model.fake_cuda.host_values import HostValues, fake_cuda
 from tests.model.fake_cuda.training_pass import join_groups
 
@@ -32,12 +32,12 @@ def main(folder: str) -> None:
     """
     from megatron.core.optimizer import clip_grads
 
-    from megatron_webrl.checks.gpu import model_section
+    from megatron_webrl.checks import gpu_model
 
-    configurations = {kind: module.configuration(shape) for kind, (module, shape) in model_section.MODELS.items()}
+    configurations = {kind: oracles.configuration(shape) for kind, shape in gpu_model.MODELS.items()}
     for kind, configuration in configurations.items():
         configuration.save_pretrained(Path(folder) / kind)
-    real, found = small_models.samples(), list[str]()
+    real, found = oracles.samples(), list[str]()
     with fake_cuda() as host:
         from megatron_webrl.model import platform as platforms
 
@@ -45,24 +45,24 @@ def main(folder: str) -> None:
         join_groups()
         samples = {name: _fake(sample, host) for name, sample in real.items()}
         with (
-            mock.patch.object(small_models, "samples", return_value=samples),
+            mock.patch.object(oracles, "samples", return_value=samples),
             mock.patch("megatron_webrl.model.load.load_hf"),
             mock.patch.object(clip_grads, "multi_tensor_applier", return_value=(torch.ones(1, device="cuda"), None)),
-            mock.patch.object(model_section, "_round_trip", lambda *arguments: measured("", arguments[5], "not tried")),
+            mock.patch.object(gpu_model, "_round_trip", lambda *arguments: measured("", arguments[3], "not tried")),
         ):
             transformers_class = _OnCuda(configurations["dense"])
-            arguments = (Path(folder), torch.float32, platform.device, list(samples.values()))
-            expected = model_section._expected(transformers_class, *arguments)
+            dense = gpu_model.Variant(Path(folder), "dense", torch.float32, platform)
+            expected = gpu_model._expected(transformers_class, dense, list(samples.values()))
             assert {x.device.type for x in (expected.logits, *expected.gradients.values())} == {"cuda"}
             for kind in configurations:
-                results = model_section._check_step(Path(folder) / kind, kind, torch.float32, platform)
+                results = gpu_model._check_step(gpu_model.Variant(Path(folder) / kind, kind, torch.float32, platform))
                 found += [each.name for each in results]
     sys.stdout.write(json.dumps(found))
 
 
-def _fake(sample: small_models.Sample, host: HostValues) -> small_models.Sample:
+def _fake(sample: oracles.Sample, host: HostValues) -> oracles.Sample:
     values = {each.name: getattr(sample, each.name) for each in fields(sample)}
-    return small_models.Sample(
+    return oracles.Sample(
         **{name: host.fake(x, "cpu") if isinstance(x, torch.Tensor) else x for name, x in values.items()}
     )
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from megatron_webrl.checks.gpu.small_qwen3_5 import FULL, KEY_VALUE_HEADS, LINEAR, Shape, configuration, write_model
+from megatron_webrl.checks.oracles import (
+    FULL,
+    KEY_VALUE_HEADS,
+    LINEAR,
+    QWEN3_5_LAYERS,
+    configuration,
+    write_model,
+)
 from tests.model import tiny
 
 __all__ = [
@@ -19,6 +28,7 @@ __all__ = [
     "write_model",
 ]
 
+Shape = partial(tiny.Shape, layers=QWEN3_5_LAYERS)
 MODELS = {
     "dense": Shape(),
     "dense-tied": Shape(tie=True, layers=(LINEAR, LINEAR, LINEAR, FULL, LINEAR), value_heads=2),
@@ -31,7 +41,7 @@ def samples() -> dict[str, tiny.Sample]:
     return {**tiny.samples(), "long": tiny.make_sample([[1, 4, 6]], text=150, response=13, seed=4)}
 
 
-def mtp_tensors(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
+def mtp_tensors(shape: tiny.Shape, seed: int) -> dict[str, torch.Tensor]:
     """Tensors of the layer for multi-token prediction, named as in released folders, which store its experts apart."""
     text, layer = configuration(shape).text_config, "mtp.layers.0."
     hidden, wide = text.hidden_size, text.num_attention_heads * text.head_dim

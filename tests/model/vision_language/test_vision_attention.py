@@ -12,7 +12,7 @@ from transformers import vision_utils
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from megatron_webrl.checks.gpu import small_models, small_qwen3_5
+from megatron_webrl.checks import oracles
 from megatron_webrl.model.vision_language import vision_attention as module
 from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.vision import build_vision_tower
@@ -21,8 +21,8 @@ from tests.model.vision_language.compiler import counted_compiler
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 2**-6}  # of the norm; in bfloat16 sums of gradients are rounded
 CPU = torch.device("cpu")
 CONFIGS = {
-    "Qwen3-VL": (Qwen3VLVisionModel, small_models.configuration(small_models.Shape()).vision_config),
-    "Qwen3.5": (Qwen3_5VisionModel, small_qwen3_5.configuration(small_qwen3_5.Shape()).vision_config),
+    "Qwen3-VL": (Qwen3VLVisionModel, oracles.configuration(oracles.Shape()).vision_config),
+    "Qwen3.5": (Qwen3_5VisionModel, oracles.configuration(oracles.Shape(layers=oracles.QWEN3_5_LAYERS)).vision_config),
 }
 GRIDS = {"equal": [[1, 4, 6], [1, 6, 4], [1, 4, 6]], "different": [[1, 4, 6], [1, 4, 6], [1, 2, 4], [1, 4, 6]]}
 

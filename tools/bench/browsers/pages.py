@@ -6,7 +6,7 @@ import random
 
 from playwright.async_api import Page
 
-from megatron_webrl.checks.parity.page_images import random_words
+from megatron_webrl.checks.samples import random_words
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.types import Task
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_webrl.checks.parity.page_images import draw_page
+from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.placement.performance.workload import EpisodeLengths
 from megatron_webrl.types import Action, Step, Task, Trajectory

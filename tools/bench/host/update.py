@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_webrl.checks.parity.page_images import draw_page
+from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import model_sizes
 from megatron_webrl.model.processor import Processor

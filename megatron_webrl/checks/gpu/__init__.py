@@ -1,1 +1,0 @@
-"""`webrl gpu-check`: proves that this package computes, sends weights and trains as it should on a machine."""

@@ -1,1 +1,0 @@
-"""`webrl doctor`: checks of the installation and of the weight sync."""

@@ -1,1 +1,0 @@
-"""Parity check of a checkpoint: transformers, Megatron and vLLM score the same prompts."""

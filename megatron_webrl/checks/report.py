@@ -1,0 +1,133 @@
+"""The report of every `webrl check`: one line for each thing that was checked, as a table and as JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_webrl import __version__
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.util import atomic_file
+
+STYLES = {"passed": None, "failed": "bold red", "skipped": "dim"}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One thing that was checked."""
+
+    section: str
+    name: str
+    status: Literal["passed", "failed", "skipped"]
+    value: float | str | None = None  # what was measured
+    limit: float | str | None = None  # what it is compared with: a bound, or the fastest that is possible
+    unit: str = ""  # of value and limit
+    note: str = ""  # reason of a failure or an omission; of a passed line a warning
+
+    @property
+    def ratio(self) -> float | None:
+        """Value by limit, if both are numbers."""
+        if isinstance(self.value, int | float) and isinstance(self.limit, int | float) and self.limit:
+            return self.value / self.limit
+        return None
+
+
+class CheckFailed(RuntimeError):
+    """A check failed. The message gives the reason and the remedy."""
+
+
+def at_most(section: str, name: str, value: float, limit: float, unit: str = "", note: str = "") -> CheckResult:
+    """Passed if `value` is at most `limit`; NaN is not."""
+    return CheckResult(section, name, "passed" if value <= limit else "failed", value, limit, unit, note)
+
+
+def at_least(section: str, name: str, value: float, limit: float, unit: str = "", note: str = "") -> CheckResult:
+    """Passed if `value` is at least `limit`; NaN is not."""
+    return CheckResult(section, name, "passed" if value >= limit else "failed", value, limit, unit, note)
+
+
+def measured(section: str, name: str, value: float | str, unit: str = "", limit: float | None = None) -> CheckResult:
+    """A measurement that cannot fail; `limit`: the fastest that is possible."""
+    return CheckResult(section, name, "passed", value, limit, unit)
+
+
+def failed(section: str, name: str, note: str) -> CheckResult:
+    """A failure without a number."""
+    return CheckResult(section, name, "failed", note=note)
+
+
+def skipped(section: str, name: str, note: str) -> CheckResult:
+    """Something that cannot be checked here, with the reason."""
+    return CheckResult(section, name, "skipped", note=note)
+
+
+def check_json_option(path: Path | None) -> None:
+    """Refuse a `--json` in a folder that does not exist. Raises ConfigError."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"--json={path}: the folder {path.absolute().parent} does not exist")
+
+
+def make_console() -> Console:
+    """Standard output, wide enough for the table where it is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def report(results: Sequence[CheckResult], path: Path | None = None, **header: Any) -> int:
+    """Print the table and a summary; write all to the JSON file `path`. Returns 1 if a check failed. Raises OSError."""
+    console, table = make_console(), Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in ("section", "check", ""):
+        table.add_column(column, overflow="fold")
+    for column in ("value", "limit", "ratio"):
+        table.add_column(column, justify="right", overflow="fold")
+    table.add_column("unit")
+    table.add_column("note", overflow="fold", ratio=1)
+    section = ""
+    for each in results:
+        ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+        fields = (each.name, each.status, _text(each.value), _text(each.limit), ratio, each.unit, each.note)
+        table.add_row("" if each.section == section else each.section, *fields, style=STYLES[each.status])
+        section = each.section
+    console.print(table)
+    console.print(summary_line(results), highlight=False, markup=False)
+    if path is not None:
+        write_json(path, results, **header)
+        console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
+    return int(any(each.status == "failed" for each in results))
+
+
+def summary_line(results: Iterable[CheckResult]) -> str:
+    """The number of results by status, and the names of the failed ones."""
+    results = list(results)
+    by_status = Counter[str](each.status for each in results)
+    names = "; ".join(f"{each.section}: {each.name}" for each in results if each.status == "failed")
+    return ", ".join(f"{by_status[status]} {status}" for status in STYLES) + (f": {names}" if names else "")
+
+
+def write_json(path: Path, results: Sequence[CheckResult], **header: Any) -> None:
+    """Write command, time, host and version, `header`, and all results. Raises OSError."""
+    content = {
+        "command": ["webrl", *sys.argv[1:]],
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": os.uname().nodename,
+        "version": __version__,
+        **header,
+        "summary": summary_line(results),
+        "results": [asdict(each) | {"ratio": each.ratio} for each in results],
+    }
+    atomic_file.write_json(path, content, indent=1)
+
+
+def _text(value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,1 +1,0 @@
-"""Checks of a job's nodes before it starts."""

@@ -1,1 +1,0 @@
-"""Tests of `webrl gpu-check`."""

@@ -1,0 +1,148 @@
+"""How the section "engine" judges what its job wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.checks.gpu_engine import judge_job, short_job
+from megatron_webrl.checks.report import CheckResult
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.launch.validation import check_config, check_settings
+from megatron_webrl.model.hf_config import read_model_config
+from megatron_webrl.model.model_sizes import config_sections, size_from_path
+
+ROOT = Path(__file__).parents[2]
+PENALTY = "trainer.reward={format_penalty: 0.1, length_penalty: 0.1, length_window: 40}"
+TEACHER = 'trainer.distillation={coefficient: 1, url: "http://node7:8000", key_variable: KEY, clip: 2}'
+OPTIONS = {
+    "gspo": ["trainer.loss={name: gspo, clip_low: 3e-4, importance_weight_level: product, kl_rejection_bound: 0.1,"
+             " importance_weight_floor: 0.5, max_token_lag: 1, entropy_coefficient: 0.1, kl_coefficient: 0.1}"],
+    "dppo": ["trainer.loss={name: dppo, dppo_divergence: kl, dppo_bound: 0.1, shuffle_advantages: true}",
+             "trainer.min_valid_episodes=3", "trainer.merge_prefixes=trajectory"],
+    "raft": ["trainer.loss={name: raft, replay_versions: 2, shuffle_advantages: true, entropy_coefficient: 0.1}"],
+    "raft_plus_plus": ["trainer.loss={name: raft_plus_plus, replay_versions: 3, clip_high: 0.1, max_token_lag: 4}"],
+    "penalties apart": [PENALTY, "trainer.advantage={name: gdpo, discount: 0.9, overlong: mask}"],
+    "penalties of steps": [PENALTY, "trainer.advantage={penalties: step, scale: batch_std, baseline: leave_one_out}"],
+    "anchors": ["trainer.advantage={anchor_weight: 1, anchor_discount: 0.9, scale: none, overlong: mask}"],
+    "critic": ["trainer.advantage={name: critic, gae_lambda: 0.9, train_trunk: false, warmup_updates: 30}",
+               "trainer.advantage={discount: 0.9, overlong: mask}", PENALTY],
+    "teacher": [TEACHER, "trainer.loss={name: cispo, importance_weight_mode: truncate, entropy_coefficient: 0.1}"],
+    "teacher and critic": [TEACHER, "trainer.advantage={name: critic, scale: none}"],
+    "teacher alone": [TEACHER, "trainer.distillation={rewards: false, timeout_seconds: 9}", "trainer.loss.name=sapo"],
+    "warm start": ["trainer.warm_start={demonstrations: 9, demonstrations_file: made.records}"],
+}  # fmt: skip
+
+GOOD = {"mean": 1e-5, "beyond": 0.0, "largest": 1e-4}
+EXTRA = {
+    "updates_within_step_max": 0, "updates_across_steps_max": 1, "weights/failed_transfers": 0, "weights/engines": 2,
+    "weights/engines_with_cuda_graphs": 2, "weights/in_place_parameters": 9, "weights/reloaded_parameters": 3,
+    "weights/gib_per_second": 1.0, "weights/pause_seconds": 0.1, "weights/engines_with_async_scheduling": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("platform", "changed", "statuses"),
+    [
+        ("cuda", {}, ("passed", "passed")),
+        ("cuda", {"updates_across_steps_max": 0}, ("failed", "passed")),
+        ("cpu", {"updates_across_steps_max": 0}, ("skipped", "passed")),
+        ("cuda", {"weights/engines_with_cuda_graphs": 1}, ("passed", "failed")),
+        ("cpu", {"weights/engines_with_cuda_graphs": 0}, ("passed", "passed")),
+    ],
+)
+def test_an_update_must_meet_an_episode_and_engines_on_gpus_need_graphs(
+    tmp_path: Path, platform: str, changed: dict[str, int], statuses: tuple[str, str]
+) -> None:
+    found = judged(tmp_path, [f"model.platform={platform}"], GOOD, changed)
+    names = ("updates during an episode, at most", "engines with CUDA graphs")
+    assert tuple(found[name].status for name in names) == statuses
+
+
+def judged(
+    folder: Path, overrides: list[str], gap: dict[str, float], changed: dict[str, int]
+) -> dict[str, CheckResult]:
+    config = short_job(parse_config(None, overrides), folder)
+    config.run_folder.mkdir()
+    (config.run_folder / "summary.json").write_text(json.dumps({"accounting": {"matches": True}}))
+    mismatch = {f"logprob_mismatch/{figure}/lag_0": value for figure, value in gap.items()}
+    update = {"tokens_per_second": 1.0, "extra": {**EXTRA, **changed, **mismatch}}
+    (config.run_folder / "updates.jsonl").write_text(f"{json.dumps(update)}\n" * 3)
+    return {each.name: each for each in judge_job(config)}
+
+
+NAME = "log-probabilities of engine and trainer"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "beyond", "statuses"),
+    [
+        ("float32", 1e-5, 0.0, ("passed", "passed")),
+        ("float32", 1e-3, 0.01, ("failed", "failed")),
+        ("bfloat16", 0.01, 0.01, ("passed", "passed")),
+        ("bfloat16", 0.05, 0.01, ("failed", "passed")),
+        ("bfloat16", 0.01, 0.2, ("passed", "failed")),
+    ],
+)
+def test_mean_and_share_of_large_differences_are_judged_and_the_largest_is_shown(
+    tmp_path: Path, dtype: str, mean: float, beyond: float, statuses: tuple[str, str]
+) -> None:
+    gap = {"mean": mean, "beyond": beyond, "largest": 0.9}
+    found = judged(tmp_path, ["model.platform=cuda", f"model.dtype={dtype}"], gap, {})
+    names = ("mean difference", "share that differs by more than 0.1 nats")
+    assert tuple(found[f"{NAME}: {name}"].status for name in names) == statuses
+    assert (found[f"{NAME}: largest difference"].value, found[f"{NAME}: largest difference"].limit) == (0.9, None)
+
+
+def test_an_fp8_cache_has_no_limit_and_a_job_without_compared_tokens_fails(tmp_path: Path) -> None:
+    gap = {"mean": 0.5, "beyond": 0.5, "largest": 0.9}
+    fp8 = judged(tmp_path, ["model.platform=cuda", "rollout.kv_cache_dtype=fp8"], gap, {})
+    assert {each.status for name, each in fp8.items() if name.startswith(NAME)} == {"passed"}
+    (tmp_path / "none").mkdir()
+    assert judged(tmp_path / "none", [], {}, {})[NAME].status == "failed"
+
+
+@pytest.mark.parametrize("name", ["quickstart", "tiny_1gpu"])
+def test_the_short_job_of_a_configuration_is_valid(tmp_path: Path, name: str) -> None:
+    own = ["trainer.profile.updates=[9]", "model.platform=cpu"]
+    check_config(short_job(parse_config(ROOT / "configs" / f"{name}.yaml", own), tmp_path))
+
+
+def test_the_short_job_of_a_configuration_with_penalties_and_an_overlong_filter_is_valid(tmp_path: Path) -> None:
+    own = [
+        "model.platform=cpu", "trainer.loss.name=grpo", "rollout.max_new_tokens=200",
+        "trainer.reward={length_penalty: 0.1, length_window: 100}",
+        "trainer.advantage={name: gdpo, discount: 0.9, anchor_weight: 1, overlong: mask}",
+    ]  # fmt: skip
+    config = parse_config(ROOT / "configs" / "quickstart.yaml", own)
+    check_config(config)
+    job = short_job(config, tmp_path)
+    check_config(job)
+    assert job.trainer.advantage.name == "gdpo"
+    assert config.trainer.advantage.overlong == "mask"
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", ["tiny_1gpu", "normalisers", "webgym_offline", "8b_1node", "30b_a3b_32node"])
+def test_the_short_job_of_every_algorithm_is_valid(tmp_path: Path, name: str, options: list[str]) -> None:
+    path = ROOT / "configs" / f"{name}.yaml"
+    size = size_from_path(parse_config(path).model.path)
+    description = config_sections(size) if size else read_model_config(ROOT / "models" / "quickstart")
+    config = parse_config(path, ["trainer.loss.name=grpo", *options])
+    check_settings(config, description)
+    check_settings(short_job(config, tmp_path), description)
+
+
+def test_the_short_job_keeps_the_algorithm_but_for_what_it_cannot_have(tmp_path: Path) -> None:
+    job = short_job(parse_config(None, OPTIONS["critic"]), tmp_path).trainer
+    assert (job.critic.coefficient, job.critic.train_trunk, job.critic.warmup_updates) == (0.5, False, 0)
+    assert (job.advantage.scale, job.advantage.overlong) == ("batch_std", "keep")
+    job = short_job(parse_config(None, OPTIONS["teacher"]), tmp_path).trainer
+    assert (job.loss.name, job.loss.entropy_coefficient, job.distillation.coefficient) == ("cispo", 0.1, 0.0)
+
+
+def test_the_short_job_leaves_no_checkpoint(tmp_path: Path) -> None:
+    checkpoint = short_job(parse_config(None), tmp_path).trainer.checkpoint
+    assert (checkpoint.every, checkpoint.last) == (0, False)

@@ -1,0 +1,79 @@
+"""`webrl check`: what is installed, and which roles can run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.checks import installation
+from megatron_webrl.checks.installation import check_installation
+from megatron_webrl.checks.report import CheckResult, failed, measured
+from megatron_webrl.cli import main
+from megatron_webrl.config.load import parse_config
+
+MEGATRON_CORE = {(3, 11): "0.16.1", (3, 12): "0.19.2"}
+"""The newest release for each Python."""
+
+
+def test_the_stack_is_found_with_versions(tmp_path: Path):
+    assert main(["check", "--json", str(tmp_path / "found.json")]) == 0
+    found = {each["name"]: each for each in json.loads((tmp_path / "found.json").read_text())["results"]}
+    assert found["torch"]["value"].startswith("2.13")
+    assert found["megatron-core"]["value"] == MEGATRON_CORE[sys.version_info[:2]]
+    assert "Chrom" in found["Chromium"]["value"]
+    assert "MiB" in found["/dev/shm"]["value"]
+    assert {"GPUs", "transformer-engine", "Slurm"} <= found.keys()
+    assert found["NVIDIA apex"]["status"] == "skipped"  # another project on PyPI has the name
+    assert (found["trainer"]["value"], found["rollout"]["value"]) == ("can run", "can run")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without playwright."""
+    found = [
+        ((), failed("installation", "apex", "faster")),
+        (("rollout",), failed("installation", "playwright", "is not installed")),
+    ]
+    good = (("trainer", "rollout"), measured("installation", "torch", "2.13"))
+    monkeypatch.setattr(installation, "_dependencies", lambda config: iter([good, *found]))
+
+
+@pytest.mark.usefixtures("small")
+def test_only_the_role_that_misses_something_fails():
+    assert main(["check", "installation", "--role", "trainer"]) == 0
+    assert main(["check", "--role", "rollout"]) == 1
+    assert main(["check"]) == 1
+    found = {each.name: each for each in check_installation(("trainer",))}
+    assert (found["playwright"].status, found["playwright"].note) == ("skipped", "is not installed; needed by rollout")
+    assert (found["apex"].status, found["rollout"].note) == ("skipped", "cannot run, missing playwright")
+
+
+def test_a_version_beyond_the_pins_and_a_package_that_does_not_import_fail(monkeypatch: pytest.MonkeyPatch):
+    pins = installation._requirements()["torch"][0]
+    monkeypatch.setattr(installation, "_version", lambda name: "1.0")
+    assert installation._package("torch", pins).note == "1.0 does not fit ==2.13.0"
+    monkeypatch.setattr(installation, "_version", lambda name: "2.13.0")
+    monkeypatch.setitem(installation.MODULES, "torch", "no_such_module")
+    assert "2.13.0 does not import: ModuleNotFoundError" in installation._package("torch", pins).note
+
+
+def test_packages_that_settings_name_are_missed(monkeypatch: pytest.MonkeyPatch):
+    def names(*overrides: str) -> dict[str, CheckResult]:
+        config = parse_config(None, list(overrides))
+        return {result.name: result for _, result in installation._dependencies(config)}
+
+    monkeypatch.setattr(installation, "MODULES", {})  # imported by another test
+    found = names("trainer.layers=transformer_engine", "trainer.attention=flash")
+    assert {found[name].status for name in ("transformer_engine", "flash_attn")} == {"failed"}
+    assert "flash_attn" not in names()
+    assert main(["check", "installation", "trainer.layers=local"]) == 2
+
+
+@pytest.mark.parametrize("name", ["doctor", "parity", "gpu-check"])
+def test_an_old_name_is_refused_with_the_new_one(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main([name])
+    assert "is now `webrl check" in capsys.readouterr().err

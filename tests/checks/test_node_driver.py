@@ -1,0 +1,148 @@
+"""The NVIDIA driver, packages that settings name, and the limits of a process."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.checks.node import check_gpus, check_software, needed_open_files
+from megatron_webrl.checks.report import CheckFailed
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.placement.placement import place_processes
+from megatron_webrl.util import cuda_driver
+from megatron_webrl.util.child_process import MAX_OPEN_FILES, start_process
+from megatron_webrl.util.cuda_driver import (
+    CudaDriver,
+    NvidiaSmiError,
+    describe_driver,
+    driver_problem,
+    find_driver,
+    query_gpus,
+)
+
+ROOT = Path(__file__).parents[2]
+COMPAT = "/usr/local/cuda/compat/libcuda.so.580.65.06"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "words"),
+    [
+        ("13.0", CudaDriver("580.65.06", 13000), []),
+        ("13.2", CudaDriver("580.65.06", 13000), []),  # minor version compatibility
+        ("12.8", CudaDriver("580.65.06", 13000), []),  # backward compatibility
+        ("12.8", CudaDriver("525.60.13", 12000), []),
+        ("13.0", CudaDriver("570.86.15", 13000, COMPAT), []),  # forward compatibility
+        ("14.0", CudaDriver("610.10", 14000), []),  # not in the table
+        ("13.0", CudaDriver("570.86.15", 12080), ["driver 570.86.15 is too old for CUDA 13.0", "at least 580",
+                                                  "cuda-compat-13-0"]),
+        ("12.8", CudaDriver("470.57.02", 11040), ["driver 470.57.02 is too old for CUDA 12.8", "at least 525"]),
+        ("13.0", CudaDriver("570.86.15", None), ["is too old for CUDA 13.0"]),
+        ("14.0", CudaDriver("590.10", 13010), ["driver 590.10 is too old for CUDA 14.0", "a newer driver"]),
+        ("13.0", CudaDriver("580.65.06", None), ["libcuda.so.1 does not load"]),
+        ("13.0", CudaDriver("580.65.06", 12080, COMPAT), [COMPAT, "serves CUDA 12.8 only", "LD_LIBRARY_PATH"]),
+        (None, CudaDriver("580.65.06", 13000), ["torch is built for CPUs", "580.65.06"]),
+    ],
+)  # fmt: skip
+def test_the_driver_must_serve_the_cuda_of_torch(cuda: str | None, driver: CudaDriver, words: list[str]) -> None:
+    problem = driver_problem(cuda, driver)
+    assert bool(problem) == bool(words)
+    assert all(word in problem for word in words), problem
+
+
+def nvidia_smi(folder: Path, text: str) -> None:
+    """A program of that name, as this machine has none."""
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+def test_the_driver_is_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NvidiaSmiError, match="nvidia-smi is not installed"):
+        find_driver()
+    nvidia_smi(tmp_path, 'echo "570.86.15, 81559"; echo "570.86.15, 81559"')
+    assert query_gpus("driver_version,memory.total") == [["570.86.15", "81559"]] * 2
+    assert find_driver().version == "570.86.15"
+    nvidia_smi(tmp_path, "echo 'Unable to determine the device handle' >&2; exit 15")
+    with pytest.raises(NvidiaSmiError, match="nvidia-smi failed: Unable to determine the device handle"):
+        find_driver()
+    nvidia_smi(tmp_path, "exit 0")
+    with pytest.raises(NvidiaSmiError, match="nvidia-smi lists no GPU"):
+        find_driver()
+
+
+def test_a_forward_compatibility_library_is_described() -> None:
+    assert describe_driver(CudaDriver("570.86.15", 13000, COMPAT)) == f"570.86.15, with {COMPAT}"
+    assert describe_driver(CudaDriver("580.65.06", 13000, "/usr/lib/libcuda.so.580.65.06")) == "580.65.06"
+
+
+def test_a_node_of_gpus_with_a_torch_for_cpus_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = "echo 0, GPU-a, 81559; echo 1, GPU-b, 81559"
+    nvidia_smi(tmp_path, f"case $1 in *memory*) {rows};; *) echo 580.65.06; echo 580.65.06;; esac")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(cuda_driver, "torch_cuda_version", lambda: None)  # the tests' own torch may be for CUDA
+    config = parse_config(None, ["cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1"])
+    with pytest.raises(CheckFailed, match=r"torch is built for CPUs, but the machine has GPUs .driver 580.65.06"):
+        check_gpus(config, place_processes(config))
+
+
+def test_packages_that_settings_name_are_missed_on_the_node() -> None:
+    config = parse_config(None, ["trainer.layers=transformer_engine", "trainer.attention=flash"])
+    with pytest.raises(CheckFailed, match=r"trainer.layers=transformer_engine needs the package transformer_engine"):
+        check_software(config, place_processes(config))
+
+
+def limited(shell: str, folder: Path, *overrides: str) -> str:
+    """What the check of limits says in a process with limits that `shell` sets, and cards as the files of `folder`."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from megatron_webrl.placement.placement import place_processes\n"
+        "from megatron_webrl.config.load import parse_config\n"
+        "from megatron_webrl.checks.node import check_limits\n"
+        "from megatron_webrl.checks.report import CheckFailed\n"
+        "config = parse_config(None, sys.argv[2:])\n"
+        "try: check_limits(config, place_processes(config), Path(sys.argv[1]))\n"
+        "except CheckFailed as error: print(error)\n"
+    )
+    command = ["bash", "-c", f'{shell}; exec "$@"', "-", sys.executable, "-c", program, str(folder), *overrides]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
+def test_a_low_limit_of_open_files_is_named(tmp_path: Path) -> None:
+    config = parse_config(None)
+    needed = needed_open_files(config, place_processes(config))
+    assert 1024 < needed < 4096
+    assert limited(f"ulimit -n {needed}", tmp_path) == ""
+    assert f"may open {needed - 1} files (ulimit -Hn), but one of this job may need {needed}" in limited(
+        f"ulimit -n {needed - 1}", tmp_path
+    )
+
+
+def test_a_large_job_needs_more_open_files_than_the_usual_soft_limit() -> None:
+    config = parse_config(ROOT / "configs" / "8b_32node.yaml")
+    assert 3000 < needed_open_files(config, place_processes(config)) < MAX_OPEN_FILES
+
+
+def test_infiniband_needs_locked_memory(tmp_path: Path) -> None:
+    gpus = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
+    assert limited("ulimit -l 64", tmp_path, *gpus) == ""  # without cards
+    (tmp_path / "mlx5_0").touch()
+    assert limited("ulimit -l 64", tmp_path) == ""  # without GPUs
+    assert "a process may lock 64 KiB of memory (ulimit -l), but InfiniBand (mlx5_0) needs unlimited" in limited(
+        "ulimit -l 64", tmp_path, *gpus
+    )
+
+
+def test_a_role_starts_with_a_high_limit_of_open_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    program = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        role = start_process([sys.executable, "-c", program], tmp_path / "log", {"PATH": "/usr/bin"}, "role")
+        assert role.wait(30) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (tmp_path / "log").read_text().strip() == str((min(hard, MAX_OPEN_FILES), hard))
