@@ -38,10 +38,9 @@ from megatron_webrl.track.timeline import OFF, Timeline
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
-from megatron_webrl.trainer.distributed import wrap_ddp
 from megatron_webrl.trainer.images import ImagePrefetcher, WaitTimer
 from megatron_webrl.trainer.learner import Learner
-from megatron_webrl.trainer.optimizer import check_adam_implementation, make_optimizer
+from megatron_webrl.trainer.optimizer import check_adam_implementation, make_optimizer, wrap_ddp
 from megatron_webrl.trainer.parallel import all_gather_object
 from megatron_webrl.util.text import first_line
 

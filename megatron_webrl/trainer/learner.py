@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,33 @@ from megatron_webrl.trainer.loss.token_data import Objective, StepValues, TokenD
 from megatron_webrl.trainer.metrics.token_metrics import is_extreme, is_minimum, token_statistics
 from megatron_webrl.trainer.optimizer import ScheduledOptimizer
 from megatron_webrl.trainer.parallel import broadcast_from_last_stage
-from megatron_webrl.trainer.reference import ReferencePolicy
 
 Metrics = dict[str, float]
 ModelOutput = Tensor | tuple[Tensor, Tensor]  # logits, or logits and values
+
+
+class ReferencePolicy:
+    """A copy in host memory of the modules' weights; a swap needs memory for one parameter on the device."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._parameters = [parameter for module in modules for parameter in module.parameters()]
+        self._stored = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Swap the reference weights into the modules; on leaving the context, restore the modules' own exactly."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, stored in zip(self._parameters, self._stored, strict=True):
+            before = parameter.detach().clone()
+            parameter.copy_(stored)  # in place: optimiser and weight transfer have views of this memory
+            stored.copy_(before)
 
 
 @dataclass

@@ -25,7 +25,6 @@ from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
 from megatron_webrl.trainer.checkpoint.fallback import restore_histories
 from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
-from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
 from megatron_webrl.trainer.checkpoint.resume_check import needs_initial_weights
 from megatron_webrl.trainer.coordinator import Coordinator
 from megatron_webrl.trainer.data.batching import training_samples
@@ -35,6 +34,7 @@ from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
 from megatron_webrl.trainer.loop import TrainingContext, train
 from megatron_webrl.trainer.multi_node.exchange import make_exchange
 from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology
+from megatron_webrl.trainer.reference import attach_reference_policy
 from megatron_webrl.trainer.warm_start import warm_start
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.util import torchvision_shim

@@ -1,11 +1,11 @@
-"""Megatron's distributed optimiser and schedule for the chunks of a model."""
+"""Megatron's data parallelism, distributed optimiser and schedule for the chunks of a model."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_webrl.config.trainer import OptimizerConfig
+from megatron_webrl.model import gradients
 from megatron_webrl.model.value_head import VALUE_HEAD
+from megatron_webrl.model.vision_language.model import VisionLanguageModel
 
 # How checkpoints hold the state, by trainer.checkpoint.optimizer_shards. Whole tensors are gathered in host memory on
 # one rank of each data-parallel group: on all, a node would hold them once per GPU.
@@ -267,3 +269,21 @@ def make_optimizer(
     )
     scheduler.step(1)  # start at step 1 of the warm-up: at step 0 the learning rate would be zero
     return ScheduledOptimizer(optimizer, scheduler, config.clip_norm)
+
+
+def wrap_ddp(chunks: Sequence[VisionLanguageModel]) -> list[DistributedDataParallel]:
+    """Give the chunks contiguous float32 gradient buffers, to which products add, averaged over data-parallel ranks.
+
+    The reduction runs after the last backward pass: a micro-batch without images gives the vision tower no gradient, so
+    no rank knows earlier that its own are complete. The distributed optimiser needs shards even with one replica.
+    """
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True, check_for_nan_in_grad=False
+    )
+    wrapped = []
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = gradients.finalize_gradients
+        gradients.accumulate_in_products(chunk)
+        wrapped.append(DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk))
+        wrapped[-1].broadcast_params()
+    return wrapped

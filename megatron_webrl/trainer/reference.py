@@ -1,32 +1,82 @@
-"""The reference policy of the KL penalty: weights in host memory that are swapped into the model when needed."""
+"""The reference policy of the KL penalty: the weights at the start of RL, kept on disk for a resumed run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from megatron_webrl.config.schema import Config
+from megatron_webrl.trainer.checkpoint import checkpoint_files as files
+from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
+from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights, sharded_weights
+from megatron_webrl.trainer.checkpoint.checkpoint_writer import (
+    one_line_error,
+    plan_checkpoint,
+    run_on_first_rank,
+    write_metadata,
+)
+from megatron_webrl.trainer.learner import Learner, ReferencePolicy
+from megatron_webrl.trainer.parallel import all_gather_object, broadcast_object
+from megatron_webrl.util import atomic_file
 
-class ReferencePolicy:
-    """A copy in host memory of the modules' weights; a swap needs memory for one parameter on the device."""
+log = logging.getLogger(__name__)
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._parameters = [parameter for module in modules for parameter in module.parameters()]
-        self._stored = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Swap the reference weights into the modules; on leaving the context, restore the modules' own exactly."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+def attach_reference_policy(learner: Learner, config: Config) -> Learner:
+    """Give the learner the policy at the start of the run as its reference, if the loss has a KL penalty. Collective.
 
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for parameter, stored in zip(self._parameters, self._stored, strict=True):
-            before = parameter.detach().clone()
-            parameter.copy_(stored)  # in place: optimiser and weight transfer have views of this memory
-            stored.copy_(before)
+    A fresh run's learner has these weights; a warm start stores them. A resumed one, before its checkpoint loads, has
+    model.path or model.checkpoint: the reference unless one is stored. Raises CheckpointError on failure.
+    """
+    if not config.trainer.loss.kl_coefficient:
+        return learner
+    if not config.run.resume and config.trainer.warm_start.demonstrations:
+        store_reference(config.reference_weights_folder, learner.chunks, Path(config.model.path))
+    elif config.run.resume and broadcast_object(config.reference_weights_folder.exists()):
+        load_weights(config.reference_weights_folder, learner.chunks)
+    return replace(learner, reference=ReferencePolicy(learner.models))
+
+
+def store_reference(path: Path, chunks: list[Any], model_folder: Path) -> None:
+    """Write the weights as a Megatron checkpoint, which appears under its name once complete. Collective.
+
+    `model_folder`: its Hugging Face configuration files are copied along. Raises CheckpointError on every rank.
+    """
+    temporary = path.with_name(f".{path.name}")
+    _run_on_first_rank(path, lambda: files.make_empty_folder(temporary))
+    plan = plan_checkpoint(sharded_weights(chunks), temporary, validate=True)
+    outcome: tuple[list[Any], str | None]
+    try:
+        outcome = (plan.write_task()(), None)
+    except OSError as error:
+        outcome = ([], one_line_error(error))
+    outcomes = all_gather_object(outcome)
+    for rank, (_, error_line) in enumerate(outcomes):
+        if error_line is not None:
+            raise _write_error(path, f"rank {rank}: {error_line}")
+
+    def complete() -> None:
+        write_metadata(temporary, plan.common, {}, model_folder)
+        plan.write_index([locations for locations, _ in outcomes])
+        shutil.rmtree(path, ignore_errors=True)  # left by a trainer that died before its first checkpoint
+        atomic_file.publish(temporary, path)
+
+    _run_on_first_rank(path, complete)
+    if torch.distributed.get_rank() == 0:
+        log.info("stored the weights at the start of RL in %s as the reference", path)
+
+
+def _run_on_first_rank(path: Path, action: Callable[[], object]) -> None:
+    _, error = run_on_first_rank(action)
+    if error is not None:
+        raise _write_error(path, error)
+
+
+def _write_error(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"the reference {path} could not be written: {reason}")

@@ -65,9 +65,9 @@ def run(rank: int, folder: str, models: dict[str, str]) -> None:
 
 def _updates(config: Any, platform: Any) -> dict[str, Any]:
     """Two updates of several optimiser steps each; returns metrics and weights."""
-    from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
     from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.reference import attach_reference_policy
     from tests.model.hf_export import hf_tensors
 
     learner = attach_reference_policy(make_learner(config, platform), config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_webrl.trainer.reference import ReferencePolicy
+from megatron_webrl.trainer.learner import ReferencePolicy
 
 
 def weights(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
     from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
     from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
     from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
-    from megatron_webrl.trainer.checkpoint.reference_files import attach_reference_policy
+    from megatron_webrl.trainer.reference import attach_reference_policy
 
     config = make_config(model)
     config.run.directory = str(folder)

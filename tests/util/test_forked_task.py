@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from megatron_webrl.trainer.checkpoint.forked_task import ForkedTask, ForkedTaskError
+from megatron_webrl.trainer.checkpoint.checkpoint_writer import ForkedTask, ForkedTaskError
 from tests.waiting import until
 
 

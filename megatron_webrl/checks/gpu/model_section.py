@@ -216,8 +216,7 @@ def _load(
     """The model in DistributedDataParallel, with the folder's weights, and its optimizer."""
     from megatron_webrl.model.build import build_model
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.trainer.distributed import wrap_ddp
-    from megatron_webrl.trainer.optimizer import make_optimizer
+    from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 
     chunks = build_model(folder, dtype=_text(dtype), platform=platform, options=options)
     load_hf(chunks, folder)

@@ -219,7 +219,7 @@ def _measure(
     """Median seconds of forward and backward pass, and peak bytes: on the CPU those kept for the backward pass."""
     from megatron_webrl.model import schedule
     from megatron_webrl.model.build import build_model
-    from megatron_webrl.trainer.distributed import wrap_ddp
+    from megatron_webrl.trainer.optimizer import wrap_ddp
 
     cuda = platform.name == "cuda"
     if cuda:

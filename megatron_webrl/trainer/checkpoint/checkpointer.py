@@ -27,10 +27,16 @@ from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import STAGING_PREFIX
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
-from megatron_webrl.trainer.checkpoint.checkpoint_plan import CheckpointPlan, plan_checkpoint, write_metadata
 from megatron_webrl.trainer.checkpoint.checkpoint_state import sharded_learner_state
-from megatron_webrl.trainer.checkpoint.first_rank import run_on_first_rank
-from megatron_webrl.trainer.checkpoint.forked_task import ForkedTask, ForkedTaskError, one_line_error
+from megatron_webrl.trainer.checkpoint.checkpoint_writer import (
+    CheckpointPlan,
+    ForkedTask,
+    ForkedTaskError,
+    one_line_error,
+    plan_checkpoint,
+    run_on_first_rank,
+    write_metadata,
+)
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.parallel import all_gather_object
 

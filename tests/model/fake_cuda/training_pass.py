@@ -100,9 +100,8 @@ def _learner(folder: Path, platform: Any, value_head: ValueHeadKind = "none") ->
     from megatron_webrl.config.trainer import OptimizerConfig
     from megatron_webrl.model.build import build_model
     from megatron_webrl.model.vision_language import experts
-    from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.learner import Learner
-    from megatron_webrl.trainer.optimizer import make_optimizer
+    from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 
     # A parameter of a buffer keeps a fake storage of its own, which holds no other expert.
     experts._stacked = lambda weights: torch.stack(list(weights))

@@ -44,9 +44,8 @@ def train(rank: int, folder: str) -> None:
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.build import build_model
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.learner import Learner
-    from megatron_webrl.trainer.optimizer import make_optimizer
+    from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 
     for name in small.MODELS:
         process_groups.init_process_groups(ParallelSizes(), seed=1)

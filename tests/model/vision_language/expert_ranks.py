@@ -41,8 +41,7 @@ def _train(folder: Path, kernel: Any, platform: Any) -> dict[str, Any]:
     from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.vision_language import experts, layers
     from megatron_webrl.model.vision_language.dispatcher import TokenDispatcher
-    from megatron_webrl.trainer.distributed import wrap_ddp
-    from megatron_webrl.trainer.optimizer import make_optimizer
+    from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 
     own = kernel != "megatron"
     options = ComputeOptions(experts=kernel if own else "sequential")

@@ -43,7 +43,7 @@ def _gradients(folder: Path, case: Any, platform: Any, wrapped: bool) -> dict[st
     from megatron_webrl.model.build import build_model
     from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.load import load_hf
-    from megatron_webrl.trainer.distributed import wrap_ddp
+    from megatron_webrl.trainer.optimizer import wrap_ddp
 
     shape, dtype, recompute, experts = case
     options = ComputeOptions(recompute=recompute, experts=experts)

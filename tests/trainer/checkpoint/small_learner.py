@@ -86,9 +86,8 @@ def make_learner(
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.learner import Learner
-    from megatron_webrl.trainer.optimizer import make_optimizer
+    from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 
     config = TransformerConfig(
         num_layers=LAYERS,

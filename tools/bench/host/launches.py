@@ -136,9 +136,8 @@ def _make_learner(folder: Path, platform: Any, config: Config) -> Any:
     from megatron_webrl.model.build import build_model
     from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.layout import ParallelSizes
-    from megatron_webrl.trainer.distributed import wrap_ddp
     from megatron_webrl.trainer.learner import Learner
-    from megatron_webrl.trainer.optimizer import make_optimizer
+    from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 
     process_groups.init_process_groups(ParallelSizes(tensor=config.trainer.tensor_parallel))
     on_meta = platform.device.type == "meta"
