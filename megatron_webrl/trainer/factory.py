@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -47,7 +47,14 @@ from megatron_webrl.util.text import first_line
 log = logging.getLogger(__name__)
 
 
-def make_learner(config: Config, platform: Platform, *, with_weights: bool = True) -> Learner:
+def make_learner(
+    config: Config,
+    platform: Platform,
+    *,
+    with_weights: bool = True,
+    timeline: Timeline = OFF,
+    report_progress: Callable[[], None] = lambda: None,
+) -> Learner:
     """Load the model and make its optimiser. Collective.
 
     Weights are read from storage by the first data-parallel replica and broadcast to the others; without `with_weights`
@@ -67,7 +74,7 @@ def make_learner(config: Config, platform: Platform, *, with_weights: bool = Tru
     if torch.distributed.get_rank() == 0:
         log.info("%s", describe_fusions(options))
     log.info("model loaded in %.1f s", time.monotonic() - started)
-    return Learner(wrapped, chunks[0].unpadded_vocab_size, optimizer)
+    return Learner(wrapped, chunks[0].unpadded_vocab_size, optimizer, None, timeline, report_progress)
 
 
 def _load_first_replicas(chunks: Sequence[VisionLanguageModel], folder: str) -> None:
@@ -99,11 +106,11 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
 
 
 def describe_fusions(options: ComputeOptions) -> str:
-    """What the layers compute in fewer operations, and whose these are."""
-    whose = "Transformer Engine" if options.layers == "transformer_engine" else "PyTorch"
+    """Describe the fused kernels and their library."""
+    library = "Transformer Engine" if options.layers == "transformer_engine" else "PyTorch"
     return (
-        f"fused: weight gradients added to float32 buffers in the products ({whose}; head and experts: PyTorch), "
-        f"rotary embedding ({whose}), SwiGLU and the vision tower's rotary embedding "
+        f"fused: weight gradients added to float32 buffers in the products ({library}; head and experts: PyTorch), "
+        f"rotary embedding ({library}), SwiGLU and the vision tower's rotary embedding "
         f"({'compiled' if options.compile_pointwise else 'PyTorch'})"
     )
 
@@ -123,7 +130,7 @@ def _value_head(critic: CriticConfig | None) -> ValueHeadKind:
 
 def choose_layers(platform: Platform) -> LayerImplementation:
     """The layers of trainer.layers=auto, equal on all ranks. Collective."""
-    problem = _of_any_rank(_transformer_engine_problem(platform))
+    problem = _first_problem(_transformer_engine_problem(platform))
     layers: LayerImplementation = "local" if problem else "transformer_engine"
     if torch.distributed.get_rank() == 0:
         log.info("trainer.layers=auto takes %s layers%s", layers, problem and f"; {problem}")
@@ -137,14 +144,14 @@ def choose_compilation(platform: Platform, dtype: torch.dtype) -> bool:
     """
     if platform.name != "cuda":
         return False
-    problem = _of_any_rank(compilation_problem((swiglu.example, vision_attention.example), platform.device, dtype))
+    problem = _first_problem(compilation_problem((swiglu.example, vision_attention.example), platform.device, dtype))
     if problem and torch.distributed.get_rank() == 0:
         log.warning("SwiGLU and the vision tower's rotary embedding are not compiled: %s", problem)
     return not problem
 
 
-def _of_any_rank(problem: str) -> str:
-    """The problem of the first rank that has one, with its rank; empty if none has. Collective."""
+def _first_problem(problem: str) -> str:
+    """First problem over all ranks, with its rank; empty without one. Collective."""
     problems = enumerate(all_gather_object(problem))
     return next((f"rank {rank}: {found}" for rank, found in problems if found), "")
 

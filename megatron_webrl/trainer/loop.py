@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track.metrics import UpdateSeconds, rollout_seconds
-from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
+from megatron_webrl.trainer.coordinator import Coordinator
+from megatron_webrl.trainer.credit.step_critic import assign_credit
 from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.data.flops import FORWARD_ONLY_SHARE
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
@@ -22,12 +19,9 @@ from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch, measure_logprob_mismatch
-from megatron_webrl.trainer.metrics.system_metrics import known_peak_tflops, memory_metrics, performance_metrics
 from megatron_webrl.trainer.metrics.token_metrics import PER_STEP_METRICS, combine
 from megatron_webrl.trainer.multi_node.exchange import CollectInterrupt
-from megatron_webrl.trainer.parallel import all_reduce_max
-from megatron_webrl.trainer.profile import profiled
-from megatron_webrl.trainer.step_values import assign_credit
+from megatron_webrl.trainer.telemetry import Telemetry
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.types import Group
 
@@ -48,51 +42,42 @@ class TrainingContext:
 
 def train(context: TrainingContext) -> None:
     """Make `trainer.updates` updates, or fewer if an early end is requested; then write a checkpoint."""
-    config, coordinator, weight_syncer = context.config, context.coordinator, context.weight_syncer
-    timeline = context.learner.timeline
-    one_step_off = config.rollout.mode == "one_step_off"
-    weight_syncer.sync(context.version)
-    context.evaluation_scheduler.run_before_training(context.version, weight_syncer)
+    config, learner, packer = context.config, context.learner, context.sequence_packer
+    coordinator, syncer, evaluations = context.coordinator, context.weight_syncer, context.evaluation_scheduler
+    one_step_off, sync_seconds = config.rollout.mode == "one_step_off", 0.0
+    syncer.sync(context.version)
+    evaluations.run_before_training(context.version, syncer)
     coordinator.open_job(context.version)
-    started = time.monotonic()
+    telemetry = Telemetry(config, learner.timeline, packer, syncer)
     while context.version < config.trainer.updates:
-        groups, wait_seconds = _collect(context)
+        with telemetry.waiting(context.version + 1):
+            groups = _collect(context)
         if groups is None:
             break
         old = context.replay.sample(context.version)
         new = batching.clear_versions_before_restart(groups, coordinator.resume_point.restart_epoch)
         new = batching.shuffled_rewards(new, config, context.version)
-        sync_seconds = _sync_before_training(context) if one_step_off else 0.0
-        with (
-            profiled(config, torch.distributed.get_rank(), context.version + 1, timeline),
-            timeline.span("train", version=context.version + 1) as training,
-        ):
-            batch = [*new, *old]
-            metrics, mismatch = train_batch(context.learner, context.sequence_packer, config, batch, context.version)
+        if one_step_off:
+            sync_seconds = _sync_before_training(context)
+        with telemetry.training(context.version + 1):
+            metrics, mismatch = train_batch(learner, packer, config, [*new, *old], context.version)
             context.replay.add(new, context.version)
-        image_wait_seconds = _longest_image_wait(context.sequence_packer)
         context.version += 1
         if not one_step_off:
-            sync_seconds = weight_syncer.sync(context.version)
+            sync_seconds = syncer.sync(context.version)
         metrics |= {"replayed": len(old)}
-        rollout = rollout_seconds([t for group in groups for t in group.trajectories])
-        seconds = UpdateSeconds(rollout, training.seconds, sync_seconds, wait_seconds, image_wait_seconds)
-        system = weight_syncer.last_transfer_metrics() | memory_metrics(context.sequence_packer.device)
-        system |= _speed(context, metrics, training.seconds)
-        finished = time.monotonic()
-        timeline.record("update", started, finished, **_facts(context.version, groups))
-        started = finished
-        with timeline.span("log and account"):
-            coordinator.log_update(UpdateResult(context.version, groups, metrics, mismatch, seconds, system))
+        result = telemetry.finish_update(context.version, groups, metrics, mismatch, sync_seconds)
+        with telemetry.span("log and account"):
+            coordinator.log_update(result)
             coordinator.close_update(groups, context.version)
-        with timeline.span("checkpoint"):
-            coordinator.checkpoint_if_due(context.learner, context.version)
+        with telemetry.span("checkpoint"):
+            coordinator.checkpoint_if_due(learner, context.version)
         if not one_step_off:
-            context.evaluation_scheduler.poll_during_training(context.version)
-    with timeline.span("checkpoint"):
-        coordinator.final_checkpoint(context.learner, context.version)
-    context.evaluation_scheduler.run_after_training(context.version, weight_syncer)
-    complete = context.version >= config.trainer.updates and not context.evaluation_scheduler.cut_short
+            evaluations.poll_during_training(context.version)
+    with telemetry.span("checkpoint"):
+        coordinator.final_checkpoint(learner, context.version)
+    evaluations.run_after_training(context.version, syncer)
+    complete = context.version >= config.trainer.updates and not evaluations.cut_short
     coordinator.end_job(context.version, complete)
 
 
@@ -144,40 +129,22 @@ def train_batch(
     return totals, measure_logprob_mismatch([each for part in compared for each in part], logprobs, version)
 
 
-def _collect(context: TrainingContext) -> tuple[list[Group] | None, float]:
-    """Groups of the next update (None: an early end is requested) and seconds waited. New engines get the weights."""
-    with context.learner.timeline.span("wait for groups", version=context.version + 1) as waiting:
-        while True:
-            syncer = context.weight_syncer
-            groups = context.coordinator.collect(context.version, syncer.has_new_engines, syncer.has_engines)
-            if groups is not CollectInterrupt.NEW_ENGINES:
-                break
-            syncer.sync(context.version, new_engines_only=True)
-    return None if isinstance(groups, CollectInterrupt) else groups, waiting.seconds
-
-
-def _speed(context: TrainingContext, metrics: Metrics, seconds: float) -> Metrics:
-    peak = known_peak_tflops(context.sequence_packer.device, context.config.model.dtype)
-    ranks = torch.distributed.get_world_size()
-    return performance_metrics(metrics["tokens"], metrics["operations"], seconds, ranks, peak)
-
-
-def _facts(version: int, groups: Sequence[Group]) -> dict[str, Any]:
-    """What the timeline says of an update."""
-    return {"version": version, "tickets": [(group.trajectories[0].restart_epoch, group.ticket) for group in groups]}
+def _collect(context: TrainingContext) -> list[Group] | None:
+    """Groups of the next update; None: an early end is requested. New engines get the weights meanwhile."""
+    syncer = context.weight_syncer
+    while True:
+        groups = context.coordinator.collect(context.version, syncer.has_new_engines, syncer.has_engines)
+        if groups is not CollectInterrupt.NEW_ENGINES:
+            return None if isinstance(groups, CollectInterrupt) else groups
+        syncer.sync(context.version, new_engines_only=True)
 
 
 def _sync_before_training(context: TrainingContext) -> float:
     """Mode one_step_off: send the weights while no group is in flight, then open the next batch; returns seconds."""
-    version, weight_syncer, seconds = context.version, context.weight_syncer, 0.0
-    if weight_syncer.version != version:
-        seconds = weight_syncer.sync(version)
+    version, syncer, seconds = context.version, context.weight_syncer, 0.0
+    if syncer.version != version:
+        seconds = syncer.sync(version)
         context.evaluation_scheduler.poll_during_training(version)
     if version + 1 < context.config.trainer.updates:
         context.coordinator.open_next_batch(version)
     return seconds
-
-
-def _longest_image_wait(packer: SequencePacker) -> float:
-    """Seconds that the rank that waited longest for images spent on it in this update. Collective."""
-    return all_reduce_max(packer.wait_timer.pop_seconds(), packer.device)

@@ -66,8 +66,10 @@ def _run(
     if is_first:
         restore_histories(config.run_folder, state)
     nodes = NodeTopology.all_gather(node_ring.node, config.cluster.nodes)
-    learner = make_learner(config, platform, with_weights=parallel.broadcast_object(needs_initial_weights(config)))
-    learner = replace(learner, report_progress=control.report_progress, timeline=timeline)
+    with_weights = parallel.broadcast_object(needs_initial_weights(config))
+    learner = make_learner(
+        config, platform, with_weights=with_weights, timeline=timeline, report_progress=control.report_progress
+    )
     packer = make_sequence_packer(config, platform, timeline)
     if not config.run.resume and config.trainer.warm_start.demonstrations:
         learner = warm_start(learner, packer, config, control)
