@@ -1,9 +1,9 @@
-"""Cost of preprocessing screenshots for training, and the part of it that image workers hide.
+"""Cost of preprocessing screenshots for training, and the part of it that image threads hide.
 
-1. CPU milliseconds of one thread per image: transformers' image processor, compared with the part of an image worker
-   (decode, resize, cut into patches) and the part of the learner (normalise the patches).
-2. Packed sequences of screenshots through a small real model, forward and backward: with preprocessing in the process,
-   with one and two image workers, and with images that are preprocessed before.
+1. CPU milliseconds of one thread per image: transformers' image processor, compared with the part of an image thread
+   (decode, resize, patchify) and the part of the learner (normalise the patches).
+2. Packed sequences of screenshots through a small real model, forward and backward: with preprocessing by the
+   main thread, by one and two image threads, and with images that are preprocessed before.
 
     python -m tools.bench.pixels [--quick] [--json FILE]
 """
@@ -56,7 +56,7 @@ class ImageCost:
 
     @property
     def ratio(self) -> float:
-        """Worker and learner / transformers."""
+        """Thread and learner / transformers."""
         return (self.patches + self.normalise) / self.transformers
 
 
@@ -135,7 +135,7 @@ class PreprocessingBench:
         torch.distributed.destroy_process_group()
 
     def run(self, width: int, height: int, images: int) -> list[PreprocessingResult]:
-        """Measure sequences of `images` screenshots: images prepared before, then each number of image workers."""
+        """Measure sequences of `images` screenshots: images prepared before, then each number of image threads."""
         samples = [self._sample(row, [draw_screenshot(row * 100 + i, width, height, "PNG") for i in range(images)])
                    for row in range(self.rows)]  # fmt: skip
         name, found = f"{width}x{height} PNG, {images} per sequence", []
@@ -145,13 +145,13 @@ class PreprocessingBench:
         found.append(PreprocessingResult(name, "prepared", time.perf_counter() - begun, 0.0, images * self.rows))
         for workers in WORKERS:
             builder = self._builder(workers, samples)
-            if builder.prefetcher is not None:  # a worker has started once it has returned an image
+            if builder.prefetcher is not None:  # the first image of a thread takes longer
                 self._compute(builder.build(samples[:workers], "token_mean", 1))
                 builder.wait_timer.pop_seconds()
             begun = time.perf_counter()
             self._compute(builder.build(samples, "token_mean", 1))
             seconds = time.perf_counter() - begun
-            way = f"{workers} worker{'s' * (workers > 1)}" if workers else "in the process"
+            way = f"{workers} thread{'s' * (workers > 1)}" if workers else "in the process"
             found.append(PreprocessingResult(name, way, seconds, builder.wait_timer.pop_seconds(), images * self.rows))
             builder.close()
         return found
@@ -196,7 +196,7 @@ class PreprocessingBench:
 
 def show_image_costs(found: Sequence[ImageCost]) -> None:
     """Print the first table."""
-    print("| image | KiB | transformers, ms | worker, ms | learner, ms | ours / transformers |")
+    print("| image | KiB | transformers, ms | thread, ms | learner, ms | ours / transformers |")
     print("|---|" + "---:|" * 5)
     for p in found:
         print(

@@ -1,4 +1,4 @@
-"""Statistics of a group and the advantages that they give. Pure functions.
+"""Statistics of a group and the advantages that they give; anchor states; the overlong filter. Pure functions.
 
 The return of an episode is an array [steps], or [1] where all of its steps have the same. In every statistic each
 episode counts once, and its steps alike: long episodes do not weigh more than short ones.
@@ -6,14 +6,18 @@ episode counts once, and its steps alike: long episodes do not weigh more than s
 
 from __future__ import annotations
 
+import hashlib
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_webrl.judge.outcome import STEPS_EXHAUSTED
 from megatron_webrl.trainer.credit.rewards import RewardFunction, outcome_reward
-from megatron_webrl.types import Group
+from megatron_webrl.types import Group, Step, Trajectory
 
 EPSILON = 1e-6
+State = tuple[str, bytes]  # URL, digest of the screenshot
 
 
 def discounted_returns(reward: float, steps: int, discount: float) -> np.ndarray:
@@ -71,3 +75,53 @@ def common_outcome(group: Group) -> str | None:
     if len(outcomes) != 1:
         return None
     return "all_succeeded" if outcomes == {"success"} else "all_failed"
+
+
+def anchor_advantages(trajectories: Sequence[Trajectory], discount: float, divide: bool) -> list[np.ndarray]:
+    """A^S of each step among the steps of the group at its state, float64 [steps] of each trajectory.
+
+    A^S_t = (G_t - mean of G) / (population standard deviation of G + epsilon)        over all steps at the state of t
+    G_t   = discount^(steps - 1 - t) * outcome                                        (arXiv 2505.10978, section 4)
+
+    Several visits of one trajectory count as several steps. 0 at a state that only one step saw. Without `divide` the
+    divisor is 1, the paper's second choice.
+    """
+    returns = [
+        np.broadcast_to(discounted_returns(t.reward, len(t.steps), discount), len(t.steps)) for t in trajectories
+    ]
+    advantages = [np.zeros(len(t.steps)) for t in trajectories]
+    for members in steps_by_state(trajectories).values():
+        values = np.array([returns[i][t] for i, t in members])
+        values = (values - values.mean()) / (values.std() + EPSILON if divide else 1.0)
+        for (i, t), value in zip(members, values, strict=True):
+            advantages[i][t] = value
+    return advantages
+
+
+def steps_by_state(trajectories: Sequence[Trajectory]) -> dict[State, list[tuple[int, int]]]:
+    """Steps, as (place of the trajectory, number of the step), by the state that they acted on.
+
+    A state is the URL with the screenshot, byte for byte. Steps without a screenshot are left out.
+    """
+    found: defaultdict[State, list[tuple[int, int]]] = defaultdict(list)
+    for i, trajectory in enumerate(trajectories):
+        digests = [hashlib.blake2b(image, digest_size=16).digest() for image in trajectory.images]
+        for t, step in enumerate(trajectory.steps):
+            if len(step.images):
+                found[_state(step, digests)].append((i, t))
+    return dict(found)
+
+
+def _state(step: Step, digests: Sequence[bytes]) -> State:
+    return step.url, digests[int(step.images[-1])]  # the latest image of a prompt is that of the current page
+
+
+def is_overlong(trajectory: Trajectory) -> bool:
+    """Whether a failure ended by the step limit, or has a response cut at rollout.max_new_tokens.
+
+    DAPO masks the loss of such samples, since their reward says little of what they did (arXiv 2503.14476, section
+    3.4). A success is never overlong: no limit kept it from its reward.
+    """
+    if trajectory.outcome != "failure":
+        return False
+    return trajectory.end_reason == STEPS_EXHAUSTED or any(step.finish_reason == "length" for step in trajectory.steps)

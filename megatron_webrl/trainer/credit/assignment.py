@@ -10,14 +10,14 @@ from megatron_webrl.config.advantage import AnchoredConfig, GdpoConfig, GroupAdv
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.advantages import (
     EPSILON,
+    anchor_advantages,
     common_outcome,
     deviation,
     discounted_returns,
+    is_overlong,
     normalize,
     subtract_baseline,
 )
-from megatron_webrl.trainer.credit.anchor_states import anchor_advantages
-from megatron_webrl.trainer.credit.overlong import is_overlong
 from megatron_webrl.trainer.credit.rewards import Penalty, configured_penalties, step_penalties, trajectory_penalty
 from megatron_webrl.types import Group, Trajectory
 

@@ -1,18 +1,29 @@
-"""Credit from a step critic: advantages and value targets from the predicted return of each step. Pure functions."""
+"""Credit from a step critic: advantages and value targets from the predicted return of each step.
+
+Pure functions, but for `assign_credit`, which gathers the values of all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.model.host_copy import copy_to_device
+from megatron_webrl.model.process_groups import is_last_stage
 from megatron_webrl.trainer.credit.advantages import EPSILON, deviation
 from megatron_webrl.trainer.credit.rewards import configured_penalties, step_penalties, trajectory_penalty
+from megatron_webrl.trainer.data.batching import StepId
+from megatron_webrl.trainer.data.sequence_packer import Microbatch
+from megatron_webrl.trainer.parallel import broadcast_from_last_stage
 from megatron_webrl.types import Group
 
-StepId = tuple[int, int, int]  # ticket, index of the trajectory, number of the step
+Minibatches = list[list[Microbatch]]
 
 
 @dataclass(frozen=True)
@@ -82,3 +93,48 @@ def _metrics(predicted: np.ndarray, returns: np.ndarray) -> dict[str, float]:
     if len(returns) and (variance := float(returns.var())) > EPSILON**2:
         metrics["explained_variance"] = 1.0 - float((returns - predicted).var()) / variance
     return metrics
+
+
+def assign_credit(
+    minibatches: Minibatches, values: Sequence[Sequence[Tensor]], groups: Sequence[Group], config: Config
+) -> tuple[Minibatches, dict[str, float]]:
+    """Micro-batches with the advantages and value targets of `critic_credit`, and its metrics. Collective.
+
+    `values`: of the policy at the start of the update, float32 [values] per micro-batch, on the last pipeline stage.
+    """
+    microbatches = [each for part in minibatches for each in part]
+    found = gather_values(microbatches, [each for part in values for each in part])
+    credit = critic_credit(groups, found, config)
+    return [[_with_credit(each, credit) for each in part] for part in minibatches], credit.metrics
+
+
+def gather_values(microbatches: Sequence[Microbatch], values: Sequence[Tensor]) -> dict[StepId, float]:
+    """The value of each step of all replicas, on every rank. Padding micro-batches count nothing. Collective."""
+    found: dict[StepId, float] = {}
+    if is_last_stage():
+        columns = [
+            (batch.step_index[batch.inputs.value_rows], of_batch, batch.value_weight)
+            for batch, of_batch in zip(microbatches, values, strict=True)
+        ]
+        # One read for all micro-batches: the host waits for the device. float64 holds indices and float32 exactly.
+        rows = torch.cat([torch.stack([column.double() for column in each], dim=1) for each in columns]).cpu()
+        local: dict[StepId, float] = {}
+        for batch, part in zip(microbatches, rows.split([len(of_batch) for of_batch in values]), strict=True):
+            local |= {batch.step_ids[int(place)]: value for place, value, weight in part.tolist() if weight}
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        parts: list[dict[StepId, float]] = [{} for _ in range(group.size())]
+        torch.distributed.all_gather_object(parts, local, group=group)
+        found = {step: value for part in parts for step, value in part.items()}
+    return broadcast_from_last_stage(found)
+
+
+def _with_credit(batch: Microbatch, credit: StepCredit) -> Microbatch:
+    def of_steps(numbers: dict[StepId, float]) -> Tensor:
+        found = torch.tensor([numbers[step] for step in batch.step_ids], dtype=torch.float32)
+        return copy_to_device(found, batch.step_index.device)
+
+    return replace(
+        batch,
+        advantage=of_steps(credit.advantages)[batch.step_index],
+        value_targets=of_steps(credit.targets)[batch.step_index[batch.inputs.value_rows]],
+    )

@@ -11,10 +11,9 @@ import numpy as np
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.advantages import group_advantages
 from megatron_webrl.trainer.credit.assignment import step_advantages
-from megatron_webrl.trainer.credit.step_critic import StepId
-from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
 from megatron_webrl.types import Group, Trajectory
 
+StepId = tuple[int, int, int]  # ticket, index of the trajectory, number of the step
 NO_VERSION = -1  # of tokens whose behaviour log-probabilities no current version can reproduce: not compared
 
 
@@ -168,6 +167,38 @@ def clear_versions_before_restart(groups: Sequence[Group], restart_epoch: int) -
         return replace(trajectory, steps=tuple(steps))
 
     return [replace(group, trajectories=tuple(map(cleared, group.trajectories))) for group in groups]
+
+
+@dataclass(frozen=True)
+class MinibatchTotals:
+    """Totals of one minibatch over all data-parallel ranks, by which normalizers divide."""
+
+    trajectories: int
+    tokens: int
+
+
+def token_weight(normalizer: str, totals: MinibatchTotals, steps: int, constant_steps: int) -> float:
+    """Weight of each token of a trajectory with |tau| = `steps`, one of N in the minibatch; k = `constant_steps`.
+
+    per_trajectory              1 / (N |tau|)       multi-step GRPO
+    constant                    1 / (N k)           AsyncWebRL (arXiv 2606.05597): failures, being longer, are not
+                                                    under-weighted
+    token_mean                  1 / tokens          mean over all tokens of the minibatch
+    async_webrl_constant        1 / (k tokens)      AsyncWebRL's released code: advantages A / k, then token_mean
+    async_webrl_per_trajectory  1 / (|tau| tokens)  the same code with A / |tau|
+
+    Raises ValueError for another name.
+    """
+    weights = {
+        "constant": 1.0 / (totals.trajectories * constant_steps),
+        "per_trajectory": 1.0 / (totals.trajectories * steps),
+        "token_mean": 1.0 / totals.tokens,
+        "async_webrl_constant": 1.0 / (constant_steps * totals.tokens),
+        "async_webrl_per_trajectory": 1.0 / (steps * totals.tokens),
+    }
+    if normalizer not in weights:
+        raise ValueError(f"normalizer {normalizer!r} is not one of {', '.join(weights)}")
+    return weights[normalizer]
 
 
 def minibatch_totals(samples: Sequence[TrainingSample]) -> MinibatchTotals:

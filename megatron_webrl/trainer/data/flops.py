@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
-from megatron_webrl.trainer.data.prefix_merging import MergedSequence, unique_images
+from megatron_webrl.trainer.data.prefix_merging import MergedSequence, Segment, unique_images
 
 FORWARD_ONLY_SHARE = 1 / 3  # a backward pass costs two forward passes; frozen parameters need none
-
-
-class TokenRange(Protocol):
-    """Tokens `start` to `stop` of a sequence."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ class FlopsEstimator:
         """Operations of sequences packed together: an image that several of them share is encoded once."""
         return sum(map(self.text_flops, sequences)) + self._images_flops(sequences)
 
-    def tree_flops(self, sequences: Sequence[MergedSequence], segments: Iterable[TokenRange]) -> float:
+    def tree_flops(self, sequences: Sequence[MergedSequence], segments: Iterable[Segment]) -> float:
         """Operations of packed sequences whose `segments` (`PrefixTree`) are computed, and images encoded, once."""
         text = sum(self.segment_flops(each.start, each.stop) for each in segments)
         return text + sum(map(self.scoring_flops, sequences)) + self._images_flops(sequences)

@@ -1,9 +1,10 @@
-"""The loss that a configuration names, with its penalty and bonus. Pure functions."""
+"""The loss that a configuration names, with its penalty, bonus and teacher. Pure functions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.distributed import ProcessGroup
 from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig, OffPolicyLossConfig
-from megatron_webrl.trainer.loss.distillation import with_teacher
 from megatron_webrl.trainer.loss.off_policy import off_policy_correction
 from megatron_webrl.trainer.loss.surrogates import SURROGATES, PolicyRatio
 from megatron_webrl.trainer.loss.token_data import Objective, TokenData, clamp_log_ratio, k3, mean_per_step
@@ -152,6 +152,42 @@ def value_loss(data: TokenData) -> Tensor:
     if data.values is None:
         raise ValueError("trainer.advantage.name=critic needs the values of the steps; TokenData.values is None")
     return (data.values.weight * (data.values.predicted - data.values.targets) ** 2).sum()
+
+
+def with_teacher(base: Objective, settings: DistillationConfig, decoupled: bool) -> Objective:
+    """`base` with the advantage A + coefficient * `teacher_advantage` of each token; A: that of the rewards.
+
+    With r = 1 and without a clip the gradient is that of coefficient * sum weight * KL(theta || teacher), the reverse
+    KL of the next token at each context of the policy's own responses (GKD, arXiv 2306.13649; MiniLLM, arXiv
+    2306.08543; Lu, On-Policy Distillation, Thinking Machines, 2025). Later tokens are not credited to earlier ones.
+
+    Metrics, of tokens of weight above 0: moments of teacher_kl, log behave - log teacher over the tokens with a
+    teacher; teacher_missing, tokens without one; teacher_clipped, tokens whose advantage is beyond the clip.
+    """
+
+    def distilled(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
+        scores = data.teacher_logprobs
+        teacher = torch.full_like(data.advantage, torch.nan) if scores is None else scores
+        old = data.proximal_logprobs if decoupled else data.behaviour_logprobs
+        advantage = data.advantage + settings.coefficient * teacher_advantage(teacher, old, settings.clip)
+        value, sums = base(current, replace(data, advantage=advantage))
+        counted, missing = data.weight > 0, torch.isnan(teacher)
+        return value, sums | {
+            "teacher_missing": (counted & missing).to(current.dtype).sum(),
+            "teacher_clipped": (counted & ((teacher - old).abs() > settings.clip)).to(current.dtype).sum(),
+            **moments("teacher_kl", data.behaviour_logprobs - teacher, counted & ~missing),
+        }
+
+    return distilled
+
+
+def teacher_advantage(teacher: Tensor, old: Tensor, clip: float) -> Tensor:
+    """clamp(log teacher - log old, -clip, clip), [tokens]; 0 where `teacher` is NaN: it has not scored the token.
+
+    `old`: the policy that the surrogate compares theta with, prox if decoupled, else behave. NaN in it stays NaN.
+    """
+    advantage = (teacher - old).clamp(-clip, clip)
+    return torch.where(torch.isnan(teacher), torch.zeros_like(advantage), advantage)
 
 
 OBJECTIVES: dict[str, Callable[[Any, ProcessGroup | None, int | None], Objective]] = {

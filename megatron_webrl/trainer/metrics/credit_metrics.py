@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from megatron_webrl.config.advantage import AdvantageConfig, AnchoredConfig
 from megatron_webrl.track.metrics import mean
-from megatron_webrl.trainer.credit.anchor_states import steps_by_state
-from megatron_webrl.trainer.credit.overlong import is_overlong
+from megatron_webrl.trainer.credit.advantages import is_overlong, steps_by_state
 from megatron_webrl.types import Group
 
 

@@ -26,7 +26,7 @@ HOST_SYNCS = {
     **{f"dense {name}": METRICS for name in ("gspo", "cispo", "sapo", "dppo", "raft_plus_plus", "teacher", "critic")},
     "dense critic score": {},
     # Once an update, before its first step, for all micro-batches.
-    "dense critic credit": {"megatron_webrl/trainer/step_values.py:gather_values device to host": 1},
+    "dense critic credit": {"megatron_webrl/trainer/credit/step_critic.py:gather_values device to host": 1},
 }
 
 

@@ -193,7 +193,7 @@ def _score_steps(learner: Any, microbatches: list[Any]) -> None:
 
 def _read_values(learner: Any, microbatches: list[Any]) -> None:
     """What an update needs on the host once, before its first step: of two micro-batches and one of padding."""
-    from megatron_webrl.trainer.step_values import gather_values
+    from megatron_webrl.trainer.credit.step_critic import gather_values
 
     [first] = microbatches
     second = replace(first, step_ids=tuple((1, episode, step) for _, episode, step in first.step_ids))

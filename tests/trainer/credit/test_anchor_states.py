@@ -9,7 +9,7 @@ import pytest
 
 from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.trainer.credit.anchor_states import anchor_advantages, steps_by_state
+from megatron_webrl.trainer.credit.advantages import anchor_advantages, steps_by_state
 from megatron_webrl.trainer.credit.assignment import step_advantages
 from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
 from megatron_webrl.trainer.multi_node.screenshots import strip_images

@@ -20,7 +20,7 @@ import torch
 
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.trainer.credit.advantages import normalize
-from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
+from megatron_webrl.trainer.data.batching import MinibatchTotals, token_weight
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.loss.token_data import TokenData
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.trainer.loss.normalizers import MinibatchTotals, token_weight
+from megatron_webrl.trainer.data.batching import MinibatchTotals, token_weight
 
 
 def test_normalizers_weigh_trajectories_by_their_equations() -> None:
