@@ -34,7 +34,7 @@ from megatron_webrl.track.run_lock import Launch, LaunchLost
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.fallback import save_in_fallback
-from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.credit.rewards import configured_penalties, reward_function
 from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.data.group_source import GroupSource

@@ -26,7 +26,7 @@ from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.track.episodes import EpisodeStore
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.types import TaskReference
 from tests.job_control import connect

@@ -15,7 +15,7 @@ from megatron_webrl.ring.ring import Ring
 from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
-from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.coordinator import Coordinator
 from megatron_webrl.trainer.multi_node.exchange import SingleNodeExchange
 from tests.job_control import connect, control_service

@@ -106,7 +106,7 @@ class ExchangeBench:
     def run_update(self, homes: tuple[int, int] | None) -> dict[str, float]:
         """One update in one layout: seconds of each part, and bytes."""
         from megatron_webrl.trainer.accounting import Accounting
-        from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+        from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
         from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, SingleNodeExchange
         from megatron_webrl.trainer.multi_node.screenshots import ImageCache, ImageShard

@@ -13,7 +13,7 @@ from megatron_webrl.ring.damaged_records import FOLDER as DAMAGED_FOLDER
 from megatron_webrl.ring.damaged_records import read_trajectory
 from megatron_webrl.track.episodes import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.credit.advantages import common_outcome
 from megatron_webrl.trainer.credit.rewards import reward_function
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, mask_name

@@ -18,8 +18,7 @@ from megatron_webrl.track import episodes
 from megatron_webrl.track.episodes import EpisodeLog, trajectory_identity
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
-from megatron_webrl.trainer.checkpoint.recovery import complete_groups, split_tickets
-from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+from megatron_webrl.trainer.checkpoint.recovery import ResumePoint, complete_groups, split_tickets
 from megatron_webrl.trainer.data.batching import NO_VERSION, clear_versions_before_restart
 from megatron_webrl.types import Group, TaskReference
 from tests.job_control import connect, control_service, tickets

@@ -17,7 +17,7 @@ from megatron_webrl.ring.ring import Ring
 from megatron_webrl.track import episodes
 from megatron_webrl.track.episodes import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource, GroupTimeout
 from megatron_webrl.trainer.metrics.group_statistics import GROUP_KINDS
 from tests.ring.support import damage

@@ -97,7 +97,7 @@ def _update_of_one(config: Config, platform: Any) -> dict[str, Any]:
 
 def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout) -> dict[str, Any]:
     from megatron_webrl.trainer.accounting import Accounting
-    from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+    from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
     from megatron_webrl.trainer.data.group_source import GroupSource
     from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
@@ -201,7 +201,7 @@ class Member:
     ) -> None:
         gloo.join(rank, ranks, folder)
         from megatron_webrl.trainer.accounting import Accounting
-        from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+        from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
         from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange
         from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMessenger

@@ -112,7 +112,7 @@ class HostBench:
 class _Update:
     def __init__(self, bench: HostBench, ring: Ring, groups: int) -> None:
         from megatron_webrl.trainer.accounting import Accounting
-        from megatron_webrl.trainer.checkpoint.resume_point import ResumePoint
+        from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
         from megatron_webrl.trainer.multi_node.exchange import SingleNodeExchange
 
