@@ -99,9 +99,10 @@ def _run(
         if tracker is not None:
             tracker.close_failed()
         raise
+    finally:
+        packer.close()  # otherwise the process would end after all images that wait for a thread
     control.close()
     exchange.close()
-    packer.close()
     parallel.shutdown()
 
 
