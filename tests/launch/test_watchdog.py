@@ -205,7 +205,7 @@ def test_a_suspended_job_has_no_hang_when_it_continues(tmp_path: Path) -> None:
         until(address.is_file, "the control service")
         worker = connect(address, "rollout-0")
         detector = HangDetector(config, place_processes(config), connect(address, "detector"))
-        worker._connection.exchange(lambda: {"roles": {"rollout-0": (0.0, {"progress": "1:1"})}}, 0.0)
+        worker._connection.sync(make_fields=lambda: {"roles": {"rollout-0": (0.0, {"progress": "1:1"})}})
         service.send_signal(signal.SIGSTOP)  # and with it the whole job: nobody beats or looks
         time.sleep(6 * watchdog.POLL_SECONDS)
         first = pool.submit(detector.poll)  # a request that the service finds when it continues
