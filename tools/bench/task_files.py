@@ -4,7 +4,7 @@ Rows are generated in WebGym's format, on a third as many websites as there are 
 of its own. Seconds are from the call to the first task, without imports; of later starts the median of STARTS. Memory
 is what a process has gained once it has read READS tasks: private memory (USS), and memory with its share of what
 processes have in common (PSS); of several processes at once it is the sum. With tasks tried, each process has also
-read the sampler log of a run, as workers do: that many pass rates in its base, and FOLD_ENTRIES more above it. The
+what a sampler has learned of that many tasks. The
 peers hold all rows: a list of json.loads of every line, and Dataset.from_json of `datasets`, which keeps an Arrow copy
 of the file for later starts.
 """
@@ -40,7 +40,7 @@ from tools.arguments import make_bench_parser, write_json
 ROWS, QUICK_ROWS = 300_000, 3_000
 PROCESSES = 8  # workers of a node
 STARTS = 3
-TRIED = (10_000, 100_000)  # tasks of a sampler log; fewer if the file has fewer rows
+TRIED = (10_000, 100_000)  # tasks that a sampler has tried; fewer if the file has fewer rows
 DRAWS = 3_000
 READS = 100  # tasks that a process reads before its memory is measured
 SAMPLERS = ("uniform", "ratio", "curriculum", "near_target")
