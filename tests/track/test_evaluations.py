@@ -22,7 +22,7 @@ from megatron_webrl.track.evaluations import (
     EvaluationResult,
     aggregate_results,
     contrast,
-    mlflow_metrics,
+    evaluation_metrics,
     paired_difference,
     pass_at,
     seeing_gain,
@@ -128,7 +128,7 @@ def test_success_is_stated_of_all_episodes_of_those_whose_website_was_reached_an
     line = aggregate_results(replace(REQUEST, tasks=6), results, seconds=1.0)  # one is missing
     rates = {"success_of_all": 1 / 6, "success_of_reached": 1 / 5, "success_of_judged": 1 / 2}
     assert {name: line[name] for name in rates} == rates
-    assert {name: mlflow_metrics(line)[f"evaluation/{name}"] for name in rates} == rates
+    assert {name: evaluation_metrics(line)[f"evaluation/{name}"] for name in rates} == rates
     assert line["evaluators"] == ["rubric"]
     assert tables.format_rates(line) == (
         "before: success 16.7% of all 6 episodes, 20.0% of 5 reached, 50.0% of 2 with a verdict; "
@@ -139,20 +139,20 @@ def test_success_is_stated_of_all_episodes_of_those_whose_website_was_reached_an
 def test_requests_that_no_recording_answered_are_counted_over_all_episodes():
     results = [replace(result(0), not_recorded_requests=2), replace(result(1, "blocked"), not_recorded_requests=3)]
     line = aggregate_results(REQUEST, results, seconds=1.0)
-    assert line["not_recorded_requests"] == mlflow_metrics(line)["evaluation/not_recorded_requests"] == 5
+    assert line["not_recorded_requests"] == evaluation_metrics(line)["evaluation/not_recorded_requests"] == 5
 
 
 def test_an_evaluation_whose_websites_all_block_has_no_rate_of_those_reached():
     line = aggregate_results(replace(REQUEST, tasks=1), [result(0, "blocked")], seconds=1.0)
     assert (line["success_of_all"], line["success_of_reached"]) == (0.0, None)
-    assert "evaluation/success_of_reached" not in mlflow_metrics(line)
+    assert "evaluation/success_of_reached" not in evaluation_metrics(line)
     assert "0.0% of all 1 episodes, - of 0 reached, - of 0 with a verdict; 1 blocked" in tables.format_rates(line)
 
 
 def test_without_verdicts_there_is_no_success_rate():
     line = aggregate_results(REQUEST, [result(0, "engine_error")], seconds=1.0)
     assert (line["success_of_judged"], line["interval"], line["episodes"], line["pass_at"]) == (None, None, 0, {})
-    assert "evaluation/success_of_judged" not in mlflow_metrics(line)
+    assert "evaluation/success_of_judged" not in evaluation_metrics(line)
     assert tables.format_success(line) == "-"
     assert aggregate_results(REQUEST, [], seconds=1.0)["missing"] == 4
 
@@ -176,18 +176,18 @@ def test_success_within_a_number_of_steps_is_a_share_of_episodes_with_a_verdict(
     assert line["success_within"] == {
         "5": 0.4, "8": 0.4, "10": 0.4, "15": 0.6, "20": 0.6, "30": 0.6, "50": 0.6,
     }  # fmt: skip
-    assert mlflow_metrics(line)["evaluation/success_within/15"] == 0.6
+    assert evaluation_metrics(line)["evaluation/success_within/15"] == 0.6
     assert aggregate_results(REQUEST, [], seconds=1.0)["success_within"] == {}
 
 
 def test_mlflow_metrics_of_a_variant_have_a_prefix_of_their_own():
     line = aggregate_results(REQUEST, [result(0), result(1, "failure", environment="focus-text")], seconds=2.0)
-    values = mlflow_metrics(line)
+    values = evaluation_metrics(line)
     assert values["evaluation/success_of_judged"] == 0.5
     assert values["evaluation/success_of_judged/focus-text"] == 0.0
     assert values["evaluation/success_of_judged_low"] == line["interval"][0]
     for variant in ("blank_images", "greedy"):
-        repeated = mlflow_metrics(line | {"variant": variant})
+        repeated = evaluation_metrics(line | {"variant": variant})
         assert repeated == {f"evaluation/{variant}/{name.partition('/')[2]}": value for name, value in values.items()}
 
 

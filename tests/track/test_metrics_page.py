@@ -11,8 +11,13 @@ from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track.evaluations import VARIANTS, EvaluationRequest, EvaluationResult, aggregate_results
-from megatron_webrl.track.evaluations import mlflow_metrics as evaluation_metrics
+from megatron_webrl.track.evaluations import (
+    VARIANTS,
+    EvaluationRequest,
+    EvaluationResult,
+    aggregate_results,
+    evaluation_metrics,
+)
 from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, step_metrics, update_metrics
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.credit.rewards import outcome_reward
