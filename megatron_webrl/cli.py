@@ -28,7 +28,7 @@ from megatron_webrl.monitor.command import add_monitor
 from megatron_webrl.monitor.mlflow_command import add_mlflow
 from megatron_webrl.monitor.status.command import add_status
 from megatron_webrl.monitor.timeline.command import add_timeline
-from megatron_webrl.placement.placement_command import add_placement
+from megatron_webrl.placement.placement_table import add_placement
 from megatron_webrl.tasks.command import add_tasks
 from megatron_webrl.util import stack_dump
 from megatron_webrl.util.text import printable, redact

@@ -12,9 +12,8 @@ import torch
 from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.contexts import policies
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
-from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
+from megatron_webrl.rollout import contexts
+from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSource
 from megatron_webrl.trainer.loss import objective
 from megatron_webrl.trainer.loss.token_data import TokenData
 from megatron_webrl.types import Action, Group
@@ -72,10 +71,10 @@ def test_an_added_loss_has_the_policy_gradient(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_added_context_policy_shows_one_screenshot(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "POLICIES", dict(policies.POLICIES))
+    monkeypatch.setattr(contexts, "POLICIES", dict(contexts.POLICIES))
     example("A context policy")
     processor = Processor.load(tiny_model)
-    context = policies.make_context(processor, ContextConfig(policy="latest"), 100_000)
+    context = contexts.make_context(processor, ContextConfig(policy="latest"), 100_000)
     context.start_episode("Buy a lamp", observation_of(0))
     for shade in (1, 2):
         answer = response_of(processor, "I look around.")

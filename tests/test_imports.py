@@ -33,9 +33,8 @@ LAYERS = (
 ONLY = {
     "vllm": {
         "weights/vllm_experts.py",
-        "weights/vllm_loader.py",
-        "weights/vllm_target.py",
         "weights/vllm_worker.py",
+        "weights/vllm_target.py",
         "weights/vllm_scheduler.py",
         "rollout/engine",
         "checks/model_scores.py",
@@ -185,7 +184,6 @@ def test_no_process_group_is_formed_over_the_control_services_store():
         "checks/model_scores.py": [""],
         "checks/node_network.py": ["store", "store"],  # of the check alone, on node 0
         "trainer/parallel.py": ["_attempt_store(config, rank, control, attempt)"],
-        "weights/link.py": ["own"],  # of the link alone, on its rank 0
-        "weights/link_nccl.py": ["store"],  # the same
+        "weights/link.py": ["store", "own"],  # of the link alone, on its rank 0
     }
     assert stores_of_process_groups("dist.init_process_group('gloo', store=control.store)") == ["control.store"]

@@ -30,9 +30,8 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.outcome import ANSWER, STEPS_EXHAUSTED, outcome
-from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.ring.record_file import RecordFileWriter, count_records, read_record_file
+from megatron_webrl.judge.evaluation import ANSWER, STEPS_EXHAUSTED, outcome
+from megatron_webrl.ring.record import RecordFileWriter, count_records, encode_trajectory, read_record_file
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.offline.websites import OfflineWebsites
 from megatron_webrl.tasks.web import SOURCE_NAME, OpenWeb

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.util import torchvision_shim
 
 
@@ -17,7 +17,7 @@ def make_reduced_config(text: Mapping[str, Any], vision: Mapping[str, Any]) -> A
     torchvision_shim.install()
     from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
-    sections = model_sizes.config_sections("2B")
+    sections = parameter_counts.config_sections("2B")
     kind: Any = Qwen3VLMoeConfig if "num_experts" in text else Qwen3VLConfig
     return kind(
         text_config=sections["text_config"] | dict(text) | {"tie_word_embeddings": False},

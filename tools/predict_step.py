@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tool
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.placement.performance.cards import CARDS
+from megatron_webrl.placement.hardware import CARDS
 from megatron_webrl.placement.performance.prediction import (
     WIDTH,
     make_table,
@@ -35,8 +35,8 @@ from megatron_webrl.placement.performance.prediction import (
     print_prediction,
 )
 from megatron_webrl.placement.performance.search import Layout, SearchResult, search_layouts
-from megatron_webrl.placement.performance.workload import EpisodeLengths
 from megatron_webrl.placement.placement_table import find_model_config
+from megatron_webrl.placement.prediction import EpisodeLengths
 from tools.arguments import bounded_number, write_json
 
 ROOT = Path(__file__).resolve().parents[1]

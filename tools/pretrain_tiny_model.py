@@ -28,9 +28,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_webrl.model.patchifier import Patchifier
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.ring.errors import RecordError
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record_file
+from megatron_webrl.ring.record import decode_trajectory, read_record_file
+from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.types import COORDINATE_RANGE
 from megatron_webrl.util import torchvision_shim
 

@@ -33,7 +33,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/simulate_reshard.py`
 
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.weights.engine_map import EngineSizes
 from tools.arguments import bounded_number, write_json
@@ -98,7 +98,7 @@ DEFAULT_LAYOUTS: dict[str, tuple[tuple[int, str, str], ...]] = {
 
 def simulate(name: str, layout: ReshardLayout, cluster: ClusterSpec, staging_bytes: int) -> dict[str, Any]:
     """All figures of one size as plain values, in bytes and seconds. Raises ValueError for layouts that do not fit."""
-    description, placement = model_sizes.make_hf_config(name), place_ranks(cluster, layout)
+    description, placement = parameter_counts.make_hf_config(name), place_ranks(cluster, layout)
     plan = make_transfer_plan(description, layout, placement, staging_bytes)
     load = plan.bytes_by_sender()
     mean = sum(load.values()) / len(load)
@@ -185,7 +185,7 @@ def make_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     count, speed = bounded_number(int, 1), bounded_number(float, 0, exclusive=True)
     made.add_argument(
-        "--size", action="append", choices=list(model_sizes.MODEL_SIZES), help="may be repeated (default: all)"
+        "--size", action="append", choices=list(parameter_counts.MODEL_SIZES), help="may be repeated (default: all)"
     )
     made.add_argument("--nodes", type=count, default=32, metavar="N", help="(default: 32)")
     made.add_argument("--gpus", type=count, default=8, metavar="N", help="of each node (default: 8)")
@@ -221,7 +221,7 @@ def run(given: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
         given.nodes, given.gpus, nics, given.nvlink * speed, given.nic * speed, given.latency_us / 1_000_000
     )
     results = []
-    for name in given.size or model_sizes.MODEL_SIZES:
+    for name in given.size or parameter_counts.MODEL_SIZES:
         try:
             layout = layout_from_arguments(given, name)
         except ValueError as error:

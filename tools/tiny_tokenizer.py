@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.rollout import prompts
-from megatron_webrl.rollout.actions import describe_action, format_tool_call
+from megatron_webrl.rollout.toolset import describe_action, format_tool_call
 from megatron_webrl.tasks.click_target import COORDINATE_STEP
 from megatron_webrl.types import COORDINATE_RANGE, Action
 

@@ -84,8 +84,7 @@ class Variant:
 
     def load(self) -> tuple[list[Any], Any]:
         """The model in DistributedDataParallel, and its optimizer."""
-        from megatron_webrl.model.build import build_model
-        from megatron_webrl.model.load import load_hf
+        from megatron_webrl.model.build import build_model, load_hf
         from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 
         chunks = build_model(self.folder, dtype=text(self.dtype), platform=self.platform, options=self.options)

@@ -27,10 +27,10 @@ from megatron_webrl.checks.report import CheckResult, at_most, measured
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.compute_options import ComputeOptions, Recompute
-from megatron_webrl.model.model_sizes import make_hf_config
+from megatron_webrl.model.parameter_counts import make_hf_config
 from megatron_webrl.model.vision_language.packed_input import PackedInput
+from megatron_webrl.placement.hardware import find_card
 from megatron_webrl.placement.memory_estimate import GIB, MemoryUse, estimate_memory
-from megatron_webrl.placement.performance.cards import find_card
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.prefix_merging import MIN_SHARED_TOKENS
 

@@ -199,8 +199,7 @@ def score_megatron(job: ScoringJob) -> Iterator[Scores]:
     from megatron.core import parallel_state
 
     from megatron_webrl.model import process_groups, schedule
-    from megatron_webrl.model.build import build_model
-    from megatron_webrl.model.load import load_hf
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 
     process_groups.init_process_groups(request.sizes, request.seed)

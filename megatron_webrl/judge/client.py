@@ -1,4 +1,4 @@
-"""Requests to judge models: concurrency limit, back-off, budget. A key is only ever in the client of its endpoint."""
+"""Requests to an OpenAI-compatible endpoint: retries, limits, budget, cache."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import json
 import logging
 import math
+import os
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from time import time
 from typing import Any
 
@@ -20,12 +22,94 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from megatron_webrl.config.judge import TOKEN_LIMITS, JudgeConfig, JudgeModelConfig
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge.budget import Usage, UsageMeter
-from megatron_webrl.judge.openai_client import is_transient, open_client
 from megatron_webrl.judge.replies import UnusableReply
-from megatron_webrl.util import network
-from megatron_webrl.util.text import redact, shorten
+from megatron_webrl.util import atomic_file, network
+from megatron_webrl.util.text import declare_secret, redact, shorten
+
+_TRANSIENT_STATUS = frozenset({408, 409, 425, 429})  # and all of 500 and above
+_QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DEBUG they name URLs, headers and bodies
+
+
+def open_client(url: str, key_variable: str, settings: str, timeout_seconds: float) -> openai.AsyncOpenAI:
+    """A client without retries, whose key is declared a secret.
+
+    `settings`: the section of `url` and `key_variable`, for errors, such as judge.*. Raises ConfigError for a missing
+    key, and for a key or an address that cannot be used.
+    """
+    for name in _QUIET_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.setLevel(max(logger.level, logging.WARNING))
+    key = os.environ.get(key_variable, "").strip() if key_variable else ""
+    if key_variable and not key:
+        # A name that is not in capitals may be a key that was put there by mistake.
+        name = key_variable if key_variable.isupper() else "an environment variable that"
+        raise ConfigError(f"{name} is not set ({settings}.key_variable); it must hold the key of {url}")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"the key of {url} has characters that no header can hold ({settings}.key_variable names its "
+            "environment variable); copy it again"
+        )
+    try:
+        client = openai.AsyncOpenAI(api_key=key or "none", base_url=url, max_retries=0, timeout=timeout_seconds)
+    except Exception as error:
+        raise ConfigError(f"{settings}.url={url} is not an endpoint: {type(error).__name__}") from None
+    declare_secret(key)
+    return client
+
+
+def is_transient(status: int) -> bool:
+    """Whether an HTTP status may pass: another attempt may succeed."""
+    return status in _TRANSIENT_STATUS or status >= 500
+
 
 log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CachedReply:
+    """The reply to a request, as the endpoint sent it."""
+
+    content: str
+    prompt_tokens: int
+    response_tokens: int
+    format: int = FORMAT_VERSION
+
+
+class ReplyCache:
+    """Files <folder>/<first two digits>/<digest>.json. A file appears when it is complete; a damaged one is ignored."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder) if folder else None
+        self._warned = False
+
+    def get(self, digest: str) -> CachedReply | None:
+        if self.folder is None:
+            return None
+        try:
+            found = CachedReply(**json.loads(self._path(self.folder, digest).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        return found if found.format == FORMAT_VERSION and isinstance(found.content, str) else None
+
+    def put(self, digest: str, reply: CachedReply) -> None:
+        """Keep a reply; a folder that cannot be written costs the reply, not the verdict."""
+        if self.folder is None:
+            return
+        path = self._path(self.folder, digest)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_file.write_json(path, asdict(reply))
+        except OSError as error:
+            if not self._warned:
+                log.warning("judge.cache=%s cannot be written: %s; replies are not kept", self.folder, error.strerror)
+            self._warned = True
+
+    @staticmethod
+    def _path(folder: Path, digest: str) -> Path:
+        return folder / digest[:2] / f"{digest}.json"
+
 
 SCHEMA_TRIALS = 3  # unparsable replies, and no usable one, of an endpoint that seems to ignore response_format
 SLOTS = ("verdict", "blocked", "relevance")

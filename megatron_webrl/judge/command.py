@@ -1,4 +1,4 @@
-"""The command line of `webrl judge`."""
+"""`webrl judge`: judge stored episodes again, and compare verdicts with labels."""
 
 from __future__ import annotations
 
@@ -6,20 +6,182 @@ import argparse
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
+from megatron_webrl.config.schema import Config, RunConfig
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge.evaluation import ANSWER, STEPS_EXHAUSTED
+from megatron_webrl.ring.record import count_records, decode_trajectory, read_record_file
+from megatron_webrl.ring.segment import RecordError
+from megatron_webrl.types import TRAINABLE_OUTCOMES, Trajectory
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_webrl.config.judge import JudgeConfig
-    from megatron_webrl.judge.agreement import Agreement, EpisodeKey
-    from megatron_webrl.judge.judging import JudgedEpisodes
-    from megatron_webrl.judge.stored_episodes import StoredEpisodes
+    from megatron_webrl.judge.evaluation import JudgedEpisodes
     from megatron_webrl.judge.verdict_file import VerdictFile
+
+
+RECORDS = "*.records"
+
+
+@dataclass(frozen=True)
+class StoredEpisodes:
+    """Record files, and the folder of the run that wrote them, if it was one."""
+
+    files: tuple[Path, ...]
+    run: Path | None = None
+
+    @classmethod
+    def find(cls, name: str) -> StoredEpisodes:
+        """The episodes of a record file, a folder of them, a run's folder, or a run in runs/. Raises ConfigError."""
+        for path in (Path(name), Path(RunConfig().directory) / name):
+            if path.is_file():
+                return cls((path,))
+            if (path / "config.yaml").is_file():
+                records = Config(run=RunConfig(name=path.name, directory=str(path.parent))).records_folder
+                if not list(records.glob(RECORDS)):
+                    raise ConfigError(f"{path} has stored no episodes in {records}; set tracking.keep_records=true")
+                return cls(tuple(sorted(records.glob(RECORDS))), path)
+            if files := sorted(path.glob(RECORDS)):
+                return cls(tuple(files))
+        raise ConfigError(f"{name} is no record file, folder of record files, or run")
+
+    def count(self) -> int:
+        """The number of episodes. Raises ConfigError for a damaged file."""
+        try:
+            return sum(map(count_records, self.files))
+        except (RecordError, OSError) as error:
+            raise ConfigError(str(error)) from error
+
+    def read(self) -> Iterator[tuple[str, Trajectory]]:
+        """A key of each episode, unique among the files, and the episode. Raises ConfigError for a damaged file."""
+        for path in self.files:
+            try:
+                for number, record in enumerate(read_record_file(path)):
+                    yield f"{path.name}:{number}", with_end_reason(decode_trajectory(record, copy=True))
+            except (RecordError, OSError) as error:
+                raise ConfigError(f"{path}: {error}") from error
+
+
+def with_end_reason(trajectory: Trajectory) -> Trajectory:
+    """The episode; its end is inferred from its outcome where it was not stored, as in demonstrations."""
+    if trajectory.end_reason:
+        return trajectory
+    end = ANSWER if trajectory.answer is not None else STEPS_EXHAUSTED
+    return replace(trajectory, end_reason=end if trajectory.outcome in TRAINABLE_OUTCOMES else trajectory.outcome)
+
+
+SUCCESS, FAILURE = "success", "failure"
+EpisodeKey = tuple[int, int]  # ticket, index
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Verdicts against references, such as labels. Rates are None where nothing is counted."""
+
+    counts: Mapping[tuple[str, str], int]  # reference, verdict
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[str, str]]) -> Agreement:
+        """`pairs`: reference and verdict of each episode."""
+        return cls(dict(Counter(pairs)))
+
+    @property
+    def episodes(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def masked(self) -> int:
+        """Episodes whose verdict is neither success nor failure."""
+        return self._sum(lambda reference, verdict: verdict not in TRAINABLE_OUTCOMES)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of equal outcomes among the episodes where both are success or failure."""
+        decided = self._sum(lambda r, v: r in TRAINABLE_OUTCOMES and v in TRAINABLE_OUTCOMES)
+        return _share(self._sum(lambda r, v: r == v and r in TRAINABLE_OUTCOMES), decided)
+
+    @property
+    def false_success_rate(self) -> float | None:
+        """Share of verdict success among the episodes whose reference is anything else."""
+        wrong = self._sum(lambda r, v: r != SUCCESS and v == SUCCESS)
+        return _share(wrong, self._sum(lambda r, v: r != SUCCESS))
+
+    @property
+    def false_failure_rate(self) -> float | None:
+        """Share of verdict failure among the episodes whose reference is success."""
+        return _share(self.counts.get((SUCCESS, FAILURE), 0), self._sum(lambda r, v: r == SUCCESS))
+
+    def figures(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        rows: dict[str, dict[str, int]] = {}
+        for (reference, verdict), count in sorted(self.counts.items()):
+            rows.setdefault(reference, {})[verdict] = count
+        return {
+            "episodes": self.episodes, "masked": self.masked, "accuracy": self.accuracy,
+            "false_success_rate": self.false_success_rate, "false_failure_rate": self.false_failure_rate,
+            "confusion": rows,
+        }  # fmt: skip
+
+    def table(self, title: str) -> Table:
+        """The confusion table: a row for each reference, a column for each verdict."""
+        verdicts = _ordered({verdict for _, verdict in self.counts})
+        table = Table(title=title, title_justify="left")
+        table.add_column(title.split()[0].lower())
+        for verdict in verdicts:
+            table.add_column(f"judged\n{verdict}", justify="right")
+        for reference in _ordered({reference for reference, _ in self.counts}):
+            table.add_row(reference, *(str(self.counts.get((reference, verdict), 0)) for verdict in verdicts))
+        return table
+
+    def _sum(self, holds: Any) -> int:
+        return sum(count for pair, count in self.counts.items() if holds(*pair))
+
+
+def read_labels(path: Path) -> dict[EpisodeKey, str]:
+    """Labels of a JSONL file, {"ticket": 3, "index": 0, "label": "success"} a line. Raises ConfigError."""
+    labels: dict[EpisodeKey, str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--labels={path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+            ticket, index, label = found["ticket"], found["index"], found["label"]
+        except (ValueError, KeyError, TypeError):
+            ticket = index = label = None
+        if type(ticket) is not int or type(index) is not int or not isinstance(label, str) or not label:
+            raise ConfigError(
+                f'{path}:{number}: expected {{"ticket": 3, "index": 0, "label": "success"}}, found {line[:80]}'
+            )
+        if labels.setdefault((ticket, index), label) != label:
+            raise ConfigError(f"{path}:{number}: a second label for ticket {ticket}, index {index}")
+    if not labels:
+        raise ConfigError(f"--labels={path} has no labels")
+    return labels
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _ordered(names: set[str]) -> Sequence[str]:
+    return sorted(names, key=lambda name: (name != SUCCESS, name != FAILURE, name))
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
 
 Line = dict[str, Any]
 
@@ -86,8 +248,6 @@ def load_judge_config(path: Path | None, overrides: Sequence[str], of_run: bool 
 def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_webrl.judge.agreement import read_labels
-    from megatron_webrl.judge.stored_episodes import StoredEpisodes
     from megatron_webrl.judge.verdict_file import VerdictFile, settings_digest
 
     if options.limit is not None and options.limit < 1:
@@ -124,7 +284,7 @@ def _run(options: argparse.Namespace) -> int:
 def _judge(
     stored: StoredEpisodes, settings: JudgeConfig, verdicts: VerdictFile, limit: int | None, console: Console
 ) -> JudgedEpisodes:
-    from megatron_webrl.judge.judging import judge_episodes
+    from megatron_webrl.judge.evaluation import judge_episodes
     from megatron_webrl.track.tables import progress_bar
 
     total = stored.count()
@@ -170,14 +330,12 @@ def make_report(lines: Sequence[Line], masked: Counter[str], labels: dict[Episod
 
 def stored_agreement(lines: Sequence[Line]) -> Agreement:
     """Verdicts against the outcomes that were stored with the episodes."""
-    from megatron_webrl.judge.agreement import Agreement
 
     return Agreement.of((line["stored"], line["outcome"]) for line in lines)
 
 
 def label_agreement(lines: Sequence[Line], labels: dict[EpisodeKey, str]) -> Agreement:
     """Verdicts against labels, of the episodes that have one."""
-    from megatron_webrl.judge.agreement import Agreement
 
     keyed = [((line["ticket"], line["index"]), line["outcome"]) for line in lines]
     return Agreement.of((labels[key], outcome) for key, outcome in keyed if key in labels)
@@ -187,8 +345,6 @@ def _print_report(
     report: dict[str, Any], lines: Sequence[Line], labels: dict[EpisodeKey, str] | None, console: Console
 ) -> None:
     from rich.table import Table
-
-    from megatron_webrl.judge.agreement import percent
 
     table = Table(title="Verdicts", title_justify="left")
     for name in ("evaluator", "protocol", "prompts", "outcome", "episodes"):

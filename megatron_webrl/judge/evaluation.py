@@ -1,10 +1,4 @@
-"""The outcome of an episode, by the evaluators of judge.evaluators.
-
-    async with open_evaluator(config.judge, meter) as evaluator:
-        verdict = await evaluator.evaluate(trajectory)
-
-Combinations fail closed: an outcome that no evaluator decided masks the episode or is a failure, never a success.
-"""
+"""Evaluate finished episodes: outcome by page, answer, judge or function."""
 
 from __future__ import annotations
 
@@ -12,25 +6,161 @@ import asyncio
 import importlib
 import inspect
 import logging
+import math
+import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import traceback
+import unicodedata
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from itertools import islice
 from typing import Any
 
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.budget import UsageMeter
-from megatron_webrl.judge.outcome import REGULAR_ENDS, answers_match, outcome, page_verdict
+from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, LocalMeter, UsageMeter, check_prices
+from megatron_webrl.judge.client import JudgeClient, ReplyCache
+from megatron_webrl.judge.protocols import PROTOCOLS, Finding
+from megatron_webrl.judge.questions import Asker, EpisodeView, PromptFiles, Undecided
+from megatron_webrl.judge.verdict_file import VerdictFile
 from megatron_webrl.types import JUDGE_ERROR, TRAINABLE_OUTCOMES, Trajectory, Verdict
-from megatron_webrl.util.text import encodable, first_line, shorten
+from megatron_webrl.util.text import encodable, first_line, redact, shorten
+
+DONE, ANSWER = "done", "answer"  # ends by the page, by the agent
+STEPS_EXHAUSTED, GO_BACKS = "steps_exhausted", "go_backs"  # by the last step, by going back from the start page
+REGULAR_ENDS = (DONE, ANSWER, STEPS_EXHAUSTED, GO_BACKS)
+
+_NUMBER = re.compile(r"([$€£]?) ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?)")
+
+
+def outcome(
+    reward: float | None,
+    end_reason: str,
+    reference: str | None = None,
+    answer: str | None = None,
+    reward_threshold: float = 0.0,
+) -> str:
+    """Return "success" or "failure" for a regular end of the episode, otherwise the reason that masks it.
+
+    `reward` is the page's, None if it gave none; a success has at least `reward_threshold`, and more than 0.
+    `end_reason` is one of REGULAR_ENDS, or the name of a fault (browser_error, engine_error, episode_timeout,
+    context_overflow, ...), which is returned. Fails closed: a page that ends an episode without a reward, or with a
+    reward that is not finite, masks it. A task with a `reference` succeeds only by a matching `answer` on a page that
+    gave no reward: there a reward of the page itself marks a wrong action. Raises ValueError if `end_reason` is empty
+    or itself a verdict.
+    """
+    if not end_reason or end_reason in TRAINABLE_OUTCOMES:
+        raise ValueError(f"end_reason={end_reason!r} does not say how the episode ended")
+    if end_reason not in REGULAR_ENDS:
+        return end_reason
+    if reward is None and end_reason == ANSWER and reference is not None:
+        return "success" if answer is not None and answers_match(answer, reference) else "failure"
+    if reward is None:
+        return "no_reward" if end_reason == DONE else "failure"
+    if not math.isfinite(reward):
+        return "bad_reward"
+    return "success" if reward > 0 and reward >= reward_threshold and reference is None else "failure"
+
+
+def page_verdict(trajectory: Trajectory, reward_threshold: float = 0.0) -> Verdict:
+    """The verdict of an episode by the page's reward, else by the task's answer."""
+    task = trajectory.task
+    decided = outcome(trajectory.page_reward, trajectory.end_reason, task.answer, trajectory.answer, reward_threshold)
+    reward = "none" if trajectory.page_reward is None else f"{trajectory.page_reward:g}"
+    return Verdict(decided, "page", reason=f"end: {trajectory.end_reason}; reward of the page: {reward}")
+
+
+def with_verdict(trajectory: Trajectory, verdict: Verdict) -> Trajectory:
+    """The trajectory with the outcome and the reward of a verdict."""
+    reward = float(verdict.outcome == "success")
+    return replace(trajectory, outcome=verdict.outcome, reward=reward, verdict=verdict)
+
+
+def answers_match(answer: str, reference: str) -> bool:
+    """Whether two texts are equal as numbers, or as text up to case, spaces, quotes and a final full stop.
+
+    A number with a currency sign equals one without, but not one with another sign.
+    """
+    actual, expected = _plain(answer), _plain(reference)
+    if actual == expected:
+        return bool(expected)
+    numbers = [_NUMBER.fullmatch(text) for text in (actual, expected)]
+    values = [Decimal(number[2].replace(",", "")) for number in numbers if number]
+    signs = {number[1] for number in numbers if number} - {""}
+    return len(values) == 2 and values[0] == values[1] and len(signs) < 2
+
+
+def _plain(text: str) -> str:
+    text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return text.removesuffix(".").strip("\"'` \u2018\u2019\u201c\u201d")
+
 
 log = logging.getLogger(__name__)
 
+MAX_REASON_CHARS = 300
+
+
+class Judge:
+    """Judges episodes, many at once. An async context manager."""
+
+    def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
+        """Raises ConfigError for missing prompts, models, endpoints or keys."""
+        (kind,) = [kind for kind in PROTOCOLS if kind.name == settings.protocol]
+        self._settings, self._protocol = settings, kind(settings)
+        self._prompts = PromptFiles.load(settings.prompts, kind.name, kind.stages)
+        self._cache = ReplyCache(settings.cache)
+        self._client = JudgeClient(settings, meter)
+        used = ("verdict", *kind.stages)  # other slots have the name of their stage
+        check_prices(settings.budget, {slot: each for slot, each in self._client.models.items() if slot in used})
+
+    async def __aenter__(self) -> Judge:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._client.__aexit__(*exception)
+
+    async def judge(self, trajectory: Trajectory) -> Verdict:
+        """The verdict on an episode with a regular end; masked as judge_error without usable answers.
+
+        Raises BudgetSpent, JobEnded, JobFailed. Any other exception masks the episode, too, and is logged.
+        """
+        started = time.monotonic()
+        deadline = asyncio.get_running_loop().time() + self._settings.deadline_seconds
+        asker = Asker(self._client, self._prompts, self._settings, self._cache, deadline)
+        try:
+            finding = await self._protocol.judge(EpisodeView.of(trajectory), asker)
+        except Undecided as error:
+            finding = Finding(JUDGE_ERROR, str(error))
+        except BudgetSpent:
+            raise
+        except Exception as error:  # of an episode or a reply that nobody foresaw; the worker must not end
+            finding = self._masked(trajectory, error)
+        spending = asker.spending
+        return Verdict(
+            outcome=finding.outcome, evaluator="judge", protocol=self._protocol.name, prompts=self._prompts.digest,
+            reason=shorten(" ".join(finding.reason.split()), MAX_REASON_CHARS), stages=asker.stages,
+            calls=spending.calls, prompt_tokens=spending.prompt_tokens, response_tokens=spending.response_tokens,
+            dollars=spending.dollars, seconds=time.monotonic() - started,
+        )  # fmt: skip
+
+    def _masked(self, trajectory: Trajectory, error: Exception) -> Finding:
+        """The mask of an unexpected exception; raises one that says that the job is over."""
+        from megatron_webrl.control.connection import JobEnded, JobFailed  # imports torch, which takes seconds
+
+        if isinstance(error, JobEnded | JobFailed):
+            raise error
+        trace = redact("".join(traceback.format_exception(error)))
+        log.error("the judge failed on ticket %d, index %d:\n%s", trajectory.ticket, trajectory.index, trace)
+        return Finding(JUDGE_ERROR, f"{type(error).__name__} in the judge")
+
+
 NO_REFERENCE = "no_reference"  # masks an episode of a task without the reference answer that its evaluator needs
 NO_DECISION = "no_decision"  # masks an episode that the user's function did not decide
-MAX_REASON_CHARS = 300
 MAX_THREADS = 32  # for plain functions of the user
 
 
@@ -114,8 +244,6 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
         threads = _Threads()
         for name in settings.evaluators:
             if name == "judge":
-                from megatron_webrl.judge.judge import Judge  # imports openai, which takes a second
-
                 parts.append((name, _by_judge((await stack.enter_async_context(Judge(settings, meter))).judge)))
             elif name == "page":
                 parts.append((name, _by_page(settings.reward_threshold)))
@@ -254,3 +382,61 @@ _BY_ANSWER: dict[str, Callable[[str, str], bool]] = {
     "exact_answer": lambda answer, reference: answer.strip() == reference.strip(),
     "normalized_answer": answers_match,
 }
+
+
+EPISODES_AT_ONCE = 32  # in memory, with their screenshots
+
+
+@dataclass
+class JudgedEpisodes:
+    """Which episodes were judged, in the order of the files; the verdicts are in the file."""
+
+    keys: list[str] = field(default_factory=list)
+    masked: Counter[str] = field(default_factory=Counter)  # episodes without a regular end, by it: not judged
+    stopped: str = ""  # why judging ended early
+
+
+async def judge_episodes(
+    episodes: Iterator[tuple[str, Trajectory]], limit: int | None, settings: JudgeConfig, verdicts: VerdictFile,
+    progress: Callable[[int], None],
+) -> JudgedEpisodes:  # fmt: skip
+    """Judge the episodes with a regular end, at most the first `limit`, that have no verdict yet.
+
+    `progress` gets the number of episodes done so far. Raises ConfigError.
+    """
+    found = JudgedEpisodes()
+    chosen = islice(_regular(episodes, found), limit)
+    workers = min(EPISODES_AT_ONCE, settings.concurrency)
+    done = 0
+
+    async def work(evaluator: EpisodeEvaluator) -> None:
+        nonlocal done
+        for key, trajectory in chosen:  # shared by all workers; each takes the next one
+            if not verdicts.holds(key, trajectory):
+                verdict = await evaluator.evaluate(trajectory)
+                verdicts.add(key, trajectory, verdict)
+            done += 1
+            progress(done)
+
+    meter = LocalMeter(settings.budget, file=verdicts.path.with_name(USAGE_FILE))
+    async with open_evaluator(settings, meter) as evaluator:
+        tasks = [asyncio.create_task(work(evaluator)) for _ in range(workers)]
+        try:
+            await asyncio.gather(*tasks)
+        except BudgetSpent as error:
+            found.stopped = str(error)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    found.keys = [key for key in found.keys if key in verdicts.lines]
+    return found
+
+
+def _regular(episodes: Iterator[tuple[str, Trajectory]], found: JudgedEpisodes) -> Iterator[tuple[str, Trajectory]]:
+    for key, trajectory in episodes:
+        if trajectory.end_reason in REGULAR_ENDS:
+            found.keys.append(key)
+            yield key, trajectory
+        else:
+            found.masked[trajectory.end_reason] += 1

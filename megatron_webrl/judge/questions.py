@@ -1,23 +1,251 @@
-"""Ask a judge model one question: cache, structured reply, further attempts; every question leaves a stage."""
+"""What a judge is asked: prompts, fenced page text, the view of an episode, questions."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
+import re
+import unicodedata
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_webrl.config.judge import JudgeConfig
-from megatron_webrl.judge.cache import CachedReply, ReplyCache
-from megatron_webrl.judge.client import JudgeClient, JudgeModel, RequestFailed, SchemaRefused, Spending
-from megatron_webrl.judge.episode_view import Screenshot
-from megatron_webrl.judge.fences import fence_fields
-from megatron_webrl.judge.prompts import PromptFiles
-from megatron_webrl.judge.replies import VERDICT, ReplyForm, UnusableReply, Value, parse_reply
-from megatron_webrl.types import JudgeStage
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge.client import (
+    CachedReply,
+    JudgeClient,
+    JudgeModel,
+    ReplyCache,
+    RequestFailed,
+    SchemaRefused,
+    Spending,
+)
+from megatron_webrl.judge.replies import FORMS, MODES, VERDICT, ReplyForm, UnusableReply, Value, parse_reply
+from megatron_webrl.types import Action, JudgeStage, Trajectory
+from megatron_webrl.util.image_type import data_url
 from megatron_webrl.util.text import shorten
+
+NAMES = ("TASK", "ANSWER", "RUBRIC", "FACT", "REFERENCE", "ACTIONS", "PAGES", "KEY_POINTS", "NOTES")
+MAX_FIELD_CHARS = 20_000
+NONCE_DIGITS = 12
+
+_LINE = re.compile(rf"----- (BEGIN|END) ({'|'.join(NAMES)}) ([0-9a-f]{{{NONCE_DIGITS}}}) -----")
+_BREAKS = re.compile("\r\n|[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
+_INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")
+_FENCE_WORD = re.compile(r"[\W_]*(?:BEGIN|END)\b", re.IGNORECASE)
+_DASHES = re.compile("[-=_*#~\u2010-\u2015\u2500\u2501]{3}")
+_TOKEN_NAMES = (
+    "think|tool_call|tool_response|tools|s|bos|eos|pad|unk|mask|image|img|video|audio|box|quad|ref|system|user|"
+    r"assistant|im_start|im_end|start_of_turn|end_of_turn|start_of_image|end_of_image|sys"
+)
+_TOKENS = re.compile(rf"<[^\S\n]*(?=[|\uff5c]|<\s*/?\s*sys|/?\s*(?:{_TOKEN_NAMES})\s*>)", re.IGNORECASE)
+_BRACKET_TOKENS = re.compile(r"\[(?=/?(?:INST|SYS|IMG|TOOL|AVAILABLE|SYSTEM)[A-Z_]*\])", re.IGNORECASE)
+
+
+def fence_fields(fields: Sequence[tuple[str, str]]) -> str:
+    """The data of a request in fences, in order. Raises ValueError for a name that is not one of NAMES."""
+    cleaned = [(name, clean_data(text)) for name, text in fields]
+    nonce = _nonce(cleaned)
+    lines = []
+    for name, text in cleaned:
+        if name not in NAMES:
+            raise ValueError(f"fence {name!r} is not one of {', '.join(NAMES)}")
+        lines += [f"----- BEGIN {name} {nonce} -----", text, f"----- END {name} {nonce} -----"]
+    return "\n".join(lines)
+
+
+def parse_fences(text: str) -> dict[str, str]:
+    """The data of a text of `fence_fields`, by name. Raises ValueError if the fences are not balanced and unique."""
+    fields: dict[str, str] = {}
+    name, nonce = "", ""
+    data: list[str] = []
+    for line in text.split("\n"):
+        match = _LINE.fullmatch(line)
+        if not name:
+            if match and match[1] == "BEGIN" and match[3] == (nonce or match[3]) and match[2] not in fields:
+                name, nonce, data = match[2], match[3], []
+                continue
+            raise ValueError(f"text outside of the fences: {line[:80]!r}")
+        if match and match.groups() == ("END", name, nonce):
+            fields[name], name = "\n".join(data), ""
+        elif nonce in line:
+            raise ValueError(f"the nonce occurs within {name}")
+        else:
+            data.append(line)
+    if name:
+        raise ValueError(f"the fence {name} does not end")
+    return fields
+
+
+def clean_data(text: str) -> str:
+    """Data as they stand in a fence: line breaks unified, invisible characters removed, fences and special tokens
+    rewritten, at most MAX_FIELD_CHARS characters."""
+    text = _INVISIBLE.sub("", _BREAKS.sub("\n", text))
+    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs"))
+    if len(text) > MAX_FIELD_CHARS:
+        left_out = len(text) - MAX_FIELD_CHARS
+        text = f"{text[:MAX_FIELD_CHARS]}\n({left_out} more characters are not shown)"
+    text = _BRACKET_TOKENS.sub("[ ", _TOKENS.sub("< ", text))
+    return "\n".join(map(_clean_line, text.split("\n")))
+
+
+def _clean_line(line: str) -> str:
+    """The line; one that looks like a fence loses its beginning, up to the word."""
+    match = _FENCE_WORD.match(line)
+    return f"(not a fence) {line[match.end() :]}" if match and _DASHES.search(line) else line
+
+
+def _nonce(fields: Sequence[tuple[str, str]]) -> str:
+    digest = hashlib.sha256("\0".join(part for field in fields for part in field).encode())
+    while any(digest.hexdigest()[:NONCE_DIGITS] in text for _, text in fields):
+        digest.update(b"again")
+    return digest.hexdigest()[:NONCE_DIGITS]
+
+
+COMMON = ("data", *(f"{form}.{mode}" for form in FORMS for mode in MODES))
+DIGEST_DIGITS = 16
+_SOURCE_TREE = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """The texts of one protocol."""
+
+    protocol: str
+    stages: dict[str, str]
+    common: dict[str, str]
+    digest: str  # of names and texts of all files
+
+    @classmethod
+    def load(cls, folder: str | Path, protocol: str, stages: Sequence[str]) -> PromptFiles:
+        """Read the files of `stages`. A relative folder is also looked for in the source tree. Raises ConfigError."""
+        root = _find(Path(folder))
+        named = {stage: _read(root / protocol / f"{stage}.md") for stage in sorted(stages)}
+        common = {name: _read(root / "common" / f"{name}.md") for name in sorted(COMMON)}
+        digest = hashlib.sha256()
+        for name, text in [*named.items(), *common.items()]:
+            digest.update(f"{name}\0{text}\0".encode())
+        return cls(protocol, named, common, digest.hexdigest()[:DIGEST_DIGITS])
+
+    def system_message(self, stage: str, form: ReplyForm, mode: str) -> str:
+        """The system message of a question; `mode` is one of replies.MODES."""
+        return "\n\n".join((self.stages[stage], self.common["data"], self.common[f"{form.name}.{mode}"]))
+
+
+def _find(folder: Path) -> Path:
+    for root in (folder, _SOURCE_TREE / folder):
+        if root.is_dir():
+            return root
+    raise ConfigError(f"judge.prompts={folder} is not a folder; name one with the files of configs/judge")
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise ConfigError(f"judge.prompts: {path}: {reason}; every stage of a protocol needs its file") from error
+    if not text:
+        raise ConfigError(f"judge.prompts: {path} is empty; every stage of a protocol needs its text")
+    return text
+
+
+@dataclass(frozen=True)
+class Screenshot:
+    """One screenshot of an episode."""
+
+    number: int  # from 1, in the order of the episode
+    image: bytes  # encoded: PNG, JPEG or WebP
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.image).hexdigest()
+
+    @cached_property
+    def data_url(self) -> str:
+        return data_url(self.image)
+
+
+@dataclass(frozen=True)
+class EpisodeView:
+    """The material of a verdict. All texts but none of the structure may be written by pages or by the agent."""
+
+    task: str
+    answer: str | None  # None: the episode ended without one
+    reference: str | None
+    facts: tuple[tuple[str, str], ...]  # description of the fact's group, fact
+    actions: str  # one line a step
+    pages: str  # one line a screenshot
+    screenshots: tuple[Screenshot, ...]  # without repetitions of the one before
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> EpisodeView:
+        """The view of an episode. An answer of white space only is none."""
+        answer = trajectory.answer if trajectory.answer and trajectory.answer.strip() else None
+        return cls(
+            task=trajectory.instruction,
+            answer=answer,
+            reference=trajectory.task.answer,
+            facts=tuple((fact.description, fact.fact) for fact in trajectory.task.facts),
+            actions=_actions(trajectory),
+            pages=_pages(trajectory),
+            screenshots=_distinct([bytes(image) for image in trajectory.images]),
+        )
+
+    def evenly_sampled(self, count: int) -> tuple[Screenshot, ...]:
+        """At most `count` screenshots, first and last among them if `count` allows."""
+        shots = self.screenshots
+        if len(shots) <= count:
+            return shots
+        if count == 1:
+            return shots[-1:]
+        return tuple(shots[round(place * (len(shots) - 1) / (count - 1))] for place in range(count))
+
+
+def _distinct(images: Sequence[bytes]) -> tuple[Screenshot, ...]:
+    """The last of each series of equal screenshots, so that the final one always counts as the last."""
+    numbered = list(enumerate(images, 1))
+    return tuple(
+        Screenshot(number, image)
+        for number, image in numbered
+        if number == len(numbered) or numbered[number][1] != image
+    )
+
+
+def _actions(trajectory: Trajectory) -> str:
+    lines = []
+    for number, step in enumerate(trajectory.steps, 1):
+        if step.action is None:
+            lines.append(f"{number}. no valid action")
+            continue
+        effect = "page changed" if step.page_changed else "page unchanged"
+        lines.append(f"{number}. {_action_text(step.action)}; {effect}")
+    return "\n".join(lines)
+
+
+def _action_text(action: Action) -> str:
+    """All arguments of an action in full, each on the same line: `type text="abc" element_id=5`."""
+    terms: list[str] = [action.kind]
+    for name in ("text", "url", "direction", "time", "tab", "element_id", "coordinate", "end_element_id",
+                 "end_coordinate"):  # fmt: skip
+        value = getattr(action, name)
+        if value is not None:
+            terms.append(f"{name}={json.dumps(value, ensure_ascii=False)}")
+    return " ".join(terms)
+
+
+def _pages(trajectory: Trajectory) -> str:
+    """Title and URL of each screenshot that a step acted on."""
+    pages: dict[int, str] = {}
+    for step in trajectory.steps:
+        if len(step.images) and (step.title or step.url):
+            pages[int(step.images[-1]) + 1] = f"{' '.join(step.title.split())} | {step.url}"
+    return "\n".join(f"screenshot {number}: {page}" for number, page in sorted(pages.items()))
+
 
 MAX_STAGE_TEXT_CHARS = 1_000
 MAX_STAGE_FAULTS = 20  # names of faults that a stage keeps; an outage of minutes has many

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.prompts import PromptFiles
-from megatron_webrl.judge.protocols.catalog import PROTOCOLS
+from megatron_webrl.judge.protocols import PROTOCOLS
+from megatron_webrl.judge.questions import PromptFiles
 from megatron_webrl.types import JUDGE_ERROR, Trajectory, Verdict
 
 _WITHOUT_EFFECT = ("cache", "budget", "concurrency", "timeout_seconds", "deadline_seconds", "prompts")

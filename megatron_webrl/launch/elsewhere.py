@@ -11,7 +11,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.validation import MACHINE_CHECKS, check_settings
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.hf_config import read_model_config
 
 
@@ -21,9 +21,9 @@ def load_config_elsewhere(path: str | Path, overrides: Sequence[str]) -> tuple[C
     The shapes of a released model are known without its files. Raises ConfigError for what is wrong on any machine.
     """
     config, lacking = parse_config(path, list(overrides)), []
-    size = model_sizes.size_from_path(config.model.path)
+    size = parameter_counts.size_from_path(config.model.path)
     if size is not None and not Path(config.model.path).is_dir():
-        check_settings(config, model_sizes.config_sections(size))
+        check_settings(config, parameter_counts.config_sections(size))
         lacking.append(f"model.path={config.model.path} is no folder here; its shapes are those of the released {size}")
     else:
         check_settings(config, read_model_config(config.model.path))

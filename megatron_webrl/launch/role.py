@@ -28,7 +28,7 @@ from megatron_webrl.util.text import configure_logging, first_line, printable, r
 if TYPE_CHECKING:
     from megatron_webrl.control.client import ControlClient
     from megatron_webrl.placement.placement import Placement, ProcessPlacement
-    from megatron_webrl.ring.node_ring import NodeRing
+    from megatron_webrl.ring.ring import NodeRing
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _run_in_job(config: Config, placement: Placement, process: ProcessPlacement,
     """
     from megatron_webrl.control.client import ControlClient
     from megatron_webrl.control.connection import JobEnded, JobFailed
-    from megatron_webrl.ring.node_ring import NodeRing
+    from megatron_webrl.ring.ring import NodeRing
 
     control, is_rank = ControlClient(options.run / "control.json", process.name), process.role == "trainer"
     # A job of one node has a ring with the name of the job, so that jobs of one name may run side by side.
@@ -130,12 +130,12 @@ def _run_in_job(config: Config, placement: Placement, process: ProcessPlacement,
 
 def _run_rank(config: Config, control: ControlClient, ring: NodeRing, options: argparse.Namespace) -> None:
     from megatron_webrl.model import platform
-    from megatron_webrl.placement.rank_info import RankInfo
+    from megatron_webrl.placement.placement import RankInfo
 
     platform.activate(config.model.platform)  # before Megatron is imported
     from megatron_webrl.trainer import main as training
     from megatron_webrl.trainer import weight_sync_check
-    from megatron_webrl.weights.engine_garbage import collect_garbage
+    from megatron_webrl.weights.vllm_worker import collect_garbage
 
     collect_garbage()
     rank = RankInfo.from_environment()
@@ -155,7 +155,7 @@ def _run_rollout(
 ) -> None:
     from megatron_webrl.rollout import main as working
     from megatron_webrl.rollout.engine import engine_follower
-    from megatron_webrl.weights.engine_garbage import collect_garbage
+    from megatron_webrl.weights.vllm_worker import collect_garbage
 
     collect_garbage()
     nodes = [each.node for each in placement.of_role("rollout") if each.index == process.index]

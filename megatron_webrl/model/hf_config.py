@@ -1,4 +1,4 @@
-"""Read and check the configuration of a Hugging Face model folder."""
+"""The config.json of a model: read it, and refuse what cannot be trained."""
 
 from __future__ import annotations
 
@@ -8,15 +8,57 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.model.qwen3_5 import config_check as qwen3_5
-from megatron_webrl.model.qwen3_vl import config_check as qwen3_vl
+from megatron_webrl.model.layer_split import check_divides
 from megatron_webrl.util.text import first_line
 
+
+def rotary_dim(text: Any) -> int:
+    """Number of a head's dimensions that are rotated, the first ones. `text`: the text config of transformers."""
+    return int(text.head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def check_text_options(folder: str | Path, text: Any) -> None:
+    """Raise ValueError for an unsupported option of attention, MLP or rotary angles."""
+    rope = text.rope_parameters
+    for name, value, supported in (
+        ("attention_bias", text.attention_bias, False),
+        ("attention_dropout", text.attention_dropout, 0),
+        ("hidden_act", text.hidden_act, "silu"),
+        ("rope_type", rope["rope_type"], "default"),
+    ):
+        if value != supported:
+            raise ValueError(f"{folder}: text_config.{name}={value!r} is not supported; only {supported!r} is")
+    dim = rotary_dim(text)
+    if sum(rope.get("mrope_section", ())) != dim // 2:
+        rotated = "head_dim" if dim == text.head_dim else "head_dim * partial_rotary_factor"
+        raise ValueError(f"{folder}: mrope_section={rope.get('mrope_section')} must sum to {rotated} / 2 = {dim // 2}")
+
+
+def check_qwen3_vl(folder: str | Path, hf: Any) -> None:
+    """Raise ValueError for an unsupported option of a transformers configuration."""
+    check_text_options(folder, hf.text_config)
+    count = len(hf.vision_config.deepstack_visual_indexes)
+    layers = hf.text_config.num_hidden_layers
+    if count > layers:
+        raise ValueError(f"{folder}: deepstack_visual_indexes has {count} entries for {layers} layers")
+
+
+def check_qwen3_5(folder: str | Path, hf: Any) -> None:
+    """Raise ValueError for an unsupported option of a transformers configuration."""
+    text = hf.text_config
+    check_text_options(folder, text)
+    unknown = set(text.layer_types) - {"linear_attention", "full_attention"}
+    if unknown:
+        raise ValueError(f"{folder}: text_config.layer_types={min(unknown)!r} is not supported")
+    keys, values = text.linear_num_key_heads, text.linear_num_value_heads
+    check_divides("linear_num_key_heads", keys, "linear_num_value_heads", values, str(folder))
+
+
 ARCHITECTURES: dict[str, Callable[[str | Path, Any], None]] = {
-    "qwen3_vl": qwen3_vl.check_config,
-    "qwen3_vl_moe": qwen3_vl.check_config,
-    "qwen3_5": qwen3_5.check_config,
-    "qwen3_5_moe": qwen3_5.check_config,
+    "qwen3_vl": check_qwen3_vl,
+    "qwen3_vl_moe": check_qwen3_vl,
+    "qwen3_5": check_qwen3_5,
+    "qwen3_5_moe": check_qwen3_5,
 }
 """Check of a transformers configuration by model_type. Raises ValueError for an unsupported option."""
 

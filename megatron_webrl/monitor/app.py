@@ -40,9 +40,8 @@ from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
 from megatron_webrl.monitor.live_view import LiveRollouts
 from megatron_webrl.monitor.responses import image_response, json_response
 from megatron_webrl.monitor.status.report import read_config
-from megatron_webrl.ring.errors import RecordError
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record
+from megatron_webrl.ring.record import decode_trajectory, read_record
+from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.track import summary
 from megatron_webrl.track.episodes import FOLDER, TRAINING
 from megatron_webrl.track.evaluations import read_evaluations

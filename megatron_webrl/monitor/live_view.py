@@ -31,9 +31,8 @@ from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
 from megatron_webrl.monitor.responses import image_response, json_response
 from megatron_webrl.monitor.rollout_tracker import RolloutTracker
 from megatron_webrl.monitor.status.control_probe import query_rollouts
-from megatron_webrl.ring.errors import RecordError
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record_file
+from megatron_webrl.ring.record import decode_trajectory, read_record_file
+from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.track.live_rollouts import CHANGING, FIXED, STATES, running_file
 from megatron_webrl.types import Trajectory
 

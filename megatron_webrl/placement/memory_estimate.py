@@ -1,11 +1,4 @@
-"""Estimate the GPU memory of each role from the configuration and the model's config.json.
-
-Parameters, gradients, optimiser state and KV cache follow from shapes, exact except for padding; activations from the
-tensors that model/ saves for the backward pass; library buffers are a fixed reserve. Never compared with a GPU.
-Assumptions for trainer.tokens_per_microbatch tokens: half belong to images, all different and spread evenly; the scored
-fraction is rollout.max_new_tokens / max_model_len; the busiest rank gets 1.5 times the mean tokens for its experts.
-With trainer.merge_prefixes=all their sequences have twice as many tokens, as common prefixes are computed once.
-"""
+"""Memory of a trainer rank, by part."""
 
 from __future__ import annotations
 
@@ -16,11 +9,185 @@ from typing import Any, cast, get_args
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.compute_options import Recompute
-from megatron_webrl.model.hf_config import choose_prefix_merging
-from megatron_webrl.model.layer_split import split_layers
-from megatron_webrl.model.parameter_counts import ParameterCounts, TextDimensions, count_parameters, deepstack_layers
-from megatron_webrl.placement import linear_attention_costs
-from megatron_webrl.placement.gpu_sharing import gpu_memory_share
+from megatron_webrl.model.hf_config import choose_prefix_merging, cpu_engine_obstacle, has_experts, has_linear_attention
+from megatron_webrl.model.layer_split import check_divides, split_layers
+from megatron_webrl.model.parameter_counts import (
+    LinearAttention,
+    ParameterCounts,
+    TextDimensions,
+    count_parameters,
+    deepstack_layers,
+)
+from megatron_webrl.placement.placement import gpu_memory_share
+
+CHUNK = 64  # tokens, as in model/qwen3_5/delta_rule.py, which imports torch
+CONVOLUTION_BYTES = 3  # times the size of a value: input, padded input and output
+SELECTIVE_CONVOLUTION_BYTES = 4.5  # the values that enter the rule are views of it, too
+GATED_NORM_BYTES = 16.5  # of a value: input and unit in float32, the gate, and what they are multiplied to
+
+
+def saved_bytes(of: LinearAttention, size: int, keeps_rule: bool) -> float:
+    """Bytes saved for the backward pass, `size` of a value, without the norms and the input of the layer.
+
+    `keeps_rule`: what the delta rule saves; without it, recomputed, its inputs.
+    """
+    convolution = CONVOLUTION_BYTES if keeps_rule else SELECTIVE_CONVOLUTION_BYTES
+    rule = rule_bytes(of, size) if keeps_rule else rule_inputs(of, size)
+    return convolution * size * of.channels + GATED_NORM_BYTES * of.value_width + rule
+
+
+def rule_bytes(of: LinearAttention, size: int) -> float:
+    """Bytes that the delta rule saves, its inputs included: float32 but for queries, keys and values."""
+    keys = of.value_heads * of.key_dim  # each value head has a query and a key of its own
+    matrices = 6.2 * CHUNK  # of a head: products of keys, decays, the triangular system, masks
+    state = of.key_dim * of.value_dim / CHUNK
+    return (2 * size + 48) * keys + (size + 16) * of.value_width + 4 * of.value_heads * (matrices + state)
+
+
+def rule_inputs(of: LinearAttention, size: int) -> float:
+    """Bytes of the inputs of the delta rule: queries, keys, values, decays and strengths."""
+    return size * (2 * of.value_heads * of.key_dim + of.value_width) + 8 * of.value_heads
+
+
+def state_bytes(of: LinearAttention, size: int) -> int:
+    """Bytes that an engine keeps for a sequence: the float32 state, and the last tokens of the convolution."""
+    return 4 * of.value_heads * of.key_dim * of.value_dim + size * (of.kernel - 1) * of.channels
+
+
+def rule_operations(of: LinearAttention) -> int:
+    """Operations of the delta rule as it is defined: the state is read, changed and read, a product each."""
+    return 6 * of.value_heads * of.key_dim * of.value_dim
+
+
+def chunked_operations(of: LinearAttention) -> int:
+    """Operations of the delta rule in chunks: three products with the state, and those between tokens of a chunk."""
+    between = 2 * CHUNK * (2 * of.key_dim + of.value_dim) + CHUNK * (of.key_dim + of.value_dim)
+    return rule_operations(of) + of.value_heads * between
+
+
+MIN_IMAGE_BUFFER_MIB = 512
+
+
+def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
+    """Raise ConfigError for sizes that cannot split the model. `description`: its config.json."""
+    text, trainer = description["text_config"], config.trainer
+    sparse = has_experts(description)
+    text = {"num_experts": text.get("num_local_experts"), **text}  # transformers 5 writes num_local_experts
+    heads = trainer.tensor_parallel * trainer.context_parallel
+    heads_name = "tensor_parallel" if trainer.context_parallel == 1 else "tensor_parallel x context_parallel"
+    divided = [(heads_name, heads, name) for name in ("num_attention_heads", "num_key_value_heads")]
+    if sparse:
+        divided.append(("expert_parallel", trainer.expert_parallel, "num_experts"))
+        divided.append(("expert_tensor_parallel", trainer.expert_tensor_parallel, "moe_intermediate_size"))
+    else:
+        divided.append(("tensor_parallel", trainer.tensor_parallel, "intermediate_size"))
+    for setting_name, size, name in divided:
+        source = " x ".join(f"trainer.{part}" for part in setting_name.split(" x "))
+        check_divides(setting_name, size, name, text[name], source)
+    if config.model.platform == "cpu" and (obstacle := cpu_engine_obstacle(description, config.engine_dtype)):
+        raise ConfigError(f"model.path={config.model.path}: {obstacle}; set rollout.dtype=bfloat16 for such a model")
+    if has_linear_attention(description):
+        _check_linear_attention(config, text, sparse)
+    _check_parallel(config, text["num_hidden_layers"], sparse)
+    _check_engine_layout(config, text, description["vision_config"], sparse)
+    if config.rollout.max_model_len > text["max_position_embeddings"]:
+        raise ConfigError(
+            f"rollout.max_model_len={config.rollout.max_model_len} exceeds "
+            f"max_position_embeddings={text['max_position_embeddings']} of {config.model.path}"
+        )
+
+
+def _check_linear_attention(config: Config, text: dict[str, Any], sparse: bool) -> None:
+    trainer, rollout, path = config.trainer, config.rollout, config.model.path
+    if trainer.context_parallel > 1:
+        raise ConfigError(
+            f"trainer.context_parallel={trainer.context_parallel} cannot split the state of the linear attention of "
+            f"{path}; set it to 1"
+        )
+    if trainer.merge_prefixes == "all":
+        raise ConfigError(
+            f"trainer.merge_prefixes=all would have the linear attention of {path} hand its state to several "
+            "continuations; set auto or trajectory: the beginnings that episodes have in common are then computed "
+            "once for each"
+        )
+    dimensions = ["linear_num_key_heads", "linear_num_value_heads"]
+    dimensions += ["shared_expert_intermediate_size"] if sparse else []
+    for part, size in (("trainer", trainer.tensor_parallel), ("rollout", rollout.tensor_parallel)):
+        for name in dimensions:
+            check_divides("tensor_parallel", size, name, text[name], f"{part}.tensor_parallel")
+
+
+def image_buffer_mib(config: Config, patch_size: int, spatial_merge_size: int) -> int:
+    """MiB of a trainer rank's shared memory for the largest screenshot, encoded and as patches; 0: no image workers."""
+    if not config.trainer.image_workers:
+        return 0
+    # One token stands for a square of patches; an encoded image is at most about as large as its pixels.
+    side = patch_size * spatial_merge_size
+    largest = -(-2 * config.rollout.max_model_len * side**2 * 3 // 2**20)
+    return max(MIN_IMAGE_BUFFER_MIB, largest)
+
+
+def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
+    trainer, path = config.trainer, config.model.path
+    chunks = trainer.pipeline_parallel * trainer.virtual_pipeline
+    if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel == 1:
+        raise ConfigError(
+            f"trainer.virtual_pipeline={trainer.virtual_pipeline} needs trainer.pipeline_parallel of at least 2"
+        )
+    if chunks > layers:
+        raise ConfigError(
+            f"trainer.pipeline_parallel x virtual_pipeline = {chunks} exceeds the {layers} layers of {path}; lower them"
+        )
+    experts, ranks = (
+        trainer.expert_parallel * trainer.expert_tensor_parallel,
+        trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel,
+    )
+    if not sparse and trainer.experts != "auto":
+        raise ConfigError(
+            f"trainer.experts={trainer.experts} needs a mixture of experts, but {path} is dense; set auto"
+        )
+    if not sparse and experts > 1:
+        raise ConfigError(
+            f"trainer.expert_parallel={trainer.expert_parallel} and trainer.expert_tensor_parallel="
+            f"{trainer.expert_tensor_parallel} need a mixture of experts, but {path} is dense; set both to 1"
+        )
+    check_divides(
+        "expert_parallel x expert_tensor_parallel",
+        experts,
+        "tensor_parallel x context_parallel x data_parallel",
+        ranks,
+        "trainer.expert_parallel",
+    )
+
+
+def _check_engine_layout(config: Config, text: dict[str, Any], vision: dict[str, Any], sparse: bool) -> None:
+    """Raise ConfigError for engine sizes into which vLLM cannot split the model."""
+    rollout, path = config.rollout, config.model.path
+    size, kv_heads = rollout.tensor_parallel, text["num_key_value_heads"]
+    divided = [("num_attention_heads", text)]
+    if not config.vision_data_parallel:
+        divided += [("num_heads", vision), ("intermediate_size", vision)]
+    if not sparse:
+        divided.append(("intermediate_size", text))
+    elif rollout.expert_parallel:
+        divided.append(("num_experts", text))
+    else:
+        divided.append(("moe_intermediate_size", text))
+    for name, section in divided:
+        check_divides("tensor_parallel", size, name, section[name], "rollout.tensor_parallel")
+    if kv_heads % size and size % kv_heads:
+        raise ConfigError(
+            f"rollout.tensor_parallel={size} neither divides num_key_value_heads={kv_heads} of {path} nor is a "
+            "multiple of it"
+        )
+    if rollout.expert_parallel and not sparse:
+        raise ConfigError(f"rollout.expert_parallel=true needs a mixture of experts, but {path} is dense")
+    if rollout.pipeline_parallel > text["num_hidden_layers"]:
+        raise ConfigError(
+            f"rollout.pipeline_parallel={rollout.pipeline_parallel} exceeds the {text['num_hidden_layers']} layers "
+            f"of {path}"
+        )
+
 
 GIB = 2**30
 IMAGE_TOKEN_FRACTION = 0.5  # of the tokens of a packed sequence
@@ -293,7 +460,7 @@ class _TrainerEstimate:
 
     def _linear_attention(self, recompute: str) -> int:
         assert self.shape.linear is not None
-        return int(linear_attention_costs.saved_bytes(self.shape.linear, self.size, keeps_rule=recompute == "none"))
+        return int(saved_bytes(self.shape.linear, self.size, keeps_rule=recompute == "none"))
 
     def _images(self) -> int:
         """Images of the first stage: activations and features of all packed sequences in flight."""
@@ -348,7 +515,7 @@ def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> t
     buffers = reserve + _staging_bytes(config)
     states = 0  # of linear attention: one of each request, however long
     if shape.linear:
-        state = linear_attention_costs.state_bytes(shape.linear, size) // tensor
+        state = state_bytes(shape.linear, size) // tensor
         states = config.requests_per_engine * _most_of_neighbours(list(map(int, shape.linear_layers)), count) * state
     return MemoryUse("engine", parameters=weights, kv_cache=cache, buffers=buffers), max(cache - states, 0) // max(
         token, 1

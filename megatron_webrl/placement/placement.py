@@ -1,14 +1,9 @@
-"""Placement: the node, devices, cores and port of every process, and the rings, from a configuration.
-
-Pure functions: no machine is read, so every node computes the same placement. docs/slurm.md describes cluster.*.
-Ranks are numbered in Megatron's order "tp-cp-ep-dp-pp", tp fastest, but nodes assigned by group: a model copy, else a
-stage of it, else a context-parallel, else a tensor-parallel group lies inside one node where it fits. A stage of a copy
-has ranks for all of its experts. Engines are placed likewise: whole where they fit, else by pipeline stage.
-"""
+"""Which process runs on which node, GPU and cores."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +14,68 @@ from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.placement.cores import CoreRequest, Cores, assign_cores
-from megatron_webrl.placement.gpu_sharing import check_gpu_sharing
 from megatron_webrl.ring.segment import segment_name
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Rank of this process among the trainer's processes, from the launcher's environment."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> RankInfo:
+        """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them, or their Slurm counterparts. Raises KeyError."""
+        if "RANK" in os.environ:
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        else:
+            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+        rank, world_size, local_rank = (int(os.environ[name]) for name in names)
+        return cls(rank, world_size, local_rank)
+
+
+def check_gpu_sharing(config: Config) -> None:
+    """Raise ConfigError for settings that need another placement of the two roles on GPUs."""
+    cluster, rollout, transport = config.cluster, config.rollout, config.weights.transport
+    if config.evaluation.only:
+        return
+    if transport == "nccl" and not cluster.gpus_per_node:
+        raise ConfigError(
+            "weights.transport=nccl needs GPUs, but cluster.gpus_per_node=0; set cluster.*, or weights.transport=auto"
+        )
+    if not cluster.colocate:
+        return
+    if not cluster.gpus_per_node:
+        raise ConfigError(
+            "cluster.colocate=true has no effect with cluster.gpus_per_node=0; set cluster.gpus_per_node too (and "
+            "model.platform=cpu to compute without GPUs)"
+        )
+    if transport == "nccl":
+        raise ConfigError(
+            "weights.transport=nccl with cluster.colocate=true: NCCL refuses two ranks on one GPU; set "
+            "weights.transport=auto"
+        )
+    if cluster.engine_gpus_per_node:
+        raise ConfigError(
+            f"cluster.engine_gpus_per_node={cluster.engine_gpus_per_node} has no effect with cluster.colocate=true, "
+            "which gives engines every GPU; leave it out"
+        )
+    if not rollout.kv_cache_mib:
+        raise ConfigError(
+            "rollout.kv_cache_mib=0 with cluster.colocate=true: vLLM cannot measure the free memory of a GPU on "
+            "which the trainer allocates; set its size"
+        )
+
+
+def gpu_memory_share(config: Config, role: str) -> float:
+    """Fraction of a GPU's memory for an engine's rank (role "engine") or a rank of the trainer (any other role)."""
+    if not config.cluster.colocate or config.evaluation.only:
+        return 1.0
+    engine = config.rollout.gpu_memory_utilization
+    return engine if role == "engine" else 1.0 - engine
+
 
 RoleName = Literal["trainer", "rollout"]
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"

@@ -1,8 +1,10 @@
-"""Tables of `webrl placement`: the processes of each node, and the memory estimate."""
+"""`webrl placement`: the table of processes, memory and predicted times."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -16,17 +18,15 @@ from rich.table import Table
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, check_sections
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.hf_config import read_model_config
-from megatron_webrl.placement import memory_estimate, start_estimate
+from megatron_webrl.placement import memory_estimate, prediction
 from megatron_webrl.placement.cores import format_cores
-from megatron_webrl.placement.gpu_sharing import gpu_memory_share
-from megatron_webrl.placement.memory_estimate import GIB, MemoryEstimate
-from megatron_webrl.placement.parallel_layout import check_parallel_layout
-from megatron_webrl.placement.performance.cards import Card
+from megatron_webrl.placement.hardware import CARDS, Card
+from megatron_webrl.placement.memory_estimate import GIB, MemoryEstimate, check_parallel_layout
 from megatron_webrl.placement.performance.prediction import predict, print_prediction
-from megatron_webrl.placement.performance.workload import EpisodeLengths
-from megatron_webrl.placement.placement import Placement, ProcessPlacement, place_processes
+from megatron_webrl.placement.placement import Placement, ProcessPlacement, gpu_memory_share, place_processes
+from megatron_webrl.placement.prediction import EpisodeLengths
 from megatron_webrl.util.text import count_noun
 
 
@@ -51,20 +51,20 @@ def show_placement(
         raise ConfigError(
             f"{'--memory' if with_memory else '--time'}: model.path={config.model.path} is no folder with a "
             "config.json, nor named as a released size is (Qwen3-VL-SIZE-Instruct or -Thinking, SIZE one of "
-            f"{', '.join(model_sizes.MODEL_SIZES)}; {', '.join(model_sizes.QWEN3_5_NAMES)})"
+            f"{', '.join(parameter_counts.MODEL_SIZES)}; {', '.join(parameter_counts.QWEN3_5_NAMES)})"
         )
     if with_memory and description is not None:
         estimate = memory_estimate.estimate_memory(config, description)
         print_memory(config, estimate, console)
-        start = start_estimate.estimate_start(config, estimate.parameters)
-        for describe in (start_estimate.describe_start, start_estimate.describe_save):
+        start = prediction.estimate_start(config, estimate.parameters)
+        for describe in (prediction.describe_start, prediction.describe_save):
             if line := describe(config, start):
                 console.print(line, highlight=False, soft_wrap=True)
         content = {"memory": asdict(estimate), "start": asdict(start)}
     if card is not None and description is not None:
-        prediction = predict(config, description, card, EpisodeLengths())
-        print_prediction(config, prediction, console)
-        content |= {"time": asdict(prediction)}
+        predicted = predict(config, description, card, EpisodeLengths())
+        print_prediction(config, predicted, console)
+        content |= {"time": asdict(predicted)}
     if file is not None:
         try:
             file.write_text(json.dumps(placement.to_json() | content, indent=1) + "\n")
@@ -79,8 +79,8 @@ def find_model_config(config: Config) -> dict[str, Any] | None:
     """The model's config.json, else that of the released size in the path's name; None if there is neither."""
     if (Path(config.model.path) / "config.json").is_file():
         return read_model_config(config.model.path)
-    size = model_sizes.size_from_path(config.model.path)
-    return None if size is None else model_sizes.config_sections(size)
+    size = parameter_counts.size_from_path(config.model.path)
+    return None if size is None else parameter_counts.config_sections(size)
 
 
 def print_placement(config: Config, placement: Placement, console: Console) -> None:
@@ -235,3 +235,35 @@ def _over_nodes(groups: Sequence[Sequence[ProcessPlacement]]) -> str:
         return "each inside a node"
     low, high = min(spans), max(spans)
     return f"each over {low} nodes" if low == high else f"over {low} to {high} nodes"
+
+
+def add_placement(commands: Any) -> None:
+    """Add `placement` to the commands of `webrl`."""
+    placement = commands.add_parser(
+        "placement",
+        help="show which process runs where on a cluster, and estimate its memory",
+        description="Place the processes of a configuration on the machines it describes (cluster.*): nodes, GPUs, "
+        "cores, ports, rings. Reads the configuration only, no machine. Exit code 2: impossible. docs/slurm.md",
+        epilog="example: webrl placement configs/8b_32node.yaml cluster.nodes=16 --memory",
+    )
+    placement.add_argument("config", help="YAML file")
+    placement.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
+    placement.add_argument("--json", type=Path, metavar="FILE", help="also write every process to this file")
+    placement.add_argument(
+        "--memory", action="store_true", help="estimate the memory of each GPU; an error if it does not fit"
+    )
+    placement.add_argument(
+        "--time", action="store_true", help="predict the seconds of an update's parts; docs/performance.md"
+    )
+    placement.add_argument("--card", choices=tuple(CARDS), help="with --time: the GPU (default: H100)")
+    placement.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    if options.card and not options.time:
+        raise ConfigError("--card names the GPU of --time; add --time")
+    card = CARDS[options.card or "H100"] if options.time else None
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    return show_placement(options.config, options.overrides, options.json, options.memory, console, card)

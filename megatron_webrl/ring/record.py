@@ -1,27 +1,24 @@
-"""Encode a trajectory as one record, without pickle.
-
-    magic | format | crc of JSON | total bytes | JSON bytes      header, 32 bytes
-    JSON                              all other fields, and the lengths of arrays and images
-    arrays of step 0, step 1, ...     each aligned to 8 bytes: STEP_ARRAYS in order, then the experts
-    encoded screenshots               one after the other, each once
-
-Arrays are decoded as views of the buffer. The ring or the record file adds a checksum of the whole record.
-"""
+"""Trajectories as bytes: records, files of records, and records that are damaged."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
 
-from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.ring.segment import RecordCorrupt, RecordError, RingError, checksum
 from megatron_webrl.types import Action, JudgeStage, RubricFact, Step, Task, Trajectory, Verdict
+from megatron_webrl.util import atomic_file
 
 MAGIC = b"WEBRLREC"
 FORMAT_VERSION = 7
@@ -220,3 +217,162 @@ def _padded(size: int) -> int:
 
 def _padding(size: int) -> bytes:
     return bytes(_padded(size) - size)
+
+
+FILE_MAGIC = b"WEBRLFIL"
+FILE_FORMAT_VERSION = 1
+_END = 2**64 - 1  # in place of a length: the trailer, whose second number is the count of records
+_HEAD = struct.Struct("<8sQ")
+_ENTRY = struct.Struct("<QQ")
+
+
+class RecordFileWriter:
+    """Writes records to a temporary file next to `path`, and renames it when it is closed without an error."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = atomic_file.temporary_path(self.path)
+        self._file: BinaryIO | None = self._temporary.open("wb")
+        self._file.write(_HEAD.pack(FILE_MAGIC, FILE_FORMAT_VERSION))
+        self.records = 0
+
+    def write(self, buffers: Sequence[bytes | memoryview]) -> int:
+        """Append one record, the buffers one after the other; returns its position, for `read_record`."""
+        if self._file is None:
+            raise RecordError(f"record file {self.path} is closed; nothing can be added to it")
+        record, position = b"".join(buffers), self._file.tell()
+        self._file.write(_ENTRY.pack(len(record), checksum(record)))
+        self._file.write(record)
+        self.records += 1
+        return position
+
+    def close(self) -> None:
+        """Write the trailer, sync the file and rename it. A second call does nothing. Raises OSError."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(_ENTRY.pack(_END, self.records))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            atomic_file.publish(self._temporary, self.path)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove the temporary file. Without effect after `close`."""
+        if self._file is not None:
+            with suppress(OSError):  # of bytes that were never written
+                self._file.close()
+            self._file = None
+            self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> RecordFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def read_record_file(path: str | Path) -> Iterator[bytes]:
+    """Yield the records of a file in order, one in memory at a time. Raises RecordError for a damaged file."""
+    path = Path(path)
+    size, count = path.stat().st_size, 0
+    with path.open("rb") as file:
+        head = file.read(_HEAD.size)
+        if head[:8] != FILE_MAGIC or len(head) < _HEAD.size:
+            raise RecordError(f"{path} is not a record file: it begins with {head[:8]!r}, not {FILE_MAGIC!r}")
+        version = _HEAD.unpack(head)[1]
+        if version != FILE_FORMAT_VERSION:
+            raise RecordError(
+                f"{path} has format {version}, this program reads {FILE_FORMAT_VERSION}; use the one that wrote it"
+            )
+        while True:
+            entry = file.read(_ENTRY.size)
+            if len(entry) < _ENTRY.size:
+                raise RecordError(f"{path} is truncated after {count} records, at byte {size}")
+            length, expected = _ENTRY.unpack(entry)
+            if length == _END:
+                break
+            if file.tell() + length > size:
+                remaining = size - file.tell()
+                raise RecordError(f"{path} is truncated: record {count} claims {length} bytes, {remaining} follow")
+            record = file.read(length)
+            if checksum(record) != expected:
+                raise RecordError(f"{path}: record {count} of {length} bytes does not match its checksum")
+            yield record
+            count += 1
+        if expected != count or file.tell() != size:
+            raise RecordError(
+                f"{path} is damaged: {count} records, its trailer says {expected}, {size - file.tell()} bytes follow"
+            )
+
+
+def read_record(path: str | Path, position: int) -> bytes:
+    """The record at a position of a file. Raises RecordError for a damaged file, OSError."""
+    path = Path(path)
+    with path.open("rb") as file:
+        file.seek(position)
+        entry = file.read(_ENTRY.size)
+        length, expected = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (_END, 0)
+        if length > path.stat().st_size:
+            raise RecordError(f"{path} has no record at byte {position}")
+        record = file.read(length)
+    if len(record) < length or checksum(record) != expected:
+        raise RecordError(f"{path}: the record of {length} bytes at byte {position} does not match its checksum")
+    return record
+
+
+def count_records(path: str | Path) -> int:
+    """The number of records by the trailer of a file. Raises RecordError for a file without a trailer."""
+    path = Path(path)
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _ENTRY.size))
+        entry = file.read(_ENTRY.size)
+    length, count = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (0, 0)
+    if length != _END:
+        raise RecordError(f"{path} is truncated: it has no trailer")
+    return int(count)
+
+
+log = logging.getLogger(__name__)
+
+FOLDER = "damaged_records"  # of a run
+MAX_KEPT = 20  # files in that folder
+
+
+class RecordReader(Protocol):
+    """A ring, or another source of numbered records."""
+
+    def read(self, sequence: int, verify: bool = True) -> Buffer:
+        """One record. Raises RecordCorrupt."""
+        ...
+
+
+def read_trajectory(records: RecordReader, sequence: int, folder: Path) -> Trajectory | None:
+    """The trajectory of a record, as views of it; None if it is damaged: its bytes are then in a file of `folder`."""
+    try:
+        return decode_trajectory(records.read(sequence))
+    except (RecordCorrupt, RecordError) as error:
+        log.error("record %d is damaged: %s", sequence, error)
+        with suppress(RingError, OSError):  # the place of the record, or the disk, may be damaged, too
+            _keep(records.read(sequence, verify=False), folder, f"{sequence}.record")
+        return None
+
+
+def undamaged_trajectories(records: RecordReader, sequences: Iterable[int]) -> dict[int, Trajectory]:
+    """The trajectories of the records that are not damaged, by number."""
+    found = {}
+    for sequence in sequences:
+        with suppress(RecordCorrupt, RecordError):
+            found[sequence] = decode_trajectory(records.read(sequence))
+    return found
+
+
+def _keep(data: Buffer, folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(data) and len(list(folder.iterdir())) < MAX_KEPT:
+        (folder / name).write_bytes(data)

@@ -17,12 +17,10 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import PageTasksConfig
 from megatron_webrl.config.trainer import WarmStartConfig
-from megatron_webrl.judge.outcome import page_verdict, with_verdict
+from megatron_webrl.judge.evaluation import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.ring.record_file import RecordFileWriter
-from megatron_webrl.rollout.agent import run_episode
-from megatron_webrl.rollout.browsers import open_browsers
+from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
+from megatron_webrl.rollout.episode_runner import open_browsers, run_episode
 from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.prompts import format_response
 from megatron_webrl.rollout.responses import THOUGHT_CLOSE

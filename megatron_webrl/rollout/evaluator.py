@@ -17,14 +17,11 @@ from PIL import Image
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.claimer import Claimer
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
-from megatron_webrl.judge.budget import BudgetSpent
-from megatron_webrl.judge.job_budget import JobUsageMeter, request_stop_without_budget
+from megatron_webrl.judge.budget import BudgetSpent, JobUsageMeter, request_stop_without_budget
 from megatron_webrl.model.processor import decode_image
-from megatron_webrl.rollout.deadline import Deadline
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
-from megatron_webrl.rollout.episode_runner import EpisodeLabels, EpisodeRunner, run_with_retries
+from megatron_webrl.rollout.episode_runner import Deadline, EpisodeLabels, EpisodeRunner, FreeStepping, run_with_retries
 from megatron_webrl.rollout.generator import Generation, Generator
-from megatron_webrl.rollout.stepping import FreeStepping
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.episodes import EpisodeStore
 from megatron_webrl.track.evaluations import BLANK_IMAGES, EvaluationRequest, EvaluationResult

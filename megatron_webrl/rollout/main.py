@@ -12,17 +12,15 @@ from typing import TypeVar
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
 from megatron_webrl.control.connection import JobEnded
-from megatron_webrl.judge.job_budget import JobUsageMeter
-from megatron_webrl.ring.node_ring import NodeRing
-from megatron_webrl.ring.ring import Ring
+from megatron_webrl.judge.budget import JobUsageMeter
+from megatron_webrl.ring.ring import NodeRing, Ring
 from megatron_webrl.rollout.demonstrations import write_demonstrations
 from megatron_webrl.rollout.engine.engine_leader import EngineFollowers
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator, run_evaluation_worker
-from megatron_webrl.rollout.pool import RolloutPool
-from megatron_webrl.rollout.ring_lifetime import open_node_ring
+from megatron_webrl.rollout.pool import RolloutPool, open_node_ring
 from megatron_webrl.track.episodes import EpisodeStore
 from megatron_webrl.track.timeline import Timeline, open_timeline
 

@@ -6,9 +6,8 @@ import json
 from collections.abc import Sequence
 
 from megatron_webrl.config.rollout import COMPACT_FORMATS, ContextConfig
-from megatron_webrl.rollout.actions import describe_action, format_tool_call
 from megatron_webrl.rollout.responses import FORMS, ResponseForm
-from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
+from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset, describe_action, format_tool_call
 from megatron_webrl.types import Action, Element, OpenTab, Scroll
 from megatron_webrl.util.text import shorten
 

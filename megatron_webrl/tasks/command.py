@@ -51,8 +51,8 @@ def _check(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_webrl.tasks.files.conversion import resolve_task_file
-    from megatron_webrl.tasks.files.field_map import make_field_map
     from megatron_webrl.tasks.files.report import inspect_file, render
+    from megatron_webrl.tasks.files.rows import make_field_map
     from megatron_webrl.track.tables import progress_bar
 
     if options.json is not None and not options.json.absolute().parent.is_dir():

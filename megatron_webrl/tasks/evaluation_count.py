@@ -46,8 +46,8 @@ def _without_skipped(config: Config, count: Callable[[int], int]) -> range:
 
 def _count_rows(tasks: FileTasksConfig) -> int:
     from megatron_webrl.tasks.files.conversion import resolve_task_file
-    from megatron_webrl.tasks.files.field_map import field_map_of
     from megatron_webrl.tasks.files.indexing import open_index
+    from megatron_webrl.tasks.files.rows import field_map_of
 
     fields = field_map_of(tasks)
     return len(open_index(resolve_task_file(tasks.test_file, "tasks.test_file", fields), fields))

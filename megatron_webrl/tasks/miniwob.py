@@ -1,19 +1,128 @@
-"""MiniWoB++ as a task source: pages of the installed package, reset by a seed."""
+"""MiniWoB++ environments as tasks."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from playwright.async_api import BrowserContext, Page
 
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import LatencyConfig, SamplerConfig
-from megatron_webrl.tasks import miniwob_page, scripted_policies
+from megatron_webrl.tasks import scripted_policies
 from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.server import FolderServer
 from megatron_webrl.tasks.source import LocalTaskSource, StepLimits, check_environments
 from megatron_webrl.types import Action, Task
+
+UNSUPPORTED_ENVIRONMENTS = {"hover-shape": "its page never gives a reward and never ends"}  # reason by environment
+
+STATEFUL_ENVIRONMENTS = frozenset({
+    "book-flight", "book-flight-nodelay", "copy-paste", "copy-paste-2", "scroll-text", "scroll-text-2",
+    "use-colorwheel", "use-colorwheel-2", "chase-circle", "drag-cube", "moving-items", "simon-says", "stock-market",
+    "terminal",
+})  # fmt: skip
+"""Their restarted page may differ from a new one: scroll positions and open widgets stay, or animations continue."""
+
+FIXED_DATE = "2025-01-01T12:00:00Z"  # on all pages: some show it or a calendar of it; later than any date in a task
+STARTUP_ANIMATION_MS = {"click-pie": 3000}  # maximum, where a session does not wait long enough for a page's animation
+
+# Dates are shifted, not stopped, because pages measure time with them. The style hides the reward panel and the click
+# trace, which would leak into the screenshot, and the START cover, which would hide the last state of the page. The
+# page's time limit is disabled: episodes are limited in steps, and the countdown would change the page every second.
+# `episodeRuns` distinguishes an episode from a page that was only reloaded.
+START_SCRIPT = """async ({seed, today, unfoldingMs}) => {
+  if (!window.episodeRuns) {
+    const Real = Date, shift = Real.parse(today) - Real.now(), now = () => Real.now() + shift;
+    window.Date = new Proxy(Real, {
+      construct: (target, given, made) => Reflect.construct(target, given.length ? given : [now()], made),
+      apply: () => new Real(now()).toString(),
+      get: (target, name) => name === "now" ? now : Reflect.get(target, name),
+    });
+    Real.prototype.constructor = window.Date;
+    const style = document.createElement("style");
+    style.textContent =
+      "#reward-display, #reward-reason, #click-canvas, #sync-task-cover { display: none !important; }";
+    document.head.appendChild(style);
+    core.EPISODE_MAX_TIME = 2e9;
+  } else {
+    scrollTo(0, 0);
+    getSelection().removeAllRanges();
+    document.activeElement.blur();
+    if (window.jQuery?.datepicker) {
+      jQuery.fx.off = true;
+      jQuery(".hasDatepicker").datepicker("hide").datepicker("setDate", null);
+      jQuery.fx.off = false;
+    }
+  }
+  Math.seedrandom(seed);
+  core.startEpisodeReal();
+  core.clearTimer();
+  const frame = () => new Promise(requestAnimationFrame);
+  while (!WOB_TASK_READY) await frame();
+  window.episodeRuns = true;
+  const utterance = core.getUtterance();
+  let changes = unfoldingMs;
+  const observer = new MutationObserver(() => { changes += 1; });
+  observer.observe(document, {subtree: true, childList: true, attributes: true, characterData: true});
+  for (const end = performance.now() + unfoldingMs; changes && performance.now() < end; ) {
+    changes = 0;
+    await frame();
+    await frame();
+  }
+  observer.disconnect();
+  return typeof utterance === "string" ? utterance : utterance.utterance;
+}"""
+
+IS_STARTED_SCRIPT = "() => Boolean(window.episodeRuns)"  # whether an episode was started since the page was loaded
+
+# The raw reward, without the page's reduction by elapsed time.
+RESULT_SCRIPT = """() => window.episodeRuns && WOB_DONE_GLOBAL ? [WOB_RAW_REWARD_GLOBAL, true] : [null, false]"""
+
+
+def pages_folder() -> Path:
+    """The folder of pages in the package. Raises ConfigError if MiniWoB++ is not installed."""
+    # The package is not imported: that would import selenium and gymnasium, which are not needed.
+    spec = importlib.util.find_spec("miniwob")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("tasks.source=miniwob needs the package miniwob; install it with pip install miniwob==1.1.0")
+    return Path(spec.submodule_search_locations[0]) / "html"
+
+
+def all_environments(folder: Path | None = None) -> list[str]:
+    """Sorted names of all supported environments of the installed package; its flight pages are flight.<page>."""
+    pages = folder or pages_folder()
+    names = [file.stem for file in (pages / "miniwob").glob("*.html")]
+    names += [f"flight.{file.parent.name}" for file in (pages / "flight").glob("*/wrapper.html")]
+    return sorted(set(names) - set(UNSUPPORTED_ENVIRONMENTS))
+
+
+def check_supported(names: Iterable[str]) -> None:
+    """Raises ConfigError for an unsupported environment."""
+    for name in names:
+        if name in UNSUPPORTED_ENVIRONMENTS:
+            raise ConfigError(
+                f"tasks.environments: {name} cannot be used: {UNSUPPORTED_ENVIRONMENTS[name]}; leave it out"
+            )
+
+
+def page_path(environment: str) -> str:
+    kind, _, name = environment.partition(".")
+    return f"/flight/{name}/wrapper.html" if kind == "flight" else f"/miniwob/{environment}.html"
+
+
+def can_reuse_page(environment: str) -> bool:
+    """Whether a restarted page of the environment is like a new one."""
+    return environment not in STATEFUL_ENVIRONMENTS and not environment.startswith("flight.")
+
+
+def start_arguments(environment: str, seed: int) -> dict[str, object]:
+    """The argument of START_SCRIPT."""
+    return {"seed": seed, "today": FIXED_DATE, "unfoldingMs": STARTUP_ANIMATION_MS.get(environment, 0)}
+
 
 SOURCE_NAME = "miniwob"
 DIFFICULTY = "easy"
@@ -34,9 +143,9 @@ class MiniWobTaskSource(LocalTaskSource):
         sampler: SamplerConfig | None = None,
     ) -> None:
         """Raises ConfigError for an unknown or unsupported environment."""
-        folder = miniwob_page.pages_folder()
-        miniwob_page.check_supported(environments)
-        check_environments("MiniWoB++ has", environments, miniwob_page.all_environments(folder))
+        folder = pages_folder()
+        check_supported(environments)
+        check_environments("MiniWoB++ has", environments, all_environments(folder))
         difficulties = [DIFFICULTY] * len(environments)
         super().__init__(environments, max_steps, FolderServer(folder), difficulties, limits or StepLimits(), sampler)
         self._delays = EpisodeDelays(latency or LatencyConfig())
@@ -59,20 +168,16 @@ class MiniWobTaskSource(LocalTaskSource):
 
     def can_reuse_page(self, task: Task) -> bool:
         """True, except for pages that keep state of an earlier episode."""
-        return miniwob_page.can_reuse_page(task.environment)
+        return can_reuse_page(task.environment)
 
     async def open(self, page: Page, task: Task) -> str:
         """Start the episode, on the environment's page if it is open already; returns the instruction."""
         self._open[page.context] = self._delays.start(f"{task.environment}/{task.seed}")
-        address = ORIGIN + miniwob_page.page_path(task.environment)
-        if (
-            page.url != address
-            or not self.can_reuse_page(task)
-            or not await page.evaluate(miniwob_page.IS_STARTED_SCRIPT)
-        ):
+        address = ORIGIN + page_path(task.environment)
+        if page.url != address or not self.can_reuse_page(task) or not await page.evaluate(IS_STARTED_SCRIPT):
             await page.goto(address, wait_until="load", timeout=0)
-        start = miniwob_page.start_arguments(task.environment, task.seed)
-        return str(await page.evaluate(miniwob_page.START_SCRIPT, start))
+        start = start_arguments(task.environment, task.seed)
+        return str(await page.evaluate(START_SCRIPT, start))
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
         """The page's reward, None while there is none, and whether the page has ended the episode.
@@ -82,7 +187,7 @@ class MiniWobTaskSource(LocalTaskSource):
         await asyncio.sleep(self._open[page.context].next())
         if not page.url.startswith(ORIGIN + "/"):
             return None, False
-        reward, done = await page.evaluate(miniwob_page.RESULT_SCRIPT)
+        reward, done = await page.evaluate(RESULT_SCRIPT)
         return (None if reward is None else float(reward)), bool(done)
 
     async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:

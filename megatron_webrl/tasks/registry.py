@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from megatron_webrl.config.tasks import FileTasksConfig, OwnTasksConfig, PageTasksConfig, TasksConfig
-from megatron_webrl.tasks import miniwob, miniwob_page, scripted_policies
+from megatron_webrl.tasks import miniwob, scripted_policies
 from megatron_webrl.tasks.files.source import FileTaskSource
 from megatron_webrl.tasks.import_path import load_source
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.sites import site_task_source as sites
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
-from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
+from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSource
 from megatron_webrl.tasks.source import StepLimits, TaskSource
 from megatron_webrl.types import ActionKind
 
@@ -38,7 +37,7 @@ def make_all_sources(tasks: TasksConfig) -> dict[str, TaskSource]:
     limits = StepLimits.from_config(tasks)
     found: dict[str, TaskSource] = {
         miniwob.SOURCE_NAME: MiniWobTaskSource(
-            miniwob_page.all_environments(), tasks.max_steps, tasks.latency, limits=limits
+            miniwob.all_environments(), tasks.max_steps, tasks.latency, limits=limits
         ),
         sites.SOURCE_NAME: SiteTaskSource(tuple(ENVIRONMENTS), tasks.max_steps, tasks.latency, limits=limits),
     }

@@ -1,20 +1,454 @@
-"""Scripted policies of MiniWoB++ environments, which read the page's elements instead of its pixels.
-
-Each is a JavaScript expression over the page's state that names the next action, as `resolve_target` takes it.
-"""
+"""Scripts that solve MiniWoB++ environments."""
 
 from __future__ import annotations
 
 from playwright.async_api import Page
 
 from megatron_webrl.tasks.click_target import ScriptedPolicyError, resolve_target
-from megatron_webrl.tasks.solutions import browsing, clicking, dragging, filling
 from megatron_webrl.types import Action, ActionKind
 
-_TARGETS = clicking.TARGET_SCRIPTS | filling.TARGET_SCRIPTS | browsing.TARGET_SCRIPTS | dragging.TARGET_SCRIPTS
+_BOXES = r"""tick((box) => asked(/^Select (.*) and click/).split(', ').includes(say(box.parentNode)))"""
+
+_SYNONYMS = r"""tick((box) => asked(/similar to (.*) and click/).split(', ')
+  .some((word) => SYNONYMS.some((words) => words.includes(word) && words.includes(say(box.parentNode)))))"""
+
+_SECTION = """(() => {
+  const link = named('.alink', quoted()), section = link.closest('.ui-accordion-content');
+  return {element: section.offsetHeight ? link : section.previousElementSibling};
+})()"""
+
+_TAB = """(() => {
+  const link = named('.alink', quoted()), tab = link.closest('[id^=tabs-]');
+  return {element: tab.offsetHeight ? link : $(`a[href="#${tab.id}"]`)};
+})()"""
+
+# Whether a shape fits a description such as "small red letter" or "large 7".
+_MEANT = """(words) => {
+  const last = words.at(-1);
+  return (shape) => {
+    const tag = shape.tagName, corners = tag === 'polygon' ? shape.getAttribute('points').split(/[ ,]/) : [];
+    const size = parseFloat(tag === 'text' ? shape.getAttribute('font-size')
+      : tag === 'rect' ? shape.getAttribute('width')
+      : tag === 'circle' ? 2 * shape.getAttribute('r') : corners[4] - corners[0]);
+    const text = tag === 'text' ? shape.textContent : {rect: 'rectangle', circle: 'circle', polygon: 'triangle'}[tag];
+    const type = tag !== 'text' ? 'shape' : /[0-9]/.test(text) ? 'digit' : 'letter';
+    return ['item', text, type].includes(last) && words.slice(0, -1).every(
+      (word) => word === shape.getAttribute('fill') || word === (size > 15 ? 'large' : 'small'));
+  };
+}"""
+
+_SHAPE = f"""{{element: all('#area_svg > *').find(({_MEANT})(asked(/^Click on a (.*)$/).split(' ')))}}"""
+
+_COUNT = rf"""(() => {{
+  const meant = ({_MEANT})(asked(/^How many (.*)s are there/).split(' '));
+  return {{element: named('#count-buttons button', String(all('#area_svg > *').filter(meant).length))}};
+}})()"""
+
+_MENU = """(() => {
+  const names = asked(/^Select (.*)$/).split('>'), items = names.map((name) => named('#menu li > div', name));
+  const next = items.findIndex((item, i) => i === items.length - 1 || !items[i + 1].offsetHeight);
+  return {element: items[next], kind: next === items.length - 1 ? 'left_click' : 'hover'};
+})()"""
+
+_ICON_MENU = """(() => {
+  const icon = $('#query .ui-icon');
+  const item = icon ? $(`#menu .${[...icon.classList].find((c) => c.startsWith('ui-icon-'))}`).parentNode
+    : named('#menu li > div', quoted(1));
+  const above = item.closest('ul').closest('li');
+  return {element: !shown('#menu') ? $('#open-menu') : item.offsetHeight ? item : above.querySelector('div')};
+})()"""
+
+_CARD = """(() => {
+  const value = (card) => Number(say(card.querySelector('.card-value')));
+  const best = all('.card').sort((a, b) => value(b) - value(a))[0];
+  return best.classList.contains('hidden') ? {element: best} : submit();
+})()"""
+
+_TREE = """(() => {
+  let item = named('#tree span', quoted()).closest('li');
+  while (!item.offsetHeight) item = item.parentNode.closest('li');
+  return {element: item.querySelector('span')};
+})()"""
+
+_PARITY = """(() => {
+  const row = all('.row').find((r) => !r.querySelector('.selected'));
+  const button = row && (say(row.querySelector('.display-number')) % 2 ? '.odd' : '.even');
+  return row ? {element: row.querySelector(button)} : submit();
+})()"""
+
+_GENERATE = r"""(() => {
+  const number = say($('#display-number')), limit = Number((query().match(/than (\d+)/) || [])[1]);
+  const right = number !== '-' && (/less/.test(query()) ? number < limit : /greater/.test(query()) ? number > limit
+    : number % 2 === (/odd/.test(query()) ? 1 : 0));
+  return right ? submit() : {element: $('#generate')};
+})()"""
+
+_DATE = r"""(() => {
+  const date = asked(/Select (\S+) as/), [month, day] = date.split('/').map(Number);
+  if ($('#datepicker').value === date) return submit();
+  if (!shown('#ui-datepicker-div')) return {element: $('#datepicker')};
+  const open = new Date(`${say($('.ui-datepicker-month'))} 1, 2016`).getMonth() + 1;
+  return {element: open > month ? $('.ui-datepicker-prev') : open < month ? $('.ui-datepicker-next')
+    : named('#ui-datepicker-div td a', String(day))};
+})()"""
+
+# Completes a line of three, or blocks one, or takes the middle, a corner, a side.
+_GAME = r"""(() => {
+  const mark = (square) => squares()[square].className;
+  const third = (marked) => lines.filter((line) => line.filter((square) => mark(square) === marked).length === 2)
+    .map((line) => line.find((square) => !mark(square))).find((square) => square !== undefined);
+  const free = [4, 0, 2, 6, 8, 1, 3, 5, 7].filter((square) => !mark(square));
+  return {element: squares()[third('mark-x') ?? third('mark-o') ?? free[0]]};
+})()"""
+
+_SPINNER = r"""(() => {
+  const missing = asked(/Select (-?\d+)/) - $('#spinner').value;
+  return missing ? {element: $(missing > 0 ? '.ui-spinner-up' : '.ui-spinner-down')} : submit();
+})()"""
+
+# Points that clicks set are drawn 50 pixels higher, in the coordinates of the drawing.
+_GEOMETRY = """(() => {
+  if ($('#blue-circle')) return submit();
+  const point = (selector, n = 0) => ['cx', 'cy'].map((name) => Number(all(selector)[n].getAttribute(name)));
+  const minus = ([a, b], [c, d]) => [a - c, b - d];
+  const unit = ([a, b]) => [a / Math.hypot(a, b), b / Math.hypot(a, b)];
+  const [x, y] = (POINT)(point, minus, unit);
+  return {element: $('#svg-grid'), at: [x, y + 50], within: 4};
+})()"""
+
+# The farthest of some points from `from` along either direction that is within the drawing.
+_FAR = """const far = (from, ways) => ways.flatMap(([a, b]) => [60, 45, 30, 20, 12].map(
+    (length) => [length, from[0] + a * length, from[1] + b * length]))
+  .filter(([, x, y]) => x > 4 && x < 146 && y > 4 && y < 126).sort((a, b) => b[0] - a[0])[0].slice(1);"""
+
+_MIDDLE = """(point) => [0, 1].map((axis) => (point('.black-circle')[axis] + point('.black-circle', 1)[axis]) / 2)"""
+
+_BISECTOR = f"""(point, minus, unit) => {{ {_FAR}
+  const corner = point('.init-blue'), [a, b] = [0, 1].map((n) => unit(minus(point('.init-black', n), corner)));
+  return far(corner, [unit([a[0] + b[0], a[1] + b[1]])]);
+}}"""
+
+_RIGHT_ANGLE = f"""(point, minus, unit) => {{ {_FAR}
+  const corner = point('#init-blue'), [a, b] = unit(minus(point('#init-black'), corner));
+  return far(corner, [[-b, a], [b, -a]]);
+}}"""
+
+CLICKING_TARGETS = {
+    "click-test": "{element: $('#subbtn')}",
+    "click-test-2": "{element: $('#subbtn')}",
+    "click-test-transfer": "{element: $('#subbtn')}",
+    "click-dialog": "{element: $('button.ui-button')}",
+    "click-dialog-2": """{element: quoted() === 'x' ? $('.ui-dialog-titlebar-close')
+      : named('.ui-dialog-buttonset button', quoted())}""",
+    "click-button": r"""{element: all('#area button').find(b => b.innerHTML === query().match(/"(.*)"/)[1])}""",
+    "unicode-test": "{element: named('#area button', quoted())}",
+    "click-link": "{element: named('.alink', quoted())}",
+    "focus-text": "{element: $('#tt')}",
+    "focus-text-2": r"{element: all('#area input')[ordinal() - 1]}",
+    "click-collapsible": """{element: shown('.ui-accordion-content') ? $('#subbtn') : $('#area h3')}""",
+    "click-collapsible-nodelay": """{element: shown('.ui-accordion-content') ? $('#subbtn') : $('#area h3')}""",
+    "click-collapsible-2": _SECTION,
+    "click-collapsible-2-nodelay": _SECTION,
+    "click-tab": r"""{element: all('#area ul a').find(a => query().includes(a.textContent))}""",
+    "click-tab-2": _TAB,
+    "click-tab-2-easy": _TAB,
+    "click-tab-2-medium": """{element: named('.alink', quoted()) || $('a[href="#tabs-2"]')}""",
+    "click-tab-2-hard": _TAB,
+    "click-color": r"""{element: $(`#area [data-color="${core.getUtterance().match(/the (\S+) colored/)[1]}"]`)}""",
+    "click-shades": r"""(() => {
+      const colour = asked(/shades of (\S+) and/);
+      const wrong = all('#area span').find((s) => (s.className === 'selected') !== (s.dataset.color === colour));
+      return {element: wrong || $('#submit')};
+    })()""",
+    "click-shape": _SHAPE,
+    "click-widget": '{element: $(`#area [data-type="${quoted()}"]`)}',
+    "click-option": r"""tick((box) => asked(/^Select (.*) and click/) === say(box.parentNode))""",
+    "click-checkboxes": _BOXES,
+    "click-checkboxes-large": _BOXES,
+    "click-checkboxes-transfer": _BOXES,
+    "click-checkboxes-soft": _SYNONYMS,
+    "click-button-sequence": "{element: buttonsPushed.length ? $('#subbtn2') : $('#subbtn')}",
+    "click-menu": _MENU,
+    "click-menu-2": _ICON_MENU,
+    "count-shape": _COUNT,
+    "identify-shape": r"""(() => {
+      const shape = $('#area_svg > *'), tag = shape.tagName;
+      const type = {rect: 'rectangle', circle: 'circle', polygon: 'triangle'}[tag]
+        || (/[0-9]/.test(say(shape)) ? 'digit' : 'letter');
+      return {element: $(`#area-buttons [data-type=${type}]`)};
+    })()""",
+    "number-checkboxes": r"""(() => {
+      const wanted = PATTERNS[Number(quoted())].flat();
+      const wrong = all('#checkboxes input').find((box, i) => box.checked !== (wanted[i] === 1));
+      return wrong ? {element: wrong} : submit();
+    })()""",
+    "odd-or-even": _PARITY,
+    "generate-number": _GENERATE,
+    "find-greatest": _CARD,
+    "ascending-numbers": "{element: $('#area_svg rect') || named('#area_svg text', '1')}",
+    "navigate-tree": _TREE,
+    "choose-date": _DATE,
+    "choose-date-easy": _DATE,
+    "choose-date-medium": _DATE,
+    "choose-date-nodelay": _DATE,
+    "use-spinner": _SPINNER,
+    "tic-tac-toe": _GAME,
+    "grid-coordinate": "{element: document.getElementById($('#query .bold').textContent)}",
+    "circle-center": """$('#blue-circle') ? submit()
+      : {element: $('#svg-grid'), at: middle($('.black-circle')), within: 4}""",
+    "find-midpoint": _GEOMETRY.replace("POINT", _MIDDLE),
+    "bisect-angle": _GEOMETRY.replace("POINT", _BISECTOR),
+    "right-angle": _GEOMETRY.replace("POINT", _RIGHT_ANGLE),
+}
+
+
+# Typing ends with Enter, which adds an extra line to a reply.
+_MAIL = """(({task, by, to, message}) => {
+  const [reply, field] = [$('#reply-text'), $('.forward-sender')];
+  if (reply) {
+    return reply.value === message + '\\n' ? {key: 'Backspace'} : fill([[reply, message]], {element: $('#send-reply')});
+  }
+  if (field) return fill([[field, to]], {element: $('#send-forward')});
+  if (shown('#email')) return into($(task === 'reply' ? '.email-reply' : '.email-forward'));
+  const thread = all('#main .email-thread').find((e) => say(e.querySelector('.email-sender')) === by);
+  return into(thread.querySelector({delete: '.trash', star: '.star'}[task] || '.email-left'));
+})(WANTED)"""
+
+_MAIL_FROM_QUERY = _MAIL.replace(
+    "WANTED",
+    r"""{
+  task: /trash/.test(query()) ? 'delete' : /star/.test(query()) ? 'star'
+    : /forward/.test(query()) ? 'forward' : 'reply',
+  by: asked(/email by (\S+) and/), to: (query().match(/ to (\S+)\.$/) || [])[1],
+  message: (query().match(/"(.*)"/) || [])[1],
+}""",
+)
+_MAIL_FIELDS = _MAIL.replace("WANTED", "core.currentFields")
+
+_POSTS = """(() => {
+  const label = say(all('#query .bold')[0]), user = say(all('#query .bold').at(-1));
+  const kind = Object.keys(ACTIONS).find((name) => ACTIONS[name] === label);
+  const buttons = all('.media').filter((post) => say(post.querySelector('.username')) === user)
+    .map((post) => post.querySelector(`.${kind}`));
+  const pressed = buttons.filter((button) => button.classList.contains('active')).length;
+  return pressed < (AMOUNT) ? into(buttons.find((button) => !button.classList.contains('active')))
+    : into($('#submitRow button'));
+})()"""
+
+BROWSING_TARGETS = {
+    **dict.fromkeys(
+        [
+            "email-inbox", "email-inbox-delete", "email-inbox-forward", "email-inbox-important", "email-inbox-noscroll",
+            "email-inbox-reply", "email-inbox-star-reply",
+        ],
+        _MAIL_FROM_QUERY,
+    ),
+    **dict.fromkeys(["email-inbox-forward-nl", "email-inbox-forward-nl-turk", "email-inbox-nl-turk"], _MAIL_FIELDS),
+    "social-media": """(() => {
+      const [user, label] = all('#query .bold').map(say);
+      const kind = Object.keys(ACTIONS).find((name) => ACTIONS[name] === label);
+      const post = all('.media').find((e) => say(e.querySelector('.username')) === user);
+      const button = post.querySelector(`.${kind}`);
+      return into(button.offsetHeight ? button : post.querySelector('.more'));
+    })()""",
+    "social-media-all": _POSTS.replace("AMOUNT", "buttons.length"),
+    "social-media-some": _POSTS.replace("AMOUNT", "Number(say(all('#query .bold')[1]))"),
+    "search-engine": r"""(() => {
+      const place = ordinal() - 1, link = $(`#page-content a[data-result="${place}"]`);
+      return fill([[$('#search-text'), quoted()]], !$('#page-content a') ? {element: $('#search')}
+        : {element: link || named('#pagination a', String(Math.floor(place / 3) + 1))});
+    })()""",
+    "phone-book": r"""{element: say($('#contact .name')) === asked(/^Find (.*) in the contact/)
+      ? $(`#contact a.${query().match(/their (phone|email|address)/)[1]}`) : named('#pagination a', '>')}""",
+}  # fmt: skip
+
+
+# Drag one list item to the place of another and slightly beyond it, so that the other item moves away.
+_MOVE = """const move = (from, to) => {
+  const [a, b] = [middle(from), middle(to)];
+  return {element: from, by: [0, 1].map((axis) => b[axis] - a[axis] + 4 * Math.sign(Math.round(b[axis] - a[axis]))),
+          slack: 2};
+};"""
+
+_ONWARD = """(() => {
+  const shape = $('#area svg > *'), way = asked(/(left|right|up|down) then/);
+  const [x, y] = {left: [-1, 0], right: [1, 0], up: [0, -1], down: [0, 1]}[way];
+  const [start, place] = [shape.getBBox(), shapes.gridCoords(shape)];
+  const moved = x * (place.x - start.x) + y * (place.y - start.y) > 0;
+  return moved ? submit() : {element: shape, by: [25 * x, 25 * y], slack: 2};
+})()"""
+
+DRAGGING_TARGETS = {
+    "drag-box": """(() => {
+      const [small, large] = [$('#draggableSmall'), $('#draggableLarge')], [a, b] = [middle(small), middle(large)];
+      if (smallBoxContained()) return submit();
+      if (document.elementFromPoint(...a) !== small) return {element: large, by: [b[0] < 80 ? 60 : -60, 0], slack: 2};
+      return {element: small, by: [b[0] - a[0], b[1] - a[1]], slack: 2};
+    })()""",
+    "drag-circle": _ONWARD,
+    "drag-single-shape": _ONWARD,
+    "drag-items": rf"""(() => {{ {_MOVE}
+      const items = all('#sortable li'), i = items.findIndex((item) => say(item) === asked(/^Drag (\S+) /));
+      const place = query().match(/the (\d)/);
+      const to = place ? place[1] - 1 : /top/.test(query()) ? 0 : /bottom/.test(query()) ? items.length - 1
+        : i + (/down/.test(query()) ? 1 : -1);
+      return move(items[i], items[to]);
+    }})()""",
+    "drag-items-grid": rf"""(() => {{ {_MOVE}
+      const items = all('#sortable li'), i = items.findIndex((item) => say(item) === asked(/^Drag (\S+) /));
+      const step = query().match(/(up|down|left|right) by one/), place = (query().match(/to the (.*)\.$/) || [])[1];
+      const to = step ? i + {{up: -3, down: 3, left: -1, right: 1}}[step[1]]
+        : ['top left', 'top center', 'top right', 'center left', 'center', 'center right', 'bottom left',
+           'bottom center', 'bottom right'].indexOf(place);
+      return move(items[i], items[to]);
+    }})()""",
+    "drag-sort-numbers": rf"""(() => {{ {_MOVE}
+      const items = all('#sortable li'), values = items.map((item) => Number(say(item)));
+      const sorted = [...values].sort((a, b) => a - b), to = values.findIndex((value, i) => value !== sorted[i]);
+      return to < 0 ? submit() : move(items[values.indexOf(sorted[to], to)], items[to]);
+    }})()""",
+    "highlight-text": r"""(() => {
+      const text = $('#randomText'), plain = (string) => string.replace(/\s/g, '');
+      if (plain(getSelection().toString()) === plain(text.textContent)) return submit();
+      const range = document.createRange();
+      range.selectNodeContents(text);
+      const lines = [...range.getClientRects()], [first, last] = [lines[0], lines.at(-1)];
+      const at = [first.left + 0.5, first.top + first.height / 2];
+      return {element: text, at, within: 1, by: [last.right - first.left, last.top - first.top]};
+    })()""",
+}
+
+
+_TABLE = """(() => {
+  const value = (key) => say(all('#tab tr').find((row) => say(row.cells[0]) === key).cells[1]);
+  return fill(FIELDS);
+})()"""
+
+_MOVIES = """(() => {
+  const [genre, name, year] = all('#query b').map(say);
+  const wanted = (row) => /genre/i.test(row) ? genre : /director/i.test(row) ? name : year;
+  return fill(all('#area input').map((e) => [e, wanted(e.closest('p, .row, tr, .field, .ui-entry').textContent)]),
+    {element: $('#area button, #area .final, #area .ui-submit')});
+})()"""
+
+# A click moves the handle near the value; arrow keys move it to the exact value.
+_SLIDE = """const slide = (slider, wanted) => {
+  const [value, low, high] = [jQuery(slider).slider('value'),
+    ...['min', 'max'].map((name) => jQuery(slider).slider('option', name))];
+  if (value === wanted) return null;
+  if (slider.contains(document.activeElement) && Math.abs(value - wanted) <= 12) {
+    return {key: value < wanted ? 'ArrowRight' : 'ArrowLeft'};
+  }
+  const box = slider.getBoundingClientRect(), share = (wanted - low) / (high - low), [x, y] = middle(slider);
+  const upright = jQuery(slider).slider('option', 'orientation') === 'vertical';
+  return {element: slider, at: upright ? [x, box.bottom - share * box.height] : [box.left + share * box.width, y]};
+};"""
+
+_AUTOCOMPLETE = """(() => {
+  const [start, end] = [quoted(), query().includes('ends with') ? quoted(1) : ''];
+  const item = ITEMS.find((name) => name.startsWith(start) && name.endsWith(end));
+  return shown('.ui-autocomplete') ? {element: named('.ui-autocomplete li', item)} : fill([[$('#tags'), item]]);
+})()"""
+
+# The only information is the page's response to the last guess.
+_GUESS = """(() => {
+  const last = Number($('#tt').value), guess = shown('#higher') ? last + 1 : shown('#lower') ? last - 1 : 5;
+  return {element: $('#tt'), text: String(guess)};
+})()"""
+
+_CHOICE_AND_BUTTON = """(() => {
+  const option = asked(/^Choose (.*) from the/);
+  return {element: $('#dropdown').value === option ? named('#buttons button', quoted())
+    : shown('.selectric-items') ? named('.selectric-items li', option) : $('.selectric')};
+})()"""
+
+# A click at the start of the field selects the month, or the hour.
+_AT_START = """const write = (field, text) => {
+  const box = field.getBoundingClientRect();
+  return {element: field, text, at: [box.left + 6, box.top + box.height / 2], within: 5};
+};"""
+
+FILLING_TARGETS = {
+    "enter-text": "fill([[$('#tt'), $('#query .bold').textContent]])",
+    "enter-text-2": """fill([[$('#tt'),
+      /all upper/.test(query()) ? quoted().toUpperCase() : quoted().toLowerCase()]])""",
+    "enter-text-dynamic": "fill([[$('#tt'), quoted()]])",
+    "enter-password": "fill([[$('#password'), quoted()], [$('#verify'), quoted()]])",
+    "enter-date": rf"""(() => {{ {_AT_START}
+      const [month, day, year] = asked(/Enter (\S+) as/).split('/');
+      return $('#tt').value === `${{year}}-${{month}}-${{day}}` ? submit() : write($('#tt'), month + day + year);
+    }})()""",
+    "enter-time": rf"""(() => {{ {_AT_START}
+      const [, hour, minute, half] = query().match(/Enter (\d+):(\d+)\s(.M)/);
+      const of24 = String(hour % 12 + (half === 'PM' ? 12 : 0)).padStart(2, '0');
+      return $('#tt').value === `${{of24}}:${{minute}}` ? submit()
+        : write($('#tt'), hour.padStart(2, '0') + minute + half);
+    }})()""",
+    "login-user": "fill([[$('#username'), quoted()], [$('#password'), quoted(1)]])",
+    "login-user-popup": """$('#popup-cancel') ? {element: $('#popup-cancel')}
+      : fill([[$('#username'), quoted()], [$('#password'), quoted(1)]])""",
+    "multi-layouts": _MOVIES,
+    "multi-orderings": _MOVIES,
+    "text-transform": "fill([[$('#tt'), all('#captcha span').map(say).join('')]])",
+    "find-word": r"""fill([[$('#answer-input'),
+      say($('#area p')).split(/\s+/)[ordinal() - 1].replace(/[^a-zA-Z]/g, '')]])""",
+    "copy-paste": "fill([[$('#answer-input'), $('#area textarea').value]])",
+    "copy-paste-2": "fill([[$('#answer-input'), all('#area textarea')[ordinal() - 1].value]])",
+    "scroll-text": r"""fill([[$('#answer-input'),
+      $('#text-area').value.trim().split(/\s/).at(-1).replace(/\W/g, '')]])""",
+    "scroll-text-2": """(() => {
+      const text = $('#text-area'), down = / bottom /.test(query());
+      const left = down ? text.scrollHeight - text.offsetHeight - text.scrollTop : text.scrollTop;
+      return left < 8 ? submit() : {element: text, kind: 'scroll', direction: down ? 'down' : 'up'};
+    })()""",
+    "sign-agreement": """/^Click the cancel/.test(query()) ? {element: $('#cancel')}
+      : $('#name').disabled ? {element: $('#text-area'), kind: 'scroll', direction: 'down'}
+      : fill([[$('#name'), quoted()]], {element: $(quoted(1) === 'Agree' ? '#agree' : '#cancel')})""",
+    "read-table": _TABLE.replace("FIELDS", "[[$('#tt'), value(say($('#query .bold')))]]"),
+    "read-table-2": _TABLE.replace(
+        "FIELDS", "[1, 2].map((n) => [$(`#tt${n}`), value(say($(`#ll${n}`)).slice(0, -1))])"
+    ),
+    "simple-arithmetic": r"""(() => {
+      const [, a, sign, b] = say($('#math-problem')).match(/(\d+) (.) (\d+)/);
+      return fill([[$('#math-answer'), String(sign === '+' ? +a + +b : sign === '-' ? a - b : a * b)]]);
+    })()""",
+    "simple-algebra": r"""(() => {
+      const [, a, sign, b, result] = say($('#math-problem')).match(/(\S+) (.) (\S+) = (\d+)/);
+      const x = sign === '+' ? result - (a === 'x' ? b : a) : a === 'x' ? +result + +b : a - result;
+      return fill([[$('#math-answer'), String(x)]]);
+    })()""",
+    "visual-addition": "fill([[$('#math-answer'), String(all('.addition-block').length)]])",
+    "guess-number": _GUESS,
+    "use-autocomplete": _AUTOCOMPLETE,
+    "use-autocomplete-nodelay": _AUTOCOMPLETE,
+    "choose-list": r"""(() => {
+      const list = $('#options'), text = asked(/^Select (.*) from the list/);
+      return list.value === text ? submit() : {element: list, kind: 'select_option', text};
+    })()""",
+    "form-sequence": rf"""(() => {{ {_SLIDE}
+      const box = all('#area input')[Number(query().match(/(\d)(st|nd|rd)/)[1]) - 1];
+      return slide($('#slider'), Number(asked(/^Select (-?\d+)/))) || (box.checked ? submit() : {{element: box}});
+    }})()""",
+    "form-sequence-2": r"""(() => {
+      const [radio, field] = [...query().matchAll(/(\d)(st|nd|rd)/g)].map((match) => Number(match[1]));
+      const button = $(`#area input[value="${radio}"]`);
+      return button.checked ? fill([[$(`#input-${field}`), quoted()]]) : {element: button};
+    })()""",
+    "form-sequence-3": _CHOICE_AND_BUTTON,
+    "use-slider": rf"""(() => {{ {_SLIDE}
+      return slide($('#slider'), Number(asked(/^Select (-?\d+)/))) || submit();
+    }})()""",
+    "use-slider-2": rf"""(() => {{ {_SLIDE}
+      return asked(/\[(.*)\]/).split(',').map((value, i) => slide($(`#slider-${{i + 1}}`), Number(value)))
+        .find((step) => step) || submit();
+    }})()""",
+}
+
+
+_TARGETS = CLICKING_TARGETS | FILLING_TARGETS | BROWSING_TARGETS | DRAGGING_TARGETS
 
 _FURTHER_ACTIONS: dict[str, tuple[ActionKind, ...]] = {
-    **dict.fromkeys(dragging.TARGET_SCRIPTS, ("drag",)),
+    **dict.fromkeys(DRAGGING_TARGETS, ("drag",)),
     **dict.fromkeys(["form-sequence", "use-slider", "use-slider-2"], ("key",)),
     **dict.fromkeys(
         ["email-inbox", "email-inbox-nl-turk", "email-inbox-noscroll", "email-inbox-reply", "email-inbox-star-reply"],

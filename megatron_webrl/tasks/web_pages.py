@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.tasks.files.website import is_public, parse_website
+from megatron_webrl.tasks.files.rows import is_public, parse_website
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.step_limits import training_limit
 from megatron_webrl.tasks.web import OpenWeb

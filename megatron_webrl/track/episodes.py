@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.types import Trajectory
 from megatron_webrl.util import history
 from megatron_webrl.util.atomic_file import continue_without

@@ -19,8 +19,7 @@ from pathlib import Path
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.liveness import VIEWED
-from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.track.episodes import FOLDER
 from megatron_webrl.types import TRAINABLE_OUTCOMES, Task, Trajectory
 from megatron_webrl.util.atomic_file import continue_without

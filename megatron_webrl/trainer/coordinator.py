@@ -16,7 +16,7 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.judge.job_budget import restore_usage, save_usage
+from megatron_webrl.judge.budget import restore_usage, save_usage
 from megatron_webrl.tasks.files.digests import TASK_FILES, task_file_digests
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.track import summary

@@ -15,7 +15,7 @@ from megatron.core.utils import get_pg_rank
 
 from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.model.build import build_model
+from megatron_webrl.model.build import LoadError, build_model, load_hf
 from megatron_webrl.model.compute_options import (
     AttentionKernel,
     ComputeOptions,
@@ -25,15 +25,13 @@ from megatron_webrl.model.compute_options import (
     ValueHeadKind,
 )
 from megatron_webrl.model.hf_config import choose_prefix_merging, load_hf_config, read_model_config
-from megatron_webrl.model.load import LoadError, load_hf
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.vision_language import swiglu, vision_attention
+from megatron_webrl.model.vision_language import swiglu, vision
 from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.model import VisionLanguageModel
 from megatron_webrl.model.vision_language.routing_replay import replays_routing
-from megatron_webrl.placement.memory_estimate import choose_recompute
-from megatron_webrl.placement.parallel_layout import image_buffer_mib
+from megatron_webrl.placement.memory_estimate import choose_recompute, image_buffer_mib
 from megatron_webrl.track.timeline import OFF, Timeline
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights
 from megatron_webrl.trainer.data.flops import FlopsEstimator
@@ -144,7 +142,7 @@ def choose_compilation(platform: Platform, dtype: torch.dtype) -> bool:
     """
     if platform.name != "cuda":
         return False
-    problem = _first_problem(compilation_problem((swiglu.example, vision_attention.example), platform.device, dtype))
+    problem = _first_problem(compilation_problem((swiglu.example, vision.example), platform.device, dtype))
     if problem and torch.distributed.get_rank() == 0:
         log.warning("SwiGLU and the vision tower's rotary embedding are not compiled: %s", problem)
     return not problem

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.placement.rank_info import RankInfo
-from megatron_webrl.ring.node_ring import NodeRing
+from megatron_webrl.placement.placement import RankInfo
+from megatron_webrl.ring.ring import NodeRing
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.latest_checkpoint import fallback_of, find_latest_checkpoint
 from megatron_webrl.track.run_lock import Launch, LaunchLost, launch_of_process

@@ -15,8 +15,7 @@ from megatron_webrl.control.group_store import connect_group_store, host_group_s
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model import process_groups
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.placement.gpu_sharing import gpu_memory_share
-from megatron_webrl.placement.rank_info import RankInfo
+from megatron_webrl.placement.placement import RankInfo, gpu_memory_share
 
 Value = TypeVar("Value")
 

@@ -15,8 +15,7 @@ from megatron_webrl.config.trainer import WARM_START_TIMEOUT_SECONDS
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record_file
+from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker

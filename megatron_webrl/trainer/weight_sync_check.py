@@ -7,8 +7,8 @@ from typing import Any
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.placement.rank_info import RankInfo
-from megatron_webrl.ring.node_ring import NodeRing
+from megatron_webrl.placement.placement import RankInfo
+from megatron_webrl.ring.ring import NodeRing
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.factory import make_learner
 from megatron_webrl.trainer.parallel import all_gather_object

@@ -1,29 +1,246 @@
-"""Link: a separate process group of the trainer ranks that send to an engine and the engine's ranks.
-
-It carries only point-to-point operations. The group has a store of its own, hosted by link rank 0, which is closed with
-the link. The control service holds the link's state: members, announced and completed transfers, and the error of the
-first failed rank.
-"""
+"""A link: a process group of its own between trainer ranks and engine ranks, over gloo or NCCL."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import math
 import os
+import queue
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+import tenacity
 import torch
 import torch.distributed as dist
 
 from megatron_webrl.control.connection import Connection
 from megatron_webrl.control.group_store import connect_group_store, host_group_store
-from megatron_webrl.weights.link_channels import GRACE_SECONDS, GlooChannel, NcclChannel, error_summary, poll_until
-from megatron_webrl.weights.link_nccl import make_nccl_group
+from megatron_webrl.util.text import first_line
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 10.0  # a backend's own timeout exceeds the transfer's by this, so the transfer's always fires first
+_ABORT_TAG = 2**31 - 1
+_THREAD_SECONDS = 5.0
+
+
+class GlooChannel:
+    """Messages in flight on a gloo link. A thread waits for them in order and sets an event.
+
+    They cannot be polled: gloo has no completion test, and a timed-out wait breaks the whole group.
+    """
+
+    poll_seconds = 0.25  # longest wait for the event
+
+    def __init__(self, group: Any, peers: list[int]) -> None:
+        self._group, self._peers = group, peers
+        self._works: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._timeout = timedelta()
+        self._wakeup = threading.Event()
+        self._posted = self._complete = 0
+        self._error: str | None = None
+
+    def start_transfer(self, wakeup: threading.Event, seconds: float) -> None:
+        """Start a transfer whose completions set `wakeup`."""
+        self._wakeup, self._timeout = wakeup, timedelta(seconds=seconds + GRACE_SECONDS)
+        self._posted = self._complete = 0
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="webrl-link", daemon=True)
+            self._thread.start()
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Send a contiguous tensor. Raises RuntimeError when the connection is broken."""
+        self._post(self._group.send([tensor], peer, tag), tensor)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Post a receive into a contiguous tensor. Raises RuntimeError when the connection is broken."""
+        self._post(self._group.recv([tensor], peer, tag), tensor)
+
+    def completed(self) -> tuple[int, str | None]:
+        """Number of completed operations of this transfer, in order, and the error of the next one."""
+        return self._complete, self._error
+
+    def close(self) -> None:
+        if self._posted > self._complete:
+            self._abort()
+        if self._thread is not None:
+            self._works.put(None)
+            self._thread.join(_THREAD_SECONDS)
+        self._group = None
+
+    def _post(self, work: Any, tensor: torch.Tensor) -> None:
+        self._posted += 1
+        self._works.put((work, tensor))  # keeps the memory alive until the operation ends
+
+    def _wait(self) -> None:
+        while (item := self._works.get()) is not None:
+            try:
+                item[0].wait(self._timeout)
+            except RuntimeError as error:
+                self._error = self._error or error_summary(error)
+            else:
+                self._complete += 1
+            del item
+            self._wakeup.set()
+
+    def _abort(self) -> None:
+        # Gloo has no abort, but a timed-out wait ends all operations of the group and closes its connections. If the
+        # connection to one peer is already broken, the next peer is tried.
+        for peer in self._peers:
+            try:
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue
+
+
+class NcclChannel:
+    """Messages in flight on an NCCL link, in call order on the group's stream."""
+
+    poll_seconds = 0.0005  # between polls
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._works: deque[tuple[Any, torch.Tensor]] = deque()
+        self._complete = 0
+
+    def start_transfer(self, wakeup: threading.Event, seconds: float) -> None:
+        """Start a transfer. NCCL completions are polled and do not set `wakeup`."""
+        self._complete = 0
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Send a contiguous tensor after the work of the current stream. Raises RuntimeError."""
+        self._works.append((self._group.send([tensor], peer, tag), tensor))
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Post a receive into a contiguous tensor after the work of the current stream. Raises RuntimeError."""
+        self._works.append((self._group.recv([tensor], peer, tag), tensor))
+
+    def completed(self) -> tuple[int, str | None]:
+        """Number of completed operations of this transfer, in order, and the error of the next one."""
+        try:
+            while self._works and self._works[0][0].is_completed():
+                self._works[0][0].wait()  # raises the error of a failed operation
+                self._works.popleft()
+                self._complete += 1
+        except RuntimeError as error:
+            return self._complete, error_summary(error)
+        return self._complete, None
+
+    def close(self) -> None:
+        try:
+            self._group.abort()
+        except RuntimeError as error:  # the communicator is lost anyway; the rank and its other links live on
+            log.warning("a link's NCCL communicator could not be aborted: %s", error_summary(error))
+        self._works.clear()
+        self._group = None
+
+
+def error_summary(error: BaseException) -> str:
+    """First line of an error message without source location and generic advice."""
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", first_line(error)).split(". This is typically")[0]
+
+
+def poll_until(ready: Callable[[], bool], seconds: float = math.inf, max_pause: float = 0.05) -> bool:
+    """Call `ready` with pauses that double from 1 ms until it returns true; False after `seconds`."""
+    polling = tenacity.Retrying(
+        retry=tenacity.retry_if_result(lambda done: not done),
+        wait=tenacity.wait_exponential(multiplier=0.001, max=max_pause),
+        stop=tenacity.stop_after_delay(seconds),
+        retry_error_callback=lambda _: False,
+    )
+    return polling(ready)
+
+
+MAX_CTAS = 4  # of a communicator: a rank of a large trainer has ten of them, each with memory for all of its blocks
+CONSTRUCTOR_VARIABLES = {
+    # No watchdog thread: it would end the process when a peer dies. Completion tests find errors without it.
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+
+
+def make_nccl_group(
+    store: dist.Store, rank: int, size: int, senders: int, timeout_seconds: float, device: torch.device
+) -> Any:
+    """Form the group and its communicator; returns once each sender is connected to each receiver. Raises RuntimeError.
+
+    The first `senders` ranks send, the others receive.
+    Waits at most `timeout_seconds` if TORCH_NCCL_NONBLOCKING_TIMEOUT does not exceed them: torch reads that variable
+    once in a process, before the first collective, so that the launcher and the engine set it.
+    """
+    torch.cuda.set_device(device)  # of this thread
+    deadline = time.monotonic() + timeout_seconds
+    options = dist.ProcessGroupNCCL.Options()
+    set_link_options(options, timeout_seconds)
+    with environment_variables(CONSTRUCTOR_VARIABLES):
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+    try:
+        # One communicator for the whole link: pairs would create theirs later, and a dead peer would block all links.
+        group.eager_connect_single_device(device)
+        # The communicator connects in the background; its first operation waits for that.
+        for start in (
+            lambda: group.allreduce([torch.zeros(1, device=device)]),
+            lambda: connect_pairs(group, dist.ProcessGroup(store, rank, size), senders, device),
+        ):
+            work = start()
+            if not poll_until(work.is_completed, max(deadline - time.monotonic(), 0.0)):
+                raise RuntimeError(f"NCCL did not connect all {size} ranks within {timeout_seconds:g} s")
+            work.wait()  # raises the error of a failed operation
+    except BaseException:
+        group.abort()
+        raise
+    return group
+
+
+def connect_pairs(group: Any, wrapper: Any, senders: int, device: torch.device) -> Any:
+    """Start to exchange one element between each sender and receiver; returns the work.
+
+    NCCL connects two ranks at their first message, and torch's send then blocks until the other rank takes part: in a
+    transfer a stopped engine would delay all others. `wrapper`: a new ProcessGroup of this rank; only that class has
+    torch's coalescing, which lets all pairs connect at once.
+    """
+    wrapper._register_backend(device, dist.ProcessGroup.BackendType.NCCL, group)
+    wrapper._start_coalescing(device)
+    if wrapper.rank() < senders:
+        for receiver in range(senders, wrapper.size()):
+            group.send([torch.zeros(1, device=device)], receiver, 0)
+    else:
+        for sender in range(senders):
+            group.recv([torch.zeros(1, device=device)], sender, 0)
+    return wrapper._end_coalescing(device)
+
+
+def set_link_options(options: Any, timeout_seconds: float) -> None:
+    """Set the ProcessGroupNCCL.Options of a link: its timeout, non-blocking creation, few thread blocks."""
+    options._timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)  # NCCL counts from the enqueue
+    options.config.blocking = 0  # else ncclCommInitRank waits for a dead peer for ever
+    options.config.max_ctas = MAX_CTAS
+
+
+@contextlib.contextmanager
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context with these environment variables; afterwards they are as before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
 
 CPU = torch.device("cpu")
 JOIN_POLL_SECONDS = 0.01

@@ -14,11 +14,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_webrl.weights.checksums import checksum
-from megatron_webrl.weights.link import TransferError, TransferLink, join_link, reject_link
-from megatron_webrl.weights.link_channels import error_summary
-from megatron_webrl.weights.link_receiver import LinkReceiver, WeightTarget
-from megatron_webrl.weights.link_sender import LinkSender, OutgoingMessages
-from megatron_webrl.weights.link_transfer import TransferAborted, split_into_units
+from megatron_webrl.weights.link import TransferError, TransferLink, error_summary, join_link, reject_link
+from megatron_webrl.weights.link_transfer import (
+    LinkReceiver,
+    LinkSender,
+    OutgoingMessages,
+    TransferAborted,
+    WeightTarget,
+    split_into_units,
+)
 from megatron_webrl.weights.slices import TransferMessage
 
 __all__ = [

@@ -1,18 +1,11 @@
-"""Receiving side of weight transfers in each vLLM worker process.
-
-Importing this module registers the weight-transfer engine "webrl", and vllm_loader.py's loader, with vLLM; vLLM's
-workers import it as their `worker_extension_cls`. An engine selects it with WeightTransferConfig(backend="webrl").
-
-Phases of vLLM's protocol: init (once per link, again after a failure), then any number of [start, update, finish].
-WeightReceiver.webrl_weight_update returns errors as values: when a rank raises, vLLM's multi-process executor leaves
-the other ranks' results in their queues and returns them as the results of later calls, even those for tokens.
-"""
+"""The extension of vLLM's worker that takes weights from the trainer."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import copy
+import gc
 import json
 import logging
 import time
@@ -23,21 +16,45 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from megatron_webrl.control.connection import Connection, ControlLost
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.weights import (
-    transport,
-    vllm_loader,  # noqa: F401  registers the loader of engines without weights
-)
-from megatron_webrl.weights.engine_garbage import collect_garbage
+from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan, first_difference
 from megatron_webrl.weights.slices import TransferMessage, box_index
 from megatron_webrl.weights.vllm_experts import make_recorder
 from megatron_webrl.weights.vllm_target import LoadPath, ModelTarget, head_shares_embedding
+
+
+def collect_garbage() -> None:
+    """Collect garbage from here on. What has been imported stays, and later collections do not look at it."""
+    gc.freeze()
+    gc.enable()
+
+
+LOAD_FORMAT = "webrl"
+
+
+@register_model_loader(LOAD_FORMAT)
+class ParameterFreeLoader(DummyModelLoader):
+    """Small random parameters, as vLLM's "dummy", but buffers as the model made them.
+
+    Buffers, such as the mean and the scale of pixels, are in no update.
+    """
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Fill the parameters of a new model."""
+        made = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        super().load_weights(model, model_config)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(made[name])
+
 
 BACKEND = "webrl"
 

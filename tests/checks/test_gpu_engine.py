@@ -12,7 +12,7 @@ from megatron_webrl.checks.report import CheckResult
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch.validation import check_config, check_settings
 from megatron_webrl.model.hf_config import read_model_config
-from megatron_webrl.model.model_sizes import config_sections, size_from_path
+from megatron_webrl.model.parameter_counts import config_sections, size_from_path
 
 ROOT = Path(__file__).parents[2]
 PENALTY = "trainer.reward={format_penalty: 0.1, length_penalty: 0.1, length_window: 40}"

@@ -9,8 +9,8 @@ import pytest
 from megatron_webrl.config.load import all_settings, parse_config, save_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import check_config, load_config
-from megatron_webrl.model.model_sizes import config_sections, size_from_path
-from megatron_webrl.placement.parallel_layout import image_buffer_mib
+from megatron_webrl.model.parameter_counts import config_sections, size_from_path
+from megatron_webrl.placement.memory_estimate import image_buffer_mib
 from megatron_webrl.track.evaluations import requested_variants
 from tests.config.conftest import error
 from tools.documentation.configuration_page import page

@@ -13,7 +13,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import check_settings, check_vllm_build
-from megatron_webrl.model.model_sizes import config_sections
+from megatron_webrl.model.parameter_counts import config_sections
 
 
 def made(*options: str) -> Config:

@@ -9,8 +9,8 @@ import pytest
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.hf_config import choose_prefix_merging
-from megatron_webrl.model.model_sizes import config_sections
-from megatron_webrl.placement.parallel_layout import check_parallel_layout
+from megatron_webrl.model.parameter_counts import config_sections
+from megatron_webrl.placement.memory_estimate import check_parallel_layout
 
 
 def configured(**trainer: Any) -> Config:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import HOUR_SECONDS, BudgetSpent, LocalMeter, Usage
-from megatron_webrl.judge.cache import CachedReply, ReplyCache
+from megatron_webrl.judge.client import CachedReply, ReplyCache
 from megatron_webrl.judge.evaluation import open_evaluator
 from tests.judge.support import ScriptedOracle, episode, judging
 

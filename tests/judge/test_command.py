@@ -21,8 +21,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge import budget
 from megatron_webrl.judge.command import load_judge_config
-from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.types import RubricFact, Trajectory
 from tests.judge.support import episode
 from tests.waiting import until

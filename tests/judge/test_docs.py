@@ -13,12 +13,10 @@ import pytest
 
 from megatron_webrl.config.judge import BudgetConfig, judge_config
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.judge import client, fences, questions
+from megatron_webrl.judge import client, protocols, questions
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator
-from megatron_webrl.judge.protocols import rubric
-from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.types import RubricFact
 from tests.documented_blocks import blocks_run_by
 from tests.documented_commands import command_environment
@@ -80,10 +78,10 @@ async def test_the_function_of_the_page_is_an_evaluator(
 
 
 def test_the_page_names_every_fence_fault_and_number():
-    assert ", ".join(fences.NAMES).replace("RUBRIC", "RUBRIC (description of a group of facts)") in " ".join(
+    assert ", ".join(questions.NAMES).replace("RUBRIC", "RUBRIC (description of a group of facts)") in " ".join(
         PAGE.split()
     )
-    assert f"{fences.MAX_FIELD_CHARS:,} characters" in PAGE
+    assert f"{questions.MAX_FIELD_CHARS:,} characters" in PAGE
     assert f"{client.IMAGE_TOKENS:,} tokens" in PAGE
     assert f"reply ({questions.MAX_STAGE_TEXT_CHARS:,} characters)" in PAGE
     assert {"truncated", "empty", "refusal", "wrong_schema", "contradictory"} <= set(FAULTS) & set(
@@ -91,8 +89,8 @@ def test_the_page_names_every_fence_fault_and_number():
     )
     settings = judge_config()
     for stage, shots, tokens in (
-        ("blocked", settings.blocked_screenshots, rubric.BLOCKED_TOKENS),
-        ("supported", settings.max_screenshots, rubric.VERDICT_TOKENS),
+        ("blocked", settings.blocked_screenshots, protocols.BLOCKED_TOKENS),
+        ("supported", settings.max_screenshots, protocols.VERDICT_TOKENS),
     ):
         (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {stage} |")]
         assert str(shots) in row

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_webrl.judge.fences import MAX_FIELD_CHARS, NAMES, clean_data, fence_fields, parse_fences
+from megatron_webrl.judge.questions import MAX_FIELD_CHARS, NAMES, clean_data, fence_fields, parse_fences
 
 PIECES = st.sampled_from(
     [

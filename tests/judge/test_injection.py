@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from megatron_webrl.judge.evaluation import EpisodeEvaluator
-from megatron_webrl.judge.fences import NAMES, clean_data
+from megatron_webrl.judge.questions import NAMES, clean_data
 from megatron_webrl.types import Action, RubricFact, Trajectory
 from tests.judge.support import ScriptedOracle, episode, judging
 from tools.bench.judge.attempts import ATTEMPTS, DEMANDS

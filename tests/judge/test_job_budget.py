@@ -11,8 +11,7 @@ import pytest
 
 from megatron_webrl.config.judge import BudgetConfig
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, Usage
-from megatron_webrl.judge.job_budget import JobUsageMeter, restore_usage, save_usage
+from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, JobUsageMeter, Usage, restore_usage, save_usage
 from tests.job_control import control_service
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron_webrl.judge.outcome import answers_match, outcome
+from megatron_webrl.judge.evaluation import answers_match, outcome
 
 
 @pytest.mark.parametrize("ended", ["done", "answer", "steps_exhausted"])

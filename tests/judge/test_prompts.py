@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.prompts import PromptFiles
+from megatron_webrl.judge.questions import PromptFiles
 from megatron_webrl.judge.replies import VERDICT
 
 PROMPTS = Path(__file__).parents[2] / "configs" / "judge"

@@ -18,8 +18,7 @@ from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter, Usage
 from megatron_webrl.judge.client import Spending
-from megatron_webrl.judge.evaluation import open_evaluator
-from megatron_webrl.judge.judge import Judge
+from megatron_webrl.judge.evaluation import Judge, open_evaluator
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.track.trajectory_page import trajectory_page
 from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, serving, settings

@@ -12,7 +12,7 @@ import yaml
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.model.model_sizes import config_sections, size_from_path
+from megatron_webrl.model.parameter_counts import config_sections, size_from_path
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if size_from_path(parse_config(path).model.path)]

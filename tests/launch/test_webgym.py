@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record_file
+from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.types import BLOCKED, JUDGE_ERROR, TRAINABLE_OUTCOMES
 from tests.documented_blocks import blocks_run_by
 from tests.documented_commands import command_environment

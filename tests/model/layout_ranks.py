@@ -138,9 +138,8 @@ def examine(
     from megatron.core import parallel_state
 
     from megatron_webrl.model import schedule
-    from megatron_webrl.model.build import build_model
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.compute_options import ComputeOptions
-    from megatron_webrl.model.load import load_hf
     from tests.model.hf_export import hf_tensors
 
     settings = ComputeOptions(sequence_parallel=case.sequence_parallel, recompute=case.recompute)  # type: ignore[arg-type]

@@ -35,9 +35,8 @@ def run(rank: int, folder: str) -> None:
 
 
 def _build(folder: Path, platform: Any, recompute: str = "none") -> Any:
-    from megatron_webrl.model.build import build_model
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.compute_options import ComputeOptions
-    from megatron_webrl.model.load import load_hf
 
     [model] = build_model(folder, dtype="float32", platform=platform, options=ComputeOptions(recompute=recompute))  # type: ignore[arg-type]
     load_hf([model], folder)

@@ -33,9 +33,8 @@ def run(rank: int, folder: str) -> None:
 def _examine(name: str, folder: Path, size: int, platform: platforms.Platform) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
-    from megatron_webrl.model.build import build_model
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.compute_options import ComputeOptions
-    from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.parameter_map import parameter_shapes
     from tests.model.hf_export import hf_manifest, hf_tensors
 
@@ -211,9 +210,8 @@ def _gradients(model: Any, replicas: int) -> dict[str, Tensor]:
 
 
 def _bf16(folder: Path, platform: platforms.Platform) -> dict[str, Any]:
-    from megatron_webrl.model.build import build_model
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.compute_options import ComputeOptions
-    from megatron_webrl.model.load import load_hf
     from tests.model.hf_export import hf_manifest, hf_tensors
 
     settings = ComputeOptions(sequence_parallel=False, train_vision=False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
 from megatron_webrl.model.parameter_map import parameter_shapes
@@ -26,12 +26,12 @@ STORED = {
 
 
 def _has_experts(name: str) -> bool:
-    return "num_experts" in model_sizes.config_sections(name)["text_config"]
+    return "num_experts" in parameter_counts.config_sections(name)["text_config"]
 
 
-@pytest.mark.parametrize("name", model_sizes.RELEASED)
+@pytest.mark.parametrize("name", parameter_counts.RELEASED)
 def test_the_map_has_every_tensor_of_a_released_size_with_its_shape(name: str) -> None:
-    hf_config = model_sizes.make_hf_config(name)
+    hf_config = parameter_counts.make_hf_config(name)
     sparse = _has_experts(name)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(hf_config)
@@ -61,15 +61,15 @@ def _multi_token_prediction(text: Any) -> int:
 
 
 def test_all_expert_formats_of_a_released_size_fill_the_same_parameters() -> None:
-    hf_config = model_sizes.make_hf_config("30B-A3B")
+    hf_config = parameter_counts.make_hf_config("30B-A3B")
     wanted = parameter_shapes(parameter_mappings(hf_config, "released"), 4, 2)
     for form in ("transposed", "separate"):
         assert parameter_shapes(parameter_mappings(hf_config, form), 4, 2) == wanted
 
 
-@pytest.mark.parametrize("name", model_sizes.RELEASED)
+@pytest.mark.parametrize("name", parameter_counts.RELEASED)
 def test_common_parallel_sizes_divide_every_released_size(name: str) -> None:
-    text, experts = model_sizes.make_hf_config(name).text_config, 8 if _has_experts(name) else 1
+    text, experts = parameter_counts.make_hf_config(name).text_config, 8 if _has_experts(name) else 1
     for tensor in (1, 2, min(4, text.num_key_value_heads)):
         check_parallel_sizes(text, ParallelSizes(tensor=tensor, pipeline=8, expert=experts))
 
@@ -86,4 +86,4 @@ def test_common_parallel_sizes_divide_every_released_size(name: str) -> None:
     ],
 )
 def test_a_folder_name_means_a_released_size(path: str, size: str | None) -> None:
-    assert model_sizes.size_from_path(path) == size
+    assert parameter_counts.size_from_path(path) == size

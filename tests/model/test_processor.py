@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.actions import format_tool_call
+from megatron_webrl.rollout.toolset import format_tool_call
 from megatron_webrl.types import Action
 
 

@@ -12,9 +12,8 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.roles import process_specs
-from megatron_webrl.placement.gpu_sharing import gpu_memory_share
 from megatron_webrl.placement.memory_estimate import GIB, check_memory, estimate_memory
-from megatron_webrl.placement.placement import RoleName, check_cluster, place_processes
+from megatron_webrl.placement.placement import RoleName, check_cluster, gpu_memory_share, place_processes
 from megatron_webrl.placement.placement_table import find_model_config, show_placement
 
 CONFIGS = Path(__file__).parents[2] / "configs"

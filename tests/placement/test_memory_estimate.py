@@ -14,7 +14,7 @@ import torch
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes, expert_rank, pipeline_stages
 from megatron_webrl.model.parameter_counts import count_parameters
@@ -44,7 +44,7 @@ GPUS = (
 
 def made(size: str, *overrides: str) -> tuple[Config, MemoryEstimate]:
     config = parse_config(None, [*GPUS, *overrides])
-    return config, estimate_memory(config, model_sizes.config_sections(size))
+    return config, estimate_memory(config, parameter_counts.config_sections(size))
 
 
 def stored(folder: Path) -> int:
@@ -53,11 +53,11 @@ def stored(folder: Path) -> int:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
-@pytest.mark.parametrize("size", model_sizes.RELEASED)
+@pytest.mark.parametrize("size", parameter_counts.RELEASED)
 def test_the_count_of_a_released_size_is_that_of_its_tensors(size: str) -> None:
-    description = model_sizes.make_hf_config(size)
+    description = parameter_counts.make_hf_config(size)
     tensors = {entry.hf_param: entry.tensor_shape for entry in parameter_mappings(description)}
-    found = count_parameters(model_sizes.config_sections(size)).total
+    found = count_parameters(parameter_counts.config_sections(size)).total
     assert found == sum(math.prod(shape) for shape in tensors.values())
     assert found == count_parameters(json.loads(description.to_json_string())).total
     if size in BILLIONS:
@@ -83,7 +83,7 @@ def test_the_count_of_a_tiny_model_is_that_of_its_file(tiny_model: Path, tiny_sp
     ],
 )
 def test_a_ranks_parameters_are_those_that_the_parameter_map_gives_it(size: str, sizes: ParallelSizes) -> None:
-    description = model_sizes.make_hf_config(size)
+    description = parameter_counts.make_hf_config(size)
     text, tied = description.text_config, description.tie_word_embeddings
     _, found = made(
         size, "cluster.nodes=32", f"trainer.tensor_parallel={sizes.tensor}",
@@ -105,11 +105,11 @@ def test_a_ranks_parameters_are_those_that_the_parameter_map_gives_it(size: str,
 def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank(size: str, tensor: int, mode: str) -> None:
     _, found = made(size, f"rollout.tensor_parallel={tensor}", f"rollout.mm_encoder_tp_mode={mode}")
     sizes = EngineSizes(tensor=tensor, vision_data_parallel=mode == "data")
-    shapes = engine_parameter_shapes(model_sizes.make_hf_config(size), sizes, 0)
+    shapes = engine_parameter_shapes(parameter_counts.make_hf_config(size), sizes, 0)
     assert found.engine.parameters == 2 * sum(math.prod(shape) for shape in shapes.values())
 
 
-@pytest.mark.parametrize("size", model_sizes.RELEASED)
+@pytest.mark.parametrize("size", parameter_counts.RELEASED)
 def test_an_engine_of_one_gpu_has_every_weight(size: str) -> None:
     _, found = made(size)
     assert found.engine.parameters == 2 * found.parameters
@@ -123,7 +123,7 @@ def test_an_fp8_cache_holds_twice_the_tokens_of_bfloat16() -> None:
 def test_the_largest_rank_of_a_pipelined_engine_is_not_underestimated() -> None:
     for size in ("32B", "235B-A22B"):
         _, found = made(size, "cluster.nodes=2", "rollout.tensor_parallel=4", "rollout.pipeline_parallel=2")
-        description, sizes = model_sizes.make_hf_config(size), EngineSizes(4, 2, vision_data_parallel=True)
+        description, sizes = parameter_counts.make_hf_config(size), EngineSizes(4, 2, vision_data_parallel=True)
         ranks = [
             sum(math.prod(s) for s in engine_parameter_shapes(description, sizes, rank).values()) for rank in (0, 4)
         ]
@@ -139,7 +139,7 @@ def test_the_optimizers_state_is_shared_out_over_replicas() -> None:
 
 
 def test_weights_that_are_not_trained_take_neither_gradients_nor_state() -> None:
-    counts = count_parameters(model_sizes.config_sections("8B"))
+    counts = count_parameters(parameter_counts.config_sections("8B"))
     tower = counts.vision_sharded + counts.vision_replicated
     _, trained = made("8B", "trainer.tensor_parallel=4")
     _, frozen = made("8B", "trainer.tensor_parallel=4", "trainer.train_vision=false")
@@ -150,7 +150,7 @@ def test_weights_that_are_not_trained_take_neither_gradients_nor_state() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_vision_tower_keeps_what_is_estimated(dtype: torch.dtype) -> None:
-    vision = model_sizes.make_hf_config("8B").vision_config
+    vision = parameter_counts.make_hf_config("8B").vision_config
     vision.depth, vision.deepstack_visual_indexes, vision.out_hidden_size = 3, [0, 1], 64
     vision.hidden_size, vision.intermediate_size, vision.num_heads = 256, 1024, 4
     tower = build_vision_tower(vision, dtype, torch.device("cpu"))
@@ -191,7 +191,7 @@ def test_activations_fall_with_recomputation_tensor_and_context_parallelism() ->
 )  # fmt: skip
 def test_auto_recomputes_the_least_that_leaves_a_tenth_of_a_gpu(gib: int, overrides: list[str], chosen: str) -> None:
     config = parse_config("configs/8b_4node.yaml", ["trainer.recompute=auto", f"cluster.gpu_gib={gib}", *overrides])
-    description = model_sizes.config_sections("8B")
+    description = parameter_counts.config_sections("8B")
     assert choose_recompute(config, description) == chosen
     explicit = parse_config("configs/8b_4node.yaml", [f"cluster.gpu_gib={gib}", *overrides])
     explicit.trainer.recompute = chosen

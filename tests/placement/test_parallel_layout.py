@@ -6,8 +6,8 @@ import pytest
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.model.model_sizes import QWEN3_5_NAMES, config_sections
-from megatron_webrl.placement.parallel_layout import check_parallel_layout
+from megatron_webrl.model.parameter_counts import QWEN3_5_NAMES, config_sections
+from megatron_webrl.placement.memory_estimate import check_parallel_layout
 
 GPUS = ("cluster.gpus_per_node=8", "cluster.engine_gpus_per_node=4", "cluster.nodes=4", "trainer.data_parallel=0",
         "rollout.engines=0", "model.dtype=bfloat16")  # fmt: skip

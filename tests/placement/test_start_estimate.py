@@ -9,7 +9,7 @@ import pytest
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.placement.start_estimate import StartEstimate, describe_save, describe_start, estimate_start
+from megatron_webrl.placement.prediction import StartEstimate, describe_save, describe_start, estimate_start
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "configs").glob("*node.yaml"))

@@ -10,9 +10,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatron_webrl.ring.errors import RingError
-from megatron_webrl.ring.locks import poll_with_backoff
 from megatron_webrl.ring.ring import HOLDER_OFFSET, Ring, RingUsage
+from megatron_webrl.ring.segment import RingError, poll_with_backoff
 from tests.ring.support import RUN, check, exit_code, fork, killed_at_line, payload
 
 CAPACITY = 64 * 1024

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_webrl.ring.damaged_records import MAX_KEPT, read_trajectory, undamaged_trajectories
-from megatron_webrl.ring.record import encode_trajectory
+from megatron_webrl.ring.record import MAX_KEPT, encode_trajectory, read_trajectory, undamaged_trajectories
 from megatron_webrl.ring.ring import Ring
 from tests.ring.support import RUN, damage
 from tests.trajectories import trajectory

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_webrl.ring.errors import RingError
-from megatron_webrl.ring.node_ring import NodeRing
-from megatron_webrl.ring.segment import segment_name, segment_prefix, sweep_segments
+from megatron_webrl.ring.ring import NodeRing
+from megatron_webrl.ring.segment import RingError, segment_name, segment_prefix, sweep_segments
 
 SIZE = 2**16
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_webrl.ring import record
-from megatron_webrl.ring.errors import RecordError
 from megatron_webrl.ring.ring import Ring
+from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.types import (
     COORDINATE_ACTION_KINDS,
     Action,

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_webrl.ring.checksum import PAGE_BYTES, checksum
-from megatron_webrl.ring.errors import RecordError
-from megatron_webrl.ring.record_file import RecordFileWriter, read_record_file
+from megatron_webrl.ring.record import RecordFileWriter, read_record_file
+from megatron_webrl.ring.segment import CHECKSUM_PAGE_BYTES, RecordError, checksum
 
 RECORDS = [b"first", b"", np.random.default_rng(0).bytes(20_000)]
 
@@ -66,7 +65,7 @@ def test_damage_is_named(path: Path) -> None:
         list(read_record_file(path))
 
 
-@pytest.mark.parametrize("size", [0, 1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 13])
+@pytest.mark.parametrize("size", [0, 1, CHECKSUM_PAGE_BYTES - 1, CHECKSUM_PAGE_BYTES, 5 * CHECKSUM_PAGE_BYTES + 13])
 def test_the_checksum_detects_single_bits_swapped_words_swapped_pages_and_stale_pages(size: int) -> None:
     data = bytearray(np.random.default_rng(size).bytes(size))
     expected = checksum(bytes(data))
@@ -75,12 +74,12 @@ def test_the_checksum_detects_single_bits_swapped_words_swapped_pages_and_stale_
         data[position] ^= 1 << position % 8
         assert checksum(memoryview(data)) != expected
         data[position] ^= 1 << position % 8
-    if size < 3 * PAGE_BYTES:
+    if size < 3 * CHECKSUM_PAGE_BYTES:
         return
-    for step in (8, PAGE_BYTES):
+    for step in (8, CHECKSUM_PAGE_BYTES):
         swapped = bytearray(data)
         swapped[0:step], swapped[step : 2 * step] = data[step : 2 * step], data[0:step]
         assert checksum(memoryview(swapped)) != expected
     stale = bytearray(data)
-    stale[PAGE_BYTES : 2 * PAGE_BYTES] = bytes(PAGE_BYTES)
+    stale[CHECKSUM_PAGE_BYTES : 2 * CHECKSUM_PAGE_BYTES] = bytes(CHECKSUM_PAGE_BYTES)
     assert checksum(memoryview(stale)) != expected

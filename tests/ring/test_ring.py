@@ -9,9 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from megatron_webrl.ring.errors import RecordCorrupt, RecordTooLarge, RingError, RingFull
 from megatron_webrl.ring.ring import Ring, RingUsage
-from megatron_webrl.ring.segment import sweep_segments
+from megatron_webrl.ring.segment import RecordCorrupt, RecordTooLarge, RingError, RingFull, sweep_segments
 from tests.ring.support import PREFIX, RUN, check, damage, exit_code, fork, payload
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.ring.ring import Ring, RingUsage
-from megatron_webrl.ring.ring_usage import read_ring_usage
+from megatron_webrl.ring.ring import Ring, RingUsage, read_ring_usage
 from megatron_webrl.ring.segment import SHM_FOLDER, sweep_segments
 
 NAME = f"webrl-test-usage-{os.getpid()}"

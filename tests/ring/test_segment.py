@@ -11,11 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_webrl.ring.atomic_words import accessors, load_libatomic
-from megatron_webrl.ring.errors import RingError
-from megatron_webrl.ring.locks import try_lifetime_lock
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.ring.segment import SHM_FOLDER, segment_name, sweep_segments
+from megatron_webrl.ring.segment import (
+    SHM_FOLDER,
+    RingError,
+    accessors,
+    load_libatomic,
+    segment_name,
+    sweep_segments,
+    try_lifetime_lock,
+)
 from tests.ring.support import PREFIX, RUN, exit_code, fork, killed_at_line
 
 SIZE = 64 * 1024

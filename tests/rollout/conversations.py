@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.contexts.base import Prompt, PromptContext
+from megatron_webrl.rollout.contexts import Prompt, PromptContext
 from megatron_webrl.rollout.demonstrations import scripted_generation
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.types import Element, Observation, OpenTab, Scroll

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from megatron_webrl.judge.outcome import page_verdict
+from megatron_webrl.judge.evaluation import page_verdict
 from megatron_webrl.types import Trajectory, Verdict
 
 

@@ -19,11 +19,10 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.engine.weight_client import WeightClient
-from megatron_webrl.rollout.episode_runner import EpisodeRunner
+from megatron_webrl.rollout.episode_runner import EpisodeRunner, Lockstep
 from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.pool import RolloutPool
-from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.track.episodes import EpisodeStore
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint

@@ -9,14 +9,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_webrl.browser.page.keys import is_key_chord
-from megatron_webrl.rollout.actions import (
+from megatron_webrl.rollout.toolset import (
+    ARGUMENT_ORDER,
+    COORDINATE_TOOLSET,
     MAX_RESPONSE_CHARS,
     MAX_TEXT_CHARS,
+    Toolset,
     describe_action,
     format_tool_call,
     parse_tool_call,
 )
-from megatron_webrl.rollout.toolset import ARGUMENT_ORDER, COORDINATE_TOOLSET, Toolset
 from megatron_webrl.types import COORDINATE_ACTION_KINDS, MARK_ACTION_KINDS, OPTIONAL_ACTION_KINDS, Action
 
 PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 1000))

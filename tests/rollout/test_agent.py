@@ -15,14 +15,13 @@ import pytest_asyncio
 from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
 from megatron_webrl.browser.server.local_servers import local_servers
 from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
-from megatron_webrl.judge.outcome import page_verdict, with_verdict
+from megatron_webrl.judge.evaluation import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
-from megatron_webrl.rollout.actions import format_tool_call
-from megatron_webrl.rollout.agent import run_episode
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
+from megatron_webrl.rollout.episode_runner import run_episode
 from megatron_webrl.rollout.generator import Generation, GenerationError, Generator
-from megatron_webrl.rollout.toolset import Toolset
+from megatron_webrl.rollout.toolset import Toolset, format_tool_call
 from megatron_webrl.track.metrics import episode_metrics
 from megatron_webrl.trainer.data.batching import make_samples, success_advantages
 from megatron_webrl.trainer.data.prefix_merging import merge_prefixes

@@ -16,8 +16,7 @@ from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record_file
+from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.rollout import demonstrations as module
 from megatron_webrl.rollout.demonstrations import FIRST_DEMONSTRATION_TICKET, write_demonstrations
 from tests.waiting import started

@@ -21,7 +21,7 @@ from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
-from megatron_webrl.rollout.teacher.scoring import Teacher
+from megatron_webrl.rollout.teacher import Teacher
 from megatron_webrl.types import TaskReference, Trajectory
 from megatron_webrl.util.child_process import ProcessError
 from tests.browser.server.servers import config_for, server_processes

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.control.tickets import TicketClaim
-from megatron_webrl.rollout.deadline import Deadline
-from megatron_webrl.rollout.engine.engine_load import EngineLoad, TimeWeightedGauge
+from megatron_webrl.rollout.engine.weight_client import EngineLoad, TimeWeightedGauge
+from megatron_webrl.rollout.episode_runner import Deadline
 from megatron_webrl.rollout.generator import Generation, Generator
-from megatron_webrl.rollout.group_run import GroupRun
+from megatron_webrl.rollout.pool import GroupRun
 from megatron_webrl.types import ABORTED, FAULT_OUTCOMES, TaskReference, Trajectory
 from tests.trajectories import trajectory
 
@@ -216,7 +216,7 @@ async def test_each_scope_of_a_deadline_has_its_own_timeout() -> None:
 
 def test_a_gauge_is_integrated_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
-    monkeypatch.setattr("megatron_webrl.rollout.engine.engine_load.time.monotonic", lambda: now)
+    monkeypatch.setattr("megatron_webrl.rollout.engine.weight_client.time.monotonic", lambda: now)
     level = TimeWeightedGauge()
     now = 11.0
     with level.track():

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_webrl.rollout.actions import (
+from megatron_webrl.rollout.toolset import (
+    ARGUMENT_ORDER,
     LENIENCIES,
     MAX_LONG_ANSWER_CHARS,
     MAX_TEXT_CHARS,
     MAX_URL_CHARS,
     ParsedCall,
+    Toolset,
     format_tool_call,
     parse_tool_call,
 )
-from megatron_webrl.rollout.toolset import ARGUMENT_ORDER, Toolset
 from megatron_webrl.types import OPTIONAL_ACTION_KINDS, Action
 
 COORDINATES = Toolset(extra_actions=OPTIONAL_ACTION_KINDS)

@@ -16,8 +16,8 @@ from megatron_webrl.browser.egress.har_archive import har_name
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import LocalServers, local_servers
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.actions import format_tool_call
-from megatron_webrl.rollout.agent import run_episode
+from megatron_webrl.rollout.episode_runner import run_episode
+from megatron_webrl.rollout.toolset import format_tool_call
 from megatron_webrl.track.metrics import episode_metrics
 from megatron_webrl.types import Action, Group, Trajectory
 from tests.browser.server.servers import config_for

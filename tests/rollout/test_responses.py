@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_webrl.config.rollout import ContextConfig
-from megatron_webrl.rollout.actions import format_tool_call, parse_tool_call
 from megatron_webrl.rollout.prompts import format_response, system_message
 from megatron_webrl.rollout.responses import (
     FORMS,
@@ -17,6 +16,7 @@ from megatron_webrl.rollout.responses import (
     split_thinking,
     strip_thinking,
 )
+from megatron_webrl.rollout.toolset import format_tool_call, parse_tool_call
 from megatron_webrl.types import Action
 
 CLICK = Action("left_click", coordinate=(500, 320))

@@ -11,7 +11,7 @@ from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout import demonstrations
-from megatron_webrl.rollout.contexts.policies import make_context
+from megatron_webrl.rollout.contexts import make_context
 from megatron_webrl.rollout.demonstrations import (
     GENERIC_SLOT,
     MEMORY_SLOTS,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_webrl.rollout.stepping import EpisodeStepper, FreeStepping, Lockstep, SteppingMode
+from megatron_webrl.rollout.episode_runner import EpisodeStepper, FreeStepping, Lockstep, SteppingMode
 
 LIMIT = 30.0  # seconds; CI machines are slow
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.control.connection import Connection
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record_file
+from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.track.live_rollouts import CHANGING, FIXED, STATES, running_file
 
 

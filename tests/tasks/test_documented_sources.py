@@ -15,7 +15,7 @@ import pytest
 from megatron_webrl import cli
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.tasks.files.field_map import FORMATS
+from megatron_webrl.tasks.files.rows import FORMATS
 from megatron_webrl.tasks.registry import make_source
 from tests.documented_blocks import blocks_of, blocks_run_by
 from tests.documented_commands import command_environment

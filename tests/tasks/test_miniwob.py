@@ -17,8 +17,7 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import LatencyConfig, tasks_config
 from megatron_webrl.tasks.latency import response_delay
-from megatron_webrl.tasks.miniwob import MiniWobTaskSource
-from megatron_webrl.tasks.miniwob_page import UNSUPPORTED_ENVIRONMENTS, all_environments, pages_folder
+from megatron_webrl.tasks.miniwob import UNSUPPORTED_ENVIRONMENTS, MiniWobTaskSource, all_environments, pages_folder
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.scripted_policies import next_scripted_action
 from megatron_webrl.tasks.server import FolderServer

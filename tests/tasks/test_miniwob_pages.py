@@ -9,8 +9,8 @@ import pytest
 
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.tasks import miniwob_page
-from megatron_webrl.tasks.miniwob_page import all_environments, can_reuse_page
+from megatron_webrl.tasks import miniwob
+from megatron_webrl.tasks.miniwob import all_environments, can_reuse_page
 from megatron_webrl.tasks.scripted_policies import next_scripted_action
 from megatron_webrl.types import Action
 from tests.tasks.miniwob_sessions import in_each, pool_of, task_of
@@ -57,9 +57,9 @@ async def view(session: Session, environment: str) -> tuple[object, ...]:
     assert seen.instruction, environment
     extent = await session.page.evaluate(EXTENT)
     if environment in MOVING:  # what the start script leaves, before a frame is drawn
-        start = f"(given) => {{ ({miniwob_page.START_SCRIPT})(given); return ({DOCUMENT})(); }}"
+        start = f"(given) => {{ ({miniwob.START_SCRIPT})(given); return ({DOCUMENT})(); }}"
         await session.page.reload()
-        document = await session.page.evaluate(start, miniwob_page.start_arguments(environment, SEED))
+        document = await session.page.evaluate(start, miniwob.start_arguments(environment, SEED))
         return seen.instruction, document, None, extent
     pixels = hashlib.sha256(seen.screenshot).hexdigest()
     return seen.instruction, await session.page.evaluate(DOCUMENT), pixels, extent

@@ -14,14 +14,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_webrl.config.tasks import LatencyConfig
-from megatron_webrl.judge.outcome import ANSWER, DONE, STEPS_EXHAUSTED, outcome
+from megatron_webrl.judge.evaluation import ANSWER, DONE, STEPS_EXHAUSTED, outcome
 from megatron_webrl.tasks.latency import ResponseDelays
 from megatron_webrl.tasks.server import PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, route
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITE_APPS, get_goal
 from megatron_webrl.tasks.sites.goal import Goal
 from megatron_webrl.tasks.sites.high_level_actions import FollowLink, GiveAnswer, SubmitForm
-from megatron_webrl.tasks.sites.site_task_source import SiteEpisode, SiteTaskSource
+from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS, SiteEpisode, SiteTaskSource, get_goal
 from megatron_webrl.tasks.sites.wiki import WikiData
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS
 from megatron_webrl.types import Task

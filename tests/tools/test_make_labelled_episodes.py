@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.judge.outcome import ANSWER, STEPS_EXHAUSTED
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record_file
-from megatron_webrl.tasks.offline.bar_code import read_bar_code
+from megatron_webrl.judge.evaluation import ANSWER, STEPS_EXHAUSTED
+from megatron_webrl.ring.record import decode_trajectory, read_record_file
+from megatron_webrl.tasks.offline.websites import read_bar_code
 from megatron_webrl.types import Trajectory
 from tests.judge.support import judging
 from tools import make_labelled_episodes

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.actions import format_tool_call
+from megatron_webrl.rollout.toolset import format_tool_call
 from megatron_webrl.types import Action
 from tools.make_tiny_model import main, make_tiny_model, position_table
 

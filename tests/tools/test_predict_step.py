@@ -15,7 +15,7 @@ from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.rope import make_rotation
 from megatron_webrl.model.vision_language.swiglu import swiglu
-from megatron_webrl.placement.performance import eager_kernels
+from megatron_webrl.placement import hardware
 from megatron_webrl.placement.performance.shapes import ModelShape
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
@@ -62,15 +62,15 @@ def _rotary_embedding() -> Any:
 @pytest.mark.parametrize(
     ("module", "width", "moved"),
     [
-        (rates.make_norm(128), 128, eager_kernels.RMS_NORM),
-        (torch.nn.LayerNorm(128), 128, eager_kernels.LAYER_NORM),
-        (swiglu, 256, eager_kernels.SWIGLU * 0.5),  # of half of its input's width
-        (_rotary_embedding(), 128, eager_kernels.ROTARY),
-        (torch.nn.GELU("tanh"), 128, eager_kernels.GELU),
+        (rates.make_norm(128), 128, hardware.RMS_NORM),
+        (torch.nn.LayerNorm(128), 128, hardware.LAYER_NORM),
+        (swiglu, 256, hardware.SWIGLU * 0.5),  # of half of its input's width
+        (_rotary_embedding(), 128, hardware.ROTARY),
+        (torch.nn.GELU("tanh"), 128, hardware.GELU),
     ],
     ids=["RMSNorm", "LayerNorm", "SwiGLU", "rotary embedding", "GELU"],
 )
-def test_counts_of_moved_values_are_those_of_the_kernels(module: Any, width: int, moved: eager_kernels.Moved) -> None:
+def test_counts_of_moved_values_are_those_of_the_kernels(module: Any, width: int, moved: hardware.Moved) -> None:
     rows = torch.randn(512, width, requires_grad=True)
     with MovedValues() as forward:
         output = module(rows)

@@ -13,8 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.types import Action, Step
 from tests.trajectories import trajectory
 from tools import pretrain_tiny_model as pretraining

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.ring.errors import RecordError
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record
+from megatron_webrl.ring.record import decode_trajectory, read_record
+from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.track.episodes import FOLDER, INDEX_FILE, EpisodeStore, record_files
 from megatron_webrl.util import history
 from tests.trajectories import screenshot, trajectory

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_webrl.tasks.miniwob_page import all_environments
+from megatron_webrl.tasks.miniwob import all_environments
 from megatron_webrl.track import evaluations, summary, tables
 from megatron_webrl.track.evaluations import (
     EvaluationLog,

@@ -10,7 +10,7 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.placement.rank_info import RankInfo
+from megatron_webrl.placement.placement import RankInfo
 from tests import gloo, job_control
 
 POISON = "exception_dump"  # the key that ends every process of the groups on a store

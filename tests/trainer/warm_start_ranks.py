@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.types import Step
 from megatron_webrl.util import torchvision_shim
 from tests import gloo

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.model.convert.hf_metadata import copy_metadata
-from megatron_webrl.placement.rank_info import RankInfo
+from megatron_webrl.model.convert.hf_files import copy_metadata
+from megatron_webrl.placement.placement import RankInfo
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.generator import Generation

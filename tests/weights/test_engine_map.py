@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.util import torchvision_shim
 from megatron_webrl.weights.engine_map import EngineSizes, check_engine_sizes, engine_parameter_shapes, stage_layers
 from tests.model import tiny
@@ -91,12 +91,12 @@ def test_stages_have_the_layers_that_vllm_assigns(layers: int, stages: int) -> N
 
 
 def _has_experts(name: str) -> bool:
-    return "num_experts" in model_sizes.config_sections(name)["text_config"]
+    return "num_experts" in parameter_counts.config_sections(name)["text_config"]
 
 
-@pytest.mark.parametrize("name", model_sizes.MODEL_SIZES)
+@pytest.mark.parametrize("name", parameter_counts.MODEL_SIZES)
 def test_the_ranks_of_an_engine_hold_a_released_model_once(name: str) -> None:
-    hf_config = model_sizes.make_hf_config(name)
+    hf_config = parameter_counts.make_hf_config(name)
     whole = engine_parameter_shapes(hf_config, EngineSizes(), 0)
     for sizes in (
         EngineSizes(4),
@@ -114,7 +114,7 @@ def test_the_ranks_of_an_engine_hold_a_released_model_once(name: str) -> None:
 
 
 def test_a_whole_vision_tower_needs_no_heads_that_can_be_shared_out() -> None:
-    hf_config = model_sizes.make_hf_config("2B")
+    hf_config = parameter_counts.make_hf_config("2B")
     hf_config.vision_config.num_heads = 17
     check_engine_sizes(hf_config, EngineSizes(2, vision_data_parallel=True))
     with pytest.raises(ValueError, match=r"tensor_parallel=2 does not divide vision_config\.num_heads=17"):

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from megatron_webrl.control.connection import Connection
 from megatron_webrl.control.group_store import host_group_store
+from megatron_webrl.weights import link, transport
 from megatron_webrl.weights import link as links
-from megatron_webrl.weights import link_nccl, transport
-from megatron_webrl.weights.link_channels import NcclChannel
+from megatron_webrl.weights.link import NcclChannel
 from tests import forks, job_control
 from tests.waiting import until
 
@@ -157,7 +157,7 @@ class Options:
 
 def test_nccl_connects_in_the_background_and_fires_after_the_transfers_timeout() -> None:
     options = Options()
-    link_nccl.set_link_options(options, 300.0)
+    link.set_link_options(options, 300.0)
     assert options._timeout == timedelta(seconds=310)
     assert (options.config.blocking, options.config.max_ctas) == (0, 4)
 
@@ -190,7 +190,7 @@ def test_each_sender_is_connected_to_each_receiver_at_once() -> None:
         (0, [("send", 2), ("send", 3), ("send", 4)]), (3, [("receive", 0), ("receive", 1)])
     ):  # fmt: skip
         recorder = Recorder(rank, 5)
-        assert link_nccl.connect_pairs(recorder, recorder, 2, torch.device("cpu")) == "work"
+        assert link.connect_pairs(recorder, recorder, 2, torch.device("cpu")) == "work"
         assert recorder.calls == ["register", "start", *messages, "end"]
 
 
@@ -227,7 +227,7 @@ def test_variables_of_the_constructor_are_restored(monkeypatch: pytest.MonkeyPat
     seen: list[str] = []
 
     def construct() -> None:
-        with link_nccl.environment_variables(link_nccl.CONSTRUCTOR_VARIABLES):
+        with link.environment_variables(link.CONSTRUCTOR_VARIABLES):
             seen.extend(os.environ[name] for name in ("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"))
             raise LookupError
 

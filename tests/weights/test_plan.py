@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes, replica_ranks
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
@@ -307,7 +307,7 @@ def test_replica_ranks_are_megatrons_data_parallel_groups(sizes: ParallelSizes, 
 
 
 def test_a_plan_for_the_largest_model_on_32_nodes_has_the_right_totals() -> None:
-    hf_config = model_sizes.make_hf_config("235B-A22B")
+    hf_config = parameter_counts.make_hf_config("235B-A22B")
     nodes = tuple(f"n{rank // 8}" for rank in range(256))
     trainer = TrainerTopology(ParallelSizes(tensor=4, pipeline=8, expert=8), 256, nodes)
     engines = EngineTopology.uniform(EngineSizes(8), tuple((f"n{node}",) * 8 for node in range(32)))

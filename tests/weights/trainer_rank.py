@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.model.convert.hf_metadata import copy_metadata
-from megatron_webrl.placement.rank_info import RankInfo
+from megatron_webrl.model.convert.hf_files import copy_metadata
+from megatron_webrl.placement.placement import RankInfo
 from megatron_webrl.util.child_process import die_with_parent
 
 
@@ -28,7 +28,7 @@ def run(rank: RankInfo, config_file: Path, address: Path, folders: Sequence[Path
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     # Imported already in the server that forks this process, and not to be imported beside vLLM.
-    from megatron_webrl.model.load import load_hf
+    from megatron_webrl.model.build import load_hf
     from megatron_webrl.trainer import parallel
     from megatron_webrl.trainer.factory import make_learner
     from megatron_webrl.trainer.weight_sync import WeightSyncer

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from megatron_webrl.checks.samples import draw_page, random_words
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.actions import format_tool_call
-from megatron_webrl.rollout.contexts.policies import make_context
+from megatron_webrl.rollout.contexts import make_context
 from megatron_webrl.rollout.demonstrations import scripted_generation
 from megatron_webrl.rollout.generator import Generation
+from megatron_webrl.rollout.toolset import format_tool_call
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.types import Action, Observation
 

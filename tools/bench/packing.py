@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from megatron_webrl.checks.samples import draw_page
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
@@ -190,7 +190,7 @@ def padded(chains: Sequence[MergedSequence], cost: FlopsEstimator) -> PackingRes
 
 def compare(episodes: int) -> tuple[dict[str, PackingResult], str]:
     """Results of all packing methods on the same steps, and a description of the steps."""
-    cost = FlopsEstimator.from_hf_config(model_sizes.make_hf_config("4B"))
+    cost = FlopsEstimator.from_hf_config(parameter_counts.make_hf_config("4B"))
     steps = web_agent_steps(episodes, seed=0)
     begun = time.perf_counter()
     merged = merge_prefixes(steps, (IMAGE_TOKEN_ID, VIDEO_TOKEN_ID))
@@ -237,9 +237,8 @@ def time_sequences(folder: Path, rounds: int, rows: Sequence[tuple[int, int]]) -
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group(platform.backend, store=store, rank=0, world_size=1)
     from megatron_webrl.model import process_groups
-    from megatron_webrl.model.build import build_model
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.layout import ParallelSizes
-    from megatron_webrl.model.load import load_hf
 
     path = make_tiny_model(folder / "timed", **MODEL)  # type: ignore[arg-type]
     process_groups.init_process_groups(ParallelSizes())

@@ -120,9 +120,8 @@ class PreprocessingBench:
         torch.distributed.init_process_group(self.platform.backend, store=store, rank=0, world_size=1)
         # Import Megatron after the platform is active.
         from megatron_webrl.model import process_groups
-        from megatron_webrl.model.build import build_model
+        from megatron_webrl.model.build import build_model, load_hf
         from megatron_webrl.model.layout import ParallelSizes
-        from megatron_webrl.model.load import load_hf
 
         self.path = make_tiny_model(folder / "model", max_pixels=MAX_PIXELS, max_position_embeddings=16384)
         process_groups.init_process_groups(ParallelSizes())

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import read_record_file
+from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.trainer.data.group_files import group_file_path, list_group_files
 from megatron_webrl.types import Group, Trajectory
 

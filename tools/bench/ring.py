@@ -19,9 +19,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_webrl.ring.checksum import checksum
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.ring.segment import segment_name, sweep_segments
+from megatron_webrl.ring.segment import checksum, segment_name, sweep_segments
 from tools.arguments import make_bench_parser, write_json
 
 SIZES = {"100 kB": 100_000, "3 MB": 3_000_000}

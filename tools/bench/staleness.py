@@ -29,7 +29,7 @@ from rich.table import Table
 from megatron_webrl.config.loss import OffPolicyLossConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.track import summary
 from megatron_webrl.trainer.data import group_files
 from tools.arguments import make_bench_parser, write_json

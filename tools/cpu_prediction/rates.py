@@ -24,14 +24,12 @@ from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_att
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.vision_language.attention import per_segment
-from megatron_webrl.model.vision_language.norm import RMSNorm
-from megatron_webrl.model.vision_language.packed_input import PackedInput
-from megatron_webrl.model.vision_language.segments import segment_keys
+from megatron_webrl.model.vision_language.layers import RMSNorm
+from megatron_webrl.model.vision_language.packed_input import PackedInput, segment_keys
 from megatron_webrl.model.vision_language.swiglu import swiglu
 from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams
-from megatron_webrl.placement.performance import eager_kernels
-from megatron_webrl.placement.performance.eager_kernels import BYTES, GELU, LAYER_NORM, RMS_NORM, SWIGLU, VISION_ROTARY
-from megatron_webrl.placement.performance.rates import Rates
+from megatron_webrl.placement import hardware
+from megatron_webrl.placement.hardware import BYTES, GELU, LAYER_NORM, RMS_NORM, SWIGLU, VISION_ROTARY, Rates
 from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
 from megatron_webrl.placement.performance.training import BACKWARD_ATTENTION, BACKWARD_PRODUCTS, stage_seconds
 from megatron_webrl.util import child_process, torchvision_shim
@@ -203,9 +201,9 @@ def predict_passes(
         text = stage_seconds(config, model, of_text, shape, 0, training=True).compute
         vision = PRODUCTS * model.vision(shape) / rates.vision_products
         vision += ATTENTION * model.vision_attention(shape) / rates.vision_attention
-        vision += eager_kernels.vision_traffic(model, shape) / rates.vision_memory
+        vision += hardware.vision_traffic(model, shape) / rates.vision_memory
         found = {name: text[name] for name in ("products", "attention", "output layer")}
-        found |= {"vision": vision, "other kernels": eager_kernels.text_traffic(model, shape) / rates.memory}
+        found |= {"vision": vision, "other kernels": hardware.text_traffic(model, shape) / rates.memory}
         for name, seconds in found.items():
             parts[name] = parts.get(name, 0.0) + seconds
     moved = CLEARED + REDUCED + ADDED * len(shapes)

@@ -27,11 +27,15 @@ from typing import Any
 import numpy as np
 
 from megatron_webrl.ring import record
-from megatron_webrl.ring.damaged_records import read_trajectory
-from megatron_webrl.ring.errors import RecordCorrupt, RecordError
-from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
-from megatron_webrl.ring.record_file import RecordFileWriter, read_record_file
+from megatron_webrl.ring.record import (
+    RecordFileWriter,
+    decode_trajectory,
+    encode_trajectory,
+    read_record_file,
+    read_trajectory,
+)
 from megatron_webrl.ring.ring import Ring
+from megatron_webrl.ring.segment import RecordCorrupt, RecordError
 from megatron_webrl.types import Action, JudgeStage, Trajectory, Verdict
 from tests.trajectories import trajectory
 from tools.drills.report import Findings, run

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, read_usage, write_usage
-from megatron_webrl.judge.cache import CachedReply, ReplyCache
-from megatron_webrl.ring.record_file import RecordFileWriter, read_record_file
+from megatron_webrl.judge.client import CachedReply, ReplyCache
+from megatron_webrl.ring.record import RecordFileWriter, read_record_file
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.evaluations import EvaluationLog
 from megatron_webrl.track.events import EventLog

@@ -10,9 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.judge.fences import parse_fences
-from megatron_webrl.judge.prompts import PromptFiles
-from megatron_webrl.judge.protocols.catalog import PROTOCOLS
+from megatron_webrl.judge.protocols import PROTOCOLS
+from megatron_webrl.judge.questions import PromptFiles, parse_fences
 from megatron_webrl.judge.replies import FORMS
 
 REASON = "The endpoint's oracle decided this."

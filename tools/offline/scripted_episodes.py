@@ -11,10 +11,9 @@ from datetime import date, timedelta
 
 from playwright.async_api import Page
 
-from megatron_webrl.tasks.offline.bar_code import effects_digest
-from megatron_webrl.tasks.offline.goals import WebsiteGoal, website_goals
 from megatron_webrl.tasks.offline.hosts import get_website
-from megatron_webrl.tasks.offline.websites import OfflineWebsites
+from megatron_webrl.tasks.offline.questions import WebsiteGoal, website_goals
+from megatron_webrl.tasks.offline.websites import OfflineWebsites, effects_digest
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, HighLevelAction, SubmitForm, first_action
 from megatron_webrl.tasks.sites.shop import DELIVERY_OPTIONS
 from megatron_webrl.types import Action, Task

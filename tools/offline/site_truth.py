@@ -14,8 +14,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron_webrl.judge.outcome import answers_match
-from megatron_webrl.tasks.offline.bar_code import BarCode, page_digest, read_bar_code
+from megatron_webrl.judge.evaluation import answers_match
+from megatron_webrl.tasks.offline.websites import BarCode, page_digest, read_bar_code
 from tools.offline.task_rows import TaskTruth, read_truth
 
 VARIABLE = "WEBRL_SITE_TRUTH"

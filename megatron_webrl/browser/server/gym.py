@@ -28,9 +28,9 @@ from megatron_webrl.config.browser import BrowserConfig, check_browser_user
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, check_sections
-from megatron_webrl.judge import outcome as judge
-from megatron_webrl.tasks import miniwob, miniwob_page
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
+from megatron_webrl.judge import evaluation as judge
+from megatron_webrl.tasks import miniwob
+from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS
 from megatron_webrl.tasks.source import TRAINING_SEEDS
 from megatron_webrl.types import TRAINABLE_OUTCOMES, Observation
 
@@ -218,7 +218,7 @@ def register() -> None:
     """Register every environment of the installed sources with Gymnasium, as webrl/<source>.<name>-v0."""
     environments_by_source = {"sites": list(ENVIRONMENTS)}
     with suppress(ConfigError):  # not installed; WebEnv can still open them on a farm
-        environments_by_source[miniwob.SOURCE_NAME] = miniwob_page.all_environments()
+        environments_by_source[miniwob.SOURCE_NAME] = miniwob.all_environments()
     for source, environments in environments_by_source.items():
         for environment in environments:
             name = f"webrl/{source}.{environment}-v0"

@@ -20,7 +20,7 @@ from megatron_webrl.launch.roles import log_folder, process_specs
 from megatron_webrl.launch.run_folder import config_path, prepared_run_folder
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.validation import load_config
-from megatron_webrl.placement.parallel_layout import check_parallel_layout
+from megatron_webrl.placement.memory_estimate import check_parallel_layout
 from megatron_webrl.placement.placement import Placement, place_processes
 from megatron_webrl.placement.placement_table import find_model_config, print_placement
 from megatron_webrl.track import summary

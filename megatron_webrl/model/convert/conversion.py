@@ -22,19 +22,17 @@ import torch
 from torch import Tensor
 
 from megatron_webrl.model.architectures import parameter_mappings
-from megatron_webrl.model.convert import hf_metadata as folders
+from megatron_webrl.model.convert import hf_files as folders
 from megatron_webrl.model.convert.atomic_folder import atomic_folder, check_free_space
-from megatron_webrl.model.convert.checkpoint_layout import (
+from megatron_webrl.model.convert.dist_checkpoint_files import (
     MODEL_KEY_PREFIXES,
     UNSTACKED_LAYER_KEY,
+    DistCheckpointReader,
+    DistCheckpointWriter,
     ShardedChunk,
     sharded_chunks,
     stacks_layers,
     tensor_location,
-)
-from megatron_webrl.model.convert.dist_checkpoint_files import (
-    DistCheckpointReader,
-    DistCheckpointWriter,
     with_own_storage,
 )
 from megatron_webrl.model.convert.hf_files import (
@@ -43,17 +41,15 @@ from megatron_webrl.model.convert.hf_files import (
     LoadError,
     TensorSpec,
     bitwise_equal,
-    open_hf_model,
-    write_hf_model,
-)
-from megatron_webrl.model.convert.hf_reader import HFReader, ScratchBuffers, copy_transposed, fused_expert_index
-from megatron_webrl.model.convert.passthrough import (
     compare_passthrough,
+    open_hf_model,
     open_passthrough,
     passthrough_specs,
     read_parts,
+    write_hf_model,
     write_passthrough,
 )
+from megatron_webrl.model.convert.hf_reader import HFReader, ScratchBuffers, copy_transposed, fused_expert_index
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes, expert_rank, pipeline_stages
 from megatron_webrl.model.parameter_map import ParameterMapping, parameter_shapes

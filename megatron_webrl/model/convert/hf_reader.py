@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_webrl.model.architectures import parameter_mappings
-from megatron_webrl.model.convert.checkpoint_layout import UNSTACKED_LAYER_KEY, tensor_location
-from megatron_webrl.model.convert.dist_checkpoint_files import Box, DistCheckpointReader, StoredChunk, ensure_aligned
+from megatron_webrl.model.convert.dist_checkpoint_files import (
+    UNSTACKED_LAYER_KEY,
+    Box,
+    DistCheckpointReader,
+    StoredChunk,
+    ensure_aligned,
+    tensor_location,
+)
 from megatron_webrl.model.convert.hf_files import DTYPE_NAMES, LoadError, TensorSpec
 from megatron_webrl.model.parameter_map import ParameterMapping, ShardRange, shard_ranges
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_webrl.model.compute_options import AttentionKernel
-from megatron_webrl.model.vision_language.segments import causal_mask, select_keys
+from megatron_webrl.model.vision_language.packed_input import causal_mask, select_keys
 from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams, TextConfig
 
 CAUSAL_WINDOW = (-1, 0)  # all tokens before a token, none after it

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.compute_options import ComputeOptions
+from megatron_webrl.model.hf_config import rotary_dim
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.parameter_map import ParameterMapping, canonical_name, is_sparse, padded_vocab_size
@@ -26,10 +27,8 @@ from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of, rank_coordinates_of
 from megatron_webrl.model.value_head import ValueHead
 from megatron_webrl.model.vision_language import vision
-from megatron_webrl.model.vision_language.config_check import rotary_dim
-from megatron_webrl.model.vision_language.packed_input import PackedInput, pad_to_multiple, token_range
+from megatron_webrl.model.vision_language.packed_input import PackedInput, pad_to_multiple, segment_keys, token_range
 from megatron_webrl.model.vision_language.rope import InterleavedRotaryEmbedding, make_rotation
-from megatron_webrl.model.vision_language.segments import segment_keys
 from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams, TextConfig
 
 

@@ -18,8 +18,8 @@ from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes
 from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of
+from megatron_webrl.model.vision_language.packed_input import SegmentKeys
 from megatron_webrl.model.vision_language.rope import Rotation
-from megatron_webrl.model.vision_language.segments import SegmentKeys
 
 
 @dataclass

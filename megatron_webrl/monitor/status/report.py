@@ -23,7 +23,7 @@ from megatron_webrl.monitor.status.progress import (
 )
 from megatron_webrl.monitor.status.role_status import RoleState, role_states
 from megatron_webrl.placement.placement import place_processes, ring_name
-from megatron_webrl.ring.ring_usage import read_ring_usage
+from megatron_webrl.ring.ring import read_ring_usage
 from megatron_webrl.track import events as journal
 from megatron_webrl.track import summary
 from megatron_webrl.track.events import ProcessEvent

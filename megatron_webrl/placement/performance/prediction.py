@@ -12,12 +12,10 @@ from rich.table import Table
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.placement.hardware import Card, Rates
 from megatron_webrl.placement.memory_estimate import GIB, estimate_memory
-from megatron_webrl.placement.performance.cards import Card
-from megatron_webrl.placement.performance.generation import GenerationPrediction, predict_generation
-from megatron_webrl.placement.performance.rates import Rates
 from megatron_webrl.placement.performance.training import TrainingPrediction, predict_training
-from megatron_webrl.placement.performance.workload import EpisodeLengths
+from megatron_webrl.placement.prediction import EpisodeLengths, GenerationPrediction, predict_generation
 
 WIDTH = 100  # columns of the tables
 

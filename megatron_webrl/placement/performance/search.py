@@ -11,11 +11,10 @@ from typing import Any
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.hf_config import has_experts
-from megatron_webrl.placement.memory_estimate import check_memory, estimate_memory
-from megatron_webrl.placement.parallel_layout import check_parallel_layout
-from megatron_webrl.placement.performance.cards import Card
+from megatron_webrl.placement.hardware import Card
+from megatron_webrl.placement.memory_estimate import check_memory, check_parallel_layout, estimate_memory
 from megatron_webrl.placement.performance.prediction import Prediction, predict
-from megatron_webrl.placement.performance.workload import EpisodeLengths
+from megatron_webrl.placement.prediction import EpisodeLengths
 
 SIZES = (1, 2, 4, 8, 16, 32)
 RECOMPUTE = ("none", "selective", "full")

@@ -13,7 +13,7 @@ from megatron_webrl.model.parameter_counts import (
     count_parameters,
     deepstack_layers,
 )
-from megatron_webrl.placement.linear_attention_costs import chunked_operations, rule_bytes, rule_operations
+from megatron_webrl.placement.memory_estimate import chunked_operations, rule_bytes, rule_operations
 
 # Values that SwiGLU reads and writes for one of an MLP's width in a forward and in a backward pass, compiled
 # (model/vision_language/swiglu.py); of experts with the weights of the router, whose gradients are another kernel.

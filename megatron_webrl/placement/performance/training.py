@@ -9,16 +9,16 @@ from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.layer_split import split_layers
-from megatron_webrl.placement.linear_attention_costs import CHUNK
+from megatron_webrl.placement.hardware import Rates, gathered_bytes
 from megatron_webrl.placement.memory_estimate import (
+    CHUNK,
     DTYPE_BYTES,
     EXPERT_IMBALANCE,
     OPTIMIZER_BYTES,
     resolve_automatic,
 )
-from megatron_webrl.placement.performance.rates import Rates, gathered_bytes
 from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
-from megatron_webrl.placement.performance.workload import EpisodeLengths, TrainingBatch
+from megatron_webrl.placement.prediction import EpisodeLengths, TrainingBatch
 
 BACKWARD_PRODUCTS = 2.0  # times the forward pass: gradients of inputs and of weights
 BACKWARD_ATTENTION = 2.5  # FlashAttention: five products for two

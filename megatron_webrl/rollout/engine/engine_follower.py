@@ -1,12 +1,8 @@
-"""A follower of an engine over several nodes: the process `webrl role RUN rollout-M.follower-N`.
-
-For each instance of the engine's worker it runs vLLM's ranks of this node in a child process (follower_engine.py). If
-the child ends, it reports the failure; the worker then ends and is restarted. engine_leader.py has the worker's side.
-On a node without a worker it also creates the ring, which stays empty, for the trainer ranks there, if any.
-"""
+"""An engine over several nodes: its leader and followers."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -19,14 +15,35 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.config.load import save_config
+from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
-from megatron_webrl.ring.node_ring import NodeRing
+from megatron_webrl.placement.placement import rollout_process_name
+from megatron_webrl.ring.ring import NodeRing
+from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.rollout.engine.engine_leader import NodeSpan, failure_key, reply_key, start_key
-from megatron_webrl.rollout.ring_lifetime import open_node_ring
-from megatron_webrl.util import child_process
+from megatron_webrl.rollout.pool import open_node_ring
+from megatron_webrl.util import child_process, stack_dump
 from megatron_webrl.util.network import own_address
+from megatron_webrl.util.text import configure_logging
+
+
+def main(settings: str, arguments: str) -> int:
+    """Run the ranks until one ends. `arguments`: worker, its instance number and the NodeSpan, as JSON."""
+    faulthandler.enable()
+    stack_dump.register_dump_signal()
+    start = json.loads(arguments)
+    name = rollout_process_name(start["worker"], start["span"]["node_rank"])
+    configure_logging(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
+    vllm_environment.run_follower(
+        parse_config(settings), start["worker"], start["instance_number"], NodeSpan(**start["span"])
+    )
+    return 1  # the follower kills this process; a return is a failure
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))
+
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +117,7 @@ class _FollowerSupervisor:
     def _start(self, span: NodeSpan) -> None:
         arguments = json.dumps({"worker": self.worker, "instance_number": self.worker_number, "span": asdict(span)})
         settings = str(self.scratch / "config.yaml")
-        command = [sys.executable, "-m", "megatron_webrl.rollout.engine.follower_engine", settings, arguments]
+        command = [sys.executable, "-m", "megatron_webrl.rollout.engine.engine_follower", settings, arguments]
         self.process = child_process.start_process(command, self.log, os.environ, f"{self.control.role}.engine")
         place = f"{span.master_addr}:{span.master_port}"
         log.info("instance %d of rollout-%d: its ranks rendezvous at %s", self.worker_number, self.worker, place)

@@ -13,8 +13,8 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.vision_language.routing_replay import records_experts
 from megatron_webrl.util import torchvision_shim
-from megatron_webrl.weights.engine_garbage import collect_garbage
 from megatron_webrl.weights.expert_store import RECORD_OPTION
+from megatron_webrl.weights.vllm_worker import collect_garbage
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.tasks.files import cache
-from megatron_webrl.tasks.files.cache import Fingerprint
-from megatron_webrl.tasks.files.field_map import FieldMap
-from megatron_webrl.tasks.files.rows import BYTE_ORDER_MARK
+from megatron_webrl.tasks.files import index
+from megatron_webrl.tasks.files.index import Fingerprint
+from megatron_webrl.tasks.files.rows import BYTE_ORDER_MARK, FieldMap
 from megatron_webrl.util import atomic_file, strict_json
 from megatron_webrl.util.text import first_line, shorten
 
@@ -86,11 +85,11 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 def _convert(text: str, key: tuple[Any, ...], fields: FieldMap, rows: Iterable[Any]) -> TaskFile:
     """Write the rows to the cache folder, unless they are there. Nothing is read of `rows` before that is known."""
     name = f"{Path(text).name.replace(':', '-')}.jsonl"
-    path = cache.cache_folder() / cache.name_in_cache((VERSION, key, fields.columns), name)
+    path = index.cache_folder() / index.name_in_cache((VERSION, key, fields.columns), name)
     if path.is_file():
         return TaskFile(text, path)
-    cache.make_cache_folder()
-    with cache.exclusive(path):
+    index.make_cache_folder()
+    with index.exclusive(path):
         if not path.is_file():
             log.info("converting %s to %s", text, path)
             with atomic_file.replacing(path) as file:

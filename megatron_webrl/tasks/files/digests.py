@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from megatron_webrl.config.tasks import FileTasksConfig, TasksConfig
 from megatron_webrl.tasks.files.conversion import resolve_task_file
-from megatron_webrl.tasks.files.field_map import field_map_of
 from megatron_webrl.tasks.files.indexing import open_index
+from megatron_webrl.tasks.files.rows import field_map_of
 
 TASK_FILES = "tasks/files"  # fact of the control service: the trainer's FileDigest by setting
 TRAIN_FILE, TEST_FILE = "tasks.train_file", "tasks.test_file"

@@ -17,14 +17,11 @@ from typing import Any
 import numpy as np
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.tasks.files import cache
-from megatron_webrl.tasks.files.cache import Fingerprint
+from megatron_webrl.tasks.files import index
 from megatron_webrl.tasks.files.conversion import TaskFile
-from megatron_webrl.tasks.files.field_map import FieldMap
-from megatron_webrl.tasks.files.index import TaskIndex, read_index, website_key, write_index
-from megatron_webrl.tasks.files.rows import Line
+from megatron_webrl.tasks.files.index import Fingerprint, TaskIndex, read_index, website_key, write_index
+from megatron_webrl.tasks.files.rows import FieldMap, Line, is_public
 from megatron_webrl.tasks.files.scan import Faults, scan
-from megatron_webrl.tasks.files.website import is_public
 from megatron_webrl.tasks.sampler.units import task_key
 from megatron_webrl.types import DIFFICULTIES, Task
 from megatron_webrl.util import atomic_file
@@ -103,7 +100,7 @@ def open_index(file: TaskFile, fields: FieldMap) -> TaskIndex:
         if (found := _find(file, fields)) is not None:
             return found
         target = _target(file, fields)
-        with cache.exclusive(target):
+        with index.exclusive(target):
             return _find(file, fields) or _build(file, fields, target)
     except OSError as error:
         raise ConfigError(f"{file.name}: {error.strerror or error} ({error.filename or file.path})") from error
@@ -112,7 +109,7 @@ def open_index(file: TaskFile, fields: FieldMap) -> TaskIndex:
 def _candidates(file: TaskFile, fields: FieldMap) -> tuple[Path, Path]:
     """Where the index may be: beside the file, and in the cache folder."""
     name = f"{file.path.name}.{fields.digest}.index"
-    in_cache = cache.cache_folder() / cache.name_in_cache(str(file.path.resolve()), name)
+    in_cache = index.cache_folder() / index.name_in_cache(str(file.path.resolve()), name)
     return file.path.with_name(name), in_cache
 
 
@@ -126,7 +123,7 @@ def _target(file: TaskFile, fields: FieldMap) -> Path:
     beside, in_cache = _candidates(file, fields)
     if os.access(beside.parent, os.W_OK):
         return beside
-    cache.make_cache_folder()
+    index.make_cache_folder()
     return in_cache
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.tasks.files.conversion import TaskFile
-from megatron_webrl.tasks.files.field_map import FieldMap
+from megatron_webrl.tasks.files.rows import FieldMap
 from megatron_webrl.tasks.files.scan import Faults, scan
 from megatron_webrl.types import DIFFICULTIES, Task
 from megatron_webrl.util.text import count_noun, first_line, shorten

@@ -1,22 +1,151 @@
-"""Rows of a task file: one line becomes a task, or an error that names the field, what was expected and what is there.
-
-A row is never half-read: a field that a task has and a row gives must fit, whichever field it is.
-"""
+"""Rows of task files: fields, websites, checks."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, NamedTuple
 
-from megatron_webrl.tasks.files import website
-from megatron_webrl.tasks.files.field_map import FieldMap
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import FILE_SOURCES, FileTasksConfig
 from megatron_webrl.tasks.web import ENVIRONMENT_NAME, SOURCE_NAME
 from megatron_webrl.types import DIFFICULTIES, RubricFact, Task
 from megatron_webrl.util import strict_json
-from megatron_webrl.util.text import shorten
+from megatron_webrl.util.text import close_matches, shorten
+
+EXPECTED = "a web address such as example.com or https://example.com/start"
+LOCAL_SUFFIX = ".localhost"  # hosts that a browser server serves itself
+_ADDRESS = re.compile(
+    r"(?:(https?)://)?([^\s/?#@:\\]+)(?::([0-9]{1,5}))?(?:[/?#][^\s\\\x00-\x1f\x7f]*)?", re.IGNORECASE
+)
+_HOST = re.compile(r"(?:[a-z0-9_-]{1,63}\.)+[a-z0-9_-]{1,63}")
+
+
+class StartPage(NamedTuple):
+    """Where a task begins."""
+
+    url: str
+    website: str  # its host: lower case, A-labels, without a leading "www."
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_website(text: str) -> StartPage:
+    """The start page that a field `website` names; without a scheme it is https, for local hosts http. Raises
+    ValueError.
+    """
+    text = text.strip()
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match[3] or 443) < 65536:
+        raise ValueError(text)
+    host = _canonical_host(match[2].removesuffix("."))
+    website = host.removeprefix("www.")
+    website = website if "." in website else host
+    scheme = "https" if is_public(website) else "http"
+    return StartPage(text if match[1] else f"{scheme}://{text}", website)
+
+
+def is_public(website: str) -> bool:
+    """Whether the pages of a website come from the network."""
+    return website != LOCAL_SUFFIX[1:] and not website.endswith(LOCAL_SUFFIX)
+
+
+def _canonical_host(host: str) -> str:
+    if not host.isascii():
+        import idna  # of the browsers' extra; few hosts need it
+
+        host = idna.encode(idna.uts46_remap(host, std3_rules=False, transitional=False)).decode()
+    host = host.lower()
+    if len(host) > 253 or not (_HOST.fullmatch(host) or host == LOCAL_SUFFIX[1:]):
+        raise ValueError(host)
+    return host
+
+
+TASK_FIELDS = ("id", "instruction", "website", "benchmark", "domain", "subdomain", "difficulty", "facts", "answer")
+NEEDED_FIELDS = ("id", "instruction", "website")
+
+
+@dataclass(frozen=True)
+class FieldMap:
+    """Where a row holds the fields of a task."""
+
+    names: Mapping[str, tuple[str, ...]]  # fields of the row by field of the task; the first that a row has is read
+    required: tuple[str, ...] = NEEDED_FIELDS  # fields of a task that every row has
+    benchmark: str = ""  # of rows without one
+    named: tuple[str, ...] = ()  # fields of a task that tasks.fields names: a row has them, even if null
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Fields of a row that are read."""
+        return tuple(name for names in self.names.values() for name in names)
+
+    @property
+    def digest(self) -> str:
+        """Eight hex digits that differ between maps."""
+        content = json.dumps([sorted(self.names.items()), sorted(self.required), self.benchmark, sorted(self.named)])
+        return hashlib.blake2b(content.encode(), digest_size=4).hexdigest()
+
+
+FORMATS: dict[str, FieldMap] = {
+    "webgym": FieldMap(
+        {
+            "id": ("task_id",),
+            "instruction": ("task_name",),
+            "website": ("website",),
+            "benchmark": ("benchmark_name",),
+            "domain": ("domain",),
+            "subdomain": ("subdomain",),
+            "difficulty": ("difficulty",),
+            "facts": ("evaluator_reference",),
+            "answer": ("definite_answer", "reference_answer"),
+        },
+        required=(*NEEDED_FIELDS, "difficulty", "facts"),
+    ),
+    "online_mind2web": FieldMap(
+        {"id": ("task_id",), "instruction": ("confirmed_task",), "website": ("website",), "difficulty": ("level",)},
+        required=(*NEEDED_FIELDS, "difficulty"),
+        benchmark="Online-Mind2Web",
+    ),
+    "webvoyager": FieldMap(
+        {"id": ("id",), "instruction": ("ques",), "website": ("web",), "domain": ("web_name",)},
+        benchmark="WebVoyager",
+    ),
+    "file": FieldMap({}),
+}
+assert tuple(FORMATS) == FILE_SOURCES
+
+
+def make_field_map(source: str, fields: Mapping[str, str]) -> FieldMap:
+    """The map of a format, with `fields` (tasks.fields) in place of its own entries. Raises ConfigError."""
+    for name, column in fields.items():
+        if name not in TASK_FIELDS:
+            raise ConfigError(f"tasks.fields: {name!r} is not one of {', '.join(TASK_FIELDS)}{_near(name)}")
+        if not column:
+            raise ConfigError(f"tasks.fields.{name} is empty; give the name of a field of the task file")
+    base = FORMATS[source]
+    names = {name: (fields[name],) if name in fields else base.names.get(name, ()) for name in TASK_FIELDS}
+    found = replace(base, names={name: columns for name, columns in names.items() if columns}, named=tuple(fields))
+    missing = [name for name in NEEDED_FIELDS if name not in found.names]
+    if missing:
+        example = ", ".join(f"{name}: ..." for name in missing)
+        raise ConfigError(
+            f"tasks.source={source} does not know the fields {', '.join(missing)} of a task; name them in "
+            f"tasks.fields={{{example}}}"
+        )
+    return found
+
+
+def field_map_of(tasks: FileTasksConfig) -> FieldMap:
+    """The map of a configuration. Raises ConfigError."""
+    return make_field_map(tasks.source, tasks.fields)
+
+
+def _near(name: str) -> str:
+    return close_matches(name, TASK_FIELDS)
+
 
 MOST_FACTS = {"easy": 3, "medium": 6}  # of a difficulty; hard has more
 DEFAULT_DIFFICULTY = "medium"  # of rows with neither difficulty nor facts
@@ -126,14 +255,14 @@ class _Values:
         name, value = self._get(field)
         return _checked_text(name, value, field in self._fields.required)
 
-    def start_page(self) -> website.StartPage:
+    def start_page(self) -> StartPage:
         name, value = self._get("website")
         try:
-            return website.parse_website(_checked_text(name, value, required=True))
+            return parse_website(_checked_text(name, value, required=True))
         except RowError:
             raise
         except ValueError:
-            raise _unexpected(name, website.EXPECTED, value) from None
+            raise _unexpected(name, EXPECTED, value) from None
 
     def answer(self) -> str | None:
         """Text, or a number as Python writes it (12.50 is "12.5"); None without one. Fields that have one agree."""

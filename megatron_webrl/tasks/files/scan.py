@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_webrl.tasks.files.conversion import TaskFile
-from megatron_webrl.tasks.files.field_map import FieldMap
-from megatron_webrl.tasks.files.rows import Line, RowError, parse_line, parse_task, read_lines
+from megatron_webrl.tasks.files.rows import FieldMap, Line, RowError, parse_line, parse_task, read_lines
 from megatron_webrl.tasks.sampler.units import task_key
 from megatron_webrl.types import Task
 

@@ -9,11 +9,9 @@ from dataclasses import replace
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import FileTasksConfig
 from megatron_webrl.tasks.files.conversion import TaskFile, resolve_task_file
-from megatron_webrl.tasks.files.field_map import FieldMap, field_map_of
 from megatron_webrl.tasks.files.index import TaskIndex
 from megatron_webrl.tasks.files.indexing import open_index
-from megatron_webrl.tasks.files.rows import RowError, parse_line, parse_task
-from megatron_webrl.tasks.files.website import is_public
+from megatron_webrl.tasks.files.rows import FieldMap, RowError, field_map_of, is_public, parse_line, parse_task
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.row_sampler import RowSampler
 from megatron_webrl.tasks.sampler.units import task_key

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from megatron_webrl.tasks.sites.app import App, InitialSiteState
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITE_APPS
+from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS
 
 NUMBERS = range(10_000)  # of the websites of each site
 DENYING_NUMBERS = range(9_000, 9_500)  # websites that deny access to everyone

@@ -1,11 +1,13 @@
-"""The sites as a task source: one HTTP server, and a separate copy of the site for every episode."""
+"""The offline websites as a task source."""
 
 from __future__ import annotations
 
+import random
 import secrets
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 
 from playwright.async_api import BrowserContext, Page, Response
 
@@ -13,11 +15,29 @@ from megatron_webrl.config.tasks import LatencyConfig, SamplerConfig
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, get_goal
-from megatron_webrl.tasks.sites.goal import SITE_ERROR_RESULT, Goal, reward_and_done
+from megatron_webrl.tasks.sites import calendar, forms, forum, shop, wiki
+from megatron_webrl.tasks.sites.app import App
+from megatron_webrl.tasks.sites.goal import SITE_ERROR_RESULT, Environment, Goal, reward_and_done
 from megatron_webrl.tasks.sites.high_level_actions import HighLevelAction, PageLinks, first_action, read_page_links
 from megatron_webrl.tasks.source import LocalTaskSource, StepLimits, check_environments
 from megatron_webrl.types import Action, Task
+
+ENVIRONMENTS: dict[str, Environment] = {
+    **shop.ENVIRONMENTS,
+    **forum.ENVIRONMENTS,
+    **calendar.ENVIRONMENTS,
+    **wiki.ENVIRONMENTS,
+    **forms.ENVIRONMENTS,
+}
+
+SITE_APPS: dict[str, type[App]] = {entry.app_class.name: entry.app_class for entry in ENVIRONMENTS.values()}
+
+
+@lru_cache(maxsize=256)  # the episodes of a group share one
+def get_goal(environment: str, seed: int) -> Goal:
+    """The goal of an environment and a seed; equal on every machine. Raises KeyError."""
+    return ENVIRONMENTS[environment].make_goal(random.Random(f"{environment}/{seed}"))
+
 
 SOURCE_NAME = "sites"
 SESSION_COOKIE = "session"

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from megatron_webrl.model.load import is_first_replica
+from megatron_webrl.model.build import is_first_replica
 from megatron_webrl.model.value_head import VALUE_HEAD
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.checkpoint_writer import one_line_error

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from megatron_webrl.model.convert.hf_metadata import copy_metadata
+from megatron_webrl.model.convert.hf_files import copy_metadata
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.util.atomic_file import fsync, fsync_tree

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.trainer import CheckpointConfig
-from megatron_webrl.model.convert.passthrough import copy_passthrough
+from megatron_webrl.model.convert.hf_files import copy_passthrough
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import STAGING_PREFIX
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.tickets import ticket_limit
-from megatron_webrl.ring.damaged_records import undamaged_trajectories
+from megatron_webrl.ring.record import undamaged_trajectories
 from megatron_webrl.track import episodes
 from megatron_webrl.track.episodes import line_identity, trajectory_identity
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_webrl.judge.outcome import STEPS_EXHAUSTED
+from megatron_webrl.judge.evaluation import STEPS_EXHAUSTED
 from megatron_webrl.trainer.credit.rewards import RewardFunction, outcome_reward
 from megatron_webrl.types import Group, Step, Trajectory
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.ring.record_file import RecordFileWriter
+from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.types import Trajectory
 
 _FILE = re.compile(r"version-(\d{6,})(?:\.node-(\d+))?\.records")

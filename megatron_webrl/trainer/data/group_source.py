@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.ring.damaged_records import FOLDER as DAMAGED_FOLDER
-from megatron_webrl.ring.damaged_records import read_trajectory
+from megatron_webrl.ring.record import FOLDER as DAMAGED_FOLDER
+from megatron_webrl.ring.record import read_trajectory
 from megatron_webrl.track.episodes import EpisodeLog
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.ring.record import decode_trajectory
-from megatron_webrl.ring.record_file import count_records, read_record_file
+from megatron_webrl.ring.record import count_records, decode_trajectory, read_record_file
 from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.multi_node.exchange import RecordExchange
 from megatron_webrl.types import Group

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.placement.performance.cards import find_card
+from megatron_webrl.placement.hardware import find_card
 from megatron_webrl.track.process_memory import private_gib
 from megatron_webrl.trainer.parallel import all_reduce_max
 

@@ -17,9 +17,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.ring.damaged_records import FOLDER as DAMAGED_FOLDER
-from megatron_webrl.ring.damaged_records import read_trajectory
-from megatron_webrl.ring.record import Buffer, decode_trajectory, encode_trajectory
+from megatron_webrl.ring.record import FOLDER as DAMAGED_FOLDER
+from megatron_webrl.ring.record import Buffer, decode_trajectory, encode_trajectory, read_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMessage, RankMessenger

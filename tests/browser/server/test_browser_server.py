@@ -15,7 +15,7 @@ import pytest
 
 from megatron_webrl.browser.server import protocol
 from megatron_webrl.tasks import scripted_policies
-from megatron_webrl.tasks.miniwob_page import all_environments
+from megatron_webrl.tasks.miniwob import all_environments
 from megatron_webrl.types import Observation
 from tests.browser.server.conftest import ROOT, Http, Server, browser_server, until_async
 from tests.waiting import until

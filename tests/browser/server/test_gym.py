@@ -17,7 +17,7 @@ from megatron_webrl.browser.server.gym import WebEnv
 from megatron_webrl.browser.server.local_servers import LocalServers
 from megatron_webrl.browser.server.spaces import ActionSpace
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.ring.locks import poll_with_backoff
+from megatron_webrl.ring.segment import poll_with_backoff
 from tests.browser.server.servers import browser_of, config_for, server_processes
 from tests.documented_blocks import blocks_run_by
 

@@ -31,7 +31,7 @@ from megatron_webrl.launch.roles import process_specs
 from megatron_webrl.launch.run_folder import control_address_path, wait_for_control_address
 from megatron_webrl.launch.slurm.prepare import plan_processes, read_launches
 from megatron_webrl.launch.validation import load_config
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.track import evaluations
@@ -52,7 +52,7 @@ def model_8b(tmp_path: Path) -> Path:
     """A Hugging Face folder as far as a placement reads it."""
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(model_sizes.config_sections("8B")))
+    (folder / "config.json").write_text(json.dumps(parameter_counts.config_sections("8B")))
     return folder
 
 

@@ -49,8 +49,7 @@ def examine(folder: Path, name: str, layout: str, platform: platforms.Platform) 
     """Hugging Face tensors of the model after loading from each source."""
     from megatron.core import dist_checkpointing
 
-    from megatron_webrl.model.build import build_model
-    from megatron_webrl.model.load import load_hf
+    from megatron_webrl.model.build import build_model, load_hf
 
     chunks = build_model(folder / name, dtype="float32", platform=platform)
     found = {}

@@ -46,7 +46,7 @@ def main(folder: str) -> None:
         samples = {name: _fake(sample, host) for name, sample in real.items()}
         with (
             mock.patch.object(oracles, "samples", return_value=samples),
-            mock.patch("megatron_webrl.model.load.load_hf"),
+            mock.patch("megatron_webrl.model.build.load_hf"),
             mock.patch.object(clip_grads, "multi_tensor_applier", return_value=(torch.ones(1, device="cuda"), None)),
             mock.patch.object(gpu_model, "_round_trip", lambda *arguments: measured("", arguments[3], "not tried")),
         ):

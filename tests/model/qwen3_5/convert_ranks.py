@@ -42,8 +42,7 @@ def train(rank: int, folder: str) -> None:
     """In one process: an optimiser step on each model, a trainer's checkpoint and its weights."""
     platform = join(rank, 1, folder)
     from megatron_webrl.model import process_groups
-    from megatron_webrl.model.build import build_model
-    from megatron_webrl.model.load import load_hf
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.trainer.learner import Learner
     from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 

@@ -53,8 +53,7 @@ def packed(folder: Path, platform: Any) -> dict[str, Any]:
     """Logits of samples packed together, before and after a change of the first, and the refusal of a prefix."""
     from dataclasses import replace
 
-    from megatron_webrl.model.build import build_model
-    from megatron_webrl.model.load import load_hf
+    from megatron_webrl.model.build import build_model, load_hf
 
     [model] = build_model(folder, dtype="float32", platform=platform)
     load_hf([model], folder)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_webrl.model.qwen3_5.delta_rule import (
+from megatron_webrl.model.qwen3_5.delta_net import (
     CHUNK,
     choose_rule,
     fused_gated_delta_rule,

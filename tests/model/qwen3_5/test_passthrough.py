@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
-from megatron_webrl.model.convert.hf_files import LoadError, open_hf_model
-from megatron_webrl.model.convert.passthrough import PASSTHROUGH_FOLDER, copy_passthrough
+from megatron_webrl.model.convert.hf_files import PASSTHROUGH_FOLDER, LoadError, copy_passthrough, open_hf_model
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.layout import ParallelSizes
 from tests.gloo import spawn

@@ -36,11 +36,10 @@ def _train(folder: Path, kernel: Any, platform: Any) -> dict[str, Any]:
 
     from megatron_webrl.config.trainer import OptimizerConfig
     from megatron_webrl.model import schedule
-    from megatron_webrl.model.build import build_model
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.compute_options import ComputeOptions
-    from megatron_webrl.model.load import load_hf
     from megatron_webrl.model.vision_language import experts, layers
-    from megatron_webrl.model.vision_language.dispatcher import TokenDispatcher
+    from megatron_webrl.model.vision_language.experts import TokenDispatcher
     from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 
     own = kernel != "megatron"

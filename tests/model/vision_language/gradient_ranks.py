@@ -40,9 +40,8 @@ def run(rank: int, folder: str) -> None:
 def _gradients(folder: Path, case: Any, platform: Any, wrapped: bool) -> dict[str, torch.Tensor]:
     """Gradients of the mean loss of two micro-batches, of which the last has no image."""
     from megatron_webrl.model import schedule
-    from megatron_webrl.model.build import build_model
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.compute_options import ComputeOptions
-    from megatron_webrl.model.load import load_hf
     from megatron_webrl.trainer.optimizer import wrap_ddp
 
     shape, dtype, recompute, experts = case

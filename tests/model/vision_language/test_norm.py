@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_webrl.model.vision_language.norm import RMSNorm
+from megatron_webrl.model.vision_language.layers import RMSNorm
 
 WIDTH, EPSILON = 48, 1e-2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.placement.performance.cards import CARDS, find_card
+from megatron_webrl.placement.hardware import CARDS, find_card
 
 
 @pytest.mark.parametrize(

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.model import model_sizes
-from megatron_webrl.placement.performance.cards import CARDS
-from megatron_webrl.placement.performance.generation import (
+from megatron_webrl.model import parameter_counts
+from megatron_webrl.placement.hardware import CARDS, Rates
+from megatron_webrl.placement.performance.shapes import ModelShape
+from megatron_webrl.placement.prediction import (
+    EpisodeLengths,
     GenerationPrediction,
     decode_seconds,
     predict_generation,
     prefill_seconds,
 )
-from megatron_webrl.placement.performance.rates import Rates
-from megatron_webrl.placement.performance.shapes import ModelShape
-from megatron_webrl.placement.performance.workload import EpisodeLengths
 from tests.placement.performance.test_training import made
 
 H100 = Rates.of_card(CARDS["H100"])
-EIGHT = ModelShape.from_description(model_sizes.config_sections("8B"))
+EIGHT = ModelShape.from_description(parameter_counts.config_sections("8B"))
 
 
 def predicted(size: str, *overrides: str, lengths: EpisodeLengths | None = None) -> GenerationPrediction:
-    return predict_generation(made(*overrides), model_sizes.config_sections(size), H100, lengths or EpisodeLengths())
+    sections = parameter_counts.config_sections(size)
+    return predict_generation(made(*overrides), sections, H100, lengths or EpisodeLengths())
 
 
 # silybench-data, Qwen3-8B in bfloat16 on one H100, vLLM 0.30: docs/scaling.md.
@@ -42,7 +42,7 @@ def test_a_single_request_reads_all_weights_and_a_mixture_reads_few_experts() ->
     text = EIGHT.counts.total - EIGHT.counts.embedding_parameters - EIGHT.counts.vision_sharded
     text -= EIGHT.counts.vision_replicated
     assert seconds == pytest.approx(2 * text / (0.8 * 3.35e12) + 0.5e-3, rel=1e-6)
-    mixture = ModelShape.from_description(model_sizes.config_sections("30B-A3B"))
+    mixture = ModelShape.from_description(parameter_counts.config_sections("30B-A3B"))
     alone, many = (decode_seconds(made(), mixture, H100, requests, 0) for requests in (1, 128))
     assert alone < seconds / 1.5  # 3B of 30B
     assert many > 3 * alone  # nearly all experts

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.model import model_sizes
-from megatron_webrl.model.qwen3_5 import delta_rule
-from megatron_webrl.placement import linear_attention_costs
-from megatron_webrl.placement.performance.generation import decode_seconds, prefill_seconds
+from megatron_webrl.model import parameter_counts
+from megatron_webrl.model.qwen3_5 import delta_net
+from megatron_webrl.placement import memory_estimate
 from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
 from megatron_webrl.placement.performance.training import stage_seconds
+from megatron_webrl.placement.prediction import decode_seconds, prefill_seconds
 from tests.placement.performance.test_training import PLAIN, TINY, made
 
 LINEAR = {
@@ -30,7 +30,7 @@ def model(**text: Any) -> ModelShape:
 
 
 def test_the_costs_are_those_of_the_chunks_that_the_model_computes() -> None:
-    assert linear_attention_costs.CHUNK == delta_rule.CHUNK
+    assert memory_estimate.CHUNK == delta_net.CHUNK
 
 
 def test_a_layer_projects_convolves_and_applies_the_rule() -> None:
@@ -56,7 +56,7 @@ def test_the_rule_takes_arithmetic_and_traffic_or_the_chunks_of_a_sequence_in_tu
     plain = stage_seconds(config, model(), PLAIN, SHAPE, 0, training=True)
     linear = model().text.linear
     assert linear is not None
-    seconds = 256 * (RULE + BETWEEN + 2 * linear_attention_costs.rule_bytes(linear, 2)) / 1e6
+    seconds = 256 * (RULE + BETWEEN + 2 * memory_estimate.rule_bytes(linear, 2)) / 1e6
     assert plain.compute["delta rule"] == pytest.approx(3 * seconds)  # a backward pass takes twice as long
     slow = stage_seconds(config, model(), replace(PLAIN, chunk_seconds=10.0), SHAPE, 0, training=True)
     chunks = (0.75 * 192 + 0.25 * 64) / 64  # of a token's sequence, in the mean
@@ -66,7 +66,7 @@ def test_the_rule_takes_arithmetic_and_traffic_or_the_chunks_of_a_sequence_in_tu
 
 
 def test_tensor_parallel_ranks_share_heads_but_not_chunks() -> None:
-    description = ModelShape.from_description(model_sizes.config_sections("Qwen3.5-9B"))
+    description = ModelShape.from_description(parameter_counts.config_sections("Qwen3.5-9B"))
     for rates, factor in ((PLAIN, 0.5), (replace(PLAIN, chunk_seconds=1e9), 1.0)):
         one, two = (
             stage_seconds(made(f"trainer.tensor_parallel={size}"), description, rates, SHAPE, 0, False)
@@ -76,7 +76,7 @@ def test_tensor_parallel_ranks_share_heads_but_not_chunks() -> None:
 
 
 def test_an_engine_reads_states_instead_of_a_cache_that_grows() -> None:
-    config, found = made(), ModelShape.from_description(model_sizes.config_sections("Qwen3.5-9B"))
+    config, found = made(), ModelShape.from_description(parameter_counts.config_sections("Qwen3.5-9B"))
 
     def decode(requests: float, context: float) -> float:
         return decode_seconds(config, found, PLAIN, requests, context)
@@ -84,7 +84,7 @@ def test_an_engine_reads_states_instead_of_a_cache_that_grows() -> None:
     cache = 8 * 2 * 4 * 256 * 2  # bytes of a token in the eight layers of full attention
     assert decode(1, 101) - decode(1, 100) == pytest.approx(cache / 1e6)
     longer, shorter = (prefill_seconds(config, found, PLAIN, tokens, 0) for tokens in (2, 1))
-    rule = linear_attention_costs.chunked_operations(found.text.linear)  # type: ignore[arg-type]
+    rule = memory_estimate.chunked_operations(found.text.linear)  # type: ignore[arg-type]
     weights = found.counts.total - found.counts.vision_sharded - found.counts.vision_replicated
     weights -= 2 * found.counts.embedding_parameters  # a lookup, and logits of one token
     assert longer - shorter == pytest.approx((2 * weights + 8 * 4 * 2 * 16 * 256 + 24 * rule) / 1e6)

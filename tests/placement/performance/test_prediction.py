@@ -10,12 +10,12 @@ import pytest
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
+from megatron_webrl.placement.hardware import CARDS
 from megatron_webrl.placement.memory_estimate import check_memory, estimate_memory
-from megatron_webrl.placement.performance.cards import CARDS
 from megatron_webrl.placement.performance.prediction import WIDTH, predict
 from megatron_webrl.placement.performance.search import search_layouts
-from megatron_webrl.placement.performance.workload import EpisodeLengths
+from megatron_webrl.placement.prediction import EpisodeLengths
 from tools import predict_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -77,7 +77,7 @@ def test_engines_without_a_trainer_have_a_prediction(capsys: pytest.CaptureFixtu
 
 def test_the_search_finds_the_fastest_layout_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     config, card, lengths = parse_config(str(CONFIGS / "30b_a3b_32node.yaml"), []), CARDS["H100"], EpisodeLengths()
-    description = model_sizes.config_sections("30B-A3B")
+    description = parameter_counts.config_sections("30B-A3B")
     found = search_layouts(config, description, card, lengths)
     seconds = [layout.seconds for layout in found.layouts]
     assert seconds == sorted(seconds)
@@ -100,4 +100,4 @@ def test_the_search_finds_the_fastest_layout_that_fits(capsys: pytest.CaptureFix
 def test_a_prediction_in_float32_or_without_gpus_is_refused() -> None:
     config = parse_config(str(CONFIGS / "8b_1node.yaml"), ["model.dtype=float32"])
     with pytest.raises(ConfigError, match="float32"):
-        predict(config, model_sizes.config_sections("8B"), CARDS["H100"], EpisodeLengths())
+        predict(config, parameter_counts.config_sections("8B"), CARDS["H100"], EpisodeLengths())

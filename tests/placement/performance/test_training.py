@@ -9,14 +9,13 @@ import pytest
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.parameter_counts import count_parameters
+from megatron_webrl.placement.hardware import CARDS, Rates
 from megatron_webrl.placement.memory_estimate import resolve_automatic
-from megatron_webrl.placement.performance.cards import CARDS
-from megatron_webrl.placement.performance.rates import Rates
 from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
 from megatron_webrl.placement.performance.training import TrainingPrediction, predict_training, stage_seconds
-from megatron_webrl.placement.performance.workload import EpisodeLengths, TrainingBatch
+from megatron_webrl.placement.prediction import EpisodeLengths, TrainingBatch
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 
 LENGTHS = EpisodeLengths()
@@ -50,7 +49,7 @@ def made(*overrides: str) -> Config:
 
 
 def predicted(size: str, *overrides: str, card: str = "H100", lengths: EpisodeLengths = LENGTHS) -> TrainingPrediction:
-    description = model_sizes.config_sections(size)
+    description = parameter_counts.config_sections(size)
     return predict_training(made(*overrides), description, Rates.of_card(CARDS[card]), lengths, CARDS[card].peak_tflops)
 
 
@@ -80,9 +79,9 @@ def test_the_parts_of_a_small_pass_are_those_by_hand() -> None:
 @pytest.mark.parametrize("train_vision", [True, False])
 def test_mfu_counts_the_operations_that_the_trainer_counts(size: str, train_vision: bool) -> None:
     grid, lengths, response = (1, 48, 80), (3000, 700), 240
-    model = ModelShape.from_description(model_sizes.config_sections(size))
+    model = ModelShape.from_description(parameter_counts.config_sections(size))
     shape = MicrobatchShape.of_sequences(lengths, response, [grid])
-    own = FlopsEstimator.from_hf_config(model_sizes.make_hf_config(size), train_vision)
+    own = FlopsEstimator.from_hf_config(parameter_counts.make_hf_config(size), train_vision)
     expected = sum(own.segment_flops(0, length) for length in lengths) + response * own.per_scored_token
     expected += own.image_flops(grid)
     assert model.useful(shape, train_vision) == pytest.approx(3 * expected, rel=1e-6)
@@ -92,7 +91,7 @@ def test_a_published_run_is_near_the_prediction() -> None:
     # torchtitan: Llama 3.1 8B, 8,192 tokens a sequence, 6,514 tokens/s for each of 128 H100. Its shape is near that of
     # Qwen3-VL-8B; every token has logits. Gradients and weights travel behind computation there.
     config = made("trainer.recompute=selective")
-    model = ModelShape.from_description(model_sizes.config_sections("8B"))
+    model = ModelShape.from_description(parameter_counts.config_sections("8B"))
     shape = MicrobatchShape.of_sequences([8192], 8192, [])
     seconds = stage_seconds(config, model, Rates.of_card(CARDS["H100"]), shape, 0, training=True).total
     assert 8192 / seconds == pytest.approx(6514, rel=0.25)
@@ -126,7 +125,7 @@ def test_seconds_are_inverse_to_the_rates() -> None:
     )
     config, description = (
         made("trainer.tensor_parallel=2", "trainer.expert_parallel=2"),
-        model_sizes.config_sections("30B-A3B"),
+        parameter_counts.config_sections("30B-A3B"),
     )
     fast, slow = (predict_training(config, description, each, LENGTHS) for each in (rates, half))
     assert slow.train_seconds == pytest.approx(2 * fast.train_seconds)
@@ -141,7 +140,7 @@ def test_a_pipelines_bubble_is_that_of_its_ramp() -> None:
         "trainer.train_vision=false",
     )
     found = predicted("32B", *overrides)
-    description = model_sizes.config_sections("32B")
+    description = parameter_counts.config_sections("32B")
     config, model = resolve_automatic(made(*overrides), description), ModelShape.from_description(description)
     count, shape = TrainingBatch.of_config(config, LENGTHS, model).microbatches(config)
     rates = Rates.of_card(CARDS["H100"])
@@ -162,7 +161,7 @@ def test_collectives_travel_over_the_network_beyond_a_node() -> None:
 
 def test_gradients_travel_only_between_replicas() -> None:
     assert "gradients and weights" not in predicted("2B", "trainer.tensor_parallel=4").parts
-    parameters = model_sizes.config_sections("2B")
+    parameters = parameter_counts.config_sections("2B")
     config = made("trainer.tensor_parallel=2", "trainer.epochs=1", "trainer.minibatches=1")
     found = predict_training(config, parameters, replace(PLAIN, nvlink=1e9), LENGTHS).parts["gradients and weights"]
     model = ModelShape.from_description(parameters)

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout import prompts
-from megatron_webrl.rollout.actions import format_tool_call
-from megatron_webrl.rollout.contexts.base import ContextOverflow
-from megatron_webrl.rollout.contexts.sliding import SlidingContext
-from megatron_webrl.rollout.toolset import Toolset
+from megatron_webrl.rollout.contexts import ContextOverflow, SlidingContext
+from megatron_webrl.rollout.toolset import Toolset, format_tool_call
 from megatron_webrl.types import Action, Element, Observation
 from tests.rollout.conversations import (
     HOSTILE,

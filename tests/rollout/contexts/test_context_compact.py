@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.actions import format_tool_call
-from megatron_webrl.rollout.contexts.policies import make_context
+from megatron_webrl.rollout.contexts import make_context
+from megatron_webrl.rollout.toolset import format_tool_call
 from megatron_webrl.types import Action
 from tests.rollout.conversations import HOSTILE, observation_of, response_of, texts
 

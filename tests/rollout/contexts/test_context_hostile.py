@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.actions import format_tool_call
-from megatron_webrl.rollout.contexts.base import Prompt
-from megatron_webrl.rollout.contexts.policies import make_context
-from megatron_webrl.rollout.toolset import Toolset
+from megatron_webrl.rollout.contexts import Prompt, make_context
+from megatron_webrl.rollout.toolset import Toolset, format_tool_call
 from megatron_webrl.types import Action
 from tests.rollout.conversations import expanded, numbered, response_of, texts, turns
 

@@ -12,15 +12,15 @@ import pytest
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.actions import format_tool_call, parse_tool_call
-from megatron_webrl.rollout.contexts.base import (
+from megatron_webrl.rollout.contexts import (
     MAX_ACTION_SENTENCE_CHARS,
     ContextOverflow,
     Prompt,
     PromptContext,
+    make_context,
 )
-from megatron_webrl.rollout.contexts.policies import make_context
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
+from megatron_webrl.rollout.toolset import format_tool_call, parse_tool_call
 from megatron_webrl.types import Action
 from tests.rollout.conversations import HOSTILE, expanded, observation_of, response_of, texts
 

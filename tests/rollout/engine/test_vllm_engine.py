@@ -28,7 +28,7 @@ import transformers
 from PIL import Image
 
 from megatron_webrl.config.rollout import ContextConfig
-from megatron_webrl.rollout.contexts.policies import make_context
+from megatron_webrl.rollout.contexts import make_context
 from megatron_webrl.rollout.engine.errors import EngineDeadError
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine, WeightUpdateError
 from megatron_webrl.rollout.generator import GenerationError

@@ -21,7 +21,7 @@ from megatron_webrl.rollout.engine.vllm_environment import (
     engine_config,
     engine_environment,
 )
-from megatron_webrl.weights.vllm_loader import LOAD_FORMAT
+from megatron_webrl.weights.vllm_worker import LOAD_FORMAT
 from tests.rollout.engine.engines import configuration
 
 

@@ -10,8 +10,7 @@ from aiohttp import web
 
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.teacher.scoring import Teacher
-from megatron_webrl.rollout.teacher.server import TeacherServer
+from megatron_webrl.rollout.teacher import Teacher, TeacherServer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -15,7 +15,7 @@ from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.teacher.scoring import Teacher
+from megatron_webrl.rollout.teacher import Teacher
 from megatron_webrl.types import Trajectory
 from tests.rollout.teacher.servers import Handler, reply, serving, teacher
 from tests.trajectories import trajectory

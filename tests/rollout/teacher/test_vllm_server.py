@@ -21,7 +21,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.engine import vllm_environment
-from megatron_webrl.rollout.teacher.scoring import Teacher
+from megatron_webrl.rollout.teacher import Teacher
 from megatron_webrl.types import Step, Trajectory
 from tests.rollout.engine.engines import TOLERANCE, configuration, perturb, picture
 from tests.trajectories import trajectory

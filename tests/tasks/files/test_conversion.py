@@ -19,8 +19,8 @@ from pyarrow import parquet
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.tasks.files.conversion import TaskFile, resolve_task_file
-from megatron_webrl.tasks.files.field_map import FORMATS
 from megatron_webrl.tasks.files.indexing import InvalidRows, open_index
+from megatron_webrl.tasks.files.rows import FORMATS
 from megatron_webrl.tasks.files.source import FileTaskSource
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
 

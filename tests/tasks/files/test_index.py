@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.tasks.files import cache, indexing
+from megatron_webrl.tasks.files import index, indexing
 from megatron_webrl.tasks.files.conversion import TaskFile
-from megatron_webrl.tasks.files.field_map import FORMATS, make_field_map
 from megatron_webrl.tasks.files.index import TaskIndex
 from megatron_webrl.tasks.files.indexing import open_index
+from megatron_webrl.tasks.files.rows import FORMATS, make_field_map
 from megatron_webrl.tasks.sampler.units import task_key
 from megatron_webrl.types import DIFFICULTIES
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
@@ -46,7 +46,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(file.name)
         return build(file, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(indexing, "_build", counted)
+    monkeypatch.setattr(index, "_build", counted)
     return names
 
 
@@ -147,7 +147,7 @@ CONTENDER = """
 import logging, sys
 from pathlib import Path
 from megatron_webrl.tasks.files.conversion import TaskFile
-from megatron_webrl.tasks.files.field_map import FORMATS
+from megatron_webrl.tasks.files.rows import FORMATS
 from megatron_webrl.tasks.files.indexing import open_index
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 sys.stdin.readline()
@@ -200,7 +200,7 @@ def test_files_that_are_empty_missing_or_growing_are_refused(
         with file.path.open("a") as more:
             more.write(json.dumps(webgym_row(60)) + "\n")
 
-    monkeypatch.setattr(indexing, "scan", scan_while_it_grows)
+    monkeypatch.setattr(index, "scan", scan_while_it_grows)
     with pytest.raises(ConfigError, match=r"^tasks\.jsonl changed while it was read"):
         open_index(file, WEBGYM)
 
@@ -214,6 +214,6 @@ def test_tasks_of_very_many_domains_have_one_environment(tmp_path: Path) -> None
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache.cache_folder() == Path("/somewhere/megatron_webrl/tasks")
+    assert index.cache_folder() == Path("/somewhere/megatron_webrl/tasks")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.cache_folder() == Path.home() / ".cache" / "megatron_webrl" / "tasks"
+    assert index.cache_folder() == Path.home() / ".cache" / "megatron_webrl" / "tasks"

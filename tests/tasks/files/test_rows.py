@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.tasks.files.conversion import TaskFile
-from megatron_webrl.tasks.files.field_map import FORMATS, make_field_map
 from megatron_webrl.tasks.files.indexing import InvalidRows, open_index
-from megatron_webrl.tasks.files.rows import RowError, parse_line, parse_task
-from megatron_webrl.tasks.files.website import parse_website
+from megatron_webrl.tasks.files.rows import FORMATS, RowError, make_field_map, parse_line, parse_task, parse_website
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.types import RubricFact, Task
 from tests.tasks.files.webgym_rows import webgym_row, write_rows

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_webrl.tasks.offline.bar_code import COLUMNS, ROWS, BarCode, effects_digest, page_digest, read_bar_code
 from megatron_webrl.tasks.offline.hosts import page_key_of_path
+from megatron_webrl.tasks.offline.websites import COLUMNS, ROWS, BarCode, effects_digest, page_digest, read_bar_code
 from tests.tasks.offline.painted import jpeg, painted
 
 

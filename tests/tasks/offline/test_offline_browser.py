@@ -15,12 +15,11 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.judge.outcome import answers_match
+from megatron_webrl.judge.evaluation import answers_match
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
-from megatron_webrl.tasks.offline.bar_code import BarCode, effects_digest, page_digest, read_bar_code
-from megatron_webrl.tasks.offline.goals import WebsiteGoal, website_goals
 from megatron_webrl.tasks.offline.hosts import DENYING_NUMBERS, page_key_of_path, website_host
-from megatron_webrl.tasks.offline.websites import OfflineWebsites
+from megatron_webrl.tasks.offline.questions import WebsiteGoal, website_goals
+from megatron_webrl.tasks.offline.websites import BarCode, OfflineWebsites, effects_digest, page_digest, read_bar_code
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Task
 

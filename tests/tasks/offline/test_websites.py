@@ -11,8 +11,6 @@ import pytest
 from megatron_webrl.config.tasks import LatencyConfig
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.offline import websites as module
-from megatron_webrl.tasks.offline.bar_code import BarCode, draw_bar_code, effects_digest, page_digest
-from megatron_webrl.tasks.offline.goals import DONE_ANSWER, WebsiteGoal, website_goals
 from megatron_webrl.tasks.offline.hosts import (
     DENYING_NUMBERS,
     MOODY_NUMBERS,
@@ -22,10 +20,9 @@ from megatron_webrl.tasks.offline.hosts import (
     page_key_of_path,
     website_host,
 )
-from megatron_webrl.tasks.offline.questions import QUESTIONS
-from megatron_webrl.tasks.offline.websites import OfflineWebsites
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS, SITE_APPS
-from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
+from megatron_webrl.tasks.offline.questions import DONE_ANSWER, QUESTIONS, WebsiteGoal, website_goals
+from megatron_webrl.tasks.offline.websites import BarCode, OfflineWebsites, draw_bar_code, effects_digest, page_digest
+from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS, SiteTaskSource
 from tests.tasks.offline.visitor_client import VisitorClient
 
 LOOKED_UP = {"shop-find-price", "forum-count-replies", "calendar-find-time", "wiki-look-up", "forms-find-fee"}

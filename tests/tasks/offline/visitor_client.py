@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 from urllib.parse import urlencode
 
-from megatron_webrl.tasks.offline.goals import WebsiteGoal
+from megatron_webrl.tasks.offline.questions import WebsiteGoal
 from megatron_webrl.tasks.offline.websites import VISITOR_COOKIE, OfflineWebsites, Visitor
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, HighLevelAction
 from tests.tasks.site_client import MAX_MOVES, Client

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.tasks.offline.bar_code import BarCode, effects_digest, page_digest
-from megatron_webrl.tasks.offline.goals import WebsiteGoal, website_goals
 from megatron_webrl.tasks.offline.hosts import page_key_of_path
+from megatron_webrl.tasks.offline.questions import WebsiteGoal, website_goals
+from megatron_webrl.tasks.offline.websites import BarCode, effects_digest, page_digest
 from tests.tasks.offline.painted import painted
 from tools.judge_endpoint.oracle import load_oracle
 from tools.offline.site_truth import VARIABLE, SiteTruth

@@ -26,7 +26,7 @@ HF_LAYOUTS: dict[str, dict[str, int]] = {
 def hugging_face(rank: int, folder: str, models: dict[str, str]) -> None:
     """Load each model in each layout, in which rank 1 has another folder if it has no first replica."""
     from megatron_webrl.model import process_groups
-    from megatron_webrl.model.load import load_hf
+    from megatron_webrl.model.build import load_hf
     from megatron_webrl.trainer import factory
     from megatron_webrl.trainer.parallel import parallel_sizes
 
@@ -80,7 +80,7 @@ def _main_weights_agree(learner: Any) -> list[bool]:
 
 def _refusals(rank: int, folder: Path, model: str, platform: Any) -> str:
     """The error of a load whose first replica lacks the tensors."""
-    from megatron_webrl.model.load import LoadError
+    from megatron_webrl.model.build import LoadError
     from megatron_webrl.trainer import factory
 
     config = _config(model, {})

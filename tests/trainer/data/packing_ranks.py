@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.actions import format_tool_call
-from megatron_webrl.rollout.contexts.policies import make_context
+from megatron_webrl.rollout.contexts import make_context
 from megatron_webrl.rollout.demonstrations import scripted_generation
+from megatron_webrl.rollout.toolset import format_tool_call
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.types import Action, Observation

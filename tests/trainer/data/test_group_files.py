@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.trainer.data import group_files
 from tests.trajectories import screenshot, trajectory
 from tools.bench import recorded_groups

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError, check_sections
-from megatron_webrl.model.vision_language.segments import segment_keys
+from megatron_webrl.model.vision_language.packed_input import segment_keys
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.packing import MAX_SEQUENCE_TOKENS_RATIO, pack_sequences
 from megatron_webrl.trainer.data.prefix_merging import (

@@ -12,7 +12,7 @@ import torch
 
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.ring.errors import RecordError
+from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer, replay_probability
 from megatron_webrl.types import Group

@@ -44,8 +44,7 @@ def run(rank: int, folder: str, model: str) -> None:
 def _pass(config: Config, merged: str, platform: Any) -> dict[str, Any]:
     """Scores and gradients of one rank."""
     from megatron_webrl.model import schedule
-    from megatron_webrl.model.build import build_model
-    from megatron_webrl.model.load import load_hf
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.logprobs import vocab_parallel_logprobs
     from megatron_webrl.trainer.factory import compute_options, make_sequence_packer
 

@@ -19,8 +19,7 @@ from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.tasks import LatencyConfig
 from megatron_webrl.tasks.latency import MAX_DELAY_SECONDS
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
-from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
+from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSource
 from megatron_webrl.types import Task
 from tools.bench.browsers.bare_playwright import BrowserBenchSize, cpu_seconds, proportional_mib
 from tools.bench.browsers.report import Measurement, Ratio, Section

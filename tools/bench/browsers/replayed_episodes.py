@@ -19,8 +19,7 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.tasks.sites.catalog import ENVIRONMENTS
-from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
+from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSource
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Observation, Task, TaskSite
 from megatron_webrl.util.network import leave_network

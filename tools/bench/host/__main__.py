@@ -28,11 +28,11 @@ import torch
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
+from megatron_webrl.placement.hardware import CARDS
 from megatron_webrl.placement.memory_estimate import resolve_automatic
-from megatron_webrl.placement.performance.cards import CARDS
 from megatron_webrl.placement.performance.shapes import ModelShape
-from megatron_webrl.placement.performance.workload import TrainingBatch
+from megatron_webrl.placement.prediction import TrainingBatch
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.ring.segment import segment_name, sweep_segments
@@ -70,7 +70,7 @@ def measure(config: Config, size: str, card: str, quick: bool) -> tuple[HostResu
 
 def _mean_batch(config: Config, size: str) -> BatchSize:
     """The mean micro-batch that is predicted."""
-    model = ModelShape.from_description(model_sizes.config_sections(size))
+    model = ModelShape.from_description(parameter_counts.config_sections(size))
     batch = TrainingBatch.of_config(config, LENGTHS, model)
     _, shape = batch.microbatches(config)
     sequences = max(1, round(shape.scored / batch.scored))
@@ -112,11 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torchvision_shim.install()
     torch.set_num_threads(1)
     config = parse_config(str(ROOT / "configs" / f"{options.config_name}.yaml"), [])
-    size = model_sizes.size_from_path(config.model.path)
+    size = parameter_counts.size_from_path(config.model.path)
     if size not in DENSE or config.trainer.pipeline_parallel > 1:
         print(f"host: {options.config_name} is not a dense Qwen3-VL on one pipeline stage", file=sys.stderr)
         return 2
-    config = resolve_automatic(config, model_sizes.config_sections(size))
+    config = resolve_automatic(config, parameter_counts.config_sections(size))
     result, launches = measure(config, size, options.card, options.quick)
     trainer = config.trainer
     print(

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.placement.performance.workload import EpisodeLengths
+from megatron_webrl.placement.prediction import EpisodeLengths
 from megatron_webrl.types import Action, Step, Task, Trajectory
 
 LENGTHS = EpisodeLengths()

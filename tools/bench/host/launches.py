@@ -24,7 +24,7 @@ from torch.optim import adam
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.trainer import OptimizerConfig
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.platform import CPU
 from megatron_webrl.model.vision_language.packed_input import PackedInput
@@ -65,7 +65,7 @@ class BatchSize:
 def count_launches(size: str, config: Config, batch: BatchSize) -> Launches:
     """Of a released model's `size`, with the layout and recomputation of `config`, in processes of their own."""
     counts = [in_process(_count, size, layers, config, batch) for layers in COUNTED_LAYERS]
-    layers = model_sizes.make_hf_config(size).text_config.num_hidden_layers - COUNTED_LAYERS[0]
+    layers = parameter_counts.make_hf_config(size).text_config.num_hidden_layers - COUNTED_LAYERS[0]
     score, train, optimizer = (fewer + (more - fewer) * layers for fewer, more in zip(*counts, strict=True))
     return Launches(score, train, optimizer, seconds=in_process(_operation_seconds))
 
@@ -80,7 +80,7 @@ def _count(size: str, layers: int, config: Config, batch: BatchSize) -> tuple[in
     ranks = config.trainer.tensor_parallel
     torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=ranks)
     with tempfile.TemporaryDirectory(prefix="webrl-launches-") as folder, _meta_values():
-        description = model_sizes.make_hf_config(size)
+        description = parameter_counts.make_hf_config(size)
         description.text_config.num_hidden_layers = layers
         description.save_pretrained(folder)
         learner = _make_learner(Path(folder), platform, config)

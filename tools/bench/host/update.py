@@ -17,10 +17,9 @@ import torch
 
 from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.config.schema import Config
-from megatron_webrl.model import model_sizes
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.placement.performance.cards import CARDS
-from megatron_webrl.placement.performance.rates import Rates
+from megatron_webrl.placement.hardware import CARDS, Rates
 from megatron_webrl.placement.performance.shapes import ModelShape
 from megatron_webrl.placement.performance.training import predict_training, stage_seconds
 from megatron_webrl.ring.ring import Ring
@@ -70,7 +69,7 @@ class HostBench:
 
         self.config, self.launches, trainer = config, launches, config.trainer
         config.run.directory = str(folder)
-        description = model_sizes.make_hf_config(size)
+        description = parameter_counts.make_hf_config(size)
         self.model = ModelShape.from_description(description.to_dict())
         self.rates = Rates.of_card(CARDS[card])
         predicted = predict_training(config, description.to_dict(), self.rates, LENGTHS)

@@ -25,7 +25,7 @@ from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelCon
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
-from megatron_webrl.judge.protocols.catalog import PROTOCOLS
+from megatron_webrl.judge.protocols import PROTOCOLS
 from megatron_webrl.track.tables import progress_bar
 from megatron_webrl.types import BLOCKED, JUDGE_ERROR, TRAINABLE_OUTCOMES
 from tools.arguments import bounded_number, make_bench_parser, write_json

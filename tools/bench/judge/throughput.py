@@ -23,9 +23,8 @@ from pathlib import Path
 from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.server import serve
-from megatron_webrl.judge.budget import LocalMeter, UsageMeter
+from megatron_webrl.judge.budget import JobUsageMeter, LocalMeter, UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
-from megatron_webrl.judge.job_budget import JobUsageMeter
 from tools.bench.judge.correctness import ORACLE
 from tools.bench.judge.episodes import make_episode
 from tools.judge_endpoint.process import endpoint_process, stats_of

@@ -123,9 +123,8 @@ def score_rank(rank: int, folder: str, dtype: str) -> None:
     """A Megatron rank: write the mismatch of both ways, and the comparison of experts, to `folder`."""
     platform = gloo.join(rank, 1, folder)
     from megatron_webrl.model import process_groups
-    from megatron_webrl.model.build import build_model
+    from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.layout import ParallelSizes
-    from megatron_webrl.model.load import load_hf
     from megatron_webrl.trainer.metrics.logprob_mismatch import measure_logprob_mismatch
 
     process_groups.init_process_groups(ParallelSizes(), seed=1)

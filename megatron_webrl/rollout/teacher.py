@@ -1,30 +1,30 @@
-"""The vLLM server of a teacher: log-probabilities of given tokens, and whether its model fits the policy's.
-
-It must run with --enable-scale-out: /inference/v1/generate takes tokens together with images, unlike the endpoints of
-OpenAI, which would render the text and the images of a conversation in a way of their own.
-"""
+"""A teacher in a vLLM server that scores the tokens of the policy."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import openai
+from PIL import Image
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from megatron_webrl.config.distillation import DistillationConfig
+from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.openai_client import is_transient, open_client
+from megatron_webrl.judge.client import is_transient, open_client
 from megatron_webrl.model.processor import Processor
+from megatron_webrl.types import TEACHER_ERROR, Step, Trajectory
 from megatron_webrl.util import network
 from megatron_webrl.util.image_type import data_url
 from megatron_webrl.util.text import redact, shorten
-
-log = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_SECONDS = 15.0
 _PARAMETERS = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
@@ -154,3 +154,68 @@ def _may_pass(error: BaseException) -> bool:
     if isinstance(error, openai.APIStatusError):
         return is_transient(error.status_code)
     return isinstance(error, openai.APIConnectionError)  # timeouts, too
+
+
+log = logging.getLogger(__name__)
+
+
+class Teacher:
+    """Adds the teacher's log-probabilities to the steps of an episode."""
+
+    def __init__(self, server: TeacherServer, processor: Processor, timeout_seconds: float) -> None:
+        self._server, self._processor, self._seconds = server, processor, timeout_seconds
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, config: Config, processor: Processor) -> AsyncIterator[Teacher]:
+        """The teacher of trainer.distillation. Raises ConfigError unless its server answers and fits the policy."""
+        settings, browser = config.trainer.distillation, config.browser
+        async with TeacherServer(settings, processor) as server:
+            await server.check(config.rollout.max_model_len, _blank(browser.width, browser.height))
+            yield cls(server, processor, settings.timeout_seconds)
+
+    async def scored(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with Step.teacher_logprobs; masked as teacher_error if the teacher fails or takes too long.
+
+        Episodes that are masked already are returned as they are.
+        """
+        if not trajectory.trainable:
+            return trajectory
+        steps: list[Step] = []
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                for step in trajectory.steps:
+                    steps.append(replace(step, teacher_logprobs=await self._score(trajectory, step)))
+        except TeacherError as error:
+            return self._masked(trajectory, str(error))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            limit_name = "trainer.distillation.timeout_seconds"
+            return self._masked(
+                trajectory,
+                f"{len(steps)} of {len(trajectory.steps)} steps are scored after {self._seconds:g} s ({limit_name})",
+            )
+        return replace(trajectory, steps=tuple(steps))
+
+    async def _score(self, trajectory: Trajectory, step: Step) -> np.ndarray:
+        """float32 [response]; NaN for a response with a placeholder, text that the server would take for an image."""
+        response = step.response_token_ids
+        if np.isin(response, self._processor.placeholder_token_ids).any():
+            return np.full(len(response), np.nan, np.float32)
+        images = [trajectory.images[index] for index in step.images]
+        return await self._server.score(step.prompt_token_ids, response, images)
+
+    def _masked(self, trajectory: Trajectory, reason: str) -> Trajectory:
+        log.warning(
+            "episode %d of ticket %d is masked as %s: the teacher %s: %s",
+            trajectory.index, trajectory.ticket, TEACHER_ERROR, self._server.url, reason,
+        )  # fmt: skip
+        return replace(trajectory, outcome=TEACHER_ERROR, reward=0.0)
+
+
+def _blank(width: int, height: int) -> bytes:
+    """A white screenshot, PNG."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), "white").save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The base of all context policies: history of an episode, escaping, summary, token limit."""
+"""Context policies: which earlier steps a prompt contains."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ import numpy as np
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout import prompts
-from megatron_webrl.rollout.actions import describe_action
 from megatron_webrl.rollout.generator import Generation
-from megatron_webrl.rollout.responses import is_empty_json, split_fields, strip_thinking
-from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
+from megatron_webrl.rollout.prompts import MAX_ELEMENT_LIST_CHARS
+from megatron_webrl.rollout.responses import (
+    THOUGHT_CLOSE,
+    THOUGHT_OPEN,
+    TOOL_CALL_CLOSE,
+    TOOL_CALL_OPEN,
+    is_empty_json,
+    split_calls,
+    split_fields,
+    split_thinking,
+    strip_thinking,
+)
+from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset, describe_action
 from megatron_webrl.types import Action, Observation
 from megatron_webrl.util.text import shorten, shorten_middle
 
@@ -221,3 +231,92 @@ class PromptContext(ABC):
     def _short(self, text: str) -> str:
         """Page text on one line, shortened and escaped."""
         return self._processor.escape_special_tokens(shorten(" ".join(text.split()), MAX_PAGE_FIELD_CHARS))
+
+
+@dataclass(frozen=True)
+class _Latest:
+    """The latest prompt."""
+
+    prompt: Prompt
+    steps: int  # completed before it
+    page_chars: int  # characters of page text in its segment: elements, tabs, scroll positions
+
+
+class AppendContext(PromptContext):
+    """A segment has at most `history_turns` screenshots.
+
+    It ends earlier if the next turn would exceed the token limit or MAX_ELEMENT_LIST_CHARS of page text, or after a
+    response with special tokens: in a prompt the engine would treat them as images or ends of turns.
+    """
+
+    _latest: _Latest | None = None
+
+    def build_prompt(self) -> Prompt:
+        """The previous prompt, its response and a new turn, or a segment's first prompt. Raises ContextOverflow."""
+        if self._latest is None or self._latest.steps != len(self._past):
+            self._latest = self._extended() or _Latest(self._summarised(), len(self._past), len(self._page))
+        return self._latest.prompt
+
+    def _extended(self) -> _Latest | None:
+        """The latest prompt plus one step; None if the segment ends."""
+        latest = self._latest
+        if latest is None or len(self._past) - latest.steps != 1:  # the last response is to another prompt
+            return None
+        page_chars = latest.page_chars + len(self._page)
+        response = self._past[-1].generation.response_token_ids
+        if (
+            len(latest.prompt.image_indices) == self._settings.history_turns
+            or page_chars > MAX_ELEMENT_LIST_CHARS
+            or self._processor.has_special_tokens(response)
+        ):
+            return None
+        turn = self._processor.encode_turn(self._user_message(self._past[-1].result_text + self._page))
+        end = [] if response[-1] == self._processor.eos_token_id else [self._processor.eos_token_id]
+        ids = np.concatenate([latest.prompt.token_ids, response, end, turn]).astype(np.int32)
+        prompt = self._limited(ids, [*latest.prompt.image_indices, self._image])
+        return _Latest(prompt, len(self._past), page_chars) if prompt else None
+
+
+class SlidingContext(PromptContext):
+    """Renders each prompt from scratch, with the last `history_turns` screenshots."""
+
+    def build_prompt(self) -> Prompt:
+        """A prompt with as many steps and summary lines as fit. Raises ContextOverflow."""
+        for kept in range(min(self._settings.history_turns - 1, len(self._past)), 0, -1):
+            if prompt := self._with_steps(kept):
+                return prompt
+        return self._summarised()
+
+    def _with_steps(self, kept: int) -> Prompt | None:
+        """A prompt with the last `kept` steps verbatim and all others summarised; None if it is too long."""
+        split = len(self._past) - kept
+        text, messages, images = self._task_text(split, 0), list[dict[str, Any]](), list[int]()
+        for past in self._past[split:]:
+            messages += [self._user_message(text), {"role": "assistant", "content": self._quoted(past.generation.text)}]
+            images.append(past.image_index)
+            text = past.result_text
+        return self._render([*messages, self._user_message(text + self._page)], [*images, self._image])
+
+    def _quoted(self, response: str) -> str:
+        """An earlier response, escaped except for its tags of thoughts and of the call, because it may quote a page."""
+        thoughts, answer = split_thinking(response)
+        escape = self._processor.escape_special_tokens
+        pieces = split_calls(answer)
+        if pieces[1::2] == [TOOL_CALL_OPEN, TOOL_CALL_CLOSE]:
+            pieces[::2] = map(escape, pieces[::2])
+            answer = "".join(pieces)
+        else:  # not exactly one call: escape the tags, too
+            answer = escape(answer)
+        if not self._settings.keep_thinking or not thoughts:
+            return answer
+        return f"{THOUGHT_OPEN}\n{escape(thoughts)}\n{THOUGHT_CLOSE}\n\n{answer}"
+
+
+POLICIES: dict[str, type[PromptContext]] = {"sliding": SlidingContext, "append": AppendContext}
+
+
+def make_context(
+    processor: Processor, settings: ContextConfig, max_prompt_tokens: int, toolset: Toolset = COORDINATE_TOOLSET
+) -> PromptContext:
+    """The context of one episode by `settings.policy`; the token limit counts expanded image placeholders."""
+    return POLICIES[settings.policy](processor, settings, max_prompt_tokens, toolset)

@@ -1,0 +1,162 @@
+"""Judge protocols: rubric, WebJudge, WebVoyager."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from megatron_webrl.config.judge import JudgeConfig, RubricConfig
+from megatron_webrl.judge.questions import RELEVANT_SCORE, Asker, EpisodeView, Question, Screenshot, ask_all
+from megatron_webrl.judge.replies import KEY_POINTS, SCORE
+from megatron_webrl.types import BLOCKED
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of a protocol."""
+
+    outcome: str  # "success", "failure" or types.BLOCKED
+    reason: str
+
+
+class JudgeProtocol(Protocol):
+    """The questions of a verdict, in order, and what follows from the answers."""
+
+    name: ClassVar[str]
+    stages: ClassVar[Sequence[str]]  # prompt files that it needs
+
+    def __init__(self, settings: JudgeConfig) -> None: ...
+
+    async def judge(self, episode: EpisodeView, asker: Asker) -> Finding:
+        """Judge an episode with a regular end. Raises Undecided without a usable answer, and BudgetSpent."""
+        ...
+
+
+def no_answer() -> Finding:
+    return Finding("failure", "the agent gave no answer")
+
+
+RELEVANCE_TOKENS, BLOCKED_TOKENS, VERDICT_TOKENS = 600, 500, 800  # limits of replies, as published
+
+
+class RubricProtocol:
+    """See the module."""
+
+    name: ClassVar[str] = "rubric"
+    stages: ClassVar[Sequence[str]] = ("relevance", "blocked", "supported", "rubric", "reference")
+
+    def __init__(self, settings: RubricConfig) -> None:
+        self._settings = settings
+
+    async def judge(self, episode: EpisodeView, asker: Asker) -> Finding:
+        """Raises Undecided without a usable answer to any question but relevance, and BudgetSpent."""
+        blocked = await asker.require(
+            Question(
+                "blocked", "blocked", (("TASK", episode.task), ("PAGES", episode.pages)),
+                episode.evenly_sampled(self._settings.blocked_screenshots), BLOCKED_TOKENS,
+            )
+        )  # fmt: skip
+        if blocked.yes:
+            return Finding(BLOCKED, f"blocked: {blocked.text}")
+        if episode.answer is None:
+            return no_answer()
+        shots = await self._relevant(episode, asker)
+        given = (("TASK", episode.task), ("ANSWER", episode.answer))
+        history = (("ACTIONS", episode.actions), ("PAGES", episode.pages))
+        questions = [Question("supported", "verdict", (*given, *history), shots, VERDICT_TOKENS)]
+        for number, (description, fact) in enumerate(episode.facts, 1):
+            context = (("RUBRIC", description),) if description else ()
+            fields = (*given, *context, ("FACT", fact), history[0])
+            questions.append(Question("rubric", "verdict", fields, shots, VERDICT_TOKENS, f"fact {number}"))
+        if episode.reference is not None:
+            fields = (*given, ("REFERENCE", episode.reference))
+            questions.append(Question("reference", "verdict", fields, shots, VERDICT_TOKENS))
+        for question in questions:
+            answer = await asker.require(question)
+            if not answer.yes:
+                return Finding("failure", f"{question.subject or question.stage}: {answer.text}")
+        return Finding("success", f"{len(questions)} of {len(questions)} questions")
+
+    async def _relevant(self, episode: EpisodeView, asker: Asker) -> tuple[Screenshot, ...]:
+        """The latest relevant screenshots, and always the last one."""
+        *earlier, last = episode.screenshots or (None,)
+        if last is None:
+            return ()
+        answers = await ask_all([
+            asker.ask(
+                Question("relevance", "relevance", (("TASK", episode.task),), (shot,), RELEVANCE_TOKENS,
+                         f"screenshot {shot.number}")
+            )
+            for shot in earlier if shot is not None
+        ])  # fmt: skip
+        kept = [shot for shot, answer in zip(earlier, answers, strict=True) if shot and answer.value is not False]
+        return (*kept, last)[-self._settings.max_screenshots :]
+
+
+WEBJUDGE_TOKENS = 512  # of each reply, as published
+MAX_NOTE_CHARS = 500
+
+
+class WebJudgeProtocol:
+    """See the module."""
+
+    name: ClassVar[str] = "webjudge"
+    stages: ClassVar[Sequence[str]] = ("key_points", "relevance", "outcome")
+
+    def __init__(self, settings: JudgeConfig) -> None:
+        self._settings = settings
+
+    async def judge(self, episode: EpisodeView, asker: Asker) -> Finding:
+        """A screenshot without a usable score is kept. Raises Undecided for the other questions, and BudgetSpent."""
+        task = ("TASK", episode.task)
+        listed = await asker.require(Question("key_points", "verdict", (task,), (), WEBJUDGE_TOKENS, form=KEY_POINTS))
+        points = ("KEY_POINTS", str(listed.value))
+        answers = await ask_all([
+            asker.ask(
+                Question("relevance", "relevance", (task, points), (shot,), WEBJUDGE_TOKENS,
+                         f"screenshot {shot.number}", SCORE)
+            )
+            for shot in episode.screenshots
+        ])  # fmt: skip
+        kept = [
+            (shot, answer)
+            for shot, answer in zip(episode.screenshots, answers, strict=True)
+            if answer.value is None or int(answer.value) >= RELEVANT_SCORE
+        ][-self._settings.max_screenshots :]
+        notes = [
+            f"screenshot {shot.number}: {' '.join(answer.text.split())[:MAX_NOTE_CHARS]}"
+            for shot, answer in kept if answer.value is not None
+        ]  # fmt: skip
+        fields = [task, points, ("ACTIONS", episode.actions)]
+        fields += [("ANSWER", episode.answer)] if episode.answer is not None else []
+        fields += [("NOTES", "\n".join(notes))] if notes else []
+        outcome = await asker.require(
+            Question("outcome", "verdict", tuple(fields), tuple(shot for shot, _ in kept), WEBJUDGE_TOKENS)
+        )
+        return Finding("success" if outcome.yes else "failure", f"outcome: {outcome.text}")
+
+
+WEBVOYAGER_TOKENS = 1_000  # of the reply, as published
+
+
+class WebVoyagerProtocol:
+    """See the module."""
+
+    name: ClassVar[str] = "webvoyager"
+    stages: ClassVar[Sequence[str]] = ("outcome",)
+
+    def __init__(self, settings: JudgeConfig) -> None:
+        self._settings = settings
+
+    async def judge(self, episode: EpisodeView, asker: Asker) -> Finding:
+        """Raises Undecided without a usable answer, and BudgetSpent."""
+        if episode.answer is None:
+            return no_answer()
+        shots = episode.screenshots[-self._settings.max_screenshots :]
+        fields = (("TASK", episode.task), ("ANSWER", episode.answer))
+        outcome = await asker.require(Question("outcome", "verdict", fields, shots, WEBVOYAGER_TOKENS))
+        return Finding("success" if outcome.yes else "failure", f"outcome: {outcome.text}")
+
+
+PROTOCOLS: Sequence[type[JudgeProtocol]] = (RubricProtocol, WebJudgeProtocol, WebVoyagerProtocol)

@@ -1,1 +1,0 @@
-"""Protocols of the judge: which questions make a verdict."""

@@ -1,1 +1,0 @@
-"""Context policies: what a step's prompt contains of earlier steps (docs/context.md)."""

@@ -1,1 +1,0 @@
-"""The teacher of an on-policy distillation, which scores finished episodes."""

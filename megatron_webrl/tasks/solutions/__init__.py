@@ -1,1 +1,0 @@
-"""Scripted policies of MiniWoB++ environments: JavaScript expressions for `tasks/scripted_policies.py`."""
