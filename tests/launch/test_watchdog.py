@@ -115,7 +115,7 @@ def test_a_worker_that_hangs_but_sends_heartbeats_dumps_its_stacks_and_is_killed
         ]
         text = role.log.read_text()
         assert "endless_loop_of_this_test" in text
-        assert "_run_exchanges" in text  # of the other thread
+        assert "in _follow" in text  # of the other thread
         assert "in <module>" in here.roles[0].log.read_text()
         assert here.roles[0].process.poll() is None
         failure = role.failure_message()
