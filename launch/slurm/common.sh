@@ -9,7 +9,7 @@
 # MIN_GIB_PER_SECOND  GiB/s that a node must exchange with a neighbour to pass the check (default: 0, any)
 # STEP_EXIT_SECONDS   limit for both steps to exit after the end of the job (default: 120)
 # GRACE_SECONDS       limit for the checkpoint after a signal (default: until 45 s before Slurm ends the job, at most 7200)
-# FARM_PORT           train_split.sh: port of the browsers' router; the browser servers use the next one (default: 8700)
+# FARM_PORT           train_split.sh: port of the browser servers (default: 8700)
 # GPU_CHECK_OPTIONS   gpu_check.sh: options of `webrl check gpu`, such as "--section links"
 # DRY_RUN             1: print each process with its node and command, and start nothing; needs no Slurm
 # STUB_COMMAND        command that replaces every trainer rank and rollout worker, on the same cores and devices
@@ -95,25 +95,22 @@ export_job_addresses() {
     export WEBRL_JOB_ADDRESSES
 }
 
-# start_browser_farm CONFIG OVERRIDES: starts router and browser servers on the second component of a heterogeneous job.
-start_browser_farm() {
-    local nodes port=${FARM_PORT:-8700} secret=${WEBRL_BROWSERS_SERVER_TOKEN:-$(head -c 24 /dev/urandom | base64)}
-    unset WEBRL_BROWSERS_SERVER_TOKEN # workers and trainer ranks have the token of clients only
+# start_browser_servers CONFIG OVERRIDES: starts browser servers on the second component of a heterogeneous job.
+start_browser_servers() {
+    local node nodes addresses=()
     [ -z "${DRY_RUN:-}" ] || return 0
     export_job_addresses
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
     export WEBRL_BROWSERS_TOKEN=${WEBRL_BROWSERS_TOKEN:-$(head -c 24 /dev/urandom | base64)}
-    local address
-    address=$(address_of "${nodes[0]}")
-    FARM=http://$address:$port
-    log "browsers on ${#nodes[@]} nodes: $SLURM_JOB_NODELIST_HET_GROUP_1, router $FARM"
+    for node in "${nodes[@]}"; do
+        addresses+=("http://$(address_of "$node"):${FARM_PORT:-8700}")
+    done
+    FARM=$(IFS=,; echo "${addresses[*]}")
+    log "browsers on ${#nodes[@]} nodes: $SLURM_JOB_NODELIST_HET_GROUP_1"
     GROUP=1 create_containers "${nodes[*]}"
-    WEBRL_BROWSERS_SERVER_TOKEN=$secret GROUP=1 run_on "${nodes[0]}" browsers route --die-with-parent --host "$address" --port "$port" &
+    # Workers do without a server that has ended.
+    GROUP=1 SRUN_OPTIONS=--kill-on-bad-exit=0 run_on "${nodes[*]}" node browsers "$@" --servers "$FARM" &
     FARM_STEPS=($!)
-    # The router does without a server that has ended.
-    WEBRL_BROWSERS_SERVER_TOKEN=$secret GROUP=1 SRUN_OPTIONS=--kill-on-bad-exit=0 run_on "${nodes[*]}" node browsers "$@" \
-        --router "$FARM" --port $((port + 1)) --nodes "${#nodes[@]}" &
-    FARM_STEPS+=($!)
 }
 
 # job_field FIELD: prints a field of this job from scontrol; nothing if Slurm does not answer.
@@ -236,7 +233,7 @@ run_processes() {
     while kill -0 "$CONTROL" 2>/dev/null; do # a signal would interrupt `wait`
         [ -z "$NOTICE" ] || ((SECONDS < DEADLINE)) || deadline_passed
         if one_ended "${FARM_STEPS[@]}" &&
-            run_on "$FIRST" node stop "$SETTINGS" --lost "the browsers' router, or all of their servers, ended"; then
+            run_on "$FIRST" node stop "$SETTINGS" --lost "all browser servers ended"; then
             FARM_STEPS=() # otherwise again: the control service may only be starting
         fi
         sleep 1

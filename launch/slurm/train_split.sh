@@ -16,5 +16,5 @@
 #   sbatch --partition=gpu : --partition=cpu launch/slurm/train_split.sh run.name=mine
 cd "${SLURM_SUBMIT_DIR:-.}"
 source launch/slurm/common.sh
-start_browser_farm "${CONFIG:-configs/8b_4node.yaml}" "$@"
+start_browser_servers "${CONFIG:-configs/8b_4node.yaml}" "$@"
 run_job "${CONFIG:-configs/8b_4node.yaml}" "$@"

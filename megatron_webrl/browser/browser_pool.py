@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from megatron_webrl.browser.browser_instance import BrowserInstance
-from megatron_webrl.browser.browser_supervisor import BrowserSupervisor
-from megatron_webrl.browser.chromium import find_chromium, launch_arguments
-from megatron_webrl.browser.chromium_process import Chromium
-from megatron_webrl.browser.egress import replay_certificate
+from megatron_webrl.browser.chromium import Chromium, find_chromium, launch_arguments, pids_by_process_group
 from megatron_webrl.browser.egress.egress_policy import declared_endpoints
-from megatron_webrl.browser.egress.egress_proxy import EgressProxy
-from megatron_webrl.browser.egress.har_archive import check_har_settings
+from megatron_webrl.browser.egress.egress_proxy import REPLAY_KEY_DIGEST, EgressProxy
+from megatron_webrl.browser.egress.har import check_har_settings
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.isolation import Isolation
-from megatron_webrl.browser.pool_counters import BrowserPoolCounters
 from megatron_webrl.browser.session import Session
-from megatron_webrl.browser.session_cache import SessionCache
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import Observation, Task, TaskSite
 from megatron_webrl.util import child_process
+from megatron_webrl.util.supervised_process import RestartPolicy
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +31,136 @@ ACQUIRE_ATTEMPTS = 3
 RESET_ATTEMPTS = 2
 SESSIONS_PER_WARM_CONTEXT = 4  # one context is kept ready for this many sessions
 SESSIONS_PER_BROWSER = 16  # more browsers cost memory, mostly for drivers; a crash costs all sessions of a browser
+LAUNCH_RETRIES = 2  # of one launch; a browser that ran and ended is replaced without a limit
+HEALTH_CHECK_SECONDS = 10.0  # between two checks of all browsers
+RECYCLE_EPISODES = 2000  # a browser that has served this many is replaced
+RECYCLE_MIB = 6144  # a browser grown by more since its launch, driver and open sessions included, is replaced
+PAGE_MIB = 2048  # memory limit of a renderer process: the page crashes beyond it
+
+
+@dataclass
+class BrowserPoolCounters:
+    """Totals since the pool started."""
+
+    launches: int = 0
+    failed_launches: int = 0
+    crashes: int = 0  # browsers that ended unexpectedly, or whose driver did
+    hangs: int = 0  # browsers killed because they did not answer
+    recycled_by_episodes: int = 0
+    recycled_by_memory: int = 0
+    recycled_by_stuck_contexts: int = 0  # browsers replaced because a context did not open or close
+    sessions: int = 0  # handed out
+    sessions_reused: int = 0  # begun in the page of an earlier episode
+    sessions_lost: int = 0  # ended by a crash, a hang or a time limit
+    recordings: int = 0  # episodes whose recording was saved
+    failed_recordings: int = 0  # episodes whose recording could not be saved
+    retries: int = 0  # sessions replaced before their episode began, because preparing or resetting them failed
+
+
+class BrowserInstance:
+    """One Chromium of the pool and its sessions, prepared ahead or in use: hands out sessions (`acquire`, `release`)
+    until it drains or fails; `close` ends the browser.
+    """
+
+    def __init__(self, chromium: Chromium, warm: int, prepare: Callable[[Chromium], Awaitable[Session]]) -> None:
+        """`prepare` opens a session on the Chromium; `warm` sessions are kept ready."""
+        self.chromium = chromium
+        self.episodes_served = 0
+        self.load = 0  # sessions in use, including those a caller is waiting for
+        self.sessions: set[Session] = set()  # in use
+        self.replacement_started = False  # a successor is being launched or runs
+        self.draining = self.failed = False
+        self._checking: asyncio.Task[bool] | None = None
+        self._warm: deque[asyncio.Task[Session]] = deque()
+        self._warm_count, self._prepare = warm, prepare
+
+    @property
+    def ready_count(self) -> int:
+        """Sessions that can be acquired without waiting."""
+        return sum(task.done() and not _has_failed(task) for task in self._warm)
+
+    def refill(self) -> None:
+        """Start preparing the missing warm sessions."""
+        while len(self._warm) < self._warm_count and not self.draining:
+            self._warm.append(self._start_preparing())
+
+    async def acquire(self) -> Session:
+        """Take a session into use. Raises BrowserError if none can be prepared."""
+        self.load += 1
+        preparing = None
+        try:
+            await self.discard_failed()
+            preparing = self._warm.popleft() if self._warm else self._start_preparing()
+            self.refill()
+            session = await asyncio.shield(preparing)
+        except BaseException:
+            self.load -= 1
+            if preparing is not None and not _has_failed(preparing):
+                self._warm.appendleft(preparing)  # the caller was cancelled; the next one gets this session
+            raise
+        self.sessions.add(session)
+        return session
+
+    async def release(self, session: Session) -> bool:
+        """Close a session in use; returns whether its context closed."""
+        self.sessions.discard(session)
+        try:
+            return await session.close()
+        finally:
+            self.load -= 1
+
+    def fail(self, reason: str) -> None:
+        """Mark the browser as failed and its sessions as lost."""
+        self.draining = self.failed = True
+        for session in self.sessions:
+            session.mark_lost(BrowserCrashed(reason))
+
+    async def close(self) -> None:
+        """End the browser, gracefully unless it has failed."""
+        self.draining = True
+        warm, self._warm = list(self._warm), deque()
+        for task in warm:
+            task.cancel()
+        for result in await asyncio.gather(*warm, return_exceptions=True):
+            if isinstance(result, Session):  # its context ends with the browser
+                await result.network.close()
+        await self.chromium.close(graceful=not self.failed)
+
+    async def discard_failed(self) -> None:
+        """Remove warm sessions that could not be prepared or were lost before use."""
+        failed = [task for task in self._warm if _has_failed(task)]
+        for task in failed:
+            self._warm.remove(task)
+        for result in await asyncio.gather(*failed, return_exceptions=True):
+            if isinstance(result, Session):
+                await result.close()
+            elif isinstance(result, BrowserError):
+                log.warning("a session could not be prepared: %s", result)
+
+    async def is_responsive(self) -> bool:
+        """Whether the browser answers; concurrent callers share one check."""
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.ensure_future(self.chromium.is_responsive())
+        return await asyncio.shield(self._checking)
+
+    def _start_preparing(self) -> asyncio.Task[Session]:
+        return asyncio.ensure_future(self._prepare(self.chromium))
+
+
+def _has_failed(task: asyncio.Task[Session]) -> bool:
+    """Whether preparing failed, or the prepared session was lost before use."""
+    if not task.done():
+        return False
+    return task.cancelled() or task.exception() is not None or task.result().lost.done()
 
 
 class BrowserPool:
     """At most `sessions` concurrent episodes, spread over the browsers by load.
 
-    Example: `async with pool.episode(task) as (session, observation): await session.step(action)`. A session in use
-    when its browser crashes raises BrowserCrashed; sessions on other browsers continue, and the browser is replaced.
+    Example: `async with pool.episode(task) as (session, observation): await session.step(action)`. A browser that
+    crashes or hangs loses its sessions, which raise BrowserCrashed, and is replaced at once; the others continue. One
+    that is old, has grown or cannot close a context serves until its successor runs, then drains, and ends with its
+    last session.
     """
 
     def __init__(
@@ -45,40 +168,52 @@ class BrowserPool:
     ) -> None:
         """`sites` by the name of the task source. Raises BrowserMissing, ConfigError."""
         check_har_settings(settings)
-        executable = find_chromium(settings.executable)
+        self._executable = find_chromium(settings.executable)
         self._settings, self._sites, self._step_seconds = settings, sites, step_seconds
         self._limit = asyncio.Semaphore(sessions)
-        self._cache = SessionCache(settings.reuse_pages)
+        self.counters = BrowserPoolCounters()
         self.egress_proxy = EgressProxy(settings)
         self._isolation = Isolation.from_config(settings)
         self._declared = {name: declared_endpoints(site.origins, site.addresses) for name, site in sites.items()}
-        self.counters = BrowserPoolCounters()
-        browsers = -(-sessions // SESSIONS_PER_BROWSER)
-        warm_each = -(-sessions // (SESSIONS_PER_WARM_CONTEXT * browsers))
-        still_images = bool(settings.record or settings.replay)
-        trusted_key = replay_certificate.KEY_DIGEST if settings.replay else ""
-        arguments = partial(launch_arguments, still_images=still_images, trusted_key=trusted_key)
-        self._browsers = BrowserSupervisor(
-            executable,
-            arguments,
-            browsers,
-            warm_each,
-            self._prepare,
-            self._release_cached,
-            self.counters,
-            self._isolation,
-        )
+        self._count = -(-sessions // SESSIONS_PER_BROWSER)
+        self._warm_each = -(-sessions // (SESSIONS_PER_WARM_CONTEXT * self._count))
+        self._serving: list[BrowserInstance] = []
+        self._draining: set[BrowserInstance] = set()  # each ends with its last session
+        self._cached: dict[Session, BrowserInstance] = {}  # idle, for a later episode in the same page; oldest first
+        self._launching: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._watch_task: asyncio.Task[None] | None = None
+        self._closing = False
+        self._closed_port: socket.socket | None = None
 
     async def start(self) -> None:
         """Remove leftovers of killed processes, launch the browsers and prepare contexts. Raises BrowserError."""
         removed = await asyncio.to_thread(lambda: child_process.sweep_orphans() + child_process.sweep_scratch())
         if removed:
             log.info("removed leftovers of killed processes: %s", ", ".join(removed))
-        await self._browsers.start()
+        # Bound but not listening: connections to this local port are refused, and no other process can listen on it.
+        self._closed_port = socket.socket()
+        self._closed_port.bind(("127.0.0.1", 0))
+        self._launch_missing()
+        await asyncio.gather(*self._launching)
+        self._watch_task = asyncio.get_running_loop().create_task(self._watch(), name="health check")
+        self._watch_task.add_done_callback(_log_failure)
 
     async def close(self) -> None:
         """End all sessions, browsers and processes within a limit."""
-        await self._browsers.close()
+        self._closing = True
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+            await asyncio.gather(self._watch_task, return_exceptions=True)
+        for browser in self.browsers:
+            self._release_cached(browser)
+        # Not cancelled: every task has its own limits, and a driver stopped half-way cannot be stopped again.
+        while unfinished := [*self._launching, *self._background]:
+            await asyncio.gather(*unfinished, return_exceptions=True)
+        browsers, self._serving, self._draining = self.browsers, [], set()
+        await asyncio.gather(*(browser.close() for browser in browsers))
+        if self._closed_port is not None:
+            self._closed_port.close()
         self.egress_proxy.close()
         if self._isolation is not None:
             self._isolation.close()
@@ -94,6 +229,11 @@ class BrowserPool:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
+    @property
+    def browsers(self) -> list[BrowserInstance]:
+        """Serving and draining browsers."""
+        return [*self._serving, *self._draining]
+
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """A fresh session for one episode. Waits while `sessions` are in use. Raises BrowserError."""
@@ -102,7 +242,7 @@ class BrowserPool:
             try:
                 yield session
             finally:
-                self._browsers.run_in_background(self._release(browser, session))  # takes time; no caller waits
+                self._start_release(browser, session)
 
     @asynccontextmanager
     async def episode(self, task: Task) -> AsyncIterator[tuple[Session, Observation]]:
@@ -116,59 +256,71 @@ class BrowserPool:
             try:
                 yield session, observation
             finally:
-                self._end(browser, session)
+                if self._settings.reuse_pages and self._is_staying(browser) and session.reusable:
+                    self._cached[session] = browser
+                    for evicted in list(self._cached)[: max(0, len(self._cached) - self._settings.reuse_pages)]:
+                        self._start_release(self._cached.pop(evicted), evicted)
+                else:
+                    self._start_release(browser, session)
 
     async def check_health(self, seconds: float) -> None:
         """Wait up to `seconds` for a browser to answer; one that does not is replaced. Raises BrowserError."""
         try:
             async with asyncio.timeout(seconds):
-                if not await self._browsers.check(await self._browsers.least_loaded()):
+                if not await self._check(await self._least_loaded()):
                     raise BrowserCrashed("Chromium does not answer")
         except TimeoutError:
             raise BrowserTimeout(f"no browser answered within {seconds} s") from None
 
     def gauges(self) -> dict[str, float]:
         """Current counts; memory, drivers included, as of the latest health check."""
-        browsers = self._browsers.browsers
+        browsers = self.browsers
         return {
-            "sessions_in_use": float(sum(browser.load for browser in browsers) - len(self._cache)),
-            "sessions_cached": float(len(self._cache)),
-            "sessions_warm": float(sum(browser.ready_count for browser in self._browsers.serving)),
-            "browsers": float(len(self._browsers.serving)),
-            "browsers_draining": float(len(self._browsers.draining)),
+            "sessions_in_use": float(sum(browser.load for browser in browsers) - len(self._cached)),
+            "sessions_cached": float(len(self._cached)),
+            "sessions_warm": float(sum(browser.ready_count for browser in self._serving)),
+            "browsers": float(len(self._serving)),
+            "browsers_draining": float(len(self._draining)),
             "resident_mib": sum(browser.chromium.resident_mib for browser in browsers),
         }
 
+    # Sessions
+
     async def _begin(self, task: Task) -> tuple[BrowserInstance, Session, Observation]:
-        if cached := self._cache.pop_for(task):
-            browser, session = cached
+        cached, attempts = self._take_cached(task), 0
+        while True:
+            browser, session = cached or await self._acquire()
+            attempts += not cached
             try:
                 observation = await session.reset(task)
             except BaseException as error:
-                self._browsers.run_in_background(self._release(browser, session))
-                if not isinstance(error, BrowserError):
-                    raise
-                self.counters.retries += 1
-                log.warning("reset of %s failed in a reused page; trying a fresh one: %s", task.id, error)
-            else:
-                self.counters.sessions_reused += 1
-                self._browsers.count_session(browser)
-                return browser, session, observation
-        for attempt in range(RESET_ATTEMPTS):
-            browser, session = await self._acquire()
-            try:
-                return browser, session, await session.reset(task)
-            except BaseException as error:
-                self._browsers.run_in_background(self._release(browser, session))
-                if attempt == RESET_ATTEMPTS - 1 or not await self._is_browser_fault(browser, error):
+                self._start_release(browser, session)
+                if cached:
+                    final = not isinstance(error, BrowserError)
+                else:
+                    final = attempts == RESET_ATTEMPTS or not await self._is_browser_fault(browser, error)
+                if final:
                     raise
                 self.counters.retries += 1
                 log.warning("reset of %s failed; trying another session: %s", task.id, error)
-        raise AssertionError("unreachable")
+                cached = None
+                continue
+            if cached:
+                self.counters.sessions_reused += 1
+                self._count_session(browser)
+            return browser, session, observation
+
+    def _take_cached(self, task: Task) -> tuple[BrowserInstance, Session] | None:
+        """Take a session last used for the task's environment, else for its source; None if there is neither."""
+        same_source = [session for session in self._cached if session.task and session.task.source == task.source]
+        same_environment = [s for s in same_source if s.task and s.task.environment == task.environment]
+        for session in (*same_environment, *same_source):
+            return self._cached.pop(session), session
+        return None
 
     async def _is_browser_fault(self, browser: BrowserInstance, error: BaseException) -> bool:
         if isinstance(error, BrowserTimeout):
-            return not await self._browsers.check(browser)
+            return not await self._check(browser)
         crashed = isinstance(error, BrowserError) and not browser.chromium.alive
         return crashed or isinstance(error, BrowserCrashed | PageCrashed)
 
@@ -185,49 +337,214 @@ class BrowserPool:
     async def _acquire(self) -> tuple[BrowserInstance, Session]:
         last_error: BrowserError | None = None
         for _ in range(ACQUIRE_ATTEMPTS):
-            browser = await self._browsers.least_loaded()
+            browser = await self._least_loaded()
             try:
                 session = await browser.acquire()
             except BrowserError as error:
                 last_error = error
                 self.counters.retries += 1
                 log.warning("%s; trying again", error)
-                await self._browsers.replace_stuck(browser, str(error))
+                await self._replace_stuck(browser, str(error))
                 continue
             finally:
-                self._browsers.close_if_drained(browser)
+                self._close_if_drained(browser)
             session.lost.add_done_callback(partial(self._on_lost, browser, session))
-            self._browsers.count_session(browser)
+            self._count_session(browser)
             return browser, session
         raise BrowserCrashed(f"no session in {ACQUIRE_ATTEMPTS} attempts; last error: {last_error}") from last_error
 
-    def _end(self, browser: BrowserInstance, session: Session) -> None:
-        """Cache or close the session of a finished episode."""
-        if self._settings.reuse_pages and self._browsers.is_staying(browser) and session.reusable:
-            for evicted in self._cache.put(browser, session):
-                self._browsers.run_in_background(self._release(*evicted))
-        else:
-            self._browsers.run_in_background(self._release(browser, session))
+    async def _least_loaded(self) -> BrowserInstance:
+        """The browser with the fewest sessions; waits for a launch if none is serving. Raises BrowserCrashed."""
+        while not self._serving:
+            self._launch_missing()
+            launching = set(self._launching)
+            if not launching:
+                raise BrowserCrashed("the browser pool is not open")
+            await asyncio.wait(launching, return_when=asyncio.FIRST_COMPLETED)
+            failures = [task.exception() for task in launching if task.done()]
+            if not self._serving and failures and failures[0] is not None:
+                raise failures[0]
+        return min(self._serving, key=lambda browser: (browser.load, -browser.ready_count))
+
+    def _start_release(self, browser: BrowserInstance, session: Session) -> None:
+        self._run_in_background(self._release(browser, session))  # takes time; no caller waits
 
     async def _release(self, browser: BrowserInstance, session: Session) -> None:
         if not await browser.release(session):  # its renderers end only with the browser
-            await self._browsers.replace_stuck(browser, "a context did not close")
+            await self._replace_stuck(browser, "a context did not close")
         if session.recording_saved is not None:
             self.counters.recordings += session.recording_saved
             self.counters.failed_recordings += not session.recording_saved
-        self._browsers.close_if_drained(browser)
+        self._close_if_drained(browser)
 
     def _release_cached(self, browser: BrowserInstance) -> None:
-        for _, session in self._cache.evict_browser(browser):
+        """Release the idle sessions of a browser that is about to end."""
+        for session in [session for session, owner in self._cached.items() if owner is browser]:
+            del self._cached[session]
             browser.sessions.discard(session)  # not in use: no episode is lost with it
-            self._browsers.run_in_background(self._release(browser, session))
+            self._start_release(browser, session)
 
     def _on_lost(self, browser: BrowserInstance, session: Session, lost: asyncio.Future[BrowserError]) -> None:
         if session not in browser.sessions:
             return  # already released
-        if self._cache.discard(session):
-            self._browsers.run_in_background(self._release(browser, session))
+        if self._cached.pop(session, None) is not None:
+            self._start_release(browser, session)
             return
         self.counters.sessions_lost += 1
         if isinstance(lost.result(), BrowserTimeout):
-            self._browsers.run_in_background(self._browsers.check(browser))
+            self._run_in_background(self._check(browser))
+
+    def _run_in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine that `close` waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # Launch
+
+    def _launch_missing(self) -> None:
+        while len(self._serving) + len(self._launching) < self._count and not self._closing:
+            self._start_launch(None)
+
+    def _start_launch(self, predecessor: BrowserInstance | None) -> None:
+        task = asyncio.get_running_loop().create_task(self._launch(predecessor), name="browser launch")
+        self._launching.add(task)
+
+        def on_launched(task: asyncio.Task[None]) -> None:
+            self._launching.discard(task)
+            if task.exception() is None:
+                self._launch_missing()  # other browsers may have ended in the meantime
+            elif predecessor is not None:
+                predecessor.replacement_started = False  # it keeps serving
+
+        task.add_done_callback(on_launched)
+        task.add_done_callback(_log_failure)
+
+    async def _launch(self, predecessor: BrowserInstance | None) -> None:
+        """Launch a browser, then drain its predecessor. Raises BrowserCrashed."""
+        assert self._closed_port is not None, "start() must come before session()"
+        arguments = launch_arguments(
+            self._closed_port.getsockname()[1], still_images=bool(self._settings.record or self._settings.replay),
+            trusted_key=REPLAY_KEY_DIGEST if self._settings.replay else "",
+        )  # fmt: skip
+        chromium, retries = None, RestartPolicy(LAUNCH_RETRIES)
+        while chromium is None:
+            try:
+                self.counters.launches += 1
+                chromium = await Chromium.launch(self._executable, arguments, PAGE_MIB, self._isolation)
+            except BrowserCrashed as error:
+                self.counters.failed_launches += 1
+                if (retry_at := retries.next_restart(time.monotonic(), str(error))) is None:
+                    raise
+                await asyncio.sleep(retry_at - time.monotonic())
+        browser = BrowserInstance(chromium, self._warm_each, self._prepare)
+        self._serving.append(browser)
+        chromium.on_exit(partial(self._on_exit, browser))
+        browser.refill()
+        if predecessor is not None:
+            self._drain(predecessor)
+
+    # Replacement
+
+    def _is_staying(self, browser: BrowserInstance) -> bool:
+        """Whether a browser serves and is not about to be replaced."""
+        return browser in self._serving and not browser.replacement_started and not self._closing
+
+    def _replace(self, browser: BrowserInstance, reason: str) -> bool:
+        """Launch a successor of a working browser; False if a replacement has already started."""
+        if not self._is_staying(browser):
+            return False
+        log.info("replacing a browser: %s", reason)
+        browser.replacement_started = True
+        self._start_launch(browser)
+        return True
+
+    async def _replace_stuck(self, browser: BrowserInstance, reason: str) -> None:
+        """Replace a browser that answers but did not open or close a context."""
+        if await self._check(browser) and self._replace(browser, reason):
+            self.counters.recycled_by_stuck_contexts += 1
+
+    def _count_session(self, browser: BrowserInstance) -> None:
+        """Count a session handed out on a browser; after RECYCLE_EPISODES replace the browser."""
+        self.counters.sessions += 1
+        browser.episodes_served += 1
+        old = browser.episodes_served >= RECYCLE_EPISODES and not self._launching
+        if old and self._replace(browser, f"it has served {browser.episodes_served} episodes"):
+            self.counters.recycled_by_episodes += 1
+
+    def _replace_largest(self) -> None:
+        """Replace the browser that has grown most if it exceeds RECYCLE_MIB; one at a time."""
+        if not self._serving or self._launching or len(self._draining) >= self._count:
+            return
+        browser = max(self._serving, key=lambda browser: browser.chromium.growth_mib)
+        growth = browser.chromium.growth_mib
+        if growth > RECYCLE_MIB and self._replace(browser, f"it has grown by {growth:.0f} MiB"):
+            self.counters.recycled_by_memory += 1
+
+    def _on_exit(self, browser: BrowserInstance, reason: str) -> None:
+        """Handle the end of a browser or its driver, expected or not."""
+        if browser in self.browsers:
+            self.counters.crashes += 1
+            self._fail(browser, reason)
+
+    def _fail(self, browser: BrowserInstance, reason: str) -> None:
+        self._release_cached(browser)
+        log.warning("%s; %d sessions are lost", reason, len(browser.sessions))
+        browser.fail(reason)
+        self._drain(browser)
+        self._launch_missing()
+
+    def _drain(self, browser: BrowserInstance) -> None:
+        """Give a browser no more sessions; it ends with its last session, or at once if it has failed."""
+        browser.draining = True
+        self._release_cached(browser)
+        if browser in self._serving:
+            self._serving.remove(browser)
+            self._draining.add(browser)
+        self._close_if_drained(browser)
+
+    def _close_if_drained(self, browser: BrowserInstance) -> None:
+        """Close a draining browser that has failed or has no session left."""
+        if browser in self._draining and (browser.failed or not browser.load):
+            self._draining.discard(browser)
+            self._run_in_background(browser.close())
+
+    # Health check
+
+    async def _check(self, browser: BrowserInstance) -> bool:
+        """Whether a browser answers; one that does not is killed and replaced."""
+        if browser.failed:
+            return False
+        responsive = await browser.is_responsive()
+        if not responsive and not browser.failed and browser in self.browsers:
+            if browser.chromium.alive:
+                self.counters.hangs += 1
+                self._fail(browser, "Chromium does not answer")
+            else:
+                self._on_exit(browser, "Chromium or its driver has ended")
+        return responsive
+
+    async def _watch(self) -> None:
+        """Check, measure and replace browsers until the pool closes."""
+        while True:
+            await asyncio.sleep(HEALTH_CHECK_SECONDS)
+            browsers = self.browsers
+            await asyncio.gather(*(self._check(browser) for browser in browsers))
+            await asyncio.to_thread(_measure_memory, [browser.chromium for browser in browsers])
+            self._replace_largest()
+            self._launch_missing()
+            for browser in list(self._serving):
+                await browser.discard_failed()
+                browser.refill()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log the exception of a task that no caller may be waiting for."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("%s failed: %s", task.get_name(), task.exception())
+
+
+def _measure_memory(browsers: list[Chromium]) -> None:
+    groups = pids_by_process_group()
+    for chromium in browsers:
+        chromium.measure_memory(groups)

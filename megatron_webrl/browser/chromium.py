@@ -1,21 +1,38 @@
-"""Find Chromium and build its launch arguments."""
+"""A Chromium with its Playwright driver: find it, launch it, measure and limit its memory, end it."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import re
 import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
-from playwright.async_api import ProxySettings
+import psutil
+from playwright._impl import transport
+from playwright._impl._driver import get_driver_env
+from playwright.async_api import Browser, CDPSession, Playwright, ProxySettings, async_playwright
+from playwright.async_api import Error as PlaywrightError
 
-from megatron_webrl.browser.errors import BrowserMissing
+from megatron_webrl.browser.errors import BrowserCrashed, BrowserMissing
+from megatron_webrl.browser.isolation import Isolation
+from megatron_webrl.util import child_process
+from megatron_webrl.util.text import first_line
 
+log = logging.getLogger(__name__)
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 EXECUTABLE_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 """In order of preference: the headless shell starts three times as fast and uses a third of the memory."""
-
 PLAYWRIGHT_BUILDS = ("chromium_headless_shell-*/*/chrome-headless-shell", "chromium-*/*/chrome")
 """Where `playwright install` puts its own builds, in the same order."""
-
 _FEATURES_OFF = (
     # It replaces a frame before the old document ends: a dialog in between has no answer and blocks the navigation.
     "RenderDocument",
@@ -23,7 +40,6 @@ _FEATURES_OFF = (
     "HttpsFirstBalancedModeAutoEnable", "HttpsUpgrades", "MediaRouter", "NetworkTimeServiceQuerying",
     "OptimizationHints", "PaintHolding", "ThirdPartyStoragePartitioning", "Translate",
 )  # fmt: skip
-
 _ARGUMENTS = (
     "--disable-dev-shm-usage",  # /dev/shm is for the ring, and a killed browser leaves its files there
     "--disable-gpu",
@@ -37,12 +53,22 @@ _ARGUMENTS = (
     "--force-device-scale-factor=1",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # peer connections must not bypass the proxy
 )
-
 # Animated images show their first picture. The flag replaces Playwright's own, whose other entries are copied from it.
 _STILL_IMAGES = (
     "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4,"
     "imageAnimationPolicy=2"
 )
+STOP_SECONDS = 15.0
+# What Node.js, Chromium and their libraries read. Others may hold keys and tokens, which no page may reach.
+PASSED_VARIABLES = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|LD_LIBRARY_PATH|LD_PRELOAD|DISPLAY|DBUS_SESSION_BUS_ADDRESS"
+    r"|XDG_\w+|FONTCONFIG_\w+|SSL_CERT_\w+|CHROME_\w+|PW_\w+|PLAYWRIGHT_\w+|NODE_OPTIONS"
+)
+_environment: ContextVar[dict[str, str]] = ContextVar("environment of the next driver")
+START_SECONDS = 60.0
+CLOSE_SECONDS = 15.0
+PING_SECONDS = 10.0
+MAX_FAILED_PINGS = 2  # in a row before a browser counts as hung: a pause of this process may delay one answer
 
 
 def find_chromium(executable: str = "") -> str:
@@ -107,3 +133,271 @@ def proxy_settings(port: int) -> ProxySettings:
 def use_sandbox() -> bool:
     """Whether to use Chromium's sandbox: not as root, because the sandbox refuses to start then."""
     return os.geteuid() != 0
+
+
+def _driver_environment() -> dict[str, str]:
+    passed = {name: value for name, value in get_driver_env().items() if PASSED_VARIABLES.fullmatch(name)}
+    return {**passed, **_environment.get({})}
+
+
+class PlaywrightDriver:
+    """A driver process with its own temporary folder, which is removed when the driver stops.
+
+    The environment names this process as owner: what outlives it, `sweep_orphans` and `sweep_scratch` remove.
+    """
+
+    def __init__(self, playwright: Playwright, process: psutil.Process, folder: Path) -> None:
+        self.playwright, self.process, self.folder = playwright, process, folder
+        self._pidfd: int | None = None
+
+    @classmethod
+    async def start(cls) -> PlaywrightDriver:
+        """Start a driver. Raises BrowserCrashed. Cancellation, for example by a timeout, leaves nothing behind."""
+        # Playwright has no setting; os.environ would affect other children.
+        transport.get_driver_env = _driver_environment
+        folder = child_process.make_scratch_folder()
+        # Pages must not depend on the machine's time zone.
+        token = _environment.set({**child_process.owner_environment(), "TMPDIR": str(folder), "TZ": "UTC"})
+        try:
+            try:
+                playwright = await async_playwright().start()
+            except Exception as error:  # Playwright has no class of its own for a driver that ends while it starts
+                raise BrowserCrashed(f"the browser's driver does not start: {error}") from error
+            for process in await asyncio.to_thread(_processes, folder):
+                return cls(playwright, process, folder)
+            raise BrowserCrashed("the browser's driver ended as soon as it was started")
+        except BaseException:
+            await asyncio.to_thread(_remove_folder, folder)
+            raise
+        finally:
+            _environment.reset(token)
+
+    def on_exit(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the process ends; Playwright reports that only to pending calls."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._pidfd = os.pidfd_open(self.process.pid)
+        except ProcessLookupError:
+            loop.call_soon(callback)
+        else:
+            loop.add_reader(self._pidfd, self._on_readable, callback)
+
+    async def stop(self, *, graceful: bool = True) -> None:
+        """End the driver and its child processes, and remove its folder."""
+        self._stop_watching()
+        stopping = asyncio.ensure_future(self.playwright.stop())
+        try:
+            if not graceful:
+                await asyncio.to_thread(_kill_driver, self.folder)
+            async with asyncio.timeout(STOP_SECONDS):
+                await stopping
+        except (PlaywrightError, TimeoutError) as error:
+            log.warning("the browser's driver did not stop gracefully: %s", error or f"{STOP_SECONDS} s")
+        finally:
+            await asyncio.to_thread(_remove_folder, self.folder)
+
+    def _on_readable(self, callback: Callable[[], None]) -> None:
+        self._stop_watching()
+        callback()
+
+    def _stop_watching(self) -> None:
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def _processes(folder: Path) -> list[psutil.Process]:
+    """The driver and its child processes, found by TMPDIR in their environment."""
+    processes = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("TMPDIR") == str(folder):
+                processes.append(process)
+    return processes
+
+
+def _remove_folder(folder: Path) -> None:
+    _kill_driver(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill_driver(folder: Path) -> None:
+    """Kill a driver with its child processes and their process groups."""
+    processes = _processes(folder)
+    groups = {child_process.process_group(process.pid) for process in processes} - {0, os.getpgrp()}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    for group in groups:
+        child_process.kill_process_group(group)
+
+
+class Chromium:
+    """Driver and browser, started and ended together; after a crash either may be gone."""
+
+    def __init__(
+        self, driver: PlaywrightDriver, browser: Browser, control: CDPSession, pid: int, home: Path | None
+    ) -> None:
+        """`home`: the browser's own folder, if it runs isolated; removed at the end."""
+        self.browser, self.pid = browser, pid
+        self.resident_mib = 0.0  # at the latest measurement, driver included
+        self._launched_mib = 0.0  # after the launch
+        self._driver, self._control, self._home = driver, control, home
+        self._connected = True
+        self._group = os.getpgid(pid)  # its leader may be a shell script: Debian's chromium is one
+        self._group_started = child_process.start_time(self._group)
+
+    @classmethod
+    async def launch(
+        cls, executable: str, arguments: list[str], page_mib: int, isolation: Isolation | None = None
+    ) -> Chromium:
+        """Start both within START_SECONDS; each renderer may use `page_mib` MiB. Raises BrowserCrashed."""
+        started, driver = time.monotonic(), None
+        home = isolation.make_home(executable) if isolation is not None else None
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                driver = await PlaywrightDriver.start()
+                browser = await driver.playwright.chromium.launch(
+                    executable_path=executable if home is None else home / "chromium",
+                    args=arguments,
+                    chromium_sandbox=use_sandbox() or isolation is not None,
+                    handle_sigint=False, handle_sigterm=False, handle_sighup=False,  # this process closes it
+                    timeout=START_SECONDS * 1000,
+                )  # fmt: skip
+                control = await browser.new_browser_cdp_session()
+                chromium = cls(driver, browser, control, await _pid(control), home)
+                await asyncio.to_thread(limit_page_memory, chromium.pid, page_mib)
+                chromium.measure_memory(await asyncio.to_thread(pids_by_process_group))
+                chromium._launched_mib = chromium.resident_mib
+        except BaseException as error:
+            if driver is not None:
+                await driver.stop(graceful=False)
+            await asyncio.to_thread(_remove_home, home)
+            if not isinstance(error, PlaywrightError | TimeoutError | ProcessLookupError | psutil.NoSuchProcess):
+                raise
+            reason = f"not started within {START_SECONDS} s" if isinstance(error, TimeoutError) else first_line(error)
+            raise BrowserCrashed(f"{executable} does not start: {reason}") from error
+        log.info("launched %s in %.2f s", executable, time.monotonic() - started)
+        return chromium
+
+    @property
+    def alive(self) -> bool:
+        """Whether driver and browser are connected."""
+        return self._connected and self.browser.is_connected()
+
+    @property
+    def growth_mib(self) -> float:
+        """Growth of the resident memory since the launch, at the latest measurement."""
+        return self.resident_mib - self._launched_mib
+
+    def on_exit(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the reason when the browser or the driver ends; possibly once for each."""
+
+        def on_driver_exit() -> None:
+            self._connected = False
+            callback("the browser's driver has ended")
+
+        self.browser.on("disconnected", lambda browser: callback("Chromium has ended"))
+        self._driver.on_exit(on_driver_exit)
+        if not self.browser.is_connected():
+            asyncio.get_running_loop().call_soon(callback, "Chromium has ended")
+
+    async def is_responsive(self) -> bool:
+        """Whether the browser's main thread answers a ping."""
+        for _ in range(MAX_FAILED_PINGS):
+            try:
+                async with asyncio.timeout(PING_SECONDS):
+                    await self._control.send("Browser.getVersion")
+                return True
+            except TimeoutError:
+                continue
+            except PlaywrightError:  # it has ended; the event may arrive later
+                self._connected = False
+                return False
+        return False
+
+    def measure_memory(self, groups: Mapping[int, Sequence[int]]) -> None:
+        """Update `resident_mib`; `groups` from `pids_by_process_group`. Takes milliseconds per process."""
+        self.resident_mib = resident_mib([*groups.get(self._group, ()), self._driver.process.pid])
+
+    async def close(self, *, graceful: bool = True) -> None:
+        """End both, gracefully for at most CLOSE_SECONDS, then by SIGKILL."""
+        graceful = graceful and self.alive
+        try:
+            if graceful:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self.browser.close()
+        except (PlaywrightError, TimeoutError) as error:
+            graceful = False
+            log.warning("Chromium did not close gracefully: %s", error or f"{CLOSE_SECONDS} s")
+        finally:
+            if not graceful:
+                await asyncio.to_thread(self._kill)
+            await self._driver.stop(graceful=graceful)
+            await asyncio.to_thread(self._kill)
+            await asyncio.to_thread(_remove_home, self._home)
+
+    def _kill(self) -> None:
+        if child_process.start_time(self._group) in (0, self._group_started):  # else the id was reused
+            child_process.kill_process_group(self._group)
+
+
+def _remove_home(home: Path | None) -> None:
+    if home is not None:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+async def _pid(control: CDPSession) -> int:
+    processes: list[dict[str, Any]] = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
+    return next(int(process["id"]) for process in processes if process["type"] == "browser")
+
+
+# Memory
+
+
+def pids_by_process_group() -> dict[int, list[int]]:
+    """Process ids by process group."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(ProcessLookupError, PermissionError):
+                groups[os.getpgid(int(entry))].append(int(entry))
+    return groups
+
+
+def resident_mib(pids: Iterable[int]) -> float:
+    """Total proportional set size; for a process that must not be inspected (sandboxed renderer) its private memory."""
+    return sum(_proportional(pid) for pid in pids) / 2**20
+
+
+def _proportional(pid: int) -> int:
+    """Proportional set size in bytes; 0 for a process that has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        try:
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+        except PermissionError:
+            _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+            return (int(resident) - int(shared)) * _PAGE_BYTES
+    return 0
+
+
+def limit_page_memory(browser: int, mib: int) -> int:
+    """Limit each renderer process to `mib` MiB; returns the number of zygote processes limited.
+
+    `browser`: id of Chromium's browser process. Renderers are forked from zygotes and inherit their limits. RLIMIT_DATA
+    counts private writable memory, not shared memory or reserved address space, of which V8 takes a terabyte.
+    """
+    limited = 0
+    for child in psutil.Process(browser).children(recursive=True):
+        try:
+            if "--type=zygote" in child.cmdline():
+                child.rlimit(psutil.RLIMIT_DATA, (mib << 20, mib << 20))
+                limited += 1
+        except psutil.NoSuchProcess:
+            continue  # a helper process that has ended
+        except psutil.AccessDenied:
+            log.warning("cannot limit the memory of pages: no permission for process %d", child.pid)
+    return limited

@@ -14,19 +14,14 @@ from playwright.async_api import Browser, BrowserContext, Page
 from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.chromium import proxy_settings
-from megatron_webrl.browser.egress.egress_policy import Endpoint
-from megatron_webrl.browser.egress.har_recorder import HARRecorder
-from megatron_webrl.browser.egress.har_replayer import HARReplayer
-from megatron_webrl.browser.egress.network_access import NetworkAccess
+from megatron_webrl.browser.egress.egress_policy import Endpoint, NetworkAccess
+from megatron_webrl.browser.egress.har import HARRecorder, HARReplayer
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout, NotRecorded
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.page.action_executor import ActionExecutor
 from megatron_webrl.browser.page.observer import PageObserver, retry_if_replaced
 from megatron_webrl.browser.page.page_clock import repeatable_page_script
-from megatron_webrl.browser.page.popup_handler import PopupHandler
-from megatron_webrl.browser.page.script_watchdog import terminate_endless_scripts
-from megatron_webrl.browser.page.step_messages import StepMessages
-from megatron_webrl.browser.page.tabs import Tabs
+from megatron_webrl.browser.page.tabs import StepMessages, Tabs, terminate_endless_scripts
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task, TaskSite
 from megatron_webrl.util.text import first_line
@@ -60,9 +55,8 @@ class Session:
         self._messages = StepMessages()
         self._completed = True  # the last operation was not interrupted
         self._lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
-        self._popups = PopupHandler(context, self._messages)
         limit = settings.tabs if "switch_tab" in settings.actions else 1
-        self._tabs = Tabs(context, self._messages, self._popups, limit, self.mark_lost)
+        self._tabs = Tabs(context, self._messages, limit, self.mark_lost)
         self._executor = ActionExecutor(self._tabs, settings, self._messages, network)
         self._observer = PageObserver(self._tabs, settings, self._messages, network)
 
@@ -131,7 +125,7 @@ class Session:
         """
         if self.task is None:
             raise ValueError("call reset before step")
-        self._popups.reset_dialog_count()
+        self._tabs.start_step()
         return await self._bounded(action.kind, self._act(self._sites[self.task.source], self.task, action))
 
     def mark_lost(self, error: BrowserError) -> None:
@@ -143,7 +137,6 @@ class Session:
         """Close the context; returns False after a timeout. A crashed browser has no context to close."""
         if self._context.browser is not None:  # it outlives this session
             self._context.browser.remove_listener("disconnected", self._on_browser_exit)
-        self._popups.close()
         self._tabs.close()
         try:
             await self._save_recording()

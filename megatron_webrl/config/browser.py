@@ -23,8 +23,7 @@ DENIED_PLACES = "write hosts such as example.com or *.example.com, addresses, or
 class BrowserConfig:
     farm: str = setting(
         "",
-        "Addresses of a browser farm's routers or servers, separated by commas; empty: workers start "
-        "browser servers of their own.",
+        "Addresses of browser servers, separated by commas; empty: workers start browser servers of their own.",
     )
     processes: int = setting(1, "Browser servers that each worker starts, processes with their own Chromium.", low=1)
     executable: str = setting("", "Chromium executable; empty: the first one on PATH, or Playwright's own build.")

@@ -26,8 +26,8 @@ from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser import browser_pool
 from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.chromium import resident_mib
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.browser.process_memory import resident_mib
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks.click_target import ScriptedPolicyError

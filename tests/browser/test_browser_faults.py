@@ -18,13 +18,11 @@ import pytest
 from playwright.async_api import Page
 
 from megatron_webrl.browser import browser_pool as pool_module
-from megatron_webrl.browser import browser_supervisor as supervisor_module
-from megatron_webrl.browser import chromium_process as process_module
+from megatron_webrl.browser import chromium as process_module
 from megatron_webrl.browser import session as session_module
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.chromium import find_chromium
+from megatron_webrl.browser.chromium import find_chromium, pids_by_process_group, resident_mib
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
-from megatron_webrl.browser.process_memory import pids_by_process_group, resident_mib
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.types import Action, Task
@@ -211,7 +209,7 @@ async def test_a_hang_is_detected_by_a_timeout_and_the_browser_is_replaced(
 
 async def test_a_hang_is_detected_by_the_health_check(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "PING_SECONDS", 1.0)
-    monkeypatch.setattr(supervisor_module, "HEALTH_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(pool_module, "HEALTH_CHECK_SECONDS", 0.1)
     async with pool_on(site) as pool, pool.session() as session:
         await session.reset(page_task("first"))
         os.kill(browser_pids("browser")[0], signal.SIGSTOP)
@@ -260,8 +258,8 @@ async def test_a_browser_whose_context_does_not_close_is_replaced(
 
 
 async def test_a_browser_that_has_grown_is_replaced(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "HEALTH_CHECK_SECONDS", 0.1)
-    monkeypatch.setattr(supervisor_module, "RECYCLE_MIB", 5)
+    monkeypatch.setattr(pool_module, "HEALTH_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(pool_module, "RECYCLE_MIB", 5)
     async with pool_on(site, sessions=2) as pool:
         old = browser_pids("browser")
         async with pool.session() as session:
@@ -320,7 +318,7 @@ async def test_a_failed_launch_is_reported_and_retried_later(
     broken, script = tmp_path / "broken", tmp_path / "chromium"
     script.write_text(f'#!/bin/sh\n[ -e {broken} ] && exit 1\nexec {find_chromium()} "$@"\n')
     script.chmod(0o755)
-    monkeypatch.setattr(supervisor_module, "RECYCLE_EPISODES", 2)
+    monkeypatch.setattr(pool_module, "RECYCLE_EPISODES", 2)
     async with pool_on(site, executable=str(script)) as pool:
         broken.touch()
         for _ in range(3):  # without a successor the old browser keeps serving

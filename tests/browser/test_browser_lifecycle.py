@@ -16,7 +16,7 @@ import psutil
 import pytest
 from playwright.async_api import async_playwright
 
-from megatron_webrl.browser import browser_supervisor
+from megatron_webrl.browser import browser_pool
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserMissing
 from megatron_webrl.types import Action
@@ -134,7 +134,7 @@ async def test_a_killed_browser_fails_its_sessions_and_is_relaunched(site: Folde
 async def test_an_old_browser_is_replaced_once_its_sessions_have_ended(
     site: FolderSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(browser_supervisor, "RECYCLE_EPISODES", 3)
+    monkeypatch.setattr(browser_pool, "RECYCLE_EPISODES", 3)
     async with pool_on(site, sessions=2) as pool:
         old = psutil.Process(browser_pids("browser")[0])
         async with pool.session() as first:
@@ -163,7 +163,7 @@ async def test_closing_leaves_no_process_and_nothing_in_shared_memory(site: Fold
 
 
 async def test_a_stopped_browser_is_killed_within_the_limit(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_webrl.browser.chromium_process.CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_webrl.browser.chromium.CLOSE_SECONDS", 1.0)
     pool = pool_on(site)
     await pool.start()
     pid = browser_pids("browser")[0]

@@ -12,7 +12,7 @@ from playwright.async_api import Route
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.page import settle
-from megatron_webrl.browser.page.step_messages import MAX_MESSAGE_CHARACTERS, MAX_MESSAGES, StepMessages
+from megatron_webrl.browser.page.tabs import MAX_MESSAGE_CHARACTERS, MAX_MESSAGES, StepMessages
 from megatron_webrl.browser.session import Session
 from megatron_webrl.types import Action, Observation
 from tests.browser.conftest import FolderSite, page_task, pool_on, serving
@@ -189,13 +189,13 @@ async def test_endless_redirects_end_at_the_limit(session: Session, monkeypatch:
 
 async def test_messages_are_shortened_limited_and_deduplicated() -> None:
     messages = StepMessages()
-    assert messages.pop_text() is None
+    assert not messages.pop_text()
     for _ in range(3):
         messages.add("twice  told\ntale")
     assert messages.pop_text() == "twice told tale (3 times)"
-    assert messages.pop_text() is None
+    assert not messages.pop_text()
     for number in range(100):
         messages.add(f"{number} " + "x" * 10_000)
-    text = str(messages.pop_text())
+    text = messages.pop_text()
     assert len(text) < (MAX_MESSAGES + 1) * (MAX_MESSAGE_CHARACTERS + 20)
     assert text.endswith(f"and {100 - MAX_MESSAGES} more")

@@ -17,9 +17,9 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Page
 
-from megatron_webrl.browser import browser_supervisor
+from megatron_webrl.browser import browser_pool
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.egress import proxy_connection
+from megatron_webrl.browser.egress import connections
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.page import settle
@@ -166,8 +166,8 @@ async def pool(machines: tuple[Machine, Machine]) -> AsyncIterator[BrowserPool]:
     pool = BrowserPool(settings, {"hostile": HostileSite(port)}, 1, LONG)
     pool.egress_proxy = EgressProxy(settings, names.look_up)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(browser_supervisor, "PAGE_MIB", PAGE_MIB)
-        patch.setattr(proxy_connection, "REQUEST_SECONDS", 1.0)
+        patch.setattr(browser_pool, "PAGE_MIB", PAGE_MIB)
+        patch.setattr(connections, "REQUEST_SECONDS", 1.0)
         async with pool:
             yield pool
     assert not [child for child in psutil.Process().children(recursive=True) if "chromium" in child.name()]

@@ -57,7 +57,7 @@ async def test_browsers_run_as_their_user_and_reach_only_the_egress_proxy(site: 
         assert pool._isolation is not None
         namespace = pool._isolation.namespace
         assert namespace is not None
-        (browser,) = pool._browsers.browsers
+        (browser,) = pool.browsers
         chromium = psutil.Process(browser.chromium.pid)
         processes = [chromium, *chromium.children(recursive=True)]
         assert len(processes) > 2

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.egress.har_archive import HAR_MEMBER, VISIT_MEMBER, visit_path
+from megatron_webrl.browser.egress.har import HAR_MEMBER, VISIT_MEMBER, visit_path
 from megatron_webrl.browser.errors import BrowserError, NotRecorded
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource

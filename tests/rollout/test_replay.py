@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from megatron_webrl.browser.egress.har_archive import har_name
+from megatron_webrl.browser.egress.har import har_name
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import LocalServers, local_servers
 from megatron_webrl.model.processor import Processor

@@ -7,11 +7,11 @@ import pytest
 
 from tests.name_server import silent_name_server, why_no_namespace
 
-# A judge and a farm whose names are never resolved, in the event loop of a worker.
+# A judge and a browser server whose names are never resolved, in the event loop of a worker.
 WORKER = """
 import asyncio, json, os, time
 from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
-from megatron_webrl.browser.server.http_client import HttpClient
+from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.client import JudgeClient, RequestFailed, Spending
 from megatron_webrl.util import network
@@ -28,22 +28,21 @@ async def judge(client):
 
 async def lease(client):
     try:
-        await client.request("GET", "http://farm.black-hole.test:8700/api/v1/status", 3)
+        await client.request("GET", "http://browsers.black-hole.test:8700", "/state", seconds=3)
     except Exception as error:
         FAILURES.append(type(error).__name__)
 
 async def main():
     settings = judge_config(verdict=JudgeModelConfig("m", "http://judge.black-hole.test:8000/v1"))
-    farm, worst = HttpClient(None), 0.0
-    async with JudgeClient(settings, LocalMeter(BudgetConfig())) as client:
-        tasks = [asyncio.create_task(work) for _ in range(64) for work in (judge(client), lease(farm))]
+    worst, browsers = 0.0, BrowserClient("http://browsers.black-hole.test:8700")
+    async with JudgeClient(settings, LocalMeter(BudgetConfig())) as client, browsers:
+        tasks = [asyncio.create_task(work) for _ in range(64) for work in (judge(client), lease(browsers))]
         while not all(task.done() for task in tasks):
             started = time.monotonic()
             await asyncio.to_thread(int)
             worst = max(worst, time.monotonic() - started)
             await asyncio.sleep(0.05)
         await asyncio.gather(*tasks)
-    await farm.close()
     return worst
 
 worst = asyncio.run(main())

@@ -28,9 +28,8 @@ from playwright.async_api import Error as PlaywrightError
 from playwright.async_api import Page
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.egress.egress_policy import Endpoint
+from megatron_webrl.browser.egress.egress_policy import Endpoint, NetworkAccess
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
-from megatron_webrl.browser.egress.network_access import NetworkAccess
 from megatron_webrl.config.browser import BrowserConfig
 from tools.drills.ssrf_corpus import DENIED, FORBIDDEN_IPV4, OWN, PUBLIC, corpus
 

@@ -1,13 +1,19 @@
-"""Rules on hosts, ports and addresses that pages may reach; the egress proxy applies them before it connects."""
+"""What pages may reach: rules on hosts, ports and addresses, and the quotas of an episode.
+
+The egress proxy applies them before it connects.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
 import socket
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes
 
 import idna
@@ -16,8 +22,10 @@ import psutil
 from megatron_webrl.config.browser import DENIED_PLACES, BrowserConfig, parse_denied_network
 from megatron_webrl.config.setting import ConfigError
 
-DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
+if TYPE_CHECKING:
+    from megatron_webrl.browser.egress.har import HARReplayer
 
+DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
 METADATA_NAMES = frozenset(
     {
         "metadata", "metadata.goog", "metadata.google.internal", "metadata.azure.internal", "metadata.azure.com",
@@ -32,48 +40,38 @@ METADATA_ADDRESSES = frozenset(
         "fd00:ec2::254", "fd00:ec2::253", "fd00:ec2::23", "fd20:ce::254", "fd00:42::42",
     )
 )  # fmt: skip
-
 # IANA's special-purpose registries. IPv6 addresses outside 2000::/3 are refused; these are exceptions within it.
-_SPECIAL = tuple(
-    (ip_network(text), name)
-    for text, name in (
-        ("0.0.0.0/8", "unspecified"),
-        ("10.0.0.0/8", "private"),
-        ("100.64.0.0/10", "shared"),
-        ("127.0.0.0/8", "loopback"),
-        ("169.254.0.0/16", "link-local"),
-        ("172.16.0.0/12", "private"),
-        ("192.0.0.0/24", "reserved"),
-        ("192.0.2.0/24", "reserved"),
-        ("192.88.99.0/24", "reserved"),
-        ("192.168.0.0/16", "private"),
-        ("198.18.0.0/15", "reserved"),
-        ("198.51.100.0/24", "reserved"),
-        ("203.0.113.0/24", "reserved"),
-        ("224.0.0.0/4", "multicast"),
-        ("240.0.0.0/4", "reserved"),
-        ("::/128", "unspecified"),
-        ("::1/128", "loopback"),
-        ("fc00::/7", "unique-local"),
-        ("fe80::/10", "link-local"),
-        ("fec0::/10", "private"),
-        ("ff00::/8", "multicast"),
-        ("2001::/23", "reserved"),  # includes Teredo, which embeds an IPv4 address
-        ("2001:db8::/32", "reserved"),
-        ("2002::/16", "reserved"),  # 6to4, which embeds an IPv4 address
-        ("3fff::/20", "reserved"),
-    )
-)
+_SPECIAL = {
+    ip_network(text): kind
+    for kind, texts in {
+        "unspecified": ("0.0.0.0/8", "::/128"),
+        "private": ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fec0::/10"),
+        "unique-local": ("fc00::/7",),
+        "shared": ("100.64.0.0/10",),
+        "loopback": ("127.0.0.0/8", "::1/128"),
+        "link-local": ("169.254.0.0/16", "fe80::/10"),
+        "multicast": ("224.0.0.0/4", "ff00::/8"),
+        "reserved": (
+            "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
+            "240.0.0.0/4", "2001:db8::/32", "3fff::/20",
+            "2001::/23", "2002::/16",  # include Teredo and 6to4, which embed an IPv4 address
+        ),
+    }.items()
+    for text in texts
+}  # fmt: skip
 _GLOBAL_IPV6 = ip_network("2000::/3")
 _EMBEDDING = tuple(ip_network(text) for text in ("::ffff:0:0/96", "64:ff9b::/96"))  # IPv4-mapped, NAT64
 _LOCAL_NAT64 = ip_network("64:ff9b:1::/48")
-
 JOB_ADDRESSES_VARIABLE = "WEBRL_JOB_ADDRESSES"  # of the job's nodes, separated by commas; the job's script sets it
-
 _LABEL = re.compile(r"[a-z0-9_-]{1,63}")
 _WILDCARD_LABEL = "_any_"  # takes the place of `*` while a declared host is parsed
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#\\]*)([^\\]*)", re.IGNORECASE | re.DOTALL)
+NOT_RECORDED = "not_recorded"  # reason of a refusal during replay
+MAX_CONNECTIONS = 128  # at a time; Chromium opens at most 32 through one proxy, and as many WebSockets
+MAX_LOOKUPS = 8  # at a time: slow names of one episode must not delay other episodes
+MAX_ERRORS = 50
+MAX_REPORTED_ERRORS = 3
 
 
 class EgressDenied(Exception):
@@ -172,9 +170,6 @@ class DeclaredEndpoints(Mapping[Endpoint, Endpoint]):
 
     def __len__(self) -> int:
         return len(self._targets)
-
-    def __or__(self, other: Mapping[Endpoint, Endpoint]) -> DeclaredEndpoints:
-        return DeclaredEndpoints({**self, **other})
 
 
 def declared_endpoints(origins: Iterable[str], addresses: Mapping[str, str]) -> DeclaredEndpoints:
@@ -285,9 +280,9 @@ def machine_addresses() -> set[IPv4Address | IPv6Address]:
 def special_address_kind(address: IPv4Address | IPv6Address) -> str | None:
     """Kind of a non-public address, such as "loopback"; None for a public one."""
     address = _unwrapped(address)
-    for network, name in _SPECIAL:
+    for network, kind in _SPECIAL.items():
         if address in network:
-            return name
+            return kind
     return "reserved" if address.version == 6 and address not in _GLOBAL_IPV6 else None
 
 
@@ -348,25 +343,11 @@ def _unwrapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
 
 
 def _ipv4(labels: list[str], text: str) -> IPv4Address:
-    """The address of one to four numbers; the last number fills all remaining bytes."""
-    if len(labels) > 4 or not all(_NUMBER.fullmatch(label) for label in labels):
-        raise _bad_host(text)
+    """The address of one to four decimal, octal or hex numbers; the last number fills all remaining bytes."""
     try:
-        *first, last = [_number(label) for label in labels]
-        if any(part > 255 for part in first):
-            raise _bad_host(text)
-        value = sum(part << (8 * (3 - place)) for place, part in enumerate(first))
-        if last >= 1 << (8 * (4 - len(first))):
-            raise _bad_host(text)
-        return IPv4Address(value + last)
-    except ValueError:
+        return IPv4Address(socket.inet_aton(".".join("0" if label == "0x" else label for label in labels)))
+    except OSError:
         raise _bad_host(text) from None
-
-
-def _number(label: str) -> int:
-    if label.startswith("0x"):
-        return int(label[2:] or "0", 16)
-    return int(label, 8) if label.startswith("0") and len(label) > 1 else int(label)
 
 
 def _without_zone(text: str) -> str:
@@ -381,3 +362,113 @@ def _bad_host(text: str) -> EgressDenied:
 
 def _quoted(text: str) -> str:
     return ascii(text[:100])
+
+
+@dataclass(frozen=True)
+class NetworkError:
+    """A refused request or an unreachable server."""
+
+    host: str  # or empty
+    message: str
+
+
+@dataclass
+class EgressTotals:
+    """Counts over all episodes of a pool."""
+
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    replayed: int = 0  # requests that recordings answered
+    connections: int = 0  # to servers, attempts included; name look-ups belong to them
+
+
+class NetworkAccess:
+    """One episode's port of the egress proxy, with its request and byte counts."""
+
+    def __init__(
+        self, policy: EgressPolicy, declared: Mapping[Endpoint, Endpoint], settings: BrowserConfig, totals: EgressTotals
+    ) -> None:
+        """`declared`: endpoints of the task source. `totals` counts over all episodes."""
+        self.egress_policy, self.declared = policy, declared
+        self.port = 0
+        self.requests = self.bytes = self.replayed = 0
+        self.replayer: HARReplayer | None = None  # during replay, from the reset on
+        self.unrecorded_urls: set[str] = set()  # requested during replay
+        self.refused_urls: set[str] = set()  # of plain requests, which got an error page
+        self.refused: Counter[str] = Counter()
+        self.errors: deque[NetworkError] = deque(maxlen=MAX_ERRORS)  # not yet reported
+        self.lookup_semaphore = asyncio.Semaphore(MAX_LOOKUPS)
+        self.connections: set[asyncio.Task[None]] = set()
+        self.server: asyncio.Server | None = None
+        self._settings, self._totals = settings, totals
+
+    def refusal_reason(self, url: str) -> str | None:
+        """Why a URL is refused before its name is resolved; None if it is not."""
+        try:
+            _, endpoint, _ = split_url(url)
+            self.egress_policy.check_endpoint(endpoint, self.declared)
+        except EgressDenied as refused:
+            return str(refused)
+        return None
+
+    def count_request(self) -> None:
+        """Count a request. Raises EgressDenied beyond browser.max_requests."""
+        if self.requests >= self._settings.max_requests:
+            raise EgressDenied(
+                "requests", f"the episode has used its {self._settings.max_requests} requests (browser.max_requests)"
+            )
+        self.requests += 1
+
+    def count_bytes(self, number: int) -> None:
+        """Count bytes moved. Raises EgressDenied beyond browser.max_network_mib."""
+        self.bytes += number
+        if self.bytes > self._settings.max_network_mib << 20:
+            raise EgressDenied(
+                "bytes", f"the episode has used its {self._settings.max_network_mib} MiB (browser.max_network_mib)"
+            )
+
+    def count_connection(self) -> None:
+        """Check the number of open connections. Raises EgressDenied beyond MAX_CONNECTIONS."""
+        if len(self.connections) > MAX_CONNECTIONS:
+            raise EgressDenied("connections", f"the episode has {MAX_CONNECTIONS} connections open")
+
+    def count_replayed(self) -> None:
+        """Count a request that a recording answered."""
+        self.replayed += 1
+        self._totals.replayed += 1
+
+    def record_refusal(self, host: str, refused: EgressDenied) -> None:
+        """Count a refusal and keep its message for the agent."""
+        self.refused[refused.reason] += 1
+        self._totals.refused[refused.reason] += 1
+        self.record_error(host, str(refused))
+
+    def record_error(self, host: str, message: str) -> None:
+        """Keep the message of a failed connection for the agent."""
+        self.errors.append(NetworkError(host, message))
+
+    def take_errors(self, url: str) -> list[str]:
+        """Messages since the last call about the host of `url`; for an error page, messages about all hosts."""
+        try:
+            host = split_url(url)[1].host
+        except EgressDenied:
+            host = ""
+        messages = [error.message for error in self.errors if not host or error.host in ("", host)]
+        self.errors.clear()
+        return list(dict.fromkeys(reversed(messages)))[:MAX_REPORTED_ERRORS]
+
+    def reset(self) -> None:
+        """Clear counts and messages for another episode."""
+        self.requests = self.bytes = self.replayed = 0
+        self.refused.clear()
+        self.refused_urls.clear()
+        self.errors.clear()
+
+    async def close(self) -> None:
+        """Close the port and every connection of the episode. A second call does nothing."""
+        if self.server is not None:
+            self.server.close()
+        for connection in self.connections:
+            connection.cancel()
+        await asyncio.gather(*self.connections, return_exceptions=True)
+        if self.replayer is not None:
+            self.replayer.close()

@@ -11,20 +11,31 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 
 import h11
 
-from megatron_webrl.browser.egress.egress_policy import JOB_ADDRESSES_VARIABLE, EgressPolicy, Endpoint
-from megatron_webrl.browser.egress.http1 import BUFFER_BYTES, HTTPStream
-from megatron_webrl.browser.egress.network_access import EgressTotals, NetworkAccess
-from megatron_webrl.browser.egress.proxy_connection import ProxyConnection, UpstreamConnection
-from megatron_webrl.browser.egress.replay_certificate import server_context
-from megatron_webrl.browser.egress.replay_connection import ReplayConnection
+from megatron_webrl.browser.egress.connections import (
+    BUFFER_BYTES,
+    HTTPStream,
+    ProxyConnection,
+    ReplayConnection,
+    UpstreamConnection,
+)
+from megatron_webrl.browser.egress.egress_policy import (
+    JOB_ADDRESSES_VARIABLE,
+    EgressPolicy,
+    EgressTotals,
+    Endpoint,
+    NetworkAccess,
+)
 from megatron_webrl.browser.errors import HostUnreachable
 from megatron_webrl.config.browser import BrowserConfig
 
@@ -47,7 +58,7 @@ class EgressProxy:
         """`resolve` replaces the system's resolver. Raises ConfigError."""
         self.egress_policy = EgressPolicy.from_config(settings, os.environ.get(JOB_ADDRESSES_VARIABLE, ""))
         self.totals = EgressTotals()
-        self._tls = server_context() if settings.replay else None
+        self._tls = _replay_tls_context() if settings.replay else None
         self._settings = settings
         self._thread_semaphore = asyncio.Semaphore(LOOKUP_THREADS)
         self._resolve = resolve or self._look_up
@@ -161,3 +172,33 @@ async def _first_connection(
         except OSError as error:
             reason = (error.strerror or type(error).__name__).lower()
     raise HostUnreachable(f"{endpoint} cannot be reached: {reason}")
+
+
+# TLS towards the browser during replay. The browser trusts the certificate by its key: Chromium's
+# --ignore-certificate-errors-spki-list. One that ignores all errors of certificates caches nothing that comes with one.
+# The key is public and protects nothing: browsers that replay reach no network, and others do not trust it.
+_KEY = """
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgB2yRY242wYs3BZci5S6uAN6o3Y1++/ZkHvRZZjf8DVihRANCAAQy
+zyRgZoYzqSQRq7P7GRdVTipJlYVcA9c/A32FJmGH5gytrGWrT1HxUYOqp5MZeBTHXNEi0r26v/aJNIcw6Ymt
+"""
+_CERTIFICATE = """
+MIIBiTCCAS+gAwIBAgIUYMrx1CVU+2BpHVPJq4+Iwtb5QoowCgYIKoZIzj0EAwIwGTEXMBUGA1UEAwwOYnJvd3Nlci5yZXBsYXkw
+IBcNMjYxMTIzMTIxOTE3WhgPMjEyNjEwMzAxMjE5MTdaMBkxFzAVBgNVBAMMDmJyb3dzZXIucmVwbGF5MFkwEwYHKoZIzj0CAQYI
+KoZIzj0DAQcDQgAEMs8kYGaGM6kkEauz+xkXVU4qSZWFXAPXPwN9hSZhh+YMraxlq09R8VGDqqeTGXgUx1zRItK9ur/2iTSHMOmJ
+raNTMFEwHQYDVR0OBBYEFIpRxu6LEmfJl50WewYryUHh9GkEMB8GA1UdIwQYMBaAFIpRxu6LEmfJl50WewYryUHh9GkEMA8GA1Ud
+EwEB/wQFMAMBAf8wCgYIKoZIzj0EAwIDSAAwRQIhAPjZk1HRaXFGGDC6lmjMaaW3dYDkcUQoVh2iZ+snuTG2AiBAKYg+5KHTkNXs
+EdR+Xm+gksFkq2trxplXbF6GIwWnOw==
+"""
+REPLAY_KEY_DIGEST = "i2oH2xULBVQnNxTqxMFR883dI4ogkNAdCtHai8/u4RA="  # base64 of the SHA-256 of SubjectPublicKeyInfo
+
+
+def _replay_tls_context() -> ssl.SSLContext:
+    """The server's side of TLS, for every host, with HTTP/1.1 only."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+        for kind, text in (("PRIVATE KEY", _KEY), ("CERTIFICATE", _CERTIFICATE)):
+            file.write(f"-----BEGIN {kind}-----{text}-----END {kind}-----\n")
+        file.flush()
+        context.load_cert_chain(Path(file.name))
+    return context

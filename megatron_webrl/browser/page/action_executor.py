@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from playwright.async_api import Error as PlaywrightError
 from playwright.async_api import Page
 
-from megatron_webrl.browser.egress.network_access import NetworkAccess
+from megatron_webrl.browser.egress.egress_policy import NetworkAccess
 from megatron_webrl.browser.page import settle
-from megatron_webrl.browser.page.hit_testing import DOMNode, ElementUnavailable, Point, RendererTree
+from megatron_webrl.browser.page.elements import DOMNode, ElementUnavailable, Marks, Point, RendererTree
 from megatron_webrl.browser.page.keys import is_key_chord
-from megatron_webrl.browser.page.marks import Marks
-from megatron_webrl.browser.page.step_messages import StepMessages, shorten
-from megatron_webrl.browser.page.tab import DocumentReplaced
-from megatron_webrl.browser.page.tabs import Tabs
+from megatron_webrl.browser.page.tabs import DocumentReplaced, StepMessages, Tabs, shorten
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_ACTION_KINDS, COORDINATE_RANGE, MARK_ACTION_KINDS, Action
 
@@ -25,6 +23,7 @@ MAX_WAIT_SECONDS = 5.0
 COMMIT_SECONDS = 20.0  # for a site to respond to a navigation
 DRAG_STEPS = 8  # mouse positions along the way
 MAX_URL = 200  # characters of a URL in a message
+T = TypeVar("T")
 
 # Selects an option of the <select> that is or contains the element, by label, else by value.
 _SELECT = """function (wanted) {
@@ -89,27 +88,23 @@ class ActionExecutor:
 
     async def _drag(self, action: Action) -> None:
         start = await self._required_point(action)
-        end = await self._point(action.end_coordinate, action.end_element_id)
-        if end is None:
-            raise ValueError(f"{action} lacks what its kind needs")
+        end = _required(action, await self._point(action.end_coordinate, action.end_element_id))
         await self._page.mouse.move(*start)
         await self._page.mouse.down()
         await self._page.mouse.move(*end, steps=DRAG_STEPS)
         await self._page.mouse.up()
 
     async def _scroll(self, action: Action) -> None:
-        if action.direction is None:
-            raise ValueError(f"{action} lacks what its kind needs")
+        direction = _required(action, action.direction)
         centre = self._pixel((COORDINATE_RANGE // 2, COORDINATE_RANGE // 2))
         await self._page.mouse.move(*(await self._point(action.coordinate, action.element_id) or centre))
         distance = max(self._settings.height - SCROLL_OVERLAP, SCROLL_OVERLAP)
-        await self._page.mouse.wheel(0, distance if action.direction == "down" else -distance)
+        await self._page.mouse.wheel(0, distance if direction == "down" else -distance)
 
     # Keyboard and fields
 
     async def _type(self, action: Action) -> None:
-        if action.text is None:
-            raise ValueError(f"{action} lacks what its kind needs")
+        text = _required(action, action.text)
         point = await self._point(action.coordinate, action.element_id)
         if point is not None:
             await self._page.mouse.click(*point)
@@ -124,7 +119,7 @@ class ActionExecutor:
         if length:
             await self._page.keyboard.press("ControlOrMeta+a")
             await self._page.keyboard.press("Backspace")
-        await self._page.keyboard.type(action.text)
+        await self._page.keyboard.type(text)
         await self._page.keyboard.press("Enter")
 
     async def _key(self, action: Action) -> None:
@@ -133,8 +128,7 @@ class ActionExecutor:
         await self._page.keyboard.press(action.text)
 
     async def _select(self, action: Action) -> None:
-        if action.text is None:
-            raise ValueError(f"{action} lacks what its kind needs")
+        text = _required(action, action.text)
         x, y = await self._required_point(action)
         fresh = None
         try:
@@ -144,14 +138,14 @@ class ActionExecutor:
             else:
                 tree = fresh = await RendererTree.open(self._tabs.active, (self._settings.width, self._settings.height))
                 node = await tree.hit_test(x, y)
-            problem = await tree.call_function(node, _SELECT, action.text) if node else "this is no list of options"
+            problem = await tree.call_function(node, _SELECT, text) if node else "this is no list of options"
         except PlaywrightError as error:
             problem = shorten(error.message, MAX_URL)
         finally:
             if fresh is not None:
                 await fresh.close()
         if problem:
-            self._messages.add(f'"{shorten(action.text, 80)}" was not selected: {problem}')
+            self._messages.add(f'"{shorten(text, 80)}" was not selected: {problem}')
 
     # Time, history and tabs
 
@@ -174,10 +168,9 @@ class ActionExecutor:
             self._messages.add(f"the earlier page did not answer within {COMMIT_SECONDS:g} s")
 
     async def _navigate(self, action: Action) -> None:
-        if action.url is None:
-            raise ValueError(f"{action} lacks what its kind needs")
-        if self._is_allowed(action.url):
-            await self._open_url(action.url)
+        url = _required(action, action.url)
+        if self._is_allowed(url):
+            await self._open_url(url)
 
     async def _new_tab(self, action: Action) -> None:
         if action.url is not None and not self._is_allowed(action.url):
@@ -186,9 +179,7 @@ class ActionExecutor:
             await self._open_url(action.url)
 
     async def _switch_tab(self, action: Action) -> None:
-        if action.tab is None:
-            raise ValueError(f"{action} lacks what its kind needs")
-        await self._tabs.switch_to(action.tab)
+        await self._tabs.switch_to(_required(action, action.tab))
 
     async def _close_tab(self, action: Action) -> None:
         await self._tabs.close_tab(action.tab)
@@ -211,10 +202,7 @@ class ActionExecutor:
         return self._tabs.active.page
 
     async def _required_point(self, action: Action) -> Point:
-        point = await self._point(action.coordinate, action.element_id)
-        if point is None:
-            raise ValueError(f"{action} lacks what its kind needs")
-        return point
+        return _required(action, await self._point(action.coordinate, action.element_id))
 
     async def _point(self, coordinate: tuple[int, int] | None, element_id: int | None) -> Point | None:
         """Pixels of a coordinate or an element; None if neither is given. Raises ElementUnavailable."""
@@ -234,3 +222,10 @@ class ActionExecutor:
         x, y = coordinate
         width, height = self._settings.width, self._settings.height
         return min(x * width / COORDINATE_RANGE, width - 1), min(y * height / COORDINATE_RANGE, height - 1)
+
+
+def _required(action: Action, argument: T | None) -> T:
+    """An argument of an action. Raises ValueError if it is missing."""
+    if argument is None:
+        raise ValueError(f"{action} lacks what its kind needs")
+    return argument

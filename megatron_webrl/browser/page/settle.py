@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 
-from megatron_webrl.browser.page.tab import DocumentReplaced, Tab
+from megatron_webrl.browser.page.tabs import DocumentReplaced, Tab
 from megatron_webrl.types import Scroll
 
 LOAD_SECONDS = 10.0  # for a document to load
@@ -137,9 +138,6 @@ async def wait_until_idle(tab: Tab, until: float | None = None, still: bool = Fa
 
 
 async def _loaded(tab: Tab, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            await tab.loaded.wait()
-    except TimeoutError:
-        return False
-    return True
+    with suppress(TimeoutError):
+        await asyncio.wait_for(tab.loaded.wait(), seconds)
+    return tab.loaded.is_set()

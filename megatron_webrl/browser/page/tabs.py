@@ -1,40 +1,205 @@
-"""The tabs of a session; the agent sees and acts on the active one."""
+"""The tabs of a session; the agent sees and acts on the active one.
+
+What pages open is answered, adopted or refused, and reported to the agent; endless scripts are terminated.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-from playwright.async_api import BrowserContext, Page
+from playwright.async_api import BrowserContext, CDPSession, Dialog, Download, Page, Request
 from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.errors import BrowserError, PageCrashed
-from megatron_webrl.browser.page.popup_handler import PopupHandler
-from megatron_webrl.browser.page.step_messages import StepMessages, shorten
-from megatron_webrl.browser.page.tab import Tab
 from megatron_webrl.types import OpenTab
 
+MAX_MESSAGE_CHARACTERS = 200
+MAX_MESSAGES = 8
 CLOSE_SECONDS = 10.0
 NEW_WINDOW_SECONDS = 3.0  # for an announced window to appear, which takes the first response of its URL
 CLOSE_EVENT_SECONDS = 1.0
 TITLE_SECONDS = 1.0  # for a background tab to report its title; else the title is empty
 MAX_TITLE = 200  # characters
+MAX_DIALOGS = 20  # in one step; then the running script is terminated and the page's dialog functions are removed
+DIALOG_SECONDS = 10.0  # to answer a dialog, or to remove the dialog functions
+MAX_TEXT = 100  # characters of a dialog's text
+_REMOVE_DIALOGS = (
+    "(() => { const nothing = () => undefined; window.alert = window.confirm = window.prompt = nothing; })()"
+)
+_SCHEMES = frozenset({"http", "https", "about", "blob", "data", "javascript", "chrome-error", ""})
+T = TypeVar("T")
+ISOLATED_WORLD_NAME = "webrl"
+AWAITED_RESOURCE_TYPES = frozenset({"document", "stylesheet", "script", "fetch", "xhr", "image", "font"})
+"""Requests whose responses change what the page shows; sockets and event sources never end."""
+# Messages with which Chromium reports that the document of a call was replaced.
+_REPLACED = (
+    "context was destroyed", "context with specified id", "frame was detached", "frame with given id",
+    "frame for given id", "Promise was collected", "navigated or closed", "Not attached to an active page",
+    "Unable to capture screenshot",
+)  # fmt: skip
+
+
+class StepMessages:
+    """Short sentences without duplicates; messages beyond MAX_MESSAGES are only counted."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._omitted = 0
+
+    def add(self, text: str) -> None:
+        """Add a message; whitespace is collapsed, long text shortened."""
+        text = shorten(text, MAX_MESSAGE_CHARACTERS)
+        if text in self._counts or len(self._counts) < MAX_MESSAGES:
+            self._counts[text] = self._counts.get(text, 0) + 1
+        else:
+            self._omitted += 1
+
+    def clear(self) -> None:
+        """Remove all messages."""
+        self._counts.clear()
+        self._omitted = 0
+
+    def pop_text(self) -> str:
+        """Remove all messages and return them in one line; empty if there are none."""
+        sentences = [text if count == 1 else f"{text} ({count} times)" for text, count in self._counts.items()]
+        text = "; ".join([*sentences, *([f"and {self._omitted} more"] if self._omitted else [])])
+        self.clear()
+        return text
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text` on one line of at most `limit` characters."""
+    line = " ".join(text[: 10 * limit].split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def is_document_replaced(error: PlaywrightError) -> bool:
+    """Whether a call failed because its document was replaced; the call may be repeated on the next document."""
+    return any(message in error.message for message in _REPLACED)
+
+
+class DocumentReplaced(Exception):
+    """The document was replaced during a call."""
+
+
+async def open_isolated_world(cdp: CDPSession, frame_id: str) -> int:
+    """Id of an execution context that shares the frame's document, but no JavaScript object, with the page."""
+    world = await cdp.send("Page.createIsolatedWorld", {"frameId": frame_id, "worldName": ISOLATED_WORLD_NAME})
+    return int(world["executionContextId"])
+
+
+def script_result(response: dict[str, Any]) -> Any:
+    """Return value of a script by the response of the Runtime domain. Raises PlaywrightError if the script failed."""
+    if "exceptionDetails" in response:
+        raise PlaywrightError(f"a script failed: {response['exceptionDetails'].get('text')}")
+    return response["result"].get("value")
+
+
+class Tab:
+    """A page with its own CDP session. `loaded` is set unless the main frame is loading."""
+
+    def __init__(self, page: Page, cdp: CDPSession) -> None:
+        self.page, self.cdp = page, cdp
+        self.main_frame = ""
+        self.closed = asyncio.Event()  # or crashed
+        self.loaded = asyncio.Event()
+        self.loaded.set()
+        self.pending_requests = PendingRequests(page)
+
+    @classmethod
+    async def open(cls, page: Page, on_navigation: Callable[[str], None], on_window: Callable[[], None]) -> Tab:
+        """Subscribe to `page`: URLs of the navigations it requests, windows it opens. Raises PlaywrightError."""
+        cdp = await page.context.new_cdp_session(page)
+        tab = cls(page, cdp)
+        cdp.on("Page.frameStartedLoading", tab._started_loading)
+        cdp.on("Page.frameStoppedLoading", tab._stopped_loading)
+        cdp.on("Page.frameRequestedNavigation", lambda event: on_navigation(event["url"]))
+        cdp.on("Page.windowOpen", lambda event: on_window())
+        await cdp.send("Page.enable")
+        tab.main_frame = (await cdp.send("Page.getFrameTree"))["frameTree"]["frame"]["id"]
+        return tab
+
+    async def evaluate(self, function: str) -> Any:
+        """Call a JavaScript function in an isolated world of the document. Raises DocumentReplaced, PlaywrightError."""
+        try:
+            world = await open_isolated_world(self.cdp, self.main_frame)
+            response = await self.cdp.send(
+                "Runtime.evaluate",
+                {"expression": f"({function})()", "contextId": world, "awaitPromise": True, "returnByValue": True},
+            )
+        except PlaywrightError as error:
+            if is_document_replaced(error):
+                raise DocumentReplaced(error.message) from error
+            raise
+        return script_result(response)
+
+    async def navigate(self, url: str, seconds: float) -> str | None:
+        """Open a URL and wait for the response; returns an error message or None. Raises PlaywrightError."""
+        try:
+            async with asyncio.timeout(seconds):
+                result = await self.cdp.send("Page.navigate", {"url": url})
+        except TimeoutError:
+            await self.cdp.send("Page.stopLoading")
+            return f"no answer within {seconds:g} s"
+        return str(result["errorText"]) if result.get("errorText") else None
+
+    def _started_loading(self, event: dict[str, str]) -> None:
+        if event["frameId"] == self.main_frame:
+            self.loaded.clear()
+
+    def _stopped_loading(self, event: dict[str, str]) -> None:
+        if event["frameId"] == self.main_frame:
+            self.loaded.set()
+
+
+class PendingRequests:
+    """The unanswered requests of a page."""
+
+    def __init__(self, page: Page) -> None:
+        self._pending: set[Request] = set()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        page.on("request", self._started)
+        page.on("requestfinished", self._ended)
+        page.on("requestfailed", self._ended)
+
+    async def wait_idle(self, seconds: float) -> None:
+        """Wait until no request is pending; requests still pending after `seconds` are never waited for again."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.idle.wait()
+        except TimeoutError:
+            self._pending.clear()
+            self.idle.set()
+
+    def _started(self, request: Request) -> None:
+        if request.resource_type in AWAITED_RESOURCE_TYPES:
+            self._pending.add(request)
+            self.idle.clear()
+
+    def _ended(self, request: Request) -> None:
+        self._pending.discard(request)
+        if not self._pending:
+            self.idle.set()
 
 
 class Tabs:
-    """Windows that pages open become tabs up to `limit`; further windows are closed at once.
+    """The open pages of a context, and what they ask for besides: dialogs are answered, the rest is refused.
 
-    The newest tab becomes active in `wait_for_new_tabs`, never between an observation and the agent's action on it. The
-    session is lost when its last tab closes.
+    Windows that pages open become tabs up to `limit`; further windows are closed at once. The newest tab becomes active
+    in `wait_for_new_tabs`, never between an observation and the agent's action on it. The session is lost when its last
+    tab closes.
     """
 
     def __init__(
-        self, context: BrowserContext, messages: StepMessages, popups: PopupHandler, limit: int,
-        mark_lost: Callable[[BrowserError], None],
-    ) -> None:  # fmt: skip
-        self._context, self._messages, self._popups = context, messages, popups
-        self._limit, self._mark_lost = limit, mark_lost
+        self, context: BrowserContext, messages: StepMessages, limit: int, mark_lost: Callable[[BrowserError], None]
+    ) -> None:
+        self._context, self._messages, self._limit, self._mark_lost = context, messages, limit, mark_lost
         self._tabs: list[Tab] = []
         self.active: Tab
         self._newest: Tab | None = None  # not yet activated
@@ -43,8 +208,10 @@ class Tabs:
         self._announced = 0  # windows that are opening but have not appeared
         self._arrival = asyncio.Event()
         self._adopting: set[asyncio.Task[None]] = set()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # others
         self._loss_timer: asyncio.TimerHandle | None = None
+        self._dialogs = 0  # in this step
+        context.on("dialog", self._on_dialog)
 
     async def start(self) -> None:
         """Open the first tab and subscribe to new ones. Raises PlaywrightError."""
@@ -99,17 +266,15 @@ class Tabs:
 
     async def switch_to(self, number: int) -> None:
         """Activate the tab with this number, or add a message if there is none."""
-        if not 1 <= number <= len(self._tabs):
-            self._messages.add(f"there is no tab {number}; {len(self._tabs)} are open")
-            return
-        await self._activate(self._tabs[number - 1])
+        if (tab := self._numbered(number)) is not None:
+            await self._activate(tab)
 
     async def close_tab(self, number: int | None) -> None:
         """Close the tab with this number (None: the active one), or add a message why it stays open."""
         tab = self.active if number is None else self._numbered(number)
         if tab is None:
-            self._messages.add(f"there is no tab {number}; {len(self._tabs)} are open")
-        elif len(self._tabs) == 1:
+            return
+        if len(self._tabs) == 1:
             self._messages.add("the only tab stays open")
         else:
             self._remove(tab)
@@ -128,14 +293,21 @@ class Tabs:
         )
 
     def close(self) -> None:
-        """Stop adopting and closing pages; they close with their context."""
-        for task in (*self._adopting, *self._closing):
+        """Stop adopting and closing pages, which close with their context, and answering dialogs."""
+        for task in (*self._adopting, *self._tasks):
             task.cancel()
         if self._loss_timer is not None:
             self._loss_timer.cancel()
 
+    def start_step(self) -> None:
+        """Allow MAX_DIALOGS dialogs again."""
+        self._dialogs = 0
+
     def _numbered(self, number: int) -> Tab | None:
-        return self._tabs[number - 1] if 1 <= number <= len(self._tabs) else None
+        if 1 <= number <= len(self._tabs):
+            return self._tabs[number - 1]
+        self._messages.add(f"there is no tab {number}; {len(self._tabs)} are open")
+        return None
 
     async def _activate(self, tab: Tab) -> None:
         self.active = tab
@@ -154,15 +326,11 @@ class Tabs:
             self._arrived.append(page)
         elif len(self._tabs) + len(self._adopting) < self._limit:
             self._messages.add("a new tab was opened")
-            task = asyncio.get_running_loop().create_task(self._adopt(page))
-            self._adopting.add(task)
-            task.add_done_callback(self._adopting.discard)
+            _start(self._adopt(page), self._adopting)
         else:
             if self._limit > 1:  # else _on_window has added a message
                 self._messages.add(f"a new window was closed; no more than {self._limit} tabs can be open")
-            task = asyncio.get_running_loop().create_task(_close(page))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            _start(_close(page), self._tasks)
 
     async def _adopt(self, page: Page) -> None:
         try:
@@ -172,8 +340,9 @@ class Tabs:
             await _close(page)  # it has probably closed itself
 
     async def _add(self, page: Page) -> Tab:
-        tab = await Tab.open(page, self._popups.on_navigation_request, self._on_window)
-        self._popups.attach(page, tab.cdp)
+        tab = await Tab.open(page, self._on_navigation_request, self._on_window)
+        page.on("filechooser", lambda chooser: self._messages.add("the page asked for a file; none was given"))
+        page.on("download", self._on_download)
         page.on("crash", partial(self._on_crash, tab))
         page.on("close", partial(self._on_close, tab))
         self._tabs.append(tab)
@@ -203,18 +372,74 @@ class Tabs:
         elif tab is self.active:
             self.active = self._tabs[-1]
 
+    def _on_navigation_request(self, url: str) -> None:
+        """Report a navigation that Chromium refuses because of its scheme."""
+        try:
+            scheme = urlsplit(url).scheme.lower()
+        except ValueError:
+            return
+        if scheme not in _SCHEMES:
+            self._messages.add(f"{shorten(url, MAX_TEXT)} was not opened: only web pages can be")
+
+    def _on_download(self, download: Download) -> None:
+        self._messages.add(f"the download of {shorten(download.suggested_filename, MAX_TEXT)} was refused")
+
+    def _on_dialog(self, dialog: Dialog) -> None:
+        self._dialogs += 1
+        shown = shorten(dialog.message, MAX_TEXT)
+        if dialog.type == "beforeunload":
+            self._messages.add("the page asked whether to leave it; it was left")
+        else:
+            self._messages.add(f'the page opened a dialog, "{shown}", which was answered with OK')
+        tab = next((tab for tab in self._tabs if tab.page is dialog.page), None)
+        if self._dialogs % MAX_DIALOGS == 0 and tab is not None:
+            # Sent while the dialog blocks the script: takes effect when the script resumes.
+            _start(_attempt(DIALOG_SECONDS, lambda: _remove_dialogs(tab.cdp)), self._tasks)
+        text = dialog.default_value if dialog.type == "prompt" else None
+        _start(_attempt(DIALOG_SECONDS, lambda: dialog.accept(text)), self._tasks)
+
+
+async def _remove_dialogs(cdp: CDPSession) -> None:
+    # Both at once: between two timers no script runs, and terminateExecution is not answered.
+    remove = cdp.send("Runtime.evaluate", {"expression": _REMOVE_DIALOGS})
+    await asyncio.gather(cdp.send("Runtime.terminateExecution"), remove)
+
+
+async def terminate_endless_scripts(tabs: Tabs, messages: StepMessages, seconds: float) -> None:
+    """Ping the active tab every `seconds` until cancelled; terminate its script if it does not answer in `seconds`."""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                await tabs.active.cdp.send("Runtime.evaluate", {"expression": "0"})
+        except TimeoutError:
+            messages.add("the page did not answer; the script that it ran was ended")
+            # Chromium accepts this command while a script runs, and answers once the script has ended.
+            await _attempt(seconds, lambda: tabs.active.cdp.send("Runtime.terminateExecution"))
+        except PlaywrightError:
+            continue  # the document was replaced or the page has closed: handled elsewhere
+
+
+async def _attempt(seconds: float, command: Callable[[], Awaitable[T]]) -> T | None:
+    """The result of a command; None if there is none within `seconds`, or the page has closed.
+
+    The time limit of the operation, or the end of the context, ends what this leaves undone.
+    """
+    with suppress(PlaywrightError, TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await command()
+    return None
+
 
 async def _close(page: Page) -> None:
-    try:
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await page.close()
-    except (PlaywrightError, TimeoutError):
-        pass  # it closes with its context at the latest
+    await _attempt(CLOSE_SECONDS, page.close)
 
 
 async def _title(tab: Tab) -> str:
-    try:
-        async with asyncio.timeout(TITLE_SECONDS):
-            return shorten(await tab.page.title(), MAX_TITLE)
-    except (PlaywrightError, TimeoutError):
-        return ""
+    return shorten(await _attempt(TITLE_SECONDS, tab.page.title) or "", MAX_TITLE)
+
+
+def _start(work: Coroutine[Any, Any, Any], tasks: set[asyncio.Task[Any]]) -> None:
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

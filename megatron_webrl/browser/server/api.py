@@ -1,88 +1,178 @@
-"""HTTP parts shared by browser server and router: errors as `ErrorResponse`, and a complete OpenAPI document."""
+"""HTTP API and status page of a browser server. Errors are `ErrorResponse`."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from html import escape
+from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
+from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from megatron_webrl.browser.server.access import role_of
+from megatron_webrl.browser.errors import BrowserError
+from megatron_webrl.browser.server import protocol
+from megatron_webrl.browser.server.browser_server import (
+    BrowserServer,
+    LeaseExpired,
+    NoCapacity,
+    NoEpisode,
+    NoScriptedPolicy,
+    OperationConflict,
+    WaitForDisconnect,
+)
 from megatron_webrl.browser.server.metrics import CONTENT_TYPE
-from megatron_webrl.browser.server.protocol import API_PREFIX, STATUS_BUSY, ErrorResponse, dump
+from megatron_webrl.browser.server.protocol import API_PREFIX, ErrorResponse, InvalidRequest
 from megatron_webrl.control.http.auth_middleware import AuthMiddleware
 from megatron_webrl.control.http.tokens import Token
+from megatron_webrl.tasks.click_target import ScriptedPolicyError
+from megatron_webrl.types import Action, Observation
+from megatron_webrl.util.image_type import IMAGE_TYPES, image_type
 
 log = logging.getLogger(__name__)
 
-JSON_MEDIA_TYPE = "application/json"
-T = TypeVar("T")
+CLIENT = "client"  # role of a token
 RETRY_AFTER_SECONDS = 1  # value of Retry-After while every session is leased
-
+REFRESH_SECONDS = 2  # of the status page
+T = TypeVar("T")
 Responses = dict[int | str, dict[str, Any]]
 
+DESCRIPTION = (
+    "Browser sessions by lease. Each operation and renewal restarts the lease's lifetime; GET of the lease does not. "
+    "Observations are JSON without the screenshot, or, if the request accepts "
+    f"{protocol.OBSERVATION_MEDIA_TYPE}, length of the JSON (uint32, little endian), JSON, image."
+)
+
+
+def _error(text: str) -> dict[str, Any]:
+    return {"model": ErrorResponse, "description": text}
+
+
 COMMON_RESPONSES: Responses = {  # of every path under API_PREFIX
-    400: {"model": ErrorResponse, "description": "Invalid request; the error names the field"},
-    401: {"model": ErrorResponse, "description": "The token is missing or wrong"},
-    403: {
-        "model": ErrorResponse,
-        "description": "The token is that of the other role; without tokens: Host or Origin is not this machine's",
-    },
-    413: {"model": ErrorResponse, "description": "The body is too large"},
+    400: _error("Invalid request; the error names the field"),
+    401: _error("The token is missing or wrong"),
+    403: _error("Without a token of the server: Host or Origin is not this machine's"),
+    413: _error("The body is too large"),
+    "4XX": _error("Other invalid requests"),  # in place of FastAPI's own 422, which is answered as 400
 }
-
-BUSY_RESPONSE = {
-    "model": ErrorResponse, "description": "Every session is leased",
-    "headers": {"Retry-After": {"description": "Seconds until the next request", "schema": {"type": "integer"}}},
+_BUSY: Responses = {
+    503: _error("Every session is leased")
+    | {"headers": {"Retry-After": {"description": "Seconds until the next request", "schema": {"type": "integer"}}}}
+}
+_ENDED: Responses = {410: _error("The lease is unknown or has ended")}
+_NO_EPISODE: Responses = {**_ENDED, 409: _error("There is no episode, or another operation is running")}
+_EPISODE: Responses = {
+    **_NO_EPISODE, 502: _error("The browser failed, outcome names the failure; the episode has ended")
 }  # fmt: skip
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_OBSERVATION: Responses = {
+    200: {
+        "model": Observation, "description": "The observation", "content": {protocol.OBSERVATION_MEDIA_TYPE: _BINARY}
+    }
+}  # fmt: skip
+_IMAGE: Responses = {
+    200: {"description": "The latest screenshot", "content": dict.fromkeys(IMAGE_TYPES.values(), _BINARY)}
+}
+_STATUSES: dict[type[Exception], int] = {
+    LeaseExpired: protocol.STATUS_LEASE_EXPIRED, NoCapacity: protocol.STATUS_BUSY, NoEpisode: 409,
+    OperationConflict: 409, ScriptedPolicyError: 409, NoScriptedPolicy: 404, InvalidRequest: 400,
+    BrowserError: protocol.STATUS_BROWSER_FAILED,
+}  # fmt: skip
+"""Exceptions whose message is one sentence for the client."""
 
 
-def make_app(
-    title: str, description: str, tokens: Sequence[Token], body_limits: Mapping[str, int] | None = None
-) -> FastAPI:
-    """Application behind tokens; errors are `ErrorResponse`. `body_limits`: bytes by path, if not the default."""
+def server_app(server: BrowserServer, token: Token | None) -> FastAPI:
+    """The ASGI application of a browser server, behind its clients' token."""
     # FastAPI's documentation pages load scripts from other hosts.
     app = FastAPI(
-        title=title, description=description, version=API_PREFIX.removeprefix("/v"), docs_url=None, redoc_url=None,
-        openapi_url=None,
+        title="webrl browsers", description=DESCRIPTION, version=API_PREFIX.removeprefix("/v"),
+        docs_url=None, redoc_url=None,
     )  # fmt: skip
     app.add_middleware(
-        AuthMiddleware, tokens=tokens, role_of=role_of, body_limits=body_limits or {},
-        error_body=lambda message: dump(ErrorResponse(message)),
+        AuthMiddleware, tokens=[token] if token else [], body_limits={},
+        role_of=lambda path: CLIENT if f"{path}/".startswith(f"{API_PREFIX}/") else None,
+        error_body=lambda message: protocol.dump(ErrorResponse(message)),
     )  # fmt: skip
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected)
-    app.openapi = lambda: _openapi(app, tokens)  # type: ignore[method-assign]
+    for kind, handle in ((RequestValidationError, _invalid), (HTTPException, _http_error), (Exception, _unexpected)):
+        app.add_exception_handler(kind, handle)
+    for kind in _STATUSES:
+        app.add_exception_handler(kind, _refuse)
+    routes = APIRouter(prefix=API_PREFIX, responses=COMMON_RESPONSES)
+    if token is not None:  # the middleware checks it; this documents it
+        value = f"The value of {token.variable}"
+        routes.dependencies.append(Depends(HTTPBearer(scheme_name=CLIENT, description=value, auto_error=False)))
+    _add_leases(routes, server)
+    _add_episodes(routes, server)
+    app.include_router(routes)
+    _add_public(app, server)
     return app
 
 
-def add_public_routes(
-    app: FastAPI,
-    health_problem: Callable[[], Coroutine[Any, Any, str | None]],
-    metrics: Callable[[], bytes],
-    page: Callable[[], str],
-) -> None:
-    """Add the paths that need no token: many requests at a time cost little more than one. `health_problem` returns
-    None or why the server cannot work.
-    """
-    check, render = shared(health_problem), shared(lambda: run_in_threadpool(metrics))  # it inspects many processes
-    document = b""
+def _add_leases(routes: APIRouter, server: BrowserServer) -> None:
+    @routes.post("/leases", status_code=201, responses=_BUSY)
+    async def lease(body: Annotated[protocol.LeaseRequest, Body()]) -> protocol.Lease:
+        """Lease a session."""
+        return server.create_lease(body)
 
-    @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> Response:
-        """The OpenAPI document, encoded once."""
-        nonlocal document
-        document = document or json.dumps(app.openapi()).encode()
-        return Response(document, media_type=JSON_MEDIA_TYPE)
+    @routes.get("/leases/{lease}", responses=_ENDED)
+    async def look(lease: str) -> protocol.LeaseState:
+        """State of a lease: state, task, page, steps, time left, refused requests."""
+        return server.lease_state(lease)
+
+    @routes.post("/leases/{lease}/renew", responses=_ENDED)
+    async def renew(lease: str) -> protocol.Lease:
+        """Restart the lease's lifetime."""
+        return server.renew_lease(lease)
+
+    @routes.delete("/leases/{lease}", status_code=204, responses=_ENDED)
+    async def release(lease: str) -> None:
+        """End a lease and its episode."""
+        await server.release_lease(lease)
+
+    @routes.get("/tasks")
+    async def tasks() -> protocol.TaskList:
+        """Available environments by source."""
+        return protocol.TaskList(server.catalog.environments)
+
+    @routes.get("/state")
+    async def state() -> protocol.ServerState:
+        """State of the server."""
+        return server.state()
+
+
+def _add_episodes(routes: APIRouter, server: BrowserServer) -> None:
+    @routes.post("/leases/{lease}/reset", responses={**_OBSERVATION, **_EPISODE})
+    async def reset(lease: str, body: Annotated[protocol.ResetRequest, Body()], request: Request) -> Response:
+        """Open a task in a fresh browser context; ends the current episode."""
+        return _observation(request, await server.reset(lease, body, _disconnected(request)))
+
+    @routes.post("/leases/{lease}/step", responses={**_OBSERVATION, **_EPISODE})
+    async def step(lease: str, action: Annotated[protocol.StepRequest, Body()], request: Request) -> Response:
+        """Execute an action and wait until the page is idle."""
+        return _observation(request, await server.step(lease, action, _disconnected(request)))
+
+    @routes.get("/leases/{lease}/screenshot", response_class=Response, responses={**_IMAGE, **_NO_EPISODE})
+    async def screenshot(lease: str) -> Response:
+        """The latest screenshot of the episode."""
+        image = server.latest_observation(lease).screenshot
+        return Response(image, media_type=image_type(image), headers={"Cache-Control": "no-store"})
+
+    no_policy: Responses = {404: _error("The environment has no scripted policy")}
+
+    @routes.get("/leases/{lease}/demonstration", responses={**no_policy, **_EPISODE})
+    async def demonstration(lease: str, request: Request, premature_submit: bool = False) -> Action:
+        """The next action of the scripted policy, or of one that submits too early; 409 also if the policy fails."""
+        return await server.demonstration(lease, premature_submit, _disconnected(request))
+
+
+def _add_public(app: FastAPI, server: BrowserServer) -> None:
+    """Add the paths that need no token: many requests at a time cost little more than one."""
+    check, render = shared(server.health_problem), shared(lambda: run_in_threadpool(server.metrics.render))
 
     @app.get("/healthz", response_class=PlainTextResponse, responses={503: {"description": "The reason"}})
     async def health() -> Response:
@@ -99,7 +189,9 @@ def add_public_routes(
     async def status_page() -> Response:
         """Status page."""
         policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
-        return HTMLResponse(page(), headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
+        return HTMLResponse(
+            _status_page(server), headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"}
+        )
 
 
 def shared(work: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Awaitable[T]]:
@@ -115,32 +207,31 @@ def shared(work: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Awaitable
     return call
 
 
-def error_response(
-    status: int, message: str, outcome: str | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
-    """An `ErrorResponse` with a status."""
-    return Response(dump(ErrorResponse(message, outcome)), status, headers, media_type=JSON_MEDIA_TYPE)
+def _observation(request: Request, observation: Observation) -> Response:
+    if protocol.OBSERVATION_MEDIA_TYPE in request.headers.get("accept", ""):
+        return Response(protocol.encode_observation(observation), media_type=protocol.OBSERVATION_MEDIA_TYPE)
+    return Response(protocol.observation_json(observation), media_type="application/json")
 
 
-def busy_response(message: str) -> Response:
-    """Status 503 with Retry-After."""
-    return error_response(503, message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+def _disconnected(request: Request) -> WaitForDisconnect:
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    return disconnected
 
 
-def json_response(value: Any, status: int = 200) -> Response:
-    """A dataclass as a JSON response."""
-    return Response(dump(value), status, media_type=JSON_MEDIA_TYPE)
+# Errors
 
 
-def add_error_statuses(app: FastAPI, statuses: Mapping[type[Exception], int]) -> None:
-    """Map exceptions whose message is one sentence to statuses."""
+def _error_response(status: int, message: str, outcome: str | None = None, headers: Any = None) -> Response:
+    return Response(protocol.dump(ErrorResponse(message, outcome)), status, headers, media_type="application/json")
 
-    async def refuse(request: Request, error: Exception) -> Response:
-        status = next(statuses[kind] for kind in type(error).__mro__ if kind in statuses)
-        return busy_response(str(error)) if status == STATUS_BUSY else error_response(status, str(error))
 
-    for kind in statuses:
-        app.add_exception_handler(kind, refuse)
+async def _refuse(request: Request, error: Exception) -> Response:
+    status = next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == protocol.STATUS_BUSY else None
+    return _error_response(status, str(error), getattr(error, "outcome", None), headers)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -148,35 +239,46 @@ async def _invalid(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     location = ".".join(str(part) for part in first["loc"][1:] if first["type"] != "json_invalid") or "body"
     reason = "is not JSON" if first["type"] == "json_invalid" else first["msg"]
-    return error_response(400, f"{location}: {reason}")
+    return _error_response(400, f"{location}: {reason}")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers
-    )
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _error_response(error.status_code, message, headers=error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("%s failed", request.method, exc_info=error)
-    return error_response(500, f"{type(error).__name__} on the server; see its log")
+    return _error_response(500, f"{type(error).__name__} on the server; see its log")
 
 
-def _openapi(app: FastAPI, tokens: Sequence[Token]) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        for path, operations in schema["paths"].items():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)  # answered as 400
-                if tokens and (role := role_of(path)):
-                    operation["security"] = [{role: []}]
-        schemas = schema["components"]["schemas"]
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        schema["components"]["securitySchemes"] = {
-            token.role: {"type": "http", "scheme": "bearer", "description": f"The value of {token.variable}"}
-            for token in tokens
-        }
-        app.openapi_schema = schema
-    return app.openapi_schema
+# Status page: plain HTML without scripts or external resources
+
+_STYLE = (
+    "body{font:14px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;width:100%;margin:.5em 0 2em}"
+    "td{text-align:left;padding:.25em .75em;border-bottom:1px solid #ddd;vertical-align:top}"
+)
+
+
+def _status_page(server: BrowserServer) -> str:
+    """Sessions of a browser server. Needs no token, so it shows neither lease ids nor page addresses."""
+    leases = [server.describe_lease(lease) for lease in server.leases.active()]
+    rows: list[Sequence[str]] = [("session", "state", "owner", "task", "steps", "failure", "expires in")]
+    rows += [
+        (
+            str(number), "waiting for the client" if state.state == "waiting" else state.state, state.owner,
+            "" if state.task is None else f"{state.task.source}/{state.task.environment}", str(state.steps),
+            state.outcome or "", f"{state.seconds_left:.0f} s",
+        )
+        for number, state in enumerate(leases, 1)
+    ]  # fmt: skip
+    table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    text = f"{len(leases)} of {server.leases.capacity} sessions leased. Clients reach this server at {server.url}."
+    return (
+        f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
+        f"<title>Browser server</title><style>{_STYLE}</style><h1>Browser server</h1><p>{escape(text)}</p>"
+        f"<table>{table}</table><p>{escape(DESCRIPTION)} "
+        '<a href="/openapi.json">Paths</a>, <a href="/metrics">metrics</a>, <a href="/healthz">health</a></p></html>'
+    )

@@ -1,6 +1,6 @@
-"""Client of browser servers, on this machine or on a farm. It needs neither a browser nor Playwright or torch.
+"""Client of browser servers, on this machine or on others. It needs neither a browser nor Playwright or torch.
 
-async with BrowserClient("http://router:8700", token) as browsers, browsers.session() as session:
+async with BrowserClient("http://node7:8700,http://node8:8700", token) as browsers, browsers.session() as session:
     observation = await session.reset(task)
     observation = await session.step(Action("left_click", coordinate=(500, 500)))
 """
@@ -11,46 +11,77 @@ import asyncio
 import logging
 import os
 import random
+import socket
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import quote
 
+import aiohttp
 from pydantic import TypeAdapter
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay
 
-from megatron_webrl.browser.errors import BrowserCrashed, BrowserError
+from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserMissing, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.server import protocol
-from megatron_webrl.browser.server.http_client import (
-    BACKOFF,
-    BrowserBusy,
-    HttpClient,
-    LeaseLost,
-    RequestRejected,
-    ServerUnreachable,
-    parse_response,
-    wait_until_set,
-)
 from megatron_webrl.config.browser import parse_farm_addresses
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.http.tls import client_context
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.types import Action, Observation, Task
+from megatron_webrl.util import network
+from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 
 NETWORK_MARGIN_SECONDS = 15.0  # added to the timeout of an operation: network and overhead of the server
 REQUEST_TIMEOUT_SECONDS = 15.0  # of a short request: lease, renewal, release, server state
-SUSPECT_SECONDS = 5.0  # an address that failed is tried last for this long
-_lease_adapter, _state_adapter = TypeAdapter(protocol.Lease), TypeAdapter(protocol.ServerState)
-_lease_state_adapter, _router_adapter = TypeAdapter(protocol.LeaseState), TypeAdapter(protocol.RouterState)
+CONNECT_TIMEOUT_SECONDS = 5.0
+AWAY_SECONDS = 5.0  # for which a server that did not answer gets no request for a lease
+KEEPALIVE_SECONDS = 10.0  # of idle connections; servers keep theirs longer, lest a closed one looks like a dead server
+TCP_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    # Only probes detect a machine that lost power.
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
+INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 5.0
 
+T = TypeVar("T")
 AddressProvider = Callable[[], Sequence[str]]  # returns the current addresses, which change if servers are restarted
+
+_error, _lease = TypeAdapter(protocol.ErrorResponse), TypeAdapter(protocol.Lease)
+_server_state, _lease_state = TypeAdapter(protocol.ServerState), TypeAdapter(protocol.LeaseState)
+_BY_OUTCOME: dict[str, type[BrowserError]] = {
+    kind.outcome: kind for kind in (BrowserError, BrowserMissing, BrowserCrashed, PageCrashed, BrowserTimeout)
+}
+
+
+class ServerUnreachable(BrowserCrashed):
+    """The browser server cannot be reached; its browsers count as crashed."""
+
+
+class LeaseLost(BrowserError):
+    """The browser server does not know the lease, or the lease has ended."""
+
+    outcome = "lease_lost"
+
+
+class BrowserBusy(BrowserError):
+    """Every session is leased. `retry_after` is the delay in seconds that the server asked for."""
+
+    outcome = "browser_busy"
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class BrowserClient:
-    """Leases sessions from servers or routers, balanced over their addresses; renews leases in the background. Requests
-    for a lease, renewals and state queries are retried; steps never are.
+    """Leases sessions of browser servers, each from the server with the most free sessions by its latest answer; renews
+    leases in the background. Requests for a lease, renewals and state queries are repeated; steps never are.
     """
 
     def __init__(
@@ -72,15 +103,23 @@ class BrowserClient:
         self._operation_seconds, self._wait_seconds = step_seconds + NETWORK_MARGIN_SECONDS, wait_seconds
         self._request = protocol.LeaseRequest(lease_seconds, owner)
         self._spec = spec
-        self._checked: set[str] = set()  # reachable servers whose sessions agree with the spec
-        self._leases: Counter[str] = Counter()  # number of leases by address
-        self._suspect_until: dict[str, float] = {}  # monotonic time by address
+        self._free: dict[str, int] = {}  # sessions of checked servers, by their latest answer
+        self._away_until: dict[str, float] = {}  # monotonic time by address
         self._released = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
-        self._http: HttpClient | None = None
+        self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> BrowserClient:
-        self._http = HttpClient(self._token)
+        network.use_own_threads()
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEPALIVE_SECONDS, socket_factory=_make_socket, ttl_dns_cache=60,
+            ssl=client_context(os.environ.get(protocol.CA_VARIABLE, ""), protocol.CA_VARIABLE),
+        )  # fmt: skip
+        # Servers set no cookies, and the proxies of the environment are for the web.
+        self._http = aiohttp.ClientSession(
+            connector=connector, headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+            cookie_jar=aiohttp.DummyCookieJar(), trust_env=False,
+        )  # fmt: skip
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -90,16 +129,10 @@ class BrowserClient:
             await self._http.close()
             self._http = None
 
-    @property
-    def http(self) -> HttpClient:
-        """The HTTP client."""
-        assert self._http is not None, "BrowserClient is a context manager: async with BrowserClient(...) as browsers"
-        return self._http
-
     @asynccontextmanager
     async def session(self) -> AsyncIterator[RemoteSession]:
         """Lease a session for one episode. Raises BrowserError if none becomes free in time, ConfigError."""
-        session = RemoteSession(self, *await self._acquire_lease(), self._operation_seconds)
+        session = RemoteSession(self, *await self.acquire_lease(), self._operation_seconds)
         try:
             yield session
         finally:
@@ -107,134 +140,144 @@ class BrowserClient:
 
     async def wait_until_ready(self, seconds: float) -> None:
         """Wait until a server answers. Raises ServerUnreachable after `seconds`; ConfigError: wrong token or spec."""
+        deadline, attempt = time.monotonic() + seconds, 0
+        while True:
+            answers = await asyncio.gather(*map(self._check, self._addresses()), return_exceptions=True)
+            problems = [each for each in answers if isinstance(each, BaseException)]
+            for problem in problems:
+                if not isinstance(problem, BrowserError):
+                    raise problem
+            if len(problems) < len(answers):
+                return
+            if time.monotonic() + (delay := _backoff(attempt)) > deadline:
+                reason = problems[-1] if problems else "no server has started"
+                raise ServerUnreachable(f"no browser server within {seconds:.0f} s: {reason}")
+            await asyncio.sleep(delay)
+            attempt += 1
 
-        async def check_all() -> None:
-            answered, problem = 0, "no server has started"
-            for address in self._addresses():
-                try:
-                    for server in await self._servers_at(address):
-                        await self._check_server(server)
-                    answered += 1
-                except BrowserError as error:
-                    problem = str(error)
-            if not answered:
-                raise ServerUnreachable(f"no browser farm within {seconds:.0f} s: {problem}")
-
-        retry = retry_if_exception_type(ServerUnreachable)
-        await AsyncRetrying(wait=BACKOFF, stop=stop_before_delay(seconds), retry=retry, reraise=True)(check_all)
-
-    async def server_state(self, server: str) -> protocol.ServerState:
+    async def server_state(self, address: str) -> protocol.ServerState:
         """The state of a browser server. Raises BrowserError, ConfigError."""
-        return parse_response(_state_adapter, await self._state(server), server)
+        return _parse(_server_state, await self.request("GET", address, "/state"), address)
 
-    async def _servers_at(self, address: str) -> list[str]:
-        """The live servers of a router, or the browser server at the address itself."""
-        body = await self._state(address)
+    async def acquire_lease(self) -> tuple[protocol.Lease, str]:
+        """A lease and the address of its server; waits for a free session. Raises BrowserBusy, ConfigError."""
+        deadline, attempt = time.monotonic() + self._wait_seconds, 0
+        while True:
+            try:
+                return await self._request_lease_anywhere()
+            except BrowserBusy as busy:
+                delay = max(_backoff(attempt), busy.retry_after * random.uniform(1.0, 1.5))
+                if time.monotonic() + delay > deadline:
+                    raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._released.wait()
+            attempt += 1
+
+    async def release_lease(self, lease: protocol.Lease, address: str) -> None:
+        """End a lease, unless it has ended already."""
         try:
-            return [server.url for server in protocol.load(_router_adapter, body).servers if server.alive]
-        except protocol.ProtocolError:
-            return [parse_response(_state_adapter, body, address).url]
-
-    async def _state(self, address: str) -> bytes:
-        try:
-            return await self.http.request("GET", f"{address}{protocol.API_PREFIX}/state", REQUEST_TIMEOUT_SECONDS)
-        except RequestRejected as rejected:
-            raise rejected.to_exception() from rejected
-
-    async def replace_lease(self, session: RemoteSession) -> tuple[protocol.Lease, str]:
-        """A lease and its address for a session whose lease or server was lost."""
-        replacement = await self._acquire_lease()
-        self._leases[session.address] -= 1
-        return replacement
-
-    async def release(self, session: RemoteSession) -> None:
-        """Release a session's lease, unless it has ended already."""
-        self._leases[session.address] -= 1
-        try:
-            await self._delete_lease(session.lease)
+            await self.request("DELETE", address, _path(lease))
+            self._free[address] = self._free.get(address, 0) + 1
+        except (ConfigError, ValueError, BrowserError) as error:
+            log.debug("lease not released: %s", error)
         finally:
             self._released.set()  # wakes the callers that wait for a free session
             self._released.clear()
 
-    def mark_unreachable(self, session: RemoteSession) -> None:
-        """Try the session's server last for a while, and check its spec again when it is back."""
-        self._suspect_until[session.lease.server] = time.monotonic() + SUSPECT_SECONDS
-        self._checked.discard(session.lease.server)
+    async def request(
+        self, method: str, address: str, path: str, body: bytes | None = None, *,
+        seconds: float = 0.0, accept: str = "application/json",
+    ) -> bytes:  # fmt: skip
+        """The response of a server to one request, at most `seconds` (0: REQUEST_TIMEOUT_SECONDS) later.
 
-    async def _acquire_lease(self) -> tuple[protocol.Lease, str]:
-        """A lease and its address; waits for a free session. Raises BrowserBusy, ConfigError."""
-        return await AsyncRetrying(
-            wait=_lease_delay, stop=stop_before_delay(self._wait_seconds), retry=retry_if_exception_type(BrowserBusy),
-            sleep=lambda seconds: wait_until_set(self._released, seconds), reraise=True,
-        )(self._request_lease_anywhere)  # fmt: skip
+        Raises ServerUnreachable, LeaseLost, BrowserBusy, BrowserTimeout and other BrowserErrors; ScriptedPolicyError;
+        ConfigError for a refused token; ValueError for another request that is refused.
+        """
+        assert self._http is not None, "BrowserClient is a context manager: async with BrowserClient(...) as browsers"
+        headers = {"Accept": accept, **({} if body is None else {"Content-Type": "application/json"})}
+        seconds = seconds or REQUEST_TIMEOUT_SECONDS
+        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_TIMEOUT_SECONDS)
+        path = f"{protocol.API_PREFIX}{path}"
+        try:
+            async with self._http.request(
+                method, address + path, data=body, headers=headers, timeout=limit, allow_redirects=False
+            ) as reply:
+                content = await reply.read()
+        except aiohttp.ConnectionTimeoutError as error:
+            self._leave_out(address)
+            raise ServerUnreachable(f"no connection to {address} within {CONNECT_TIMEOUT_SECONDS:.0f} s") from error
+        except TimeoutError as error:
+            raise BrowserTimeout(f"{address} did not answer {method} {path} within {seconds:.0f} s") from error
+        except aiohttp.InvalidURL as error:
+            raise ConfigError(f"{address!r} is not the address of a browser server") from error
+        except (aiohttp.ClientError, OSError) as error:
+            self._leave_out(address)
+            raise ServerUnreachable(f"{address} cannot be reached: {first_line(error)}") from error
+        if reply.status >= 300:
+            raise _failure(address, path, reply.status, content, reply.headers.get("Retry-After"))
+        return content
+
+    def _leave_out(self, address: str) -> None:
+        """Request no lease of a server for a while; it is checked again then."""
+        self._away_until[address] = time.monotonic() + AWAY_SECONDS
+        self._free.pop(address, None)
 
     async def _request_lease_anywhere(self) -> tuple[protocol.Lease, str]:
-        """Try all addresses once. Raises BrowserBusy if none has a free session."""
+        """Try all servers that are not away once. Raises BrowserBusy if none has a free session."""
         addresses, problem, retry_after = self._sorted_addresses(), "no server has started", 0.0
         for address in addresses:
+            if address in self._free:
+                self._free[address] -= 1  # until the answer, lest simultaneous callers choose the same server
             request = self._start(self._request_lease(address))
             try:
-                lease = await asyncio.shield(request)
+                return await asyncio.shield(request), address
             except asyncio.CancelledError:
-                request.add_done_callback(self._release_unused)
+                request.add_done_callback(partial(self._release_unused, address))
                 raise
-            except RequestRejected as rejected:
-                if rejected.status != protocol.STATUS_BUSY:
-                    raise rejected.to_exception() from rejected
-                problem, retry_after = str(rejected), max(retry_after, rejected.retry_after or 0.0)
+            except BrowserBusy as busy:
+                self._free[address] = 0
+                problem, retry_after = str(busy), max(retry_after, busy.retry_after)
             except BrowserError as error:
-                self._suspect_until[address] = time.monotonic() + SUSPECT_SECONDS
+                self._leave_out(address)
                 problem = str(error)
-            else:
-                self._leases[address] += 1
-                return lease, address
         servers = ", ".join(addresses) or "servers to start"
-        busy = BrowserBusy(f"no browser within {self._wait_seconds:.0f} s; waited for {servers}; last: {problem}")
-        busy.retry_after = retry_after
-        raise busy
-
-    def _sorted_addresses(self) -> list[str]:
-        """The addresses, best first: working ones with few of this client's leases; ties at random."""
-        now = time.monotonic()
-        return sorted(
-            self._addresses(),
-            key=lambda url: (self._suspect_until.get(url, 0.0) > now, self._leases[url], random.random()),
+        raise BrowserBusy(
+            f"no browser within {self._wait_seconds:.0f} s; waited for {servers}; last: {problem}", retry_after
         )
 
+    def _sorted_addresses(self) -> list[str]:
+        """The addresses to ask for a lease: most free sessions first, ties at random; all if all are away."""
+        addresses, now = list(self._addresses()), time.monotonic()
+        present = [address for address in addresses if self._away_until.get(address, 0.0) <= now]
+        unknown = float("inf")  # its answer says how many it has
+        return sorted(present or addresses, key=lambda address: (-self._free.get(address, unknown), random.random()))
+
     async def _request_lease(self, address: str) -> protocol.Lease:
-        url = f"{address}{protocol.API_PREFIX}/leases"
-        body = await self.http.request("POST", url, REQUEST_TIMEOUT_SECONDS, protocol.dump(self._request))
-        lease = parse_response(_lease_adapter, body, address)
-        try:
-            await self._check_server(lease.server)
-        except BaseException:
-            await self._delete_lease(lease)
-            raise
+        await self._check(address)
+        body = await self.request("POST", address, "/leases", protocol.dump(self._request))
+        lease = _parse(_lease, body, address)
+        self._free[address] = lease.free
         return lease
 
-    async def _check_server(self, server: str) -> None:
+    async def _check(self, address: str) -> None:
         """Check a server and its spec once, and again after it was unreachable. Raises BrowserError, ConfigError."""
-        if server in self._checked:
+        if address in self._free:
             return
-        spec = (await self.server_state(server)).spec
-        if self._spec is not None and (differences := spec.differences(self._spec)):
+        state = await self.server_state(address)
+        if self._spec is not None and (differences := state.spec.differences(self._spec)):
             raise ConfigError(
-                f"browser server {server} has {differences}; start it with the settings of the run, or give the run its"
+                f"browser server {address} has {differences}; start it with the settings of the run, or give the run "
+                "its"
             )
-        self._checked.add(server)
+        self._free.setdefault(address, state.free)
 
-    async def _delete_lease(self, lease: protocol.Lease) -> None:
-        try:
-            await self.http.request("DELETE", protocol.lease_url(lease), REQUEST_TIMEOUT_SECONDS)
-        except (RequestRejected, BrowserError) as error:
-            log.debug("lease not released: %s", error)
-
-    def _release_unused(self, request: asyncio.Task[protocol.Lease]) -> None:
+    def _release_unused(self, address: str, request: asyncio.Task[protocol.Lease]) -> None:
         """Release the lease of a request whose caller was cancelled."""
         if not request.cancelled() and request.exception() is None and self._http is not None:
-            self._start(self._delete_lease(request.result()))
+            self._start(self.release_lease(request.result(), address))
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -247,33 +290,30 @@ class RemoteSession:
     """
 
     def __init__(self, browsers: BrowserClient, lease: protocol.Lease, address: str, seconds: float) -> None:
+        """`address` of the server that granted the lease; `seconds`: timeout of an operation."""
         self.task: Task | None = None
-        self.lease, self.address = lease, address
         self._browsers, self._seconds = browsers, seconds
-        self._last_contact = self._renewal_sent = time.monotonic()  # sending time of the latest answered request
-        self._renewing = asyncio.get_running_loop().create_task(self._keep_lease())
+        self._hold(lease, address)
 
     async def reset(self, task: Task | protocol.ResetRequest) -> Observation:
         """Open the task's page; the observation has an instruction. A dead server is replaced, once. After a
         ResetRequest, `task` is the one that the server made. Raises BrowserError, and ValueError for an unknown task.
         """
         if isinstance(task, Task):
-            self.task = task
-            return await self._reset(protocol.ResetRequest(task=task))
-        observation = await self._reset(task)
-        self.task = (await self.lease_state()).task
-        return observation
-
-    async def _reset(self, request: protocol.ResetRequest) -> Observation:
+            self.task, request = task, protocol.ResetRequest(task=task)
+        else:
+            request = task
         body = protocol.dump(request)
         try:
-            return await self._observation("reset", body)
+            observation = await self._observation("reset", body)
         except (ServerUnreachable, LeaseLost) as error:
             log.warning("%s; restarting the episode on another lease", error)
             self._renewing.cancel()
-            self.lease, self.address = await self._browsers.replace_lease(self)
-            self._renewing = asyncio.get_running_loop().create_task(self._keep_lease())
-            return await self._observation("reset", body)
+            self._hold(*await self._browsers.acquire_lease())
+            observation = await self._observation("reset", body)
+        if request.task is None:
+            self.task = (await self.lease_state()).task
+        return observation
 
     async def step(self, action: Action) -> Observation:
         """Execute an action and wait until the page is idle. Observation.error says what the page did not allow. Raises
@@ -285,88 +325,115 @@ class RemoteSession:
         """The next action of the task's scripted policy, or with `premature_submit` of one that submits too early.
         Raises ScriptedPolicyError, also if the task has no scripted policy, and BrowserError.
         """
-        try:
-            body = await self._call("GET", f"/demonstration?premature_submit={str(premature_submit).lower()}")
-        except RequestRejected as rejected:
-            if rejected.status in (404, 409):
-                raise ScriptedPolicyError(rejected.error.error) from rejected
-            raise rejected.to_exception() from rejected
-        return parse_response(protocol.action_adapter, body, self.lease.server)
+        body = await self._call("GET", f"/demonstration?premature_submit={str(premature_submit).lower()}")
+        return _parse(protocol.action_adapter, body, self.address)
 
     async def lease_state(self) -> protocol.LeaseState:
         """The state of the lease on its server. Raises BrowserError."""
-        try:
-            return parse_response(_lease_state_adapter, await self._call("GET", ""), self.lease.server)
-        except RequestRejected as rejected:
-            raise rejected.to_exception() from rejected
+        return _parse(_lease_state, await self._call("GET", ""), self.address)
 
     async def spec(self) -> protocol.SessionSpec:
         """The session spec of the lease's server. Raises BrowserError."""
-        return (await self._browsers.server_state(self.lease.server)).spec
+        return (await self._browsers.server_state(self.address)).spec
 
     async def close(self) -> None:
         """Release the lease. Called by `BrowserClient.session`."""
         self._renewing.cancel()
-        await self._browsers.release(self)
+        await self._browsers.release_lease(self.lease, self.address)
+
+    def _hold(self, lease: protocol.Lease, address: str) -> None:
+        self.lease, self.address = lease, address
+        self._last_contact = time.monotonic()  # sending time of the latest answered request
+        self._renewing = asyncio.get_running_loop().create_task(self._keep_lease())
 
     async def _observation(self, operation: str, body: bytes) -> Observation:
         try:
             return protocol.decode_observation(
-                await self._call("POST", f"/{operation}", body, protocol.OBSERVATION_MEDIA_TYPE)
+                await self._call("POST", f"/{operation}", body, accept=protocol.OBSERVATION_MEDIA_TYPE)
             )
-        except RequestRejected as rejected:
-            raise rejected.to_exception() from rejected
         except protocol.ProtocolError as error:
-            raise BrowserError(f"{self.lease.server} sent an invalid observation: {error}") from error
+            raise BrowserError(f"{self.address} sent an invalid observation: {error}") from error
 
-    async def _call(self, method: str, path: str, body: bytes | None = None, accept: str = "application/json") -> bytes:
-        sent = time.monotonic()
-        try:
-            response = await self._browsers.http.request(
-                method, protocol.lease_url(self.lease) + path, self._seconds, body, accept
-            )
-        except ServerUnreachable:
-            self._browsers.mark_unreachable(self)
-            raise
+    async def _call(self, method: str, path: str, body: bytes | None = None, **options: Any) -> bytes:
+        sent, options = time.monotonic(), {"seconds": self._seconds} | options
+        response = await self._browsers.request(method, self.address, _path(self.lease) + path, body, **options)
         self._last_contact = sent
         return response
 
     async def _keep_lease(self) -> None:
         """Renew the lease whenever a third of its lifetime has passed without a request, until that fails for good."""
-        third = self.lease.seconds / 3
-        renewal = AsyncRetrying(
-            wait=BACKOFF, retry=_is_transient, reraise=True,
-            stop=lambda _: self._renewal_sent > self._last_contact + self.lease.seconds,
-        )  # fmt: skip
-        with suppress(RequestRejected, BrowserError):  # the next operation raises it again
-            while True:
-                await asyncio.sleep(max(0.0, self._last_contact + third - time.monotonic()))
-                await renewal(self._renew_lease, third)
-
-    async def _renew_lease(self, interval: float) -> None:
-        """Renew the lease unless a request was answered less than `interval` seconds ago."""
-        self._renewal_sent = time.monotonic()
-        if self._renewal_sent < self._last_contact + interval:
-            return
-        timeout = min(interval, REQUEST_TIMEOUT_SECONDS)
-        try:
-            await self._browsers.http.request("POST", f"{protocol.lease_url(self.lease)}/renew", timeout)
-        except (RequestRejected, BrowserError) as error:
-            fatal = isinstance(error, BrowserCrashed) or (isinstance(error, RequestRejected) and error.status < 500)
-            level = logging.WARNING if fatal else logging.INFO
-            log.log(level, "cannot renew the lease of %s: %s", self.task and self.task.id, error)
-            raise
-        self._last_contact = self._renewal_sent
+        third, attempt = self.lease.seconds / 3, 0
+        while True:
+            await asyncio.sleep(_backoff(attempt - 1) if attempt else self._last_contact + third - time.monotonic())
+            if time.monotonic() < self._last_contact + third:
+                continue  # an operation has been answered in the meantime
+            try:
+                await self._call("POST", "/renew", seconds=min(third, REQUEST_TIMEOUT_SECONDS))
+                attempt = 0
+            except (ConfigError, ValueError, BrowserError) as error:
+                attempt += 1
+                late = time.monotonic() > self._last_contact + self.lease.seconds
+                final = late or not isinstance(error, BrowserError) or isinstance(error, LeaseLost)
+                level = logging.WARNING if final or isinstance(error, BrowserCrashed) else logging.INFO
+                log.log(level, "cannot renew the lease of %s: %s", self.task and self.task.id, error)
+                if final:
+                    return  # the next operation raises it again
 
 
-def _is_transient(attempt: RetryCallState) -> bool:
-    """Whether a renewal failed by an error that may go away."""
-    error = attempt.outcome.exception() if attempt.outcome else None
-    return error.status >= 500 if isinstance(error, RequestRejected) else isinstance(error, BrowserError)
+def to_browser_error(error: protocol.ErrorResponse) -> BrowserError:
+    """The error that the session on the server raised; an unknown outcome is kept."""
+    outcome = error.outcome or BrowserError.outcome
+    failure = _BY_OUTCOME.get(outcome, BrowserError)(error.error)
+    failure.outcome = outcome
+    return failure
 
 
-def _lease_delay(attempt: RetryCallState) -> float:
-    """Seconds until the next request for a lease: back-off, but no less than the servers ask for."""
-    busy = attempt.outcome.exception() if attempt.outcome else None
-    asked = busy.retry_after if isinstance(busy, BrowserBusy) else 0.0
-    return max(BACKOFF(attempt), asked * random.uniform(1.0, 1.5))
+def _failure(server: str, path: str, status: int, content: bytes, retry_after: str | None) -> Exception:
+    """The exception for a response with an error status."""
+    try:
+        error = protocol.load(_error, content)
+    except protocol.ProtocolError:
+        text = content[:200].decode("utf-8", "replace").strip()
+        error = protocol.ErrorResponse(text.splitlines()[0] if text else "no reason given")
+    text = f"{server} answered {status}: {error.error}"
+    if status == 401:
+        return ConfigError(f"{server} refuses the token; set {protocol.TOKEN_VARIABLE} to that of the server")
+    if status == 403:
+        return ConfigError(text)
+    if status in (404, 409) and "/demonstration" in path:
+        return ScriptedPolicyError(error.error)
+    if status in (404, protocol.STATUS_LEASE_EXPIRED):
+        return LeaseLost(text)
+    if status == protocol.STATUS_BUSY:
+        seconds = 0.0
+        with suppress(ValueError):  # a date, which no server of ours sends
+            seconds = max(0.0, float(retry_after or 0.0))
+        return BrowserBusy(text, seconds)
+    if status == protocol.STATUS_BROWSER_FAILED:
+        return to_browser_error(error)
+    return ValueError(text) if status < 500 else BrowserError(text)
+
+
+def _parse(adapter: TypeAdapter[T], body: bytes, sender: str) -> T:
+    """Parse the body of a response from `sender`. Raises BrowserError."""
+    try:
+        return protocol.load(adapter, body)
+    except protocol.ProtocolError as error:
+        raise BrowserError(f"{sender} sent an invalid response: {error}") from error
+
+
+def _path(lease: protocol.Lease) -> str:
+    return f"/leases/{quote(lease.id, safe='')}"
+
+
+def _backoff(attempt: int) -> float:
+    """Seconds before the next attempt: doubles up to the maximum; the random half spreads clients over time."""
+    half = min(INITIAL_BACKOFF_SECONDS * 2.0 ** min(attempt, 10), MAX_BACKOFF_SECONDS) / 2
+    return half + random.uniform(0.0, half)
+
+
+def _make_socket(address: tuple[Any, ...]) -> socket.socket:
+    made = socket.socket(*address[:3])
+    for option in TCP_OPTIONS:
+        made.setsockopt(*option)
+    return made

@@ -1,4 +1,4 @@
-"""HTTP messages of browser server, router and client, under API_PREFIX. From status 400 on they are `ErrorResponse`."""
+"""HTTP messages of browser server and client, under API_PREFIX. From status 400 on they are `ErrorResponse`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import struct
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
-from urllib.parse import quote
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
@@ -15,8 +14,7 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action, Observation, Task
 
 API_PREFIX = "/v1"
-TOKEN_VARIABLE = "WEBRL_BROWSERS_TOKEN"  # environment variable that holds the clients' token; see `bearer_header`
-SERVER_TOKEN_VARIABLE = "WEBRL_BROWSERS_SERVER_TOKEN"  # the same, for browser servers that register with a router
+TOKEN_VARIABLE = "WEBRL_BROWSERS_TOKEN"  # environment variable that holds the clients' token
 CA_VARIABLE = "WEBRL_BROWSERS_CA"  # PEM file of the issuers that clients of https:// addresses trust
 OBSERVATION_MEDIA_TYPE = "application/vnd.webrl.observation"
 """Length of the JSON (uint32, little endian), JSON, image; other clients request the image separately."""
@@ -63,7 +61,7 @@ class Lease:
 
     id: str
     seconds: float  # until it expires unless renewed
-    server: str  # address of the browser server that holds the lease, such as http://node7:8700
+    free: int  # sessions of the server without a lease, by which clients choose the server of their next one
 
 
 @dataclass(frozen=True)
@@ -136,53 +134,17 @@ class TaskList:
 
 @dataclass(frozen=True)
 class ServerState:
-    """State of a browser server: sent to the router as a heartbeat, and to clients on request."""
+    """State of a browser server."""
 
-    url: str
-    instance_id: str  # a new one at each start of the server
     sessions: int  # maximum number of leases
     free: int
     spec: SessionSpec
     leases: tuple[str, ...] = ()
-    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # environments by source
-
-
-@dataclass(frozen=True)
-class RegisteredServer:
-    """A browser server as the router sees it."""
-
-    url: str
-    instance_id: str
-    alive: bool
-    heartbeat_age_seconds: float
-    sessions: int
-    free: int  # of the latest heartbeat, less the leases placed since
-    leases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RouterState:
-    """State of a router; sessions, free sessions and leases are sums over live servers."""
-
-    sessions: int
-    free: int
-    leases: int
-    servers: tuple[RegisteredServer, ...]
 
 
 action_adapter = TypeAdapter(Action)
 _observation_adapter = TypeAdapter(with_config(ConfigDict(ser_json_inf_nan="strings"))(Observation))
 _fields = TypeAdapter(dict[str, Any])
-
-
-def bearer_header(token: str | None) -> dict[str, str]:
-    """The request header that carries the token; empty without one."""
-    return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def lease_url(lease: Lease) -> str:
-    """The base URL of requests about a lease."""
-    return f"{lease.server}{API_PREFIX}/leases/{quote(lease.id, safe='')}"
 
 
 def validate_action(action: Action) -> Action:

@@ -29,12 +29,14 @@ def check_session_limits(sessions: int, max_connections: int) -> None:
             f"--sessions={sessions} needs {tasks} processes and threads, but {problem}; raise it, or lower --sessions"
         )
     files, (_, hard) = FILES_OF_PROCESS + FILES_PER_SESSION * sessions, resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files > _number(hard):
+    if hard == resource.RLIM_INFINITY:
+        return
+    if files > hard:
         raise ConfigError(
             f"--sessions={sessions} needs {files} open files of a process, but ulimit -Hn is {hard}; raise it "
             "(LimitNOFILE of systemd, docker run --ulimit), or lower --sessions"
         )
-    if files + max_connections > _number(hard):
+    if files + max_connections > hard:
         log.warning(
             "--max-connections=%d and --sessions=%d need %d open files, but ulimit -Hn is %d: connections may be "
             "refused without a reason; raise it, or lower --max-connections", max_connections, sessions,
@@ -63,7 +65,10 @@ def user_problems(tasks: int) -> list[str]:
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     if hard == resource.RLIM_INFINITY or _has_capabilities():
         return []
-    used = sum(_threads(process) for process in psutil.process_iter() if _user(process) == os.getuid())
+    used = 0
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            used += process.num_threads() if process.uids().real == os.getuid() else 0
     return [f"ulimit -u is {hard}, of which this user has {used} in use"] if used + tasks > hard else []
 
 
@@ -85,21 +90,3 @@ def _has_capabilities() -> bool:
     status = Path("/proc/self/status").read_text()
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return bool(int(effective, 16) & ROOT_CAPABILITIES)
-
-
-def _threads(process: psutil.Process) -> int:
-    try:
-        return process.num_threads()
-    except psutil.Error:  # it has ended, or is another user's
-        return 0
-
-
-def _user(process: psutil.Process) -> int | None:
-    try:
-        return process.uids().real
-    except psutil.Error:
-        return None
-
-
-def _number(limit: int) -> float:
-    return float("inf") if limit == resource.RLIM_INFINITY else limit

@@ -39,16 +39,16 @@ def add_node(commands: Any) -> None:
     for part, run in ((prepare, _prepare), (listing, _commands)):
         part.add_argument("config", help="YAML file, such as configs/8b_32node.yaml")
         part.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
-        part.add_argument("--farm", metavar="URL", help="use the browsers of this farm instead of the job's own")
+        part.add_argument("--farm", metavar="URLS", help="use these browser servers instead of the job's own")
         _add_stub_command(part)
         part.set_defaults(run=run)
 
-    browsers = parts.add_parser("browsers", help="run the browser server of this node for a job's farm")
+    browsers = parts.add_parser("browsers", help="run the browser server of this node for a job")
     browsers.add_argument("config", help="YAML file of the job")
     browsers.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
-    browsers.add_argument("--router", required=True, metavar="URL", help="the farm's router")
-    browsers.add_argument("--port", type=int, default=8700, help="port to listen on (default: 8700)")
-    browsers.add_argument("--nodes", type=int, default=1, metavar="N", help="browser servers that share the sessions")
+    browsers.add_argument(
+        "--servers", required=True, metavar="URLS", help="addresses of all browser servers, separated by commas"
+    )
     browsers.set_defaults(run=_browsers)
 
     _add_evaluation(parts)
@@ -159,9 +159,9 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 
 def _browsers(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.slurm.browser_farm import serve_browsers
+    from megatron_webrl.launch.slurm.browser_servers import serve_browsers
 
-    return serve_browsers(options.config, options.overrides, options.router, options.port, options.nodes)
+    return serve_browsers(options.config, options.overrides, options.servers)
 
 
 def _choose(options: argparse.Namespace) -> int:

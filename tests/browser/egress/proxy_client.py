@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from megatron_webrl.browser.egress.egress_policy import declared_endpoints
+from megatron_webrl.browser.egress.egress_policy import NetworkAccess, declared_endpoints
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
-from megatron_webrl.browser.egress.network_access import NetworkAccess
 from megatron_webrl.config.browser import BrowserConfig
 
 SECONDS = 15.0  # limit of a test's waits

@@ -8,7 +8,7 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_webrl.browser.egress.har_archive import FORMAT, HAR_MEMBER, VISIT_MEMBER, visit_path
+from megatron_webrl.browser.egress.har import FORMAT, HAR_MEMBER, VISIT_MEMBER, visit_path
 from megatron_webrl.types import Task
 
 TASK = Task(id="web/test", source="web", environment="page", seed=0, max_steps=5, url="http://a.test/")

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron_webrl.browser.egress import connections
 from megatron_webrl.browser.egress import egress_proxy as proxy_module
-from megatron_webrl.browser.egress import proxy_connection
-from megatron_webrl.browser.egress.egress_policy import declared_endpoints
+from megatron_webrl.browser.egress.egress_policy import MAX_LOOKUPS, declared_endpoints
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
-from megatron_webrl.browser.egress.network_access import MAX_LOOKUPS
 from megatron_webrl.config.browser import BrowserConfig
 from tests.browser.egress.proxy_client import (
     OK,
@@ -79,7 +78,7 @@ async def test_an_episode_has_a_limit_of_bytes(direction: str) -> None:
 
 
 async def test_a_slow_response_ends_at_the_time_limit_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_connection, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.3)
     drops = 0
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -104,14 +103,14 @@ async def test_a_slow_response_ends_at_the_time_limit_of_a_request(monkeypatch: 
 
 
 async def test_an_idle_tunnel_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_connection, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.2)
     async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
         answer = await ask(network, "CONNECT a.test:443 HTTP/1.1\r\nHost: a.test\r\n\r\n")
         assert answer == b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
 async def test_an_episode_has_a_limit_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_webrl.browser.egress.network_access.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("megatron_webrl.browser.egress.egress_policy.MAX_CONNECTIONS", 2)
     async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
         writers = []
         for _ in range(2):

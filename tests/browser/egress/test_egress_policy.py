@@ -330,7 +330,8 @@ def test_declared_origins_map_to_the_addresses_of_their_source() -> None:
 
 
 def test_a_star_in_a_declared_host_stands_for_part_of_its_label() -> None:
-    shops = declared_endpoints(["http://shop-*.localhost"], {"shop-*.localhost": "127.0.0.1:8000"}) | SHOP
+    addresses = dict.fromkeys(("shop-*.localhost", "shop.localhost"), "127.0.0.1:8000")
+    shops = declared_endpoints(["http://shop-*.localhost", "http://shop.localhost"], addresses)
     rules = EgressPolicy.from_config(BrowserConfig())
     for host in ("shop-1.localhost", "SHOP-abc.localhost.", "shop.localhost"):
         assert reason(rules, f"http://{host}/", shops) is None

@@ -14,7 +14,7 @@ import pytest
 from playwright.async_api import Page
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.egress.har_archive import HAR_MEMBER, READ_REQUEST_HEADERS, har_name, request_key
+from megatron_webrl.browser.egress.har import HAR_MEMBER, READ_REQUEST_HEADERS, har_name, request_key
 from megatron_webrl.browser.errors import NotRecorded
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.browser.egress.har_archive import FAILED_STATUS, visit_path
-from megatron_webrl.browser.egress.har_replayer import FORM_TYPE, HARReplayer, ReplayRequest
+from megatron_webrl.browser.egress.har import FAILED_STATUS, FORM_TYPE, HARReplayer, ReplayRequest, visit_path
 from megatron_webrl.browser.errors import NotRecorded
 from tests.browser.egress.recorded_visits import CLOCK_MS, TASK, Recorded, write_visit
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.browser.egress import replay_connection
-from megatron_webrl.browser.egress.har_replayer import FORM_TYPE, HARReplayer
-from megatron_webrl.browser.egress.network_access import NetworkAccess
+from megatron_webrl.browser.egress import connections
+from megatron_webrl.browser.egress.egress_policy import NetworkAccess
+from megatron_webrl.browser.egress.har import FORM_TYPE, HARReplayer
 from tests.browser.egress.proxy_client import OK, Server, answering, ask, get, open_network, rest_of
 from tests.browser.egress.recorded_visits import TASK, Recorded, write_visit
 
@@ -107,7 +107,7 @@ async def test_a_request_that_the_page_gave_up_waits_until_the_browser_gives_it_
 async def test_a_request_that_is_not_given_up_again_fails_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replay_connection, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.2)
     async with replaying(tmp_path, Recorded(PAGE, None, status=-1, failure="net::ERR_ABORTED")) as network:
         assert await ask(network, get(PAGE)) == b""
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.page import tabs
-from megatron_webrl.browser.page.tab import Tab
+from megatron_webrl.browser.page.tabs import Tab
 from megatron_webrl.browser.session import Session
 from megatron_webrl.types import OPTIONAL_ACTION_KINDS, Action, Observation
 from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on, serving

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from megatron_webrl.browser.page.pixels import ScreenshotDigest
+from megatron_webrl.browser.page.observer import ScreenshotDigest
 
 
 def encoded(image: Image.Image, encoding: str, **options: Any) -> ScreenshotDigest:

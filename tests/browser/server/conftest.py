@@ -1,4 +1,4 @@
-"""Browser servers and routers as processes, and a plain HTTP client."""
+"""Browser servers as processes, and a plain HTTP client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT = 60.0  # seconds, of anything that is waited for
 
 @dataclass
 class Server:
-    """A running browser server or router."""
+    """A running browser server."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -52,13 +52,13 @@ class Answer:
 
 
 class Http:
-    """Requests to one server; redirects are followed only if asked for."""
+    """Requests to one server."""
 
     def __init__(self, client: aiohttp.ClientSession, url: str) -> None:
         self.client, self.url = client, url
 
-    async def __call__(self, method: str, path: str, *, follow: bool = False, **options: Any) -> Answer:
-        async with self.client.request(method, self.url + path, allow_redirects=follow, **options) as answer:
+    async def __call__(self, method: str, path: str, **options: Any) -> Answer:
+        async with self.client.request(method, self.url + path, **options) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
 
     async def lease(self, **options: Any) -> str:
@@ -73,18 +73,18 @@ class Http:
 
 
 @contextmanager
-def serving(*arguments: str, **environment: str) -> Iterator[Server]:
-    """`webrl browsers ...` as a ready process; it and its descendants are ended afterwards."""
+def browser_server(*arguments: str, sessions: int = 3, **environment: str) -> Iterator[Server]:
+    """A browser server with small pages as a ready process; it and its descendants are ended afterwards."""
     with tempfile.TemporaryDirectory() as temporary:
         file, log = Path(temporary) / "address", Path(temporary) / "log"
-        command = [sys.executable, "-m", "megatron_webrl", "browsers", *arguments, "--die-with-parent"]
-        if "--port" not in arguments:
-            command += ["--port", "0"]
+        command = [
+            sys.executable, "-m", "megatron_webrl", "browsers", "serve", "--sessions", str(sessions), *arguments,
+            *SMALL, "--die-with-parent", "--port", "0", "--address-file", str(file),
+        ]  # fmt: skip
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*command, "--address-file", str(file)], cwd=ROOT, stdout=output, stderr=output,
-                env={**os.environ, **environment},
-            )  # fmt: skip
+                command, cwd=ROOT, stdout=output, stderr=output, env={**os.environ, **environment}
+            )
         try:
             until(lambda: file.exists() or process.poll() is not None, "an address")
             assert file.exists(), log.read_text()
@@ -109,11 +109,6 @@ async def until_async(condition: Callable[[], Any], what: str, seconds: float = 
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         await asyncio.sleep(0.02)
     return found
-
-
-def browser_server(*arguments: str, sessions: int = 3, **environment: str) -> Any:
-    """A browser server with small pages."""
-    return serving("serve", "--sessions", str(sessions), *arguments, *SMALL, **environment)
 
 
 @pytest.fixture

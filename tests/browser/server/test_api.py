@@ -1,4 +1,4 @@
-"""What the public paths of browser server and router share."""
+"""The public paths of a browser server."""
 
 from __future__ import annotations
 

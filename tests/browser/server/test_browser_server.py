@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 
 import aiohttp
@@ -18,6 +20,7 @@ from megatron_webrl.tasks import scripted_policies
 from megatron_webrl.tasks.miniwob import all_environments
 from megatron_webrl.types import Observation
 from tests.browser.server.conftest import ROOT, Http, Server, browser_server, until_async
+from tests.browser.server.servers import browser_of
 from tests.waiting import until
 
 
@@ -96,6 +99,20 @@ async def test_a_lease_beyond_capacity_is_refused_with_retry_after(http: Http) -
     leases[0] = await http.lease()
     for lease in leases:
         await http("DELETE", f"/v1/leases/{lease}")
+
+
+async def test_a_thousand_simultaneous_lease_requests_get_a_lease_or_busy(http: Http) -> None:
+    started = time.monotonic()
+    patient = aiohttp.ClientTimeout(total=300)
+    answers = await asyncio.gather(
+        *(http("POST", "/v1/leases", json={"seconds": 300}, timeout=patient) for _ in range(1000))
+    )
+    print(f"1000 lease requests at a time: {time.monotonic() - started:.2f} s")  # noqa: T201
+    assert Counter(answer.status for answer in answers) == {201: 3, protocol.STATUS_BUSY: 997}
+    assert all(int(answer.headers["Retry-After"]) >= 1 for answer in answers if answer.status == protocol.STATUS_BUSY)
+    for answer in answers:
+        if answer.status == 201:
+            assert (await http("DELETE", f"/v1/leases/{answer.json['id']}")).status == 204
 
 
 async def test_an_unused_lease_expires_and_a_used_one_does_not(http: Http) -> None:
@@ -239,7 +256,7 @@ async def test_a_killed_browser_is_a_failure_with_its_outcome_and_the_lease_cont
         return (await http("GET", f"/v1/leases/{lease}")).json["state"] == "acting"
 
     await until_async(acting, "a step under way")
-    os.kill(browser_of(server).pid, signal.SIGKILL)
+    os.kill(browser_of(psutil.Process(server.process.pid)).pid, signal.SIGKILL)
     failed = await waiting
     assert failed.status == protocol.STATUS_BROWSER_FAILED
     assert failed.json["outcome"] == "browser_crashed"
@@ -254,27 +271,9 @@ async def test_a_killed_browser_is_a_failure_with_its_outcome_and_the_lease_cont
     await http("DELETE", f"/v1/leases/{lease}")
 
 
-def browser_of(server: Server) -> psutil.Process:
-    """The server's Chromium: neither the shell script that started it nor one of its helpers."""
-    (browser,) = (child for child in server.children() if _is_browser(child))
-    return browser
-
-
-def _is_browser(process: psutil.Process) -> bool:
-    try:
-        arguments = process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return False
-    return (
-        "--remote-debugging-pipe" in arguments
-        and "chrom" in arguments[0]
-        and not any("--type=" in argument for argument in arguments)
-    )
-
-
 async def test_health_follows_the_browser(server: Server, http: Http) -> None:
     assert (await http("GET", "/healthz")).status == 200
-    browser = browser_of(server)
+    browser = browser_of(psutil.Process(server.process.pid))
     browser.suspend()
     try:
         sick = await http("GET", "/healthz")
@@ -306,7 +305,7 @@ async def test_metrics_and_status_page_show_the_state(http: Http) -> None:
 async def test_the_openapi_document_is_complete(http: Http) -> None:
     document = (await http("GET", "/openapi.json")).json
     step = document["paths"]["/v1/leases/{lease}/step"]["post"]
-    assert set(step["responses"]) == {"200", "400", "401", "403", "409", "410", "413", "502"}
+    assert set(step["responses"]) == {"200", "400", "401", "403", "409", "410", "413", "4XX", "502"}
     assert set(step["responses"]["200"]["content"]) == {"application/json", protocol.OBSERVATION_MEDIA_TYPE}
     assert step["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/StepRequest")
     assert {"Task-Input", "Observation", "Lease", "LeaseState", "ErrorResponse", "ServerState"} <= set(

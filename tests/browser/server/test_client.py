@@ -12,14 +12,12 @@ import pytest_asyncio
 
 from megatron_webrl.browser.errors import BrowserCrashed
 from megatron_webrl.browser.server import protocol
-from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
-from megatron_webrl.browser.server.http_client import BrowserBusy, LeaseLost, ServerUnreachable
+from megatron_webrl.browser.server.client import BrowserBusy, BrowserClient, LeaseLost, RemoteSession, ServerUnreachable
 from megatron_webrl.browser.server.local_servers import LocalServers, local_servers
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.types import Action
-from tests.browser.server.conftest import browser_server, serving
 from tests.browser.server.servers import LIMIT, browser_of, click_task, config_for, server_at, server_processes, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -135,7 +133,7 @@ async def test_a_lost_lease_is_named_and_a_reset_takes_another(servers: LocalSer
     async with client(servers) as browsers, browsers.session() as session:
         await session.reset(click_task())
         lost = session.lease.id
-        await browsers.http.request("DELETE", protocol.lease_url(session.lease), LIMIT)
+        await browsers.release_lease(session.lease, session.address)
         with pytest.raises(LeaseLost, match="released"):
             await session.step(Action("wait", time=0))
         assert (await session.reset(click_task())).instruction == "Click the button."
@@ -146,10 +144,9 @@ async def test_a_lease_released_during_a_step_is_lost_to_the_step(servers: Local
     async with client(servers) as browsers, browsers.session() as session:
         await session.reset(click_task())
         waiting = asyncio.ensure_future(session.step(Action("wait", time=5)))
-        url = f"{session.lease.server}{protocol.API_PREFIX}/leases/{session.lease.id}"
-        while '"acting"' not in (await browsers.http.request("GET", url, LIMIT)).decode():
+        while (await session.lease_state()).state != "acting":
             await asyncio.sleep(0.02)
-        await browsers.http.request("DELETE", url, LIMIT)
+        await browsers.release_lease(session.lease, session.address)
         with pytest.raises(LeaseLost, match="released"):
             await waiting
 
@@ -206,17 +203,3 @@ async def test_a_server_with_another_session_spec_is_refused(servers: LocalServe
     async with client(servers, spec=protocol.SessionSpec.from_config(config_for().browser)) as browsers:
         await browsers.wait_until_ready(LIMIT)
         assert await free(browsers, servers) == 4
-
-
-async def test_a_client_of_a_router_uses_its_servers_directly() -> None:
-    with serving("route") as router, browser_server("--router", router.url, sessions=1) as only:
-        async with BrowserClient(router.url, "", wait_seconds=LIMIT) as browsers:
-            async with browsers.session() as session:  # waits until the server has registered
-                assert (session.address, session.lease.server) == (router.url, only.url)
-                assert (await session.reset(click_task())).instruction == "Click the button."
-            view = protocol.SessionSpec.from_config(config_for().browser)
-            async with BrowserClient(router.url, "", spec=view) as picky:
-                with pytest.raises(
-                    ConfigError, match=rf"browser server {only.url} has browser.width=320 instead of 160"
-                ):
-                    await picky.wait_until_ready(LIMIT)

@@ -13,9 +13,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from megatron_webrl.browser.server import gym, protocol
-from megatron_webrl.browser.server.gym import WebEnv
+from megatron_webrl.browser.server.gym import ActionSpace, WebEnv
 from megatron_webrl.browser.server.local_servers import LocalServers
-from megatron_webrl.browser.server.spaces import ActionSpace
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.ring.segment import poll_with_backoff
 from tests.browser.server.servers import browser_of, config_for, server_processes

@@ -1,9 +1,8 @@
-"""Processes of server and router: access, start and shutdown."""
+"""Process of a browser server: access, start and shutdown."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import secrets
 import signal
@@ -16,14 +15,12 @@ import aiohttp
 import psutil
 import pytest
 
-from megatron_webrl.browser.server.protocol import SessionSpec
 from megatron_webrl.cli import main
-from megatron_webrl.config.browser import BrowserConfig
-from tests.browser.server.conftest import LIMIT, ROOT, SMALL, Http, Server, browser_server, serving, until_async
+from tests.browser.server.conftest import LIMIT, ROOT, SMALL, Http, Server, browser_server
 from tests.waiting import until
 
-TOKEN, SERVER_TOKEN = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-BEARER, SERVER_BEARER = ({"Authorization": f"Bearer {token}"} for token in (TOKEN, SERVER_TOKEN))
+TOKEN = secrets.token_urlsafe(24)
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.fixture
@@ -52,17 +49,18 @@ def _state(process: psutil.Process) -> str:
         return psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("part", ["serve", "route"])
-def test_off_loopback_a_token_is_required(part: str, refusal: Callable[..., str], tmp_path: Path) -> None:
-    said = refusal(part, "--host", "0.0.0.0", "--port", "0", token="")
+def test_off_loopback_a_token_is_required(refusal: Callable[..., str], tmp_path: Path) -> None:
+    said = refusal("serve", "--host", "0.0.0.0", "--port", "0", token="")
     assert "WEBRL_BROWSERS_TOKEN is not set, and --host=0.0.0.0 is not a loopback address" in said
     assert "--token-file" in said
-    short = refusal(part, "--port", "0", token="hunter2")
+    short = refusal("serve", "--port", "0", token="hunter2")
     assert "at least 16" in short
     assert "hunter2" not in short
-    assert "cannot be read" in refusal(part, "--token-file", str(tmp_path / "none"), token=TOKEN)
+    assert "cannot be read" in refusal("serve", "--token-file", str(tmp_path / "none"), token=TOKEN)
     (tmp_path / "empty").touch()
-    assert "is empty" in refusal(part, "--token-file", str(tmp_path / "empty"), token=TOKEN)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert "not a text" in refusal("serve", "--token-file", str(tmp_path / "binary"), token=TOKEN)
+    assert "is empty" in refusal("serve", "--token-file", str(tmp_path / "empty"), token=TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,6 @@ def test_off_loopback_a_token_is_required(part: str, refusal: Callable[..., str]
         (["--max-connections-per-address", "0"], "--max-connections-per-address=0 must be at least 1"),
         (["--sessions", "0"], "--sessions=0 must be at least 1"),
         (["--lease-seconds", "5000"], "--lease-seconds=5000 must be greater than 0 and at most"),
-        (["--router", "node7:8701"], "--router=node7:8701 is not an address such as"),
         (["browser.colour=red"], "unknown key browser.colour in an override"),
         (["browser.quality=300"], "browser.quality=300 must be at most 100"),
         (["no-such.yaml"], "configuration no-such.yaml is not a file"),
@@ -87,12 +84,11 @@ def test_invalid_options_are_refused_before_anything_starts(
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A router on a public address."""
-    file, servers_file = (tmp_path_factory.mktemp("token") / name for name in ("clients", "servers"))
+    """A server on a public address."""
+    file = tmp_path_factory.mktemp("token") / "token"
     file.write_text(TOKEN + "\n")
-    servers_file.write_text(SERVER_TOKEN + "\n")
-    files = ("--token-file", str(file), "--server-token-file", str(servers_file))
-    with serving("route", "--host", "0.0.0.0", *files) as server:
+    with browser_server("--host", "0.0.0.0", "--token-file", str(file), sessions=1) as server:
+        assert TOKEN not in " ".join(psutil.Process(server.process.pid).cmdline())
         port = server.url.rpartition(":")[2]
         yield Server(f"http://127.0.0.1:{port}", server.process)
 
@@ -100,7 +96,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def test_every_path_of_the_api_needs_the_token(guarded: Server, client: aiohttp.ClientSession) -> None:
     http = Http(client, guarded.url)
     paths = [
-        ("GET", "/v1/state"), ("GET", "/v1/tasks"), ("POST", "/v1/leases"), ("POST", "/v1/servers"),
+        ("GET", "/v1/state"), ("GET", "/v1/tasks"), ("POST", "/v1/leases"), ("GET", "/v1"),
         ("GET", "/v1/leases/x"), ("DELETE", "/v1/leases/x"), ("POST", "/v1/leases/x/step"), ("GET", "/v1/nothing"),
     ]  # fmt: skip
     for method, path in paths:
@@ -111,71 +107,17 @@ async def test_every_path_of_the_api_needs_the_token(guarded: Server, client: ai
             assert answer.headers["WWW-Authenticate"] == "Bearer"
             assert set(answer.json) == {"error", "outcome"}
             assert TOKEN not in answer.body.decode()
-        right = SERVER_BEARER if path == "/v1/servers" else BEARER
-        assert (await http(method, path, headers=right)).status not in (401, 403)
+        assert (await http(method, path, headers=BEARER)).status not in (401, 403)
     for path in ("/healthz", "/metrics", "/", "/openapi.json"):
         assert (await http("GET", path)).status in (200, 503)
     assert (await http("GET", "/openapi.json")).json["paths"]["/v1/state"]["get"]["security"] == [{"client": []}]
-    assert (await http("GET", "/openapi.json")).json["paths"]["/v1/servers"]["post"]["security"] == [{"server": []}]
     assert (await http("GET", "/v1/state", headers={**BEARER, "Host": "farm.example"})).status == 200
-
-
-async def test_a_client_registers_no_server_and_a_server_leases_nothing(
-    guarded: Server, client: aiohttp.ClientSession
-) -> None:
-    http = Http(client, guarded.url)
-    state = {
-        "url": "http://192.0.2.1:8700", "instance_id": "f00d", "sessions": 8, "free": 8,
-        "spec": dataclasses.asdict(SessionSpec.from_config(BrowserConfig())),
-    }  # fmt: skip
-    for headers, status in ((BEARER, 403), (SERVER_BEARER, 204)):
-        answer = await http("POST", "/v1/servers", json=state, headers=headers)
-        assert answer.status == status
-        known = (await http("GET", "/v1/state", headers=BEARER)).json["servers"]
-        assert [server["url"] for server in known] == ([state["url"]] if status == 204 else [])
-    for method, path in (("POST", "/v1/leases"), ("DELETE", "/v1/leases/f00d-x"), ("GET", "/v1/state")):
-        answer = await http(method, path, json={}, headers=SERVER_BEARER)
-        assert (answer.status, answer.json["error"]) == (
-            403, "this is the token of a server; the path needs the token of a client",
-        )  # fmt: skip
-
-
-async def test_servers_register_and_clients_lease_with_tokens_of_their_own(client: aiohttp.ClientSession) -> None:
-    tokens = {"WEBRL_BROWSERS_TOKEN": TOKEN, "WEBRL_BROWSERS_SERVER_TOKEN": SERVER_TOKEN}
-    with serving("route", **tokens) as router, browser_server("--router", router.url, sessions=1, **tokens) as server:
-        http = Http(client, router.url)
-        placed = {"json": {}, "headers": BEARER}
-        await until_async(lambda: registered(http), "a registered server")
-        assert (await http("POST", "/v1/leases", **placed)).json["server"] == server.url
-        for process in (router.process, server.process):
-            assert TOKEN not in " ".join(psutil.Process(process.pid).cmdline())
-        assert (await Http(client, server.url)("POST", "/v1/leases", json={}, headers=SERVER_BEARER)).status == 401
-
-
-async def registered(http: Http) -> bool:
-    return bool((await http("GET", "/v1/state", headers=BEARER)).json["servers"])
-
-
-def test_the_two_tokens_are_two_secrets(
-    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for part in (["route"], ["serve", "--router", "http://head:8701"]):
-        monkeypatch.delenv("WEBRL_BROWSERS_SERVER_TOKEN", raising=False)
-        said = refusal(*part, "--port", "0", token=TOKEN)
-        assert "WEBRL_BROWSERS_SERVER_TOKEN is not set, and browser servers register with a token other than" in said
-        monkeypatch.setenv("WEBRL_BROWSERS_SERVER_TOKEN", TOKEN)
-        said = refusal(*part, "--port", "0", token=TOKEN)
-        assert "are the same" in said
-        assert TOKEN not in said
-        assert "set both" in refusal(*part, "--port", "0", token="")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    assert "not a text" in refusal("route", "--server-token-file", str(tmp_path / "binary"), token=TOKEN)
 
 
 async def test_without_a_token_only_loopback_hosts_and_own_pages_are_accepted(
     client: aiohttp.ClientSession,
 ) -> None:
-    with serving("route", WEBRL_BROWSERS_TOKEN="") as server:
+    with browser_server(sessions=1, WEBRL_BROWSERS_TOKEN="") as server:
         http, place = Http(client, server.url), server.url.removeprefix("http://")
         port = place.rpartition(":")[2]
         for host in (place, f"localhost:{port}", f"[::1]:{port}", "127.0.0.1"):
@@ -273,8 +215,8 @@ async def test_a_lease_counts_the_refused_requests_of_its_pages(client: aiohttp.
         assert (await http("GET", f"/v1/leases/{lease}")).json["refused_requests"]["requests"] >= 1
 
 
-def test_neither_server_nor_router_needs_torch() -> None:
-    for module in ("server.server_main", "router.router_main", "commands"):
+def test_a_server_needs_no_torch() -> None:
+    for module in ("server_main", "commands"):
         code = f"import sys, megatron_webrl.browser.server.{module}; print('torch' in sys.modules)"
         found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
         assert found.stdout.strip() == "False"

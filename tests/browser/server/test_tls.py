@@ -1,4 +1,4 @@
-"""A farm with TLS: router, server and client check the certificate of each other's services."""
+"""Browser servers with TLS: the client checks their certificates."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ import aiohttp
 import pytest
 import trustme
 
-from megatron_webrl.browser.server.client import BrowserClient
-from megatron_webrl.browser.server.http_client import ServerUnreachable
+from megatron_webrl.browser.server.client import BrowserClient, ServerUnreachable
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.http.tls import TlsFiles, client_context, server_context
-from tests.browser.server.conftest import LIMIT, browser_server, serving
+from tests.browser.server.conftest import LIMIT, browser_server
 from tests.browser.server.servers import click_task
-
-TOKENS = {
-    "WEBRL_BROWSERS_TOKEN": secrets.token_urlsafe(24), "WEBRL_BROWSERS_SERVER_TOKEN": secrets.token_urlsafe(24),
-}  # fmt: skip
 
 
 def authority(folder: Path, name: str = "127.0.0.1") -> tuple[Path, TlsFiles]:
@@ -37,30 +32,26 @@ def authority(folder: Path, name: str = "127.0.0.1") -> tuple[Path, TlsFiles]:
     return folder / "ca.pem", files
 
 
-async def test_a_farm_works_with_tls_and_refuses_clients_without_it(
+async def test_a_server_works_with_tls_and_refuses_clients_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ca, files = authority(tmp_path / "farm")
     tls = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
-    environment = {**TOKENS, "WEBRL_BROWSERS_CA": str(ca)}
-    with (
-        serving("route", *tls, **environment) as router,
-        browser_server("--router", router.url, *tls, sessions=1, **environment) as server,
-    ):
-        assert urlsplit(router.url).scheme == urlsplit(server.url).scheme == "https"
+    environment = {"WEBRL_BROWSERS_TOKEN": secrets.token_urlsafe(24), "WEBRL_BROWSERS_CA": str(ca)}
+    with browser_server(*tls, sessions=1, **environment) as server:
+        assert urlsplit(server.url).scheme == "https"
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        async with BrowserClient(router.url) as browsers:
+        async with BrowserClient(server.url) as browsers:
             await browsers.wait_until_ready(LIMIT)
             async with browsers.session() as session:
-                assert session.lease.server == server.url
                 assert (await session.reset(click_task())).instruction
         other, _ = authority(tmp_path / "other")
         monkeypatch.setenv("WEBRL_BROWSERS_CA", str(other))
-        async with BrowserClient(router.url) as browsers:
+        async with BrowserClient(server.url) as browsers:
             with pytest.raises(ServerUnreachable, match="certificate"):
                 await browsers.wait_until_ready(0.5)
-        port = urlsplit(router.url).port
+        port = urlsplit(server.url).port
         async with aiohttp.ClientSession() as plain:
             with pytest.raises(aiohttp.ClientError):
                 await plain.get(f"http://127.0.0.1:{port}/healthz")
@@ -69,11 +60,11 @@ async def test_a_farm_works_with_tls_and_refuses_clients_without_it(
 async def test_stalled_tls_handshakes_delay_nobody_and_count_as_connections(tmp_path: Path) -> None:
     ca, files = authority(tmp_path / "farm")
     tls = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
-    with serving("route", *tls, "--max-connections-per-address", "3", WEBRL_BROWSERS_TOKEN="") as router:
-        port = urlsplit(router.url).port
+    with browser_server(*tls, "--max-connections-per-address", "3", WEBRL_BROWSERS_TOKEN="") as server:
+        port = urlsplit(server.url).port
         stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         context = ssl.create_default_context(cafile=ca)
-        async with aiohttp.ClientSession() as client, client.get(f"{router.url}/metrics", ssl=context) as answer:
+        async with aiohttp.ClientSession() as client, client.get(f"{server.url}/metrics", ssl=context) as answer:
             assert answer.status == 200
             refused, writer = await asyncio.open_connection("127.0.0.1", port)  # three are open
             async with asyncio.timeout(LIMIT):

@@ -131,4 +131,4 @@ def test_a_job_whose_browsers_all_end_is_requeued(tmp_path: Path, environment: d
     assert "--kill-on-bad-exit=0" in servers
     stops = [call for call in calls(tmp_path) if "stop" in call]
     assert len(stops) == 2
-    assert stops[-1][-2:] == ["--lost", "the browsers' router, or all of their servers, ended"]
+    assert stops[-1][-2:] == ["--lost", "all browser servers ended"]

@@ -21,7 +21,7 @@ from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
 from megatron_webrl.launch import watchdog
 from megatron_webrl.launch.roles import ProcessSpec, process_specs
 from megatron_webrl.launch.run_folder import config_path, control_address_path, write_job
-from megatron_webrl.launch.slurm.browser_farm import local_address_towards, sessions_per_server
+from megatron_webrl.launch.slurm.browser_servers import own_listen_address, sessions_per_server
 from megatron_webrl.launch.slurm.commands import node_number
 from megatron_webrl.launch.slurm.prepare import farm_overrides, plan_job, prepare_job, resume_overrides
 from megatron_webrl.launch.validation import load_config
@@ -120,13 +120,18 @@ def test_a_node_takes_its_number_from_slurm_and_checks_it() -> None:
         node_number(4, config, {})
 
 
-def test_browsers_of_a_farm_are_enough_for_all_workers() -> None:
+def test_browser_servers_are_enough_for_all_workers() -> None:
     many = ["rollout.engines=3", "rollout.groups_in_flight=2", "rollout.group_size=4"]
     config = parse_config(None, [*many, "evaluation.every=5", "evaluation.concurrency=1"])
     assert sessions_per_server(config, 2) == 14  # of 27
-    assert local_address_towards("http://127.0.0.1:8700") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"--router=http://no such host"):
-        local_address_towards("http://no such host:8700")
+
+
+def test_a_browser_server_listens_at_the_address_of_its_machine() -> None:
+    others = "http://192.0.2.1:8700"  # nobody's address
+    own = own_listen_address((others, "http://127.0.0.1:8701"))
+    assert (own.host, own.port) == ("127.0.0.1", 8701)
+    with pytest.raises(ConfigError, match=f"--servers={others} has no address of this machine"):
+        own_listen_address((others,))
 
 
 # -- on this machine ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.browser.server.protocol import ResetRequest
-from megatron_webrl.browser.server.request_validation import TaskCatalog
+from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig, tasks_config

@@ -10,7 +10,7 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import local_servers
 from megatron_webrl.browser.server.protocol import InvalidRequest
-from megatron_webrl.browser.server.request_validation import TaskCatalog
+from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import psutil
 from playwright.async_api import Browser, BrowserContext, CDPSession, Page
 
-from megatron_webrl.browser.chromium import proxy_settings
+from megatron_webrl.browser.chromium import proxy_settings, resident_mib
 from megatron_webrl.browser.page import settle
-from megatron_webrl.browser.process_memory import resident_mib
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import TaskSite
 

@@ -14,7 +14,7 @@ from typing import Any
 from playwright.async_api import Browser
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.page.pixels import ScreenshotDigest
+from megatron_webrl.browser.page.observer import ScreenshotDigest
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from megatron_webrl.browser.errors import BrowserError, BrowserTimeout, PageCrashed
-from megatron_webrl.browser.server import protocol
-from megatron_webrl.browser.server.client import BrowserClient
-from megatron_webrl.browser.server.http_client import BrowserBusy, ServerUnreachable, to_browser_error
+from megatron_webrl.browser.server import client, protocol
+from megatron_webrl.browser.server.client import BrowserBusy, BrowserClient, ServerUnreachable, to_browser_error
 from megatron_webrl.config.browser import BrowserConfig, parse_farm_addresses
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.types import Action, Observation
 from tests.browser.server.servers import LIMIT
 
 
-async def test_an_unreachable_farm_is_named() -> None:
+async def test_an_unreachable_server_is_named() -> None:
     async with BrowserClient("http://127.0.0.1:9", "") as browsers:
         with pytest.raises(
-            ServerUnreachable, match=r"no browser farm within 0 s: http://127.0.0.1:9 cannot be reached"
+            ServerUnreachable, match=r"no browser server within 0 s: http://127.0.0.1:9 cannot be reached"
         ):
             await browsers.wait_until_ready(0.2)
 
@@ -55,6 +54,8 @@ async def test_retries_of_a_lease_request_respect_retry_after() -> None:
     asked: list[float] = []
 
     async def busy(request: web.Request) -> web.Response:
+        if request.path.endswith("/state"):
+            return server_state()
         asked.append(time.monotonic())
         return web.Response(status=503, text='{"error": "full"}', headers={"Retry-After": "1"})
 
@@ -66,12 +67,75 @@ async def test_retries_of_a_lease_request_respect_retry_after() -> None:
     assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(asked))
 
 
-def server_state(url: str) -> web.Response:
-    return web.Response(
-        body=protocol.dump(
-            protocol.ServerState(url, "instance", 1, 1, protocol.SessionSpec.from_config(BrowserConfig()))
-        )
-    )
+def server_state(free: int = 1) -> web.Response:
+    state = protocol.ServerState(free, free, protocol.SessionSpec.from_config(BrowserConfig()))
+    return web.Response(body=protocol.dump(state))
+
+
+def lease(name: str = "a", free: int = 0) -> web.Response:
+    return web.Response(status=201, body=protocol.dump(protocol.Lease(name, 60.0, free)))
+
+
+@asynccontextmanager
+async def fake_server(sessions: int, asked: list[str]) -> AsyncIterator[str]:
+    """A server that only leases; each request for a lease is counted in `asked` by its address."""
+    free = sessions
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal free
+        if request.path.endswith("/state"):
+            return server_state(free)
+        if request.method == "POST":
+            asked.append(f"http://{request.host}")
+            if not free:
+                return web.Response(status=503, text='{"error": "full"}')
+            free -= 1
+            return lease(str(free), free)
+        free += 1
+        return web.Response(status=204)
+
+    async with server(answer) as url:
+        yield url
+
+
+async def test_leases_go_to_the_server_with_the_most_free_sessions() -> None:
+    asked: list[str] = []
+    async with fake_server(4, asked) as large, fake_server(2, asked) as small:
+        async with BrowserClient(f"{small},{large}", "", wait_seconds=5.0) as browsers, AsyncExitStack() as stack:
+            await browsers.wait_until_ready(LIMIT)
+            used = [(await stack.enter_async_context(browsers.session())).address for _ in range(6)]
+            assert used[:2] == [large] * 2  # of 4 and 2, then of 3 and 2
+            assert Counter(used) == {large: 4, small: 2}
+            assert len(asked) == 6  # no server is asked in vain
+        async with BrowserClient(f"{small},{large}", "") as browsers, AsyncExitStack() as stack:
+            many = [stack.enter_async_context(browsers.session()) for _ in range(6)]
+            assert Counter([each.address for each in await asyncio.gather(*many)]) == {large: 4, small: 2}
+
+
+async def test_a_server_that_is_away_or_silent_is_left_out_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "REQUEST_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(client, "AWAY_SECONDS", 1.5)
+    asked: list[float] = []
+
+    async def silent(request: web.Request) -> web.Response:
+        asked.append(time.monotonic())
+        await asyncio.sleep(LIMIT)
+        return server_state()
+
+    async with (
+        server(silent) as mute,
+        fake_server(99, []) as well,
+        BrowserClient(f"{mute},http://127.0.0.1:9,{well}", "") as browsers,
+    ):
+        begun = time.monotonic()
+        while len(asked) < 2:
+            started = time.monotonic()
+            async with browsers.session() as session:
+                assert session.address == well
+            assert time.monotonic() - started < 1.4
+            await asyncio.sleep(0.02)
+            assert time.monotonic() < begun + LIMIT
+    assert asked[1] - asked[0] > 1.9  # the timeout and the time of absence
 
 
 async def test_a_lease_granted_to_a_cancelled_caller_is_released() -> None:
@@ -83,11 +147,10 @@ async def test_a_lease_granted_to_a_cancelled_caller_is_released() -> None:
             released.append(request.path)
             return web.Response(status=204)
         if request.path.endswith("/state"):
-            return server_state(f"http://{request.host}")
+            return server_state()
         asked.set()
         await answering.wait()
-        lease = {"id": "a-b", "seconds": 60, "server": f"http://{request.host}"}
-        return web.Response(status=201, text=json.dumps(lease))
+        return lease("a-b")
 
     async with server(answer) as url:
         async with BrowserClient(url, "") as browsers:
@@ -106,10 +169,9 @@ async def test_a_step_is_never_sent_twice_and_ends_within_its_timeout() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         nonlocal steps
         if request.path.endswith("/leases"):
-            lease = {"id": "a-b", "seconds": 60, "server": f"http://{request.host}"}
-            return web.Response(status=201, text=json.dumps(lease))
+            return lease("a-b")
         if request.path.endswith("/state"):
-            return server_state(f"http://{request.host}")
+            return server_state()
         if request.path.endswith("/step"):
             steps += 1
             if steps == 1:

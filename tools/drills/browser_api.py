@@ -1,11 +1,11 @@
-"""Drill: generated requests to every path of a router and of a browser server, from their OpenAPI documents.
+"""Drill: generated requests to every path of a browser server, from its OpenAPI document.
 
-  python -m tools.drills.farm_api           5,000 requests to each service
-  python -m tools.drills.farm_api --quick   200
+  python -m tools.drills.browser_api           5,000 requests
+  python -m tools.drills.browser_api --quick   200
 
-Half of the requests have a live lease, a task that exists, or the address of a server where the path takes one: they
-reach real browsers. Goal: each response has a status of its operation in the document; a 5xx that is not there is a
-failure, and so is a service that ends. Exit code 0 if it holds.
+Half of the requests have a live lease, and a task that exists: they reach real browsers. Goal: each response has a
+status of its operation in the document; a 5xx that is not there is a failure, and so is a server that ends. Exit code 0
+if it holds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
-from typing import Any
 
 import hypothesis
 import requests
@@ -24,23 +23,17 @@ from hypothesis import HealthCheck, Phase, strategies
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.core.result import Err
 
-from tests.browser.server.conftest import Server, browser_server, serving
+from tests.browser.server.conftest import Server, browser_server
 from tools.arguments import make_bench_parser, write_json
 
 SESSIONS = 4
 TIMEOUT_SECONDS = 60.0
-SERVER_URLS = (
-    "http://127.0.0.1:1", "http://", "http://[", "http://127.0.0.1:99999", "https://127.0.0.1:x", "http://a b", "http://%",
-    "http://user@127.0.0.1:1/path?query#part", "http://xn--\u2603", "http://\x7f", "HTTP://127.0.0.1:1",
-)  # fmt: skip
-"""Addresses of servers in heartbeats; none of them answers."""
 
 
 @dataclass
 class DrillResult:
-    """Requests to one service."""
+    """Requests to the server."""
 
-    service: str
     requests: int = 0
     seconds: float = 0.0
     statuses: dict[str, dict[int, int]] = field(default_factory=dict)  # responses by operation and status
@@ -48,10 +41,10 @@ class DrillResult:
 
 
 class ApiDrill:
-    """Generated requests to one service; a live lease is kept for those that need one."""
+    """Generated requests to one server; a live lease is kept for those that need one."""
 
-    def __init__(self, name: str, service: Server) -> None:
-        self.result = DrillResult(name)
+    def __init__(self, service: Server) -> None:
+        self.result = DrillResult()
         self._service = service
         document = requests.get(f"{service.url}/openapi.json", timeout=TIMEOUT_SECONDS).json()
         self._schema = schemathesis.openapi.from_dict(document)
@@ -71,7 +64,7 @@ class ApiDrill:
         result.seconds = time.monotonic() - started
         result.statuses = {name: dict(statuses) for name, statuses in self._statuses.items()}
         if self._service.process.poll() is not None:
-            result.problems.append(f"the service ended with code {self._service.process.returncode}")
+            result.problems.append(f"the server ended with code {self._service.process.returncode}")
         return result
 
     def _operations(self) -> list[APIOperation]:
@@ -90,28 +83,26 @@ class ApiDrill:
             max_examples=count, deadline=None, database=None, phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
-        @hypothesis.given(cases, strategies.booleans(), strategies.sampled_from(SERVER_URLS))
-        def send(case: Case, is_live: bool, url: str) -> None:
+        @hypothesis.given(cases, strategies.booleans())
+        def send(case: Case, is_live: bool) -> None:
             if is_live:
-                self._make_live(case, url)
+                self._make_live(case)
             self._send(case)
 
         send()
 
-    def _make_live(self, case: Case, url: str) -> None:
-        """Name a lease, task and address that exist, where the case has such a field."""
+    def _make_live(self, case: Case) -> None:
+        """Name a lease and a task that exist, where the case has such a field."""
         parameters, body = case.path_parameters or {}, case.body
         if "lease" in parameters:
             case.path_parameters = {**parameters, "lease": self._live_lease()}
         if isinstance(body, dict) and case.path.endswith("/reset"):
             case.body = {"source": "miniwob", "environment": "click-test", "seed": body.get("seed", 0)}
-        elif isinstance(body, dict) and case.path.endswith("/servers"):
-            body.update(url=url, instance_id="f00d")
 
     def _live_lease(self) -> str:
         """A lease with an episode, if one can be had."""
         base = f"{self._service.url}/v1/leases"
-        known = self._lease and requests.get(f"{base}/{self._lease}", timeout=TIMEOUT_SECONDS, allow_redirects=False)
+        known = self._lease and requests.get(f"{base}/{self._lease}", timeout=TIMEOUT_SECONDS)
         if not known or known.status_code >= HTTPStatus.BAD_REQUEST:
             answer = requests.post(base, json={"seconds": 600}, timeout=TIMEOUT_SECONDS)
             self._lease = answer.json()["id"] if answer.status_code == HTTPStatus.CREATED else None
@@ -123,7 +114,7 @@ class ApiDrill:
     def _send(self, case: Case) -> None:
         operation = case.operation
         try:
-            response = case.call(base_url=self._service.url, timeout=TIMEOUT_SECONDS, allow_redirects=False)
+            response = case.call(base_url=self._service.url, timeout=TIMEOUT_SECONDS)
         except (requests.RequestException, OSError, ValueError) as error:
             self._problem(operation, f"no response: {type(error).__name__}: {error}", case)
             return
@@ -132,7 +123,7 @@ class ApiDrill:
         if str(status) not in operation.responses.status_codes and not _is_of_framework(status):
             self._problem(operation, f"status {status} is not declared: {response.content[:300]!r}", case)
         if operation.label == "POST /v1/leases" and status == HTTPStatus.CREATED:
-            url = f"{response.json()['server']}/v1/leases/{response.json()['id']}"
+            url = f"{self._service.url}/v1/leases/{response.json()['id']}"
             requests.delete(url, timeout=TIMEOUT_SECONDS)
 
     def _problem(self, operation: APIOperation, problem: str, case: Case) -> None:
@@ -148,25 +139,20 @@ def _is_of_framework(status: int) -> bool:
 
 def main() -> int:
     """Run the drill; returns 0 if its goal holds."""
-    options = make_bench_parser(__doc__, "200 requests to each service").parse_args()
-    results = run_drill(200 if options.quick else 5000)
-    write_json(options.json, [asdict(result) for result in results])
-    for result in results:
-        print(f"{result.service}: {result.requests} requests in {result.seconds:.0f} s")
-        for operation, statuses in result.statuses.items():
-            print(f"  {operation}: {', '.join(f'{count} x {status}' for status, count in sorted(statuses.items()))}")
-        print("\n".join(result.problems) or "passed")
-    return 1 if any(result.problems for result in results) else 0
+    options = make_bench_parser(__doc__, "200 requests").parse_args()
+    result = run_drill(200 if options.quick else 5000)
+    write_json(options.json, asdict(result))
+    print(f"{result.requests} requests in {result.seconds:.0f} s")
+    for operation, statuses in result.statuses.items():
+        print(f"  {operation}: {', '.join(f'{count} x {status}' for status, count in sorted(statuses.items()))}")
+    print("\n".join(result.problems) or "passed")
+    return 1 if result.problems else 0
 
 
-def run_drill(count: int) -> list[DrillResult]:
-    """Send `count` requests to a new router and as many to a new browser server."""
-    settings: Any = {"sessions": SESSIONS, "WEBRL_BROWSERS_TOKEN": ""}
-    with (
-        serving("route", WEBRL_BROWSERS_TOKEN="") as router,
-        browser_server("--router", router.url, **settings) as server,
-    ):
-        return [ApiDrill("browser server", server).run(count), ApiDrill("router", router).run(count)]
+def run_drill(count: int) -> DrillResult:
+    """Send `count` requests to a new browser server."""
+    with browser_server(sessions=SESSIONS, WEBRL_BROWSERS_TOKEN="") as server:
+        return ApiDrill(server).run(count)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Drill: slow connections to a router and a browser server, while an honest client leases sessions.
+"""Drill: slow connections to a browser server, while an honest client leases sessions.
 
-  python -m tools.drills.farm_connections           1,000 connections to each service for 75 s
-  python -m tools.drills.farm_connections --quick   100 for 15 s
+  python -m tools.drills.browser_connections           1,000 connections for 75 s
+  python -m tools.drills.browser_connections --quick   100 for 15 s
 
 Goals: a lease and its release take less than 1 s at p99 on connections of their own, and all succeed; no slow
-connection outlives its limit; the services have as many open files afterwards as before. Exit code 0 if all hold.
+connection outlives its limit; the server has as many open files afterwards as before. Exit code 0 if all hold.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import psutil
 
 from megatron_webrl.control.http.connections import ConnectionLimits
 from megatron_webrl.util import child_process
-from tests.browser.server.conftest import Server, browser_server, serving
+from tests.browser.server.conftest import Server, browser_server
 from tests.waiting import until
 from tools.arguments import make_bench_parser, write_json
 
@@ -40,7 +40,7 @@ BYTE_SECONDS = 0.5  # between two bytes of a slow request
 PAUSE_SECONDS = 0.05  # of the honest client between two leases, and of others before they connect again
 FILES_SECONDS = 20.0
 CONNECT_SECONDS = 60.0  # limit for all connections to be made, or closed
-SESSIONS = 64  # more than leases between two heartbeats: the router counts released ones at the next
+SESSIONS = 4
 GET = b"GET /v1/leases/none HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /v1/leases HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 60000\r\n\r\n"
 RECEIVE_BYTES = 4096  # of the slow clients' sockets
@@ -123,7 +123,7 @@ def main() -> int:
     result = run_drill(*((100, 15.0) if options.quick else (1000, 75.0)))
     write_json(options.json, asdict(result))
     print(
-        f"{result.connections} slow connections to each of 2 services for {result.seconds:g} s: "
+        f"{result.connections} slow connections for {result.seconds:g} s: "
         f"{result.leases} leases, p50 {result.p50_seconds * 1000:.0f} ms, p99 {result.p99_seconds * 1000:.0f} ms"
     )
     for kind, longest in result.slow.longest.items():
@@ -133,31 +133,24 @@ def main() -> int:
 
 
 def run_drill(connections: int, seconds: float) -> DrillResult:
-    """Make slow connections to a new farm for some time."""
+    """Make slow connections to a new browser server for some time."""
     result = DrillResult(connections, seconds)
-    with (
-        serving("route", WEBRL_BROWSERS_TOKEN="") as router,
-        browser_server("--router", router.url, sessions=SESSIONS, WEBRL_BROWSERS_TOKEN="") as server,
-    ):
-        asyncio.run(_lease(router.url, 1.0))  # until the router knows the server
-        services = (router, server)
-        before = [_open_files(service) for service in services]
+    with browser_server(sessions=SESSIONS, WEBRL_BROWSERS_TOKEN="") as server:
+        before = _open_files(server)
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
-        arguments = ([service.url for service in services], connections, seconds, sender)
-        attack = context.Process(target=_attack, args=arguments, daemon=True)
+        attack = context.Process(target=_attack, args=(server.url, connections, seconds, sender), daemon=True)
         attack.start()
         sender.close()  # else the end of the process would not be seen
         _receive(receiver, CONNECT_SECONDS)  # every connection has been made
-        times, failures = asyncio.run(_lease(router.url, seconds))
+        times, failures = asyncio.run(_lease(server.url, seconds))
         result.slow = _receive(receiver, CONNECT_SECONDS)
         attack.join()
         result.problems += _problems(result, times, failures)
-        for service, files in zip(services, before, strict=True):
-            try:
-                until(lambda: _open_files(service) <= files + 5, "files", FILES_SECONDS)  # noqa: B023
-            except AssertionError:
-                result.problems.append(f"{service.url} has {_open_files(service)} open files, {files} before")
+        try:
+            until(lambda: _open_files(server) <= before + 5, "files", FILES_SECONDS)
+        except AssertionError:
+            result.problems.append(f"the server has {_open_files(server)} open files, {before} before")
     return result
 
 
@@ -182,7 +175,7 @@ def _problems(result: DrillResult, times: list[float], failures: Counter[str]) -
     return problems
 
 
-async def _lease(router: str, seconds: float) -> tuple[list[float], Counter[str]]:
+async def _lease(server: str, seconds: float) -> tuple[list[float], Counter[str]]:
     """Lease and release on connections of their own: seconds of each, and failures by reason."""
     times: list[float] = []
     failures: Counter[str] = Counter()
@@ -192,9 +185,9 @@ async def _lease(router: str, seconds: float) -> tuple[list[float], Counter[str]
         while time.monotonic() < deadline or not times:
             started = time.monotonic()
             try:
-                async with http.post(f"{router}/v1/leases", json={"seconds": 30}, raise_for_status=True) as answer:
+                async with http.post(f"{server}/v1/leases", json={"seconds": 30}, raise_for_status=True) as answer:
                     lease = await answer.json()
-                async with http.delete(f"{lease['server']}/v1/leases/{lease['id']}", raise_for_status=True):
+                async with http.delete(f"{server}/v1/leases/{lease['id']}", raise_for_status=True):
                     times.append(time.monotonic() - started)
             except (aiohttp.ClientError, TimeoutError) as error:
                 failures[f"{type(error).__name__}: {error}"] += 1
@@ -202,18 +195,17 @@ async def _lease(router: str, seconds: float) -> tuple[list[float], Counter[str]
     return times, failures
 
 
-def _attack(urls: list[str], connections: int, seconds: float, sender: Connection) -> None:
+def _attack(url: str, connections: int, seconds: float, sender: Connection) -> None:
     """Process of the slow connections."""
     child_process.die_with_parent(signal.SIGKILL)
-    asyncio.run(_keep_connections(urls, connections, seconds, sender))
+    asyncio.run(_keep_connections(url, connections, seconds, sender))
 
 
-async def _keep_connections(urls: list[str], connections: int, seconds: float, sender: Connection) -> None:
+async def _keep_connections(url: str, connections: int, seconds: float, sender: Connection) -> None:
     found, opened = SlowConnections(), asyncio.Semaphore(0)
-    ports = [urlsplit(url).port for url in urls]
+    port, kinds = urlsplit(url).port, list(KINDS)
     tasks = [
-        asyncio.ensure_future(_connect_again(port, list(KINDS)[number % len(KINDS)], found, opened))
-        for port in ports
+        asyncio.ensure_future(_connect_again(port, kinds[number % len(kinds)], found, opened))
         for number in range(connections)
     ]
     for _ in tasks:

@@ -1,1 +1,0 @@
-"""Router of many browser servers."""
