@@ -24,10 +24,8 @@ from megatron_webrl.launch.slurm.commands import add_node
 from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
 from megatron_webrl.launch.upload_command import add_upload
 from megatron_webrl.launch.validation import load_config
-from megatron_webrl.monitor.command import add_monitor
+from megatron_webrl.monitor.command import add_monitor, add_status, add_timeline
 from megatron_webrl.monitor.mlflow_command import add_mlflow
-from megatron_webrl.monitor.status.command import add_status
-from megatron_webrl.monitor.timeline.command import add_timeline
 from megatron_webrl.placement.placement_table import add_placement
 from megatron_webrl.tasks.command import add_tasks
 from megatron_webrl.util import stack_dump

@@ -2,7 +2,8 @@
 
 python -m tools.draw_monitor_pages RUN OTHER_RUN [--out docs/images]
 
-The rollouts are 1,280 simulated ones (tools/bench/monitor/live_rollouts.py): a run that has ended has none.
+The first run has a timeline. The rollouts are 1,280 simulated ones (tools/bench/monitor/live_rollouts.py): a run that
+has ended has none.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from playwright.async_api import Page, async_playwright
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
 from megatron_webrl.monitor.access import MonitorAccess
+from megatron_webrl.monitor.app import RunSet
 from megatron_webrl.monitor.episode_view import TokenTexts
 from megatron_webrl.monitor.live_view import LiveRollouts
-from megatron_webrl.monitor.run_set import RunSet
-from megatron_webrl.monitor.status.report import find_run
+from megatron_webrl.monitor.status import find_run
 from tests.control.service_process import service_process
 from tools.bench.monitor.live_rollouts import ROLLOUTS, simulate
 
 SIMULATED_WORKERS, SIMULATED_SECONDS = 32, 45.0  # before the pictures, for the history
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 800}
+LONG = {"width": 1280, "height": 1500}
 PICTURES = (
-    ("run", "#/", WIDE, "light"),
+    ("run", "#/", LONG, "light"),
     ("run_phone", "#/", NARROW, "dark"),
     ("episodes", "#/episodes?kind=training", WIDE, "dark"),
     ("episode", "#/episode/{failure}", WIDE, "light"),
@@ -88,6 +90,9 @@ async def take_pictures(folders: Sequence[Path], job: Path, out: Path) -> None:
                 await page.wait_for_timeout(1000 * (SIMULATED_SECONDS if name == "rollouts" else 2))
             else:
                 await page.wait_for_load_state("networkidle")
+            if place == "#/":
+                await page.get_by_role("button", name="Show").click()
+                await page.get_by_text("trainer: train").wait_for()
             await page.screenshot(path=out / f"monitor_{name}.png")
             await context.close()
         await browser.close()

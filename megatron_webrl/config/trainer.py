@@ -87,8 +87,8 @@ class WarmStartConfig:
 class ProfileConfig:
     updates: list[int] = setting(
         [],
-        "Versions whose update torch's profiler records, in profiles/ of the run; `webrl timeline` puts them into its "
-        "trace. A profiled update is slower, and its file has some tens of MB.",
+        "Versions whose update torch's profiler records, in profiles/ of the run: a trace of Chrome for each "
+        "rank. A profiled update is slower, and its file has some tens of MB.",
     )
     ranks: list[int] = setting([0], "Trainer ranks that are profiled.")
 

@@ -26,8 +26,8 @@ from megatron_webrl.launch.roles import log_folder, process_specs, role_command,
 from megatron_webrl.launch.run_folder import RoleStartError
 from megatron_webrl.launch.signals import SignalListener
 from megatron_webrl.launch.watchdog import HangDetector, StackDumper
-from megatron_webrl.monitor.status.control_probe import TicketCounts
-from megatron_webrl.monitor.status.role_groups import CONTROL, RoleLine
+from megatron_webrl.monitor.control_probe import describe_tickets
+from megatron_webrl.monitor.roles import CONTROL, RoleStatus
 from megatron_webrl.placement.placement import Placement
 from megatron_webrl.ring.segment import segment_prefix
 from megatron_webrl.track import events, summary
@@ -296,24 +296,24 @@ class FirstNode(Node):
         time.sleep(LINGER_SECONDS)  # for the roles to read the outcome
         os._exit(INFRASTRUCTURE_EXIT_CODE)
 
-    def _role_lines(self) -> list[RoleLine]:
+    def _role_lines(self) -> list[RoleStatus]:
         """The roles of this machine, as the control service knows them. One request."""
         job = self.control.job_status()
         return [role_line(self, role, job) for role in self.roles]
 
 
-def role_line(node: Node, role: SupervisedProcess, job: Mapping[str, Any]) -> RoleLine:
+def role_line(node: Node, role: SupervisedProcess, job: Mapping[str, Any]) -> RoleStatus:
     """What a table says of a role of a node; `job`: ControlClient.job_status."""
     restarts = node.attempt if role.name.startswith("trainer-") else role.policy.used
     if role.name == CONTROL:
-        groups = f"groups: {TicketCounts(**job['tickets'])}" if job["tickets"] else ""
-        return RoleLine(role.name, "running", groups, restarts)
+        groups = f"groups: {describe_tickets(job['tickets'])}" if job["tickets"] else ""
+        return RoleStatus(role.name, "running", groups, restarts)
     report = job["roles"].get(role.name)
     if role.name in node.given_up:
-        return RoleLine(role.name, "failed", "given up", restarts)
+        return RoleStatus(role.name, "failed", "given up", restarts)
     if report is None or report["cleared"]:
         state = "starting"
     else:
         silent = report["silent_seconds"] > node.config.run.heartbeat_timeout_seconds
         state = "silent" if silent else "running"
-    return RoleLine(role.name, state, (report or {}).get("status") or "starting", restarts)
+    return RoleStatus(role.name, state, (report or {}).get("status") or "starting", restarts)

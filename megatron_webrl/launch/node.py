@@ -33,7 +33,7 @@ from megatron_webrl.launch import run_folder
 from megatron_webrl.launch.roles import ProcessSpec, process_specs, role_environment
 from megatron_webrl.launch.signals import SignalListener
 from megatron_webrl.launch.watchdog import StackDumper
-from megatron_webrl.monitor.status.role_groups import CONTROL
+from megatron_webrl.monitor.roles import CONTROL
 from megatron_webrl.placement.cores import format_cores
 from megatron_webrl.placement.placement import Placement, RoleName, worker_name_of
 from megatron_webrl.ring.segment import segment_prefix

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.monitor.status.final_report import WIDTH, final_report_lines, print_final_report
-from megatron_webrl.monitor.status.job_display import JobLines, JobTable, job_display
-from megatron_webrl.monitor.status.role_groups import RoleLine
+from megatron_webrl.monitor.job_display import JobDisplay
+from megatron_webrl.monitor.roles import RoleStatus
+from megatron_webrl.monitor.status import LOG_WIDTH, final_report_lines, print_final_report
 from megatron_webrl.track.tables import progress_bar
 
 if TYPE_CHECKING:  # it imports torch
@@ -36,13 +36,13 @@ class ConsoleOutput:
         """`evaluation`: of a job without a trainer; `trains`: whether the job makes updates."""
         self.config, self.console, self.evaluation, self.trains = config, console, evaluation, trains
         self._shown = ExitStack()
-        self._display: JobTable | JobLines | None = None
+        self._display: JobDisplay | None = None
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> None:
         if self.evaluation is None:
-            self._display = job_display(self.console, self.config, self.trains)
+            self._display = JobDisplay(self.console, self.config, self.trains)
             self._shown.enter_context(self._display)
         else:
             self._bar = self._shown.enter_context(progress_bar(self.console))
@@ -54,7 +54,7 @@ class ConsoleOutput:
         """Show a message."""
         self.console.print(message, style="yellow", markup=False, soft_wrap=True)
 
-    def show(self, updates: Sequence[Mapping[str, Any]], read_roles: Callable[[], Sequence[RoleLine]]) -> None:
+    def show(self, updates: Sequence[Mapping[str, Any]], read_roles: Callable[[], Sequence[RoleStatus]]) -> None:
         """Show the updates since the last call, and the roles."""
         if self._display is not None:
             self._display.show(read_roles(), updates)
@@ -71,7 +71,7 @@ class ConsoleOutput:
     def print_end(self, outcome: str) -> None:
         """Show the results and the outcome of the job."""
         if self.evaluation is None:
-            print_final_report(self.config.run_folder, outcome, self.console, table=True)
+            print_final_report(self.config.run_folder, outcome, self.console)
         else:
             self.evaluation.print_end(outcome, self.console)
 
@@ -93,7 +93,7 @@ class LogOutput:
         sys.stdout.write(f"job: {message}\n")
         sys.stdout.flush()
 
-    def show(self, updates: Sequence[Mapping[str, Any]], read_roles: Callable[[], Sequence[RoleLine]]) -> None:
+    def show(self, updates: Sequence[Mapping[str, Any]], read_roles: Callable[[], Sequence[RoleStatus]]) -> None:
         for update in updates:
             success = update["extra"].get("rollout_success_rate")
             rate = "" if success is None else f", success {success:.1%}"
@@ -119,7 +119,7 @@ class LogOutput:
     def print_end(self, outcome: str) -> None:
         text = StringIO()
         if self.evaluation is not None:
-            self.evaluation.print_end(outcome, Console(file=text, width=WIDTH))
+            self.evaluation.print_end(outcome, Console(file=text, width=LOG_WIDTH))
         lines = final_report_lines(self.config.run_folder, outcome) if self.evaluation is None else []
         for line in filter(None, map(str.rstrip, lines or text.getvalue().splitlines())):
             self.report(line)

@@ -12,7 +12,7 @@ from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.address import ControlAddress
-from megatron_webrl.monitor.status.control_probe import ControlStatus, query
+from megatron_webrl.monitor.control_probe import query
 from megatron_webrl.placement.placement import Placement
 from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.rollout.engine.shared_memory import sweep_engine_segments
@@ -92,7 +92,7 @@ def check_ended(config: Config) -> None:
     if address is None:
         return
     status = query(control_address_path(config))
-    if isinstance(status, ControlStatus) and status.outcome is None:
+    if not isinstance(status, str) and status["end"] is None:
         raise ConfigError(
             f"run.name={config.run.name}: a job runs in {config.run_folder}, its control service at "
             f"{address.host}:{address.port} answers; wait for its end, or choose another run.name"

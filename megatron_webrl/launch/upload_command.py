@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch.run_folder import check_ended
-from megatron_webrl.monitor.status.report import find_run
+from megatron_webrl.monitor.status import find_run
 from megatron_webrl.track.mlflow_upload import Uploader
 from megatron_webrl.util.text import first_line, redact
 

@@ -1,19 +1,23 @@
-"""Who may see the pages of a run: ASGI middleware for a token that a browser keeps as a cookie, and for headers.
+"""Answers of the pages, and who may see them: ASGI middleware for a token that a browser keeps as a cookie.
 
 The address that the terminal prints holds the token once. The first request exchanges it for a cookie, so that it stays
 in no history and no Referer. Pages of other sites cannot send the cookie (SameSite), read an answer, or frame a page.
+No browser keeps an answer: runs have the same addresses.
 """
 
 from __future__ import annotations
 
 import hmac
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
 from starlette.datastructures import MutableHeaders
-from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatron_webrl.control.http.json_bodies import encoded
+from megatron_webrl.util.image_type import image_type
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -25,6 +29,16 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
+NO_STORE = {"cache-control": "no-store"}
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(encoded(content), status, NO_STORE, "application/json")
+
+
+def image_response(image: bytes | memoryview) -> Response:
+    data = bytes(image)
+    return Response(data, media_type=image_type(data) or "application/octet-stream", headers=NO_STORE)
 
 
 class MonitorAccess:
@@ -46,29 +60,25 @@ class MonitorAccess:
                     headers.setdefault(name, value)
             await send(message)
 
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        request = Request(scope)
+        query = request.query_params.multi_items()
+        app: ASGIApp
         if any(name == "token" and self._is_token(value) for name, value in query):
             rest = urlencode([(name, value) for name, value in query if name != "token"])
-            response: Any = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), 303)
+            app = response = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), 303)
             response.set_cookie(
                 self._cookie, self._token, httponly=True, samesite="strict", secure=scope["scheme"] == "https"
             )
-            await response(scope, receive, answer)
-        elif self._carries_token(dict(scope["headers"])):
-            await self._app(scope, receive, answer)
+        elif self._carries_token(request):
+            app = self._app
         else:
             text = "This page needs the token of its server: open the address that `webrl monitor` printed.\n"
-            await PlainTextResponse(text, 401)(scope, receive, answer)
+            app = PlainTextResponse(text, 401)
+        await app(scope, receive, answer)
 
-    def _carries_token(self, headers: dict[bytes, bytes]) -> bool:
-        scheme, _, sent = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        if scheme.lower() == "bearer":
-            return self._is_token(sent)
-        try:
-            morsel = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(self._cookie)
-        except CookieError:
-            return False
-        return morsel is not None and self._is_token(morsel.value)
+    def _carries_token(self, request: Request) -> bool:
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        return self._is_token(sent if scheme.lower() == "bearer" else request.cookies.get(self._cookie, ""))
 
     def _is_token(self, sent: str) -> bool:
-        return hmac.compare_digest(sent.encode(), self._token.encode())
+        return hmac.compare_digest(sent.encode(errors="replace"), self._token.encode())

@@ -1,7 +1,11 @@
-"""The web application of a run: pages (static/) and the JSON that they show. Read only.
+"""The web application of runs: pages (static/) and the JSON that they show. Read only.
 
+GET /api/runs                        all runs, as /api/run describes each; the settings in which they differ
+GET /runs/NAME/...                   the pages and answers of one run; without it those of the first one:
 GET /                                the pages
 GET /api/run                         the run: name, configuration, last update, number of episodes
+GET /api/status                      its state, as `webrl status` prints it
+GET /api/bound?version=N             what bounded an update, by default the last one, as `webrl timeline` prints it
 GET /api/updates?after=VERSION       metrics of the updates after a version
 GET /api/evaluations                 evaluations
 GET /api/episodes?outcome=...        rows of the index, a page of them, with the values to filter by
@@ -17,9 +21,9 @@ live_view.py has those of the rollouts of a running job.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -29,17 +33,20 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
 
+from megatron_webrl.config.load import flatten_config
+from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.monitor.dataset import write_dataset
+from megatron_webrl.monitor.access import image_response, json_response
 from megatron_webrl.monitor.episode_index import FACETS, RANGES, EpisodeIndex, EpisodeQuery, QueryError, iterate
-from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
+from megatron_webrl.monitor.episode_view import TokenTexts, cut, episode_json, write_dataset
 from megatron_webrl.monitor.live_view import LiveRollouts
-from megatron_webrl.monitor.responses import image_response, json_response
-from megatron_webrl.monitor.status.report import read_config
+from megatron_webrl.monitor.status import read_config, read_status
+from megatron_webrl.monitor.timeline import read_update
 from megatron_webrl.ring.record import decode_trajectory, read_record
 from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.track import summary
@@ -53,6 +60,7 @@ from megatron_webrl.util.text import redact
 
 STATIC = Path(__file__).parent / "static"
 MAX_DATASET = 5000  # episodes of one file
+OWN_SETTINGS = ("run.name", "run.directory")  # that differ between any two runs
 
 
 class RunPages:
@@ -93,6 +101,8 @@ class RunPages:
             Route("/", lambda request: FileResponse(STATIC / "index.html")),
             Mount("/static", StaticFiles(directory=STATIC)),
             Route("/api/run", answers(self.run)),
+            Route("/api/status", answers(self.status)),
+            Route("/api/bound", answers(self.bound)),
             Route("/api/updates", answers(self.updates)),
             Route("/api/evaluations", answers(lambda request: read_evaluations(self.folder))),
             Route("/api/episodes", answers(self.episodes)),
@@ -103,7 +113,7 @@ class RunPages:
             Route("/api/episodes/{id:int}/page", self.page),
             *self.live.routes(),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: error_answer})
+        return Starlette(routes=routes, exception_handlers=ERROR_ANSWERS)
 
     def run(self, request: Request) -> dict[str, Any]:
         version = max(self._update_lines, default=0)
@@ -118,8 +128,17 @@ class RunPages:
             "group_size": config.rollout.group_size,
             "space_gib": config.tracking.episodes_gib,
             "folder": str(self.folder.absolute()),
+            "timeline": config.tracking.timeline,
             "mlflow": {"uri": redact(config.tracking_uri), "run_id": run_id(self.folder)},
         }
+
+    def status(self, request: Request) -> dict[str, Any]:
+        status = read_status(self.folder, [line for _, line in sorted(self._update_lines.items())])
+        return {"lines": status.lines, "tables": status.tables()}
+
+    def bound(self, request: Request) -> dict[str, Any]:
+        version = int(_number(request, "version", 0, low=0))
+        return read_update(self.folder, version or None)[0].to_json()
 
     def updates(self, request: Request) -> list[dict[str, Any]]:
         after = _number(request, "after", -1)
@@ -204,6 +223,65 @@ class RunPages:
         return None if advantages is None else float(advantages.mean())
 
 
+class RunSet:
+    """The runs by name. `refresh` takes in what their files have gained."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Raises ConfigError. A name that two folders have gets a number."""
+        self.pages: dict[str, RunPages] = {}
+        for folder in folders:
+            self.pages[_free_name(folder.resolve().name, self.pages)] = RunPages(folder)
+        self._apps: dict[str, Starlette] = {}
+
+    def refresh(self) -> None:
+        for pages in self.pages.values():
+            pages.refresh()
+
+    def close(self) -> None:
+        """End what the server waits for."""
+        for pages in self.pages.values():
+            pages.live.close()
+
+    def app(self) -> Starlette:
+        """The application, without its access control."""
+        self._apps = {name: pages.app() for name, pages in self.pages.items()}
+        routes = [
+            Route("/api/runs", answers(self.runs)),
+            Route("/runs/{name}", _with_slash),
+            Mount("/runs/{name}", app=self._run),
+            Mount("/", app=next(iter(self._apps.values()))),
+        ]
+        return Starlette(routes=routes, exception_handlers=ERROR_ANSWERS)
+
+    def runs(self, request: Request) -> dict[str, Any]:
+        described = [pages.run(request) | {"name": name} for name, pages in self.pages.items()]
+        return {"runs": described, "settings": differing_settings([each.config for each in self.pages.values()])}
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (app := self._apps.get(scope["path_params"]["name"])) is None:
+            raise HTTPException(404, "there is no run of this name")
+        await app(scope, receive, send)
+
+
+def _with_slash(request: Request) -> Response:
+    return RedirectResponse(f"{quote(request.path_params['name'], safe='')}/")
+
+
+def differing_settings(configs: Sequence[Config]) -> list[dict[str, Any]]:
+    """{"name", "values"} of each setting that is not the same in all configurations, without secrets."""
+    flat: list[Mapping[str, Any]] = [flatten_config(config) for config in configs]
+    found = []
+    for name in dict.fromkeys(name for settings in flat for name in settings):  # variants differ in their settings
+        values = [str(settings.get(name, "")) for settings in flat]
+        if len(set(values)) > 1 and name not in OWN_SETTINGS:
+            found.append({"name": name, "values": [cut(redact(value)) for value in values]})
+    return found
+
+
+def _free_name(name: str, taken: Mapping[str, object]) -> str:
+    return name if name not in taken else next(free for n in count(2) if (free := f"{name}-{n}") not in taken)
+
+
 def answers(function: Callable[[Request], Any]) -> Callable[[Request], Response]:
     """An endpoint, run in a thread, that answers with JSON."""
 
@@ -239,6 +317,9 @@ def _number(request: Request, name: str, default: float, low: float = -math.inf)
     return value
 
 
-def error_answer(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return json_response({"error": error.detail}, error.status_code)
+def _error_answer(request: Request, error: Exception) -> Response:
+    detail, status = (error.detail, error.status_code) if isinstance(error, HTTPException) else (str(error), 404)
+    return json_response({"error": detail}, status)
+
+
+ERROR_ANSWERS = {HTTPException: _error_answer, ConfigError: _error_answer}

@@ -126,31 +126,22 @@ class EpisodeIndex:
         for identity in [each for each in self._unknown if each in self._numbers]:
             self._dispositions[self._numbers[identity]] = self._unknown.pop(identity)
 
-    def page(self, query: EpisodeQuery, offset: int = 0, limit: int = 50) -> tuple[list[dict[str, Any]], int]:
-        """Rows of the episodes from number `offset` on, and how many there are in all."""
-        table = self.table
-        return self._page(table, query, _matches(table, query), offset, limit)
-
-    def search(self, query: EpisodeQuery, offset: int = 0, limit: int = 50) -> SearchResult:
-        """The same, with the values to filter by."""
+    def search(
+        self, query: EpisodeQuery, offset: int = 0, limit: int = 50, facets: Sequence[str] = FACETS
+    ) -> SearchResult:
+        """Rows of the episodes from number `offset` on, how many there are in all, and the values to filter by."""
         table = self.table
         matches = _matches(table, query)
-        facets: dict[str, list[tuple[str, int]]] = {}
-        for name in FACETS:  # under the filters of the other fields
-            numbers = _matches(table, query, without=name) if name in query.equal else matches
-            counts = [
-                (each["values"], each["counts"]) for each in pc.value_counts(table[name].take(numbers)).to_pylist()
-            ]
-            present = sorted((each for each in counts if each[0]), key=lambda each: (-each[1], each[0]))
-            facets[name] = present[:MAX_FACET_VALUES]
-        return SearchResult(*self._page(table, query, matches, offset, limit), facets)
-
-    @staticmethod
-    def _page(table: pa.Table, query: EpisodeQuery, numbers: Any, offset: int, limit: int) -> tuple[Any, int]:
         order = "descending" if query.descending else "ascending"
-        chosen = table.select([query.sort]).take(numbers).append_column("number", numbers)
-        sorted_numbers = chosen.sort_by([(query.sort, order), ("number", order)])["number"]
-        return _named(table, sorted_numbers.slice(offset, min(limit, MAX_PAGE))), len(numbers)
+        chosen = table.select([query.sort]).take(matches).append_column("number", matches)
+        numbers = chosen.sort_by([(query.sort, order), ("number", order)])["number"]
+        values: dict[str, list[tuple[str, int]]] = {}
+        for name in facets:  # under the filters of the other fields
+            found = _matches(table, query, without=name) if name in query.equal else matches
+            counts = [(each["values"], each["counts"]) for each in pc.value_counts(table[name].take(found)).to_pylist()]
+            present = sorted((each for each in counts if each[0]), key=lambda each: (-each[1], each[0]))
+            values[name] = present[:MAX_FACET_VALUES]
+        return SearchResult(_named(table, numbers.slice(offset, min(limit, MAX_PAGE))), len(matches), values)
 
     def get(self, number: int) -> dict[str, Any] | None:
         """The row of an episode; None without one."""
@@ -174,7 +165,7 @@ class EpisodeIndex:
 def iterate(index: EpisodeIndex, query: EpisodeQuery) -> Iterator[dict[str, Any]]:
     """All rows of a query, a page at a time."""
     offset = 0
-    while rows := index.page(query, offset, MAX_PAGE)[0]:
+    while rows := index.search(query, offset, MAX_PAGE, facets=()).rows:
         yield from rows
         offset += len(rows)
 
@@ -182,13 +173,11 @@ def iterate(index: EpisodeIndex, query: EpisodeQuery) -> Iterator[dict[str, Any]
 def _matches(table: pa.Table, query: EpisodeQuery, without: str = "") -> Any:
     """Numbers of the rows that pass the filters; `without`: a field whose own filter is left out."""
     limits = {pc.greater_equal: query.at_least, pc.less_equal: query.at_most}
-    terms = [
-        pc.is_in(table[name], pa.array(list(each), _TEXT)) for name, each in query.equal.items() if name != without
-    ]
+    equal = query.equal.items()
+    terms = [pc.is_in(table[name], pa.array(list(each), _TEXT)) for name, each in equal if name != without]
     terms += [test(table[name], limit) for test, each in limits.items() for name, limit in each.items()]
-    numbers = (
-        pc.indices_nonzero(reduce(pc.and_, terms)) if terms else pa.array(np.arange(table.num_rows, dtype=np.uint64))
-    )
+    everything = pa.array(np.arange(table.num_rows, dtype=np.uint64))
+    numbers = pc.indices_nonzero(reduce(pc.and_, terms)) if terms else everything
     for word in sorted(query.text.casefold().split(), key=len, reverse=True):  # long words are in few rows
         numbers = numbers.filter(pc.match_substring(table["words"].take(numbers), word).combine_chunks())
     return numbers

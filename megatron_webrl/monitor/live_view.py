@@ -11,11 +11,13 @@ workers report nothing (control/liveness.py). Each answer becomes one event, enc
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,9 @@ from starlette.types import Receive, Scope, Send
 
 from megatron_webrl.control.address import FILE
 from megatron_webrl.control.http.json_bodies import encoded
+from megatron_webrl.monitor.access import image_response, json_response
+from megatron_webrl.monitor.control_probe import query_rollouts
 from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
-from megatron_webrl.monitor.responses import image_response, json_response
-from megatron_webrl.monitor.rollout_tracker import RolloutTracker
-from megatron_webrl.monitor.status.control_probe import query_rollouts
 from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.track.live_rollouts import CHANGING, FIXED, STATES, running_file
@@ -44,6 +45,73 @@ SEND_SECONDS = 5.0  # for a viewer to take an event
 MAX_VIEWERS = 32
 EPISODE_SECONDS = 5.0  # for which one request asks for an episode
 HISTORY_SECONDS = 600
+
+
+Row = list[Any]
+_STATE, _SINCE = len(FIXED) + CHANGING.index("state"), len(FIXED) + CHANGING.index("since")
+
+
+class RolloutTracker:
+    """Rows by worker and key. Each has a number, which it keeps while it is there.
+
+    The workers' clocks differ: `since` of a row becomes a time of the caller's clock when the row changes.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}  # by worker: what it has reported
+        self._rollouts: dict[tuple[str, str], tuple[int, Row, Row]] = {}  # number, row as reported, and with our time
+        self._next = count()
+
+    def find(self, worker: str, key: str) -> dict[str, Any] | None:
+        """A rollout by the names of its fields."""
+        if (worker, key) not in self._rollouts:
+            return None
+        named = dict(zip(FIXED + CHANGING, self._rollouts[worker, key][2], strict=True))
+        return named | {"worker": worker, "state": STATES[named["state"]]}
+
+    def counts(self) -> list[int]:
+        """The number of rollouts in each of STATES."""
+        found = Counter(row[_STATE] for _, _, row in self._rollouts.values())
+        return [found[number] for number in range(len(STATES))]
+
+    def whole(self) -> dict[str, Any]:
+        """Everything, as changes to nothing."""
+        added = [[number, worker, *row] for (worker, _), (number, _, row) in self._rollouts.items()]
+        return {"added": added, "changed": [], "removed": []}
+
+    def update(self, workers: Mapping[str, tuple[float, str]], now: float) -> dict[str, Any]:
+        """Take in the age and the text of each worker's report (live_rollouts.py); returns the changes.
+
+        {"added": [[number, worker, *FIXED, *CHANGING]], "changed": [[number, *CHANGING]], "removed": [number]}.
+        Raises ValueError for reports of another form.
+        """
+        added, changed, removed = [], [], []
+        present: set[tuple[str, str]] = set()
+        for worker, (age, text) in workers.items():
+            if self._texts.get(worker) == text:
+                present.update(name for name in self._rollouts if name[0] == worker)
+                continue
+            reported_at, rows = json.loads(text)
+            for row in rows:
+                if len(row) != len(FIXED) + len(CHANGING):
+                    raise ValueError(f"{worker} reports rollouts of {len(row)} fields")
+                name = worker, row[0]
+                present.add(name)
+                number, reported, _ = self._rollouts.get(name, (None, [], []))
+                if reported == row:
+                    continue
+                since = round(now - age - reported_at + row[_SINCE], 2)
+                ours = [*row[:_SINCE], since, *row[_SINCE + 1 :]]
+                if number is not None and reported[: len(FIXED)] == row[: len(FIXED)]:
+                    changed.append([number, *ours[len(FIXED) :]])
+                else:
+                    removed += [] if number is None else [number]  # another one of the same name
+                    number = next(self._next)
+                    added.append([number, worker, *ours])
+                self._rollouts[name] = number, row, ours
+        self._texts = {worker: text for worker, (_, text) in workers.items()}
+        removed += [self._rollouts.pop(name)[0] for name in self._rollouts.keys() - present]
+        return {"added": added, "changed": changed, "removed": removed}
 
 
 class LiveRollouts:
@@ -65,7 +133,7 @@ class LiveRollouts:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/api/rollouts", _Endpoint(self.stream), methods=["GET"]),
+            Route("/api/rollouts", self.stream),
             Route("/api/rollout", self.rollout),
             Route("/api/rollout/images/{number:int}", self.image),
         ]
@@ -77,10 +145,13 @@ class LiveRollouts:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the viewer closes the connection, or stops reading."""
+    async def stream(self, request: Request) -> Any:
+        """Events until the viewer closes the connection, or stops reading."""
         if self._viewers >= MAX_VIEWERS:
             raise HTTPException(503, f"{MAX_VIEWERS} viewers look at the rollouts already")
+        return self._send_events  # Starlette calls it as a response
+
+    async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
         closed = asyncio.create_task(_wait_until_closed(receive))
         self._viewers += 1
         try:
@@ -176,16 +247,6 @@ class LiveRollouts:
     def _episode_json(self, worker: str, key: str, row: dict[str, Any]) -> dict[str, Any] | None:
         episode = self._episode(worker, key)
         return None if episode is None else episode_json(episode, row, None, self._texts())
-
-
-class _Endpoint:
-    """An ASGI application: Starlette takes a plain function for one that gets a request."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
 
 
 @lru_cache(maxsize=4)

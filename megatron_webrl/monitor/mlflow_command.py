@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from megatron_webrl.util.child_process import die_with_parent
 from megatron_webrl.util.text import redact
 
 HOST = "127.0.0.1"
-START_SECONDS = 120.0
+ANSWER_SECONDS = 10.0
 STOP_SECONDS = 5.0
 SERVED = ("sqlite", "postgresql", "mysql", "mssql", "file", "")  # stores of which this machine can serve pages
 LOCAL_MLFLOW = Path(".mlflow/bin/mlflow")
@@ -59,18 +58,19 @@ def add_mlflow(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from megatron_webrl.control.http.http_service import run_process
-    from megatron_webrl.monitor.status.report import find_run, read_config
+    from megatron_webrl.monitor.status import find_run, read_config
     from megatron_webrl.track.mlflow_upload import run_id
 
     folder = None if options.of is None else find_run(options.of)
-    config = parse_config(None, []) if folder is None else read_config(folder)
-    uri = _store(config)
-    program = _program(options.mlflow)
-    _check_port(options.port)
-    command = [*program, "server", "--host", HOST, "--port", str(options.port), "--workers", "1"]
-    shown = None if folder is None else run_id(folder)
+    uri = _store(parse_config(None, []) if folder is None else read_config(folder))
+    command = [*_program(options.mlflow), "server", "--host", HOST, "--port", str(options.port), "--workers", "1"]
+    try:
+        socket.create_server((HOST, options.port)).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port={options.port}: cannot listen on {HOST}:{options.port} ({error})") from None
     sys.stdout.write(f"MLflow over {redact(uri)}\n")
     sys.stdout.flush()
+    shown = None if folder is None else run_id(folder)
     return run_process("mlflow", _serve(command, uri, options.port, shown), die_with_parent=False)
 
 
@@ -99,13 +99,6 @@ def _program(given: Path | None) -> Sequence[str]:
     raise ConfigError(f"this environment has MLflow's client without its pages; install them with: {INSTALL}")
 
 
-def _check_port(port: int) -> None:
-    try:
-        socket.create_server((HOST, port)).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--port={port}: cannot listen on {HOST}:{port} ({error})") from None
-
-
 async def _serve(command: Sequence[str], uri: str, port: int, run: str | None) -> int:
     """Run MLflow until it ends or this is cancelled. Its address may hold a password: it is no argument."""
     variables = {"MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -113,41 +106,36 @@ async def _serve(command: Sequence[str], uri: str, port: int, run: str | None) -
     process = await asyncio.create_subprocess_exec(
         *command, env=variables, start_new_session=True, stdin=asyncio.subprocess.DEVNULL, preexec_fn=die_with_parent
     )
+    announcing = asyncio.create_task(_announce(port, run))
     try:
-        if await _answers(process, port):
-            place = await asyncio.to_thread(_place_of_run, port, run) if run else ""
-            sys.stdout.write(f"open http://{HOST}:{port}/{place}\n")
-            sys.stdout.flush()
         code = await process.wait()
         sys.stderr.write(f"webrl: {command[0]} ended with code {code}\n")
         return 1
     finally:
+        announcing.cancel()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         with suppress(TimeoutError):  # what is left then is killed by run_process
             await asyncio.wait_for(process.wait(), STOP_SECONDS)
 
 
-async def _answers(process: asyncio.subprocess.Process, port: int) -> bool:
-    """Wait until MLflow answers; False if it ends, or takes longer than START_SECONDS."""
-    deadline = time.monotonic() + START_SECONDS
-    while process.returncode is None and time.monotonic() < deadline:
+async def _announce(port: int, run: str | None) -> None:
+    """Print the address, at the page of a run if MLflow has it, once MLflow answers."""
+    while True:
         with suppress(OSError):
             await asyncio.to_thread(_get, port, "/health")
-            return True
+            break
         await asyncio.sleep(0.2)
-    return False
-
-
-def _place_of_run(port: int, run: str) -> str:
-    """The page of a run, empty if MLflow does not have it."""
+    place = ""
     with suppress(OSError, ValueError, KeyError):
-        content = json.loads(_get(port, f"/api/2.0/mlflow/runs/get?run_id={run}"))
-        return f"#/experiments/{content['run']['info']['experiment_id']}/runs/{run}"
-    return ""
+        if run is not None:
+            content = json.loads(await asyncio.to_thread(_get, port, f"/api/2.0/mlflow/runs/get?run_id={run}"))
+            place = f"#/experiments/{content['run']['info']['experiment_id']}/runs/{run}"
+    sys.stdout.write(f"open http://{HOST}:{port}/{place}\n")
+    sys.stdout.flush()
 
 
 def _get(port: int, path: str) -> bytes:
-    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", timeout=ANSWER_SECONDS) as answer:
         content: bytes = answer.read()
     return content

@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 FOLDER = "timeline"
 PROFILES = "profiles"  # folder of torch's profiles of a run (trainer/profile.py)
-PROFILE_MARK = "webrl profile"  # what in such a file encloses the span `profile`
 FILE_BYTES, FILES = 16 * 2**20, 4  # of each process
 UNWRITTEN_SPANS = 200_000  # in memory; while the disk stalls the oldest are lost
 FLUSH_SECONDS, CLOCK_SECONDS, CLOSE_SECONDS = 1.0, 60.0, 10.0

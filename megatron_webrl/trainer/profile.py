@@ -1,4 +1,4 @@
-"""Profiles of chosen updates by torch's profiler: files that `webrl timeline` puts into its trace."""
+"""Profiles of chosen updates by torch's profiler: traces in Chrome's format, in profiles/ of the run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track.timeline import PROFILE_MARK, PROFILES, Timeline
+from megatron_webrl.track.timeline import PROFILES, Timeline
 from megatron_webrl.util.atomic_file import continue_without
 
 
 @contextmanager
 def profiled(config: Config, rank: int, version: int, timeline: Timeline) -> Iterator[None]:
-    """Profile what trains `version`, if trainer.profile chooses it for this rank.
-
-    The file is in Chrome's format. PROFILE_MARK in it encloses the span `profile` of the timeline, and little else.
-    """
+    """Profile what trains `version`, if trainer.profile chooses it for this rank."""
     settings = config.trainer.profile
     if version not in settings.updates or rank not in settings.ranks:
         yield
@@ -27,7 +24,6 @@ def profiled(config: Config, rank: int, version: int, timeline: Timeline) -> Ite
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with (
         torch.profiler.profile(activities=activities) as profiler,
-        torch.profiler.record_function(PROFILE_MARK),
         timeline.span("profile", version=version, file=path.name),
     ):
         yield

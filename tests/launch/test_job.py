@@ -14,14 +14,12 @@ from safetensors.torch import load_file
 
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
 from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
-from megatron_webrl.monitor.timeline.processes import read_timeline
-from megatron_webrl.monitor.timeline.trace import trace_events
 from megatron_webrl.track import events as process_events
 from megatron_webrl.track.evaluations import NAMES, evaluation_name
 from megatron_webrl.track.timeline import PROFILES
 from tests.launch.whole_jobs import Job, assert_nothing_left
+from tests.monitor.finished_jobs import check_timeline
 from tests.monitor.rollouts_page import check_rollouts_page
-from tests.monitor.timeline.finished_jobs import check_timeline
 from tests.terminal import Terminal
 from tools.make_tiny_model import make_tiny_model
 
@@ -83,23 +81,19 @@ def test_a_job_trains_with_tensor_parallel_ranks_after_a_warm_start(job: Job):
     assert dict(stored.facets["kind"]).keys() == {"training", *ran}
     assert dict(stored.facets["disposition"])["trained"] == accounting["trained"]
     check_timeline(job.run_folder, {"trainer-0", "trainer-1", "rollout-0"})
-    events = trace_events(read_timeline(job.run_folder), None, job.run_folder / PROFILES)
-    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    profiled = {name.partition(", torch")[0] for name in names if ", torch" in name}
-    assert profiled == {"trainer-0, update 2", "trainer-1, update 2"}
-    assert "aten::mm" in {event["name"] for event in events}
+    profiles = {path.name for path in (job.run_folder / PROFILES).iterdir()}
+    assert profiles == {f"update-000002.trainer-{rank}.json.gz" for rank in range(2)}
 
 
 def assert_the_terminal_is_left_in_order(terminal: Terminal, updates: int) -> None:
-    """The live table is gone without a trace, the cursor is back, and the messages and the report are there."""
+    """The status line is gone without a trace, the cursor is back, and the messages and the report are there."""
     screen = terminal.finish()
     assert screen.cursor_visible
     assert screen.tallest < 20
-    for word in ("rollout 0", "mismatch"):
-        assert word in terminal.output
-        assert word not in screen.text
+    assert "rollout 0" in terminal.output
+    assert "rollout 0" not in screen.text
     assert screen.text.count("stopping after this update, with a checkpoint; interrupt again to stop at once") == 1
-    assert screen.text.count("─" * 60) == 1, "of one table, that of the report"
+    assert screen.text.count("success") == 2, "in the header of the updates and in the report"
     assert f"update      {updates} of 1000" in screen.text
 
 
@@ -136,7 +130,7 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
     environment = {"TERM": "xterm-256color", "CI": "", TOKEN_VARIABLE: token}
     job.start("trainer.updates=1000", "tasks.max_steps=12", environment=environment, terminal=terminal)
     job.until(job.updates, "a first update")
-    job.until(lambda: "update 1 of 1000" in terminal.output, "its line in the table")
+    job.until(lambda: "update 1 of 1000" in terminal.output, "the status line")
     address = json.loads((job.run_folder / "monitor.json").read_text())["url"]
     assert f"monitor: {address}/?token={token}" in terminal.output
     check_rollouts_page(address, token)
@@ -145,11 +139,10 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
     assert report["version"] >= 1
     assert report["progress"]["updates_per_hour"] > 0
     assert report["tickets"]["claimed"] > 0
-    assert report["rings"][0]["capacity_mib"] == 64
     states = {role["name"]: role for role in report["roles"]}
     assert set(states) == {"control", "trainer-0", "rollout-0"}
     assert {role["state"] for role in states.values()} == {"running"}
-    assert states["trainer-0"]["status_line"].startswith("update ")
+    assert states["trainer-0"]["status"].startswith("update ")
     assert all(states[name]["heartbeat_age_seconds"] < 20 for name in ("trainer-0", "rollout-0"))
     assert job.process is not None
     terminal.press(b"\x03")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.launch.whole_jobs import Job
-from tests.monitor.timeline.finished_jobs import check_timeline
+from tests.monitor.finished_jobs import check_timeline
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 

@@ -14,8 +14,7 @@ import yaml
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
 from megatron_webrl.monitor.access import MonitorAccess
-from megatron_webrl.monitor.app import RunPages
-from megatron_webrl.monitor.run_set import RunSet
+from megatron_webrl.monitor.app import RunPages, RunSet
 from megatron_webrl.track.episodes import FILE, EpisodeStore, episode_line
 from megatron_webrl.types import Action, JudgeStage, Trajectory, Verdict
 from megatron_webrl.util.history import History

@@ -16,6 +16,9 @@ from datasets import load_dataset
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor.app import RunPages
+from megatron_webrl.monitor.status import read_status
+from megatron_webrl.track.timeline import FOLDER
+from tests.monitor import made_timelines
 from tests.monitor.runs import TOKEN, episode, serve, store, write_run, write_updates
 
 
@@ -68,6 +71,22 @@ async def test_the_run_its_updates_and_new_ones(served: tuple[httpx.AsyncClient,
     write_updates(pages.config, 4)
     pages.refresh()
     assert [line["version"] for line in await get(client, "/api/updates")] == [1, 2, 3, 4]
+
+
+async def test_the_state_of_a_run_and_what_bounded_an_update_are_those_of_the_commands(
+    served: tuple[httpx.AsyncClient, RunPages], tmp_path: Path
+):
+    client, pages = served
+    found = await get(client, "/api/status")
+    status = read_status(pages.folder)
+    assert found["lines"] | {"state": ""} == status.lines | {"state": ""}
+    assert found["lines"]["update"] == "3 of 5"
+    assert found["tables"]["processes"]["rows"] == [list(row) for row in status.tables()["processes"]["rows"]]
+    assert "tracking.timeline=true" in (await get(client, "/api/bound", 404))["error"]
+    shutil.copytree(made_timelines.write_run(tmp_path / "timed").run_folder / FOLDER, pages.folder / FOLDER)
+    assert (await get(client, "/api/bound"))["version"] == 2
+    assert (await get(client, "/api/bound?version=1"))["rows"][0] == ["trainer: wait for groups", 0, 0, 0]
+    assert "updates 1 to 2" in (await get(client, "/api/bound?version=9", 404))["error"]
 
 
 async def test_a_run_that_rolled_back_or_began_again_shows_what_its_folder_holds(

@@ -74,7 +74,8 @@ def test_a_query_finds_what_a_plain_search_finds(index: EpisodeIndex, query: Epi
         )
 
     wanted = [row for row in every if passes(row)]
-    rows, total = index.page(query, offset, limit)
+    found = index.search(query, offset, limit)
+    rows, total = found.rows, found.total
     assert total == len(wanted)
     assert len(rows) == min(limit, max(0, total - offset))
     everything = list(iterate(index, query))

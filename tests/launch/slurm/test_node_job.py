@@ -24,7 +24,7 @@ from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.track import episodes, summary
 from megatron_webrl.util import child_process
 from tests.finished_runs import run_problems
-from tests.monitor.timeline.finished_jobs import check_timeline
+from tests.monitor.finished_jobs import check_timeline
 from tests.tiny_settings import SETTINGS
 from tools.bench import recorded_groups
 

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.track import summary
-from tests.monitor.timeline import made_timelines
+from tests.monitor import made_timelines
 from tools.bench.modes import __main__ as command
 from tools.bench.modes.comparison import Figure, ratio, spread
 from tools.bench.modes.history import (
@@ -120,7 +120,7 @@ def test_wasted_tokens_are_shares_of_all_by_reason():
 
 def test_shares_of_time_weigh_updates_by_their_seconds():
     first = replace(record(1, 0.5), parts={"train": 2.0, "wait for groups": 8.0}, engine_idle=0.1,
-                    path={"pack": 2.0, "last group: generating": 8.0})  # fmt: skip
+                    path={"pack": 2.0, "wait: engine": 8.0})  # fmt: skip
     second = replace(record(2, 0.5), parts={"train": 24.0, "weight exchange": 3.0, "other": 3.0}, engine_idle=0.9,
                      path={"forward and backward": 24.0, "pack": 3.0, "other": 3.0})  # fmt: skip
     found = time_shares([first, second, record(3, 0.5)])  # the timeline lacks the third
@@ -128,7 +128,7 @@ def test_shares_of_time_weigh_updates_by_their_seconds():
     assert (found.training, found.waiting, found.exchanging) == (26 / 40, 8 / 40, 3 / 40)
     assert found.other == pytest.approx(3 / 40)
     assert found.engine_idle == pytest.approx((0.1 * 10 + 0.9 * 30) / 40)
-    assert list(found.path)[:2] == ["forward and backward", "last group: generating"]
+    assert list(found.path)[:2] == ["forward and backward", "wait: engine"]
     assert sum(found.path.values()) == pytest.approx(1)
     assert time_shares([record(1, 0.5)]) is None
 
@@ -221,7 +221,7 @@ def test_a_run_is_read_with_its_timeline(tmp_path: Path):
     assert (shares.waiting, shares.training) == (pytest.approx(15 / 35), pytest.approx(8 / 35))
     assert (shares.exchanging, shares.other) == (pytest.approx(2 / 35), pytest.approx(10 / 35))
     assert shares.engine_idle == pytest.approx(1 - 8 / 25 - 1 / 25)  # of update 2; a request for 8 s, a pause of 1 s
-    assert shares.path["last group: generating"] == pytest.approx(7 / 35)
+    assert shares.path["wait: engine"] == pytest.approx(7 / 35)
     assert RunHistory.from_json(json.loads(json.dumps(asdict(found)))) == found
 
 

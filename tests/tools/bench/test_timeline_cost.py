@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.monitor.timeline.made_timelines import write_run
+from tests.monitor.made_timelines import write_run
 from tools.bench.monitor import timeline_cost
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_webrl.monitor.status.progress import trained_episodes
-from megatron_webrl.monitor.timeline.explanation import EXCHANGE, TRAIN, WAIT, UpdateExplanation
+from megatron_webrl.monitor.progress import trained_episodes
+from megatron_webrl.monitor.timeline import SYNC, TRAIN, WAIT, UpdateBound
 from megatron_webrl.trainer.metrics.group_statistics import GROUP_KINDS
 
 
@@ -76,9 +76,9 @@ class TimeShares:
 
 
 def update_records(
-    updates: Sequence[Mapping[str, Any]], group_size: int, explained: Mapping[int, UpdateExplanation] | None = None
+    updates: Sequence[Mapping[str, Any]], group_size: int, bounds: Mapping[int, UpdateBound] | None = None
 ) -> tuple[UpdateRecord, ...]:
-    """From the lines of updates.jsonl, the first of them included, and the explanations of updates by version.
+    """From the lines of updates.jsonl, the first of them included, and what bounded the updates, by version.
 
     The clock starts where the trainer began the first update, as its seconds say, so that the start of processes and
     engines does not count.
@@ -87,15 +87,14 @@ def update_records(
         return ()
     first = updates[0]
     began = first["finished_at"] - sum(first["seconds"][name] for name in ("wait", "train", "sync"))
-    return tuple(_record(update, group_size, began, (explained or {}).get(update["version"])) for update in updates)
+    return tuple(_record(update, group_size, began, (bounds or {}).get(update["version"])) for update in updates)
 
 
-def _record(
-    update: Mapping[str, Any], group_size: int, began: float, explained: UpdateExplanation | None
-) -> UpdateRecord:
+def _record(update: Mapping[str, Any], group_size: int, began: float, bound: UpdateBound | None) -> UpdateRecord:
     extra = update["extra"]
-    workers = explained.workers if explained else ()
-    idle = [1 - worker.engine_busy - worker.engine_paused for worker in workers]
+    idle = None
+    if bound is not None and bound.engines:
+        idle = 1 - (bound.engines["generate"] + bound.engines["paused for weights"]) / bound.seconds
     return UpdateRecord(
         version=update["version"],
         ended=update["finished_at"] - began,
@@ -103,9 +102,9 @@ def _record(
         episodes=int(extra.get("rollout_episodes", 0)),
         trained=trained_episodes(update, group_size),
         staleness=update["staleness_mean"],
-        parts=explained.parts if explained else {},
-        path=explained.path if explained else {},
-        engine_idle=sum(idle) / len(idle) if idle else None,
+        parts=bound.trainer if bound else {},
+        path=bound.path if bound else {},
+        engine_idle=idle,
     )
 
 
@@ -166,7 +165,7 @@ def time_shares(updates: Sequence[UpdateRecord]) -> TimeShares | None:
         path.update(update.path)
     idle = [(update.engine_idle, sum(update.parts.values())) for update in known if update.engine_idle is not None]
     idle_seconds, weight = sum(share * seconds for share, seconds in idle), sum(seconds for _, seconds in idle)
-    training, waiting, exchanging = (parts[name] / total for name in (TRAIN, WAIT, EXCHANGE))
+    training, waiting, exchanging = (parts[name] / total for name in (TRAIN, WAIT, SYNC))
     return TimeShares(
         training=training,
         waiting=waiting,

@@ -12,8 +12,7 @@ from typing import Any
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.monitor.timeline.explanation import UpdateExplainer, UpdateExplanation
-from megatron_webrl.monitor.timeline.processes import read_timeline
+from megatron_webrl.monitor.timeline import find_updates, read_timeline, update_bound
 from megatron_webrl.track import summary
 from megatron_webrl.util import atomic_file
 from tools.bench.async_modes import CONTESTANTS
@@ -142,15 +141,16 @@ def read_run(mode: str, seed: int, run: Path) -> RunHistory:
         raise RuntimeError(f"{run} made no update")
     config = parse_config(run / "config.yaml")
     try:
-        explainer = UpdateExplainer(read_timeline(run), config, updates)
+        processes = read_timeline(run)
+        spans = find_updates(processes)
     except ConfigError as error:
         raise RuntimeError(f"{run}: {error}") from None
-    explained: dict[int, UpdateExplanation] = {version: explainer.explain(version) for version in explainer.versions}
+    bounds = {version: update_bound(processes, span) for version, span in spans.items()}
     tokens = accounting["tokens"]
     return RunHistory(
         mode=mode,
         seed=seed,
-        updates=update_records(updates, config.rollout.group_size, explained),
+        updates=update_records(updates, config.rollout.group_size, bounds),
         tokens_trained=tokens["trained"],
         tokens_dropped=tokens["dropped"],
     )

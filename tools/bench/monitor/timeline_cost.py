@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.monitor.timeline.processes import ProcessTimeline, read_timeline
+from megatron_webrl.monitor.timeline import ProcessTimeline, read_timeline
 from megatron_webrl.track.timeline import FOLDER, Timeline, TimelineFiles, Track
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.jobs import run_job

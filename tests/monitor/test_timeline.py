@@ -1,4 +1,4 @@
-"""Reading timeline files: clocks of several nodes on one, several lives of a role, broken files."""
+"""The timeline of a run: clocks of several nodes on one, and what bounded an update whose answer is known."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_webrl.cli import main
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.clock import ServiceClock
-from megatron_webrl.monitor.timeline.processes import ProcessTimeline, read_timeline
+from megatron_webrl.monitor.timeline import ProcessTimeline, UpdateBound, read_timeline, read_update
 from megatron_webrl.track.timeline import FOLDER
-from tests.monitor.timeline.made_timelines import UNIX, write_process
+from tests.monitor.made_timelines import UNIX, write_process, write_run
+from tests.monitor.trace_format import read_trace, trace_problems
 
 
 def process(folder: Path, role: str) -> ProcessTimeline:
@@ -110,3 +112,58 @@ def test_a_window_leaves_out_what_is_long_before_and_after_it(tmp_path: Path) ->
 def test_the_outer_of_two_spans_that_start_together_comes_first(tmp_path: Path) -> None:
     write_process(tmp_path, "trainer-0", [("inner", "", 5.0, 6.0, {}), ("outer", "", 5.0, 9.0, {})])
     assert json.dumps([span.name for span in process(tmp_path, "trainer-0").spans]) == '["outer", "inner"]'
+
+
+# -- what bounded an update -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def bound(tmp_path: Path) -> UpdateBound:
+    return read_update(write_run(tmp_path, ahead=77.0).run_folder)[0]
+
+
+def rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(each, 3) for name, each in seconds.items() if each > 1e-5}
+
+
+def test_the_parts_of_an_update_are_all_of_it(bound: UpdateBound) -> None:
+    assert (bound.version, bound.seconds) == (2, pytest.approx(25.0))
+    assert rounded(bound.trainer) == {"wait for groups": 15.0, "train": 8.0, "weight exchange": 2.0}
+    assert rounded(bound.training) == {"pack": 1.0, "forward and backward": 6.0, "optimizer": 1.0}
+
+
+def test_a_wait_is_split_by_what_the_last_episode_of_the_last_group_did(bound: UpdateBound) -> None:
+    assert rounded(bound.waiting) == {
+        "no ticket": 2.0, "no free browser": 1.0, "browser": 3.0, "engine": 7.0, "judge": 1.5, "ring": 0.5,
+    }  # fmt: skip
+    assert sum(bound.path.values()) == pytest.approx(bound.seconds)
+
+
+def test_an_engine_is_busy_while_it_has_a_request(bound: UpdateBound) -> None:
+    # Generation from 14 to 16, 15 to 18 and 19 to 23; the pause from 34 to 35; no ticket from 10 to 12.
+    assert rounded(bound.engines) == {"generate": 8.0, "paused for weights": 1.0, "no ticket": 2.0}
+
+
+def test_an_update_that_did_not_wait_is_bounded_by_the_trainer(tmp_path: Path) -> None:
+    folder = write_run(tmp_path).run_folder
+    path = folder / FOLDER / "trainer-0.0001.jsonl"
+    path.write_text(path.read_text().replace("25000000", "10100000"))  # the wait ends at once, the training begins
+    bound, _, _ = read_update(folder)
+    assert bound.trainer["wait for groups"] == pytest.approx(0.1)
+    assert sum(bound.path.values()) == pytest.approx(25.0)
+
+
+def test_the_command_prints_the_table_and_writes_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, trace = str(write_run(tmp_path, ahead=1.0).run_folder), tmp_path / "trace.json.gz"
+    assert main(["timeline", folder, "--output", str(trace)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["update", "2:", "25.0", "s"] in rows
+    assert ["trainer:", "wait", "for", "groups", "15.00", "60%"] in rows
+    assert ["engine", "7.00", "28%"] in rows
+    assert ["engines:", "generate", "8.00", "32%"] in rows
+    assert not trace_problems(read_trace(trace))
+    assert main(["timeline", folder, "--update", "1", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["version"], content["seconds"]) == (1, pytest.approx(10.0))
+    assert main(["timeline", folder, "--update", "9"]) == 2
+    assert "update 9 is not in the timeline, which has updates 1 to 2" in capsys.readouterr().err

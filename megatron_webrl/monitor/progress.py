@@ -25,17 +25,16 @@ class Progress:
     reward_mean: float  # over trained episodes
     logprob_mismatch_max: float | None  # nats, largest; None without a token of the updated version
 
-
-@dataclass(frozen=True)
-class EpisodeCounts:
-    """Accounting of the finished episodes, up to the last update."""
-
-    trained: int
-    dropped: dict[str, int]  # by reason
-    waiting: int | None = None  # this and the next two: known only after the end of the job
-    finished: int | None = None
-    matches: bool | None = None
-    rolled_back: int = 0
+    def __str__(self) -> str:
+        figures = [
+            f"{self.updates_per_hour:.1f} updates/h, {self.episodes_per_hour:.0f} trained episodes/h",
+            f"{self.tokens_per_second:.0f} tokens/s",
+            "" if self.success is None else f"success {self.success:.1%}",
+            f"reward {self.reward_mean:.3f}, waiting {self.wait_fraction:.0%}",
+            f"staleness {self.staleness_mean:.1f}, at most {self.staleness_max}",
+            "" if self.logprob_mismatch_max is None else f"mismatch {self.logprob_mismatch_max:.0e}",
+        ]
+        return ", ".join(filter(None, figures)) + f" (last {self.updates})"
 
 
 def recent_progress(updates: Sequence[Mapping[str, Any]], group_size: int, since: float) -> Progress | None:
@@ -48,7 +47,6 @@ def recent_progress(updates: Sequence[Mapping[str, Any]], group_size: int, since
     sampled = [(u["extra"]["rollout_success_rate"], u["extra"].get("rollout_episodes", 1.0))
                for u in chosen if "rollout_success_rate" in u["extra"]]  # fmt: skip
     weight = sum(count for _, count in sampled)
-    busy = sum(map(_busy, chosen))
     return Progress(
         updates=len(chosen),
         seconds_per_update=total / len(chosen),
@@ -58,7 +56,7 @@ def recent_progress(updates: Sequence[Mapping[str, Any]], group_size: int, since
         success=sum(share * count for share, count in sampled) / weight if weight else None,
         staleness_mean=sum(u["staleness_mean"] for u in chosen) / len(chosen),
         staleness_max=max(u["staleness_max"] for u in chosen),
-        wait_fraction=sum(u["seconds"]["wait"] for u in chosen) / busy,
+        wait_fraction=sum(u["seconds"]["wait"] for u in chosen) / sum(map(_busy, chosen)),
         reward_mean=sum(u["reward_mean"] for u in chosen) / len(chosen),
         logprob_mismatch_max=max((m for u in chosen if (m := u["logprob_mismatch_max"]) is not None), default=None),
     )
@@ -68,20 +66,6 @@ def expected_end(progress: Progress, last: Mapping[str, Any], target: int, now: 
     """Unix time of update `target` at the recent speed; `last`: the newest update. The current one may be slower."""
     left, seconds = target - last["version"], progress.seconds_per_update
     return float(max(last["finished_at"] + seconds * left, now + seconds * max(0, left - 1)))
-
-
-def count_episodes(
-    updates: Sequence[Mapping[str, Any]], group_size: int, accounting: Mapping[str, Any] | None
-) -> EpisodeCounts | None:
-    """Counts from the accounting of summary.json, else from the updates; None before the first update."""
-    if accounting is not None:
-        fields = ("trained", "dropped", "waiting", "finished", "matches", "rolled_back")
-        return EpisodeCounts(**{name: accounting[name] for name in fields})
-    if not updates:
-        return None
-    extra = updates[-1]["extra"]
-    dropped = {name.partition("/")[2]: int(count) for name, count in extra.items() if name.startswith("dropped/")}
-    return EpisodeCounts(sum(trained_episodes(update, group_size) for update in updates), dict(sorted(dropped.items())))
 
 
 def trained_episodes(update: Mapping[str, Any], group_size: int) -> int:

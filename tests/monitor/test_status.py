@@ -1,4 +1,4 @@
-"""What is said of a run: from its files, and from a control service that is there, gone, hung, or another job's."""
+"""The state of a run: from its files, and from a control service that is there, gone, hung, or another job's."""
 
 from __future__ import annotations
 
@@ -11,26 +11,36 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from megatron_webrl.cli import main
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.run_folder import config_path
-from megatron_webrl.monitor.status import control_probe
-from megatron_webrl.monitor.status.control_probe import ControlStatus
-from megatron_webrl.monitor.status.report import RunReport, build_report, find_run
-from megatron_webrl.monitor.status.role_status import RoleState
+from megatron_webrl.monitor import control_probe
+from megatron_webrl.monitor.roles import RoleStatus, role_rows
+from megatron_webrl.monitor.status import (
+    RunStatus,
+    final_report_lines,
+    find_run,
+    print_final_report,
+    read_status,
+    render_status,
+)
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.events import EventLog
 from tests.job_control import connect, control_service, tickets
-from tests.monitor.status.made_runs import begin_job, make_run, train
+from tests.monitor.made_runs import begin_job, make_run, train
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SERVER = (
     "import sys; from pathlib import Path; from megatron_webrl.control.server import serve;"
     "serve('127.0.0.1', 0, sys.argv[2], Path(sys.argv[1]), Path(sys.argv[1] + '.journal'), seconds=120)"
@@ -52,11 +62,11 @@ def begin(config: Config) -> EventLog:
     return journal
 
 
-def by_name(report: RunReport) -> dict[str, RoleState]:
+def by_name(report: RunStatus) -> dict[str, RoleStatus]:
     return {role.name: role for role in report.roles}
 
 
-def states(report: RunReport) -> dict[str, str]:
+def states(report: RunStatus) -> dict[str, str]:
     return {role.name: role.state for role in report.roles}
 
 
@@ -77,26 +87,24 @@ def test_a_running_job_is_reported_from_its_control_service(config: Config) -> N
         journal.add("rollout-0", events.RESTARTED, f"rollout-0 killed by SIGKILL; last log line: {line} (log: x.log)")
         for control in (trainer, worker):
             control.start_heartbeat()
-        report = build_report(config.run_folder)
+        report = read_status(config.run_folder)
         for control in (trainer, worker):
             control.close()
         assert (report.state, report.healthy, report.ended_at) == ("running", True, None)
         assert (report.version, report.target_updates) == (4, 10)
-        assert report.control_address == f"{worker.host}:{worker.port}"
         assert report.expected_end == pytest.approx(report.time + 5.5 * 36.0, abs=18.5)
-        assert report.tickets == control_probe.TicketCounts(claimed=7, limit=12, in_progress=6)
+        assert report.tickets == {"claimed": 7, "limit": 12, "in_progress": 6}
         assert states(report) == {
             "control": "running", "trainer-0": "running", "trainer-1": "starting", "rollout-0": "running",
         }  # fmt: skip
         found = by_name(report)
-        assert found["trainer-0"].status_line == "update 5: waiting for groups, 3 of 8; dropped so far: none"
+        assert found["trainer-0"].status == "update 5: waiting for groups, 3 of 8; dropped so far: none"
         beat = found["trainer-0"].heartbeat_age_seconds
         assert beat is not None
         assert beat < 10
-        assert [restart.reason for restart in found["rollout-0"].restarts] == [
-            "killed by SIGKILL; last log line: version 8 in place"
-        ]
-        assert found["trainer-1"].log == str(config.run_folder / "logs" / "trainer-1.log")
+        assert found["rollout-0"].restarts == 1
+        (row,) = next(table for title, table in report.tables().items() if "event" in title)["rows"]
+        assert row[2:] == ("rollout-0", "restarted", "killed by SIGKILL; last log line: version 8 in place")
         assert json.loads(json.dumps(report.to_json()))["tickets"]["in_progress"] == 6
 
 
@@ -105,11 +113,11 @@ def test_a_restarted_role_does_not_show_the_status_of_its_earlier_instance(confi
     with control_service(config.run_folder) as address:
         worker = connect(address, "rollout-0")
         send_heartbeat(worker, status="version 8: 2 groups running")
-        assert by_name(build_report(config.run_folder))["rollout-0"].status_line == "version 8: 2 groups running"
+        assert by_name(read_status(config.run_folder))["rollout-0"].status == "version 8: 2 groups running"
         worker.clear_heartbeat("rollout-0")
         journal.add("rollout-0", events.RESTARTED, "rollout-0 exited with code 1")
-        again = by_name(build_report(config.run_folder))["rollout-0"]
-    assert (again.state, again.status_line, len(again.restarts)) == ("starting", "", 1)
+        again = by_name(read_status(config.run_folder))["rollout-0"]
+    assert (again.state, again.status, again.restarts) == ("starting", "", 1)
 
 
 def test_a_probe_leaves_no_trace_in_the_job(config: Config) -> None:
@@ -118,7 +126,7 @@ def test_a_probe_leaves_no_trace_in_the_job(config: Config) -> None:
         control.start_ticket_epoch(0, 0, tickets(range(3)))
         reports, journal = control.role_reports(), (config.run_folder / "control.journal").read_bytes()
         assert journal
-        assert build_report(config.run_folder).state == "running"
+        assert read_status(config.run_folder).state == "running"
         assert (config.run_folder / "control.journal").read_bytes() == journal
         assert control.role_reports() == reports == {}
 
@@ -131,7 +139,7 @@ def test_a_silent_role_is_named(tmp_path: Path) -> None:
         send_heartbeat(trainer)
         until(lambda: trainer.role_reports()["trainer-0"]["silent_seconds"] > 5, "its silence")
         send_heartbeat(worker)
-        report = build_report(config.run_folder)
+        report = read_status(config.run_folder)
     found = by_name(report)
     assert states(report) == {
         "control": "running", "trainer-0": "silent", "trainer-1": "starting", "rollout-0": "running",
@@ -147,21 +155,21 @@ def test_the_end_of_a_job_is_reported_before_its_processes_exit(config: Config) 
     begin(config)
     with control_service(config.run_folder) as address:
         connect(address, "trainer-0").end_job("failed: trainer-1: RuntimeError: no more memory")
-        report = build_report(config.run_folder)
+        report = read_status(config.run_folder)
     assert (report.state, report.reason) == ("failed", "trainer-1: RuntimeError: no more memory")
     assert not report.healthy
     failed = next(role for role in report.roles if role.state == "failed")
-    assert (failed.name, failed.status_line) == ("trainer-1", "RuntimeError: no more memory")
+    assert (failed.name, failed.status) == ("trainer-1", "RuntimeError: no more memory")
 
 
 def test_a_requested_stop_is_reported(config: Config) -> None:
     with control_service(config.run_folder) as address:
         control = connect(address, "test")
         control.request_stop()
-        report = build_report(config.run_folder)
+        report = read_status(config.run_folder)
         assert (report.state, report.reason) == ("starting", "stop requested")
         control.end_job("stopped")
-        report = build_report(config.run_folder)
+        report = read_status(config.run_folder)
         assert (report.state, report.reason, report.healthy) == ("ending", "outcome: stopped", True)
 
 
@@ -178,13 +186,13 @@ def test_a_killed_job_is_silent(config: Config) -> None:
     for path in [*config.run_folder.rglob("*.log"), *config.run_folder.glob("*.*")]:
         os.utime(path, (old, old))
     os.utime(config.run_folder / "logs" / "trainer-1.log", (old + 60, old + 60))
-    report = build_report(config.run_folder)
+    report = read_status(config.run_folder)
     assert (report.state, report.healthy, report.ended_at) == ("silent", False, None)
-    assert report.last_activity_at == pytest.approx(old + 60)
+    assert "(9 min" in report.lines["state"]
     assert "does not respond (Connection refused)" in report.reason
     assert f"it can be reached only from the job's machine ({os.uname().nodename})" in report.reason
     assert set(states(report).values()) == {"unknown"}
-    assert {role.status_line for role in report.roles} >= {
+    assert {role.status for role in report.roles} >= {
         "of trainer-0",
         "of rollout-0",
     }  # the last lines of their logs
@@ -222,15 +230,15 @@ def test_the_wait_for_a_hung_control_service_is_limited(config: Config) -> None:
     path = config.run_folder / "control.json"
     address = ControlAddress.read(path)
     assert address is not None
-    assert isinstance(control_probe.query(path), ControlStatus)
+    assert isinstance(control_probe.query(path), dict)
     process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     expected = f"127.0.0.1:{address.port} does not respond (no answer within 2 s)"
     assert control_probe.query(path, seconds=2.0) == expected
     assert time.monotonic() - began < 10
-    assert "no answer within 0.8 s" in build_report(config.run_folder).reason
+    assert "no answer within 0.8 s" in read_status(config.run_folder).reason
     process.send_signal(signal.SIGCONT)
-    assert isinstance(control_probe.query(path, seconds=60.0), ControlStatus)
+    assert isinstance(control_probe.query(path, seconds=60.0), dict)
     process.kill()
     process.wait()
 
@@ -239,7 +247,7 @@ def test_the_control_service_of_another_job_is_recognised(config: Config) -> Non
     process = serve(config.run_folder, "another")
     path = config.run_folder / "control.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"job_id": "mine", "token": "my own"}))
-    report = build_report(config.run_folder)
+    report = read_status(config.run_folder)
     process.kill()
     process.wait()
     assert report.state == "silent"
@@ -247,12 +255,12 @@ def test_the_control_service_of_another_job_is_recognised(config: Config) -> Non
 
 
 def test_a_job_in_preparation_is_starting_for_a_limited_time(config: Config) -> None:
-    report = build_report(config.run_folder)
+    report = read_status(config.run_folder)
     assert (report.state, report.reason) == ("starting", "the control service has not started yet")
     assert set(states(report).values()) == {"not started"}
     old = time.time() - 2 * config.run.startup_timeout_seconds
     os.utime(config.run_folder / "config.yaml", (old, old))
-    report = build_report(config.run_folder)
+    report = read_status(config.run_folder)
     assert (report.state, report.reason, report.healthy) == ("silent", "the job has not started", False)
 
 
@@ -279,14 +287,13 @@ def test_an_ended_run_is_reported_without_a_query(config: Config) -> None:
     journal.add(events.JOB, events.ENDED, "finished")
     with socket.create_server(("127.0.0.1", 0)) as other:  # at the address of its control service
         ControlAddress(*other.getsockname(), os.getpid(), "a-ring", "token").write(config.run_folder / "control.json")
-        report = build_report(config.run_folder)
+        report = read_status(config.run_folder)
         assert not select.select([other], [], [], 0)[0]
     assert (report.state, report.reason, report.healthy) == ("finished", "", True)
     assert report.ended_at == pytest.approx(time.time(), abs=60)
-    assert report.episodes is not None
-    assert (report.episodes.waiting, report.episodes.matches) == (24, True)
+    assert report.lines["episodes"].endswith("+ 24 waiting = 330: matches")
     assert set(states(report).values()) == {"ended"}
-    assert report.paths["summary"] == str(config.run_folder / "summary.json")
+    assert report.lines["summary"] == str(config.run_folder / "summary.json")
 
 
 @pytest.mark.parametrize(
@@ -301,7 +308,7 @@ def test_an_ended_run_is_reported_without_a_query(config: Config) -> None:
 )
 def test_every_outcome_is_a_state(config: Config, outcome: str, state: str, why: str, well: bool) -> None:
     summary.ensure_written(config.run_folder, outcome)
-    report = build_report(config.run_folder)
+    report = read_status(config.run_folder)
     assert (report.state, report.reason, report.healthy) == (state, why, well)
 
 
@@ -310,39 +317,20 @@ def test_a_failed_role_shows_its_reason_after_the_end(config: Config) -> None:
     failure = "trainer-1 exited with code 1; last log line: ERROR out of memory (log: somewhere/trainer-1.log)"
     journal.add("trainer-1", events.FAILED, failure, config.run_folder / "logs" / "trainer-1.log")
     summary.ensure_written(config.run_folder, f"failed: {failure}")
-    report = build_report(config.run_folder)
+    report = read_status(config.run_folder)
     assert states(report) == {"control": "ended", "trainer-0": "ended", "trainer-1": "failed", "rollout-0": "ended"}
     failed = next(role for role in report.roles if role.state == "failed")
-    assert failed.status_line == "exited with code 1; last log line: ERROR out of memory"
+    assert failed.status == "exited with code 1; last log line: ERROR out of memory"
 
 
 def test_the_newest_checkpoint_and_failures_are_reported(config: Config) -> None:
     folder = config.run_folder / "checkpoints"
-    (folder / ".staging-000001-ab" / "000006").mkdir(parents=True)
+    folder.mkdir()
     (folder / "latest").write_text("version-000004")
     train(config, 6, **{"checkpoint/failures": 2.0})
-    found = build_report(config.run_folder).checkpoints
-    assert found.latest == str(folder / "version-000004")
-    assert found.completed_at == pytest.approx(time.time(), abs=60)
-    assert (found.failures, found.writing) == (2, True)
-
-
-def test_the_ring_of_this_machine_is_reported(config: Config) -> None:
-    from megatron_webrl.ring.ring import Ring
-
-    name = f"webrl-status-{os.getpid()}"
-    ring = Ring.create_or_attach(name, 2**20, "job")
-    try:
-        ring.write([bytes(2**19)], 1.0)
-        process = serve(config.run_folder, name)
-        (found,) = build_report(config.run_folder).rings
-        process.kill()
-        process.wait()
-        assert (found.node, found.capacity_mib, found.records) == (0, 1.0, 1)
-        assert found.used_mib == pytest.approx(0.5)
-    finally:
-        ring.unlink()
-        ring.close()
+    line = read_status(config.run_folder).lines["checkpoint"]
+    assert line.startswith(f"{folder / 'version-000004'}, 20")
+    assert line.endswith(", 2 failures")
 
 
 def test_an_evaluation_has_no_trainer(config: Config) -> None:
@@ -351,14 +339,14 @@ def test_an_evaluation_has_no_trainer(config: Config) -> None:
     for name in ("control", "rollout-0"):
         journal.add(name, events.STARTED)
     summary.ensure_written(config.run_folder, "finished")
-    assert set(states(build_report(config.run_folder))) == {"control", "rollout-0"}
+    assert set(states(read_status(config.run_folder))) == {"control", "rollout-0"}
 
 
 def test_a_step_that_has_not_started_is_shown_with_those_that_have(tmp_path: Path) -> None:
     config = make_run(tmp_path, config=str(ROOT / "configs" / "8b_4node.yaml"))
     EventLog(config.run_folder).add(events.JOB, events.STARTED)
     EventLog(config.run_folder, 2).add("trainer-8", events.STARTED)  # of the four ranks of node 2
-    report = build_report(config.run_folder)
+    report = read_status(config.run_folder)
     found = by_name(report)
     assert len(found) == 1 + 16 + 16 - 3
     assert found["trainer-8"].node == 2
@@ -373,7 +361,7 @@ def test_a_run_is_found_by_folder_and_by_name(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     assert find_run("made") == Path("runs/made")
     assert find_run(str(made.run_folder)) == made.run_folder
-    assert build_report(find_run("made")).name == "made"
+    assert read_status(find_run("made")).lines["run"] == "made, runs/made"
     (tmp_path / "runs" / "empty").mkdir()
     for run, message in (
         ("mada", r"RUN=mada is neither the folder of a run nor the name of one in runs/; there are made$"),
@@ -389,8 +377,107 @@ def test_a_renamed_run_is_read_from_its_folder(tmp_path: Path) -> None:
     begin(made)
     summary.ensure_written(made.run_folder, "stopped")
     shutil.move(made.run_folder, tmp_path / "made.1")
-    report = build_report(tmp_path / "made.1")
+    report = read_status(tmp_path / "made.1")
     assert report.state == "stopped"
-    assert report.paths["summary"] == str(tmp_path / "made.1" / "summary.json")
-    assert {Path(role.log).parent for role in report.roles} == {tmp_path / "made.1" / "logs"}
+    assert report.lines["summary"] == str(tmp_path / "made.1" / "summary.json")
     assert config_path(made).parent != tmp_path / "made.1"
+
+
+# -- what a person reads ------------------------------------------------------------------------------
+
+
+def cluster() -> list[RoleStatus]:
+    """The processes of 32 nodes with 256 GPUs: one worker was restarted, one rank is silent."""
+    training, rollout = "update 7: training on 512 groups", "version 6: {} groups running, {} episodes done"
+    ranks = [RoleStatus(f"trainer-{n}", "running", training, 0, n // 4, 0.5) for n in range(128)]
+    workers = [RoleStatus(f"rollout-{n}", "running", rollout.format(n % 3 + 2, 100 + n), 0, n // 4) for n in range(128)]
+    parts = [RoleStatus(f"rollout-{n}.follower-1", "running", f"serving rollout-{n}", 0, n + 16) for n in range(16)]
+    ranks[0] = replace(ranks[0], status="update 8: waiting for groups, 3 of 512; dropped so far: stale 6")
+    ranks[77] = replace(ranks[77], state="silent", heartbeat_age_seconds=31.25)
+    workers[40] = replace(workers[40], restarts=1)
+    return [RoleStatus("control", "running", ""), *ranks, *workers, *parts]
+
+
+def test_similar_processes_share_a_row_and_others_have_their_own() -> None:
+    rows = {row[0]: row[1:] for row in role_rows(cluster())}
+    assert len(rows) == 7
+    assert rows["trainer 77"] == ("19", "silent", "31.2", "", "update 7: training on 512 groups")
+    assert rows["trainer 1-76,78-127"][:3] == ("0-31", "running", "0.5")
+    assert rows["rollout 40"][3] == "1"
+    assert rows["rollout 0-39,41-127"][4] == "version 6: 2-4 groups running, 100-227 episodes done"
+    assert rows["rollout follower-1 0-15"] == ("16-31", "running", "", "", "serving rollout-0-15")
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_a_status_of_32_nodes_fits_a_terminal(tmp_path: Path, width: int) -> None:
+    made = make_run(tmp_path, config=str(ROOT / "configs" / "8b_32node.yaml"))
+    begin_job(made, 3600)
+    train(made, 7)
+    journal = EventLog(made.run_folder, 10)
+    for number in range(20):
+        reason = f"rollout-40 killed by SIGKILL; last log line: number {number} (log: here.log)"
+        journal.add("rollout-40", events.RESTARTED, reason, Path("here.log"))
+    out = StringIO()
+    Console(file=out, width=width).print(render_status(replace(read_status(made.run_folder), roles=cluster())))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in out.getvalue()
+    whole = " ".join(out.getvalue().split())
+    for text in ("32 nodes", "7 of ", "trainer 77", "100.0 updates/h", "last 8 events of 20"):
+        assert text in whole
+    if width == 200:
+        assert "restarted killed by SIGKILL; last log line: number 19 [here.log]" in whole
+    assert "number 11" not in whole
+
+
+def test_the_final_report_is_the_same_wherever_the_job_ran(tmp_path: Path) -> None:
+    made = make_run(tmp_path)
+    begin_job(made, 3600)
+    journal = EventLog(made.run_folder)
+    journal.add("rollout-0", events.STARTED)
+    journal.add("rollout-0", events.RESTARTED, "rollout-0 killed by SIGKILL; last log line: none")
+    train(made, 3)
+    accounting = {"finished": 120, "trained": 90, "dropped": {"stale": 6}, "waiting": 24, "rolled_back": 0}
+    summary.write_summary(made.run_folder, "finished", accounting | {"matches": True, "tokens": {}})
+    journal.add(events.JOB, events.ENDED, "finished")
+    out = StringIO()
+    print_final_report(made.run_folder, "finished", Console(file=out, width=120))
+    logged = final_report_lines(made.run_folder, "finished")
+    assert set(logged) <= {line.rstrip() for line in out.getvalue().splitlines()}
+    lines = dict(line.split(":", 1) for line in logged if line.split(":", 1)[0].isalpha())
+    assert lines["state"].strip().startswith("finished; 20")
+    assert lines["episodes"].strip() == "120 finished = 90 trained + 6 dropped (stale 6) + 24 waiting = 120: matches"
+    assert lines["restarts"].strip() == "rollout-0 1"
+    assert lines["speed"].strip().startswith("100.0 updates/h")
+    assert lines["logs"].strip() == f"{made.run_folder}/logs/<process>.log"
+    assert any("restarted" in line and "killed by SIGKILL" in line for line in logged)
+
+
+def test_a_failure_is_one_line_of_a_log(tmp_path: Path) -> None:
+    made = make_run(tmp_path)
+    outcome = "failed: trainer-0 exited with code 1; last log line: " + "no more memory " * 30
+    summary.ensure_written(made.run_folder, outcome)
+    assert any(outcome in line for line in final_report_lines(made.run_folder, outcome))
+
+
+def test_the_end_of_a_job_whose_summary_could_not_be_written_is_reported(tmp_path: Path) -> None:
+    made = make_run(tmp_path)
+    (line,) = final_report_lines(made.run_folder, "preempted")
+    assert line.startswith("preempted; newest checkpoint: none; no summary: [Errno 2]")
+
+
+def test_the_exit_code_tells_a_healthy_run_from_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = make_run(tmp_path / "runs")
+    summary.ensure_written(made.run_folder, "finished")
+    assert main(["status", "made"]) == 0
+    assert "finished; 20" in capsys.readouterr().out
+    summary.ensure_written(made.run_folder, "failed: trainer-0: ValueError")
+    assert main(["status", "made", "--json"]) == 1
+    assert '"reason": "trainer-0: ValueError"' in capsys.readouterr().out
+    assert main(["status", "other"]) == 2
+    assert capsys.readouterr().err == (
+        "webrl: RUN=other is neither the folder of a run nor the name of one in runs/; there are made\n"
+    )

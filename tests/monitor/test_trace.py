@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_webrl.monitor.timeline.processes import read_timeline
-from megatron_webrl.monitor.timeline.trace import trace_events, write_trace
-from tests.monitor.timeline.made_timelines import UNIX, episode, write_process, write_run
-from tests.monitor.timeline.trace_format import flows_of, read_trace, trace_problems
-from tools import draw_timeline
+from megatron_webrl.monitor.timeline import read_timeline
+from megatron_webrl.monitor.trace import trace_events, write_trace
+from tests.monitor.made_timelines import UNIX, episode, write_process, write_run
+from tests.monitor.trace_format import flows_of, read_trace, trace_problems
 
 
 def test_a_trace_fits_the_format_and_names_processes_by_role_and_node(tmp_path: Path) -> None:
@@ -66,14 +65,6 @@ def test_a_trace_of_one_update_has_what_overlaps_it(tmp_path: Path) -> None:
     assert not names & {"update 1", "ticket 8"}
     assert not trace_problems(events)
     assert len(flows_of(events)) == 1
-
-
-def test_an_update_is_drawn_from_its_trace(tmp_path: Path) -> None:
-    trace, drawing = tmp_path / "trace.json.gz", tmp_path / "update.svg"
-    write_trace(trace, read_timeline(write_run(tmp_path).run_folder), (UNIX + 10.0, UNIX + 35.0))
-    draw_timeline.main([str(trace), str(drawing)])
-    svg = drawing.read_text()
-    assert all(f">{text}<" in svg for text in ("update 2: 25.0 s", "trainer-0", "engine", "7", "weight exchange"))
 
 
 def test_the_check_of_the_format_finds_what_is_wrong(tmp_path: Path) -> None:

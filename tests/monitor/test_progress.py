@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.monitor.status.progress import WINDOW, EpisodeCounts, count_episodes, recent_progress
-from tests.monitor.status.made_runs import updates
+from megatron_webrl.monitor.progress import WINDOW, recent_progress
+from tests.monitor.made_runs import updates
 
 
 def test_the_figures_of_the_last_updates() -> None:
@@ -51,11 +51,3 @@ def test_success_is_weighted_by_episodes() -> None:
     for update in made:
         del update["extra"]["rollout_success_rate"]
     assert (recent_progress(made, 4, 0.0) or found).success is None
-
-
-def test_episodes_come_from_the_accounting_or_the_updates() -> None:
-    assert count_episodes([], 4, None) is None
-    assert count_episodes(updates(3, 1.0), 4, None) == EpisodeCounts(trained=90, dropped={"stale": 6})
-    accounting = {"finished": 9, "trained": 4, "dropped": {"stale": 3}, "waiting": 2, "matches": True}
-    accounting |= {"tokens": {}, "rolled_back": 1}
-    assert count_episodes(updates(3, 1.0), 4, accounting) == EpisodeCounts(4, {"stale": 3}, 2, 9, True, 1)

@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.config.load import parse_config
-from megatron_webrl.monitor.timeline.explanation import EXCHANGE, TRAIN, WAIT, UpdateExplainer
-from megatron_webrl.monitor.timeline.processes import ProcessTimeline, read_timeline
-from megatron_webrl.monitor.timeline.trace import trace_events
+from megatron_webrl.monitor.timeline import (
+    SYNC,
+    TRAIN,
+    WAIT,
+    ProcessTimeline,
+    find_updates,
+    read_timeline,
+    update_bound,
+)
+from megatron_webrl.monitor.trace import trace_events
 from megatron_webrl.track import episodes, summary
 from megatron_webrl.types import TRAINABLE_OUTCOMES
-from tests.monitor.timeline.trace_format import flows_of, trace_problems
+from tests.monitor.trace_format import flows_of, trace_problems
 
 TOLERANCE = 0.05
 
@@ -29,7 +35,7 @@ def check_pauses(worker: ProcessTimeline, trainer: ProcessTimeline) -> None:
 
 
 def check_timeline(folder: Path, roles: set[str], other_clocks: Collection[str] = ()) -> None:
-    """The trace is valid, has a flow for each trained episode, and the explanation has the figures of updates.jsonl.
+    """The trace is valid, has a flow for each trained episode, and an update has the figures of updates.jsonl.
 
     `other_clocks`: roles on a machine with another clock than the control service's.
     """
@@ -51,19 +57,17 @@ def check_timeline(folder: Path, roles: set[str], other_clocks: Collection[str] 
     assert trained
     assert flows_of(events).keys() == trained
 
-    explainer = UpdateExplainer(processes, parse_config(folder / "config.yaml"), updates)
-    assert explainer.versions == [update["version"] for update in updates]
-    explained = [explainer.explain(version) for version in explainer.versions]
-    for found, update in zip(explained, updates, strict=True):
+    spans = find_updates(processes)
+    assert list(spans) == [update["version"] for update in updates]
+    bounds = [update_bound(processes, spans[update["version"]]) for update in updates]
+    for found, update in zip(bounds, updates, strict=True):
         seconds = update["seconds"]
-        for part, name in ((WAIT, "wait"), (TRAIN, "train"), (EXCHANGE, "sync")):
-            assert found.parts[part] == pytest.approx(seconds[name], rel=TOLERANCE, abs=0.01), part
-        if seconds["sync"]:  # one_step_off sends nothing in the first update
-            assert found.pause == pytest.approx(update["extra"]["weights/pause_seconds"], rel=TOLERANCE, abs=0.01)
-        assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=0.01)
+        for part, name in ((WAIT, "wait"), (TRAIN, "train"), (SYNC, "sync")):
+            assert found.trainer[part] == pytest.approx(seconds[name], rel=TOLERANCE, abs=0.01), part
+        assert sum(found.trainer.values()) == pytest.approx(found.seconds, rel=0.01)
         assert sum(found.path.values()) == pytest.approx(found.seconds, rel=0.01)
-        assert found.last_group is not None
-    for (_, found), (before, update) in zip(pairwise(explained), pairwise(updates), strict=True):
+        assert 0 < found.engines["generate"] <= found.seconds
+    for (_, found), (before, update) in zip(pairwise(bounds), pairwise(updates), strict=True):
         assert found.seconds == pytest.approx(update["finished_at"] - before["finished_at"], rel=TOLERANCE)
 
     steps = [step for line in lines for step in line["steps"]]

@@ -1,4 +1,4 @@
-"""Checks of a trace against the Trace Event Format, whose document megatron_webrl/monitor/timeline/trace.py names."""
+"""Checks of a trace against the Trace Event Format, whose document megatron_webrl/monitor/trace.py names."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.track.timeline import FOLDER
 
-UNIX = 1.8e9  # at second 0 of the service's clock
+UNIX = 1.7e9  # at second 0 of the service's clock
 Span = tuple[str, str, float, float, dict[str, Any]]  # name, track, start and end in seconds of the service's clock
 
 

@@ -1,0 +1,56 @@
+"""A read-only query of the control service of a running job."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.control.address import ControlAddress
+from megatron_webrl.control.connection import Connection, ControlLost
+from megatron_webrl.util.text import first_line
+
+CONNECT_SECONDS = 0.3  # limit for the host to accept the connection, which its kernel does for a busy service, too
+QUERY_SECONDS = 2.0  # limit for an answer
+Answer = dict[str, Any]
+
+
+def query(path: Path, seconds: float = QUERY_SECONDS) -> Answer | str:
+    """What GET /status of control/server.py answers for the job whose control service the file names, or why nothing.
+
+    A host that is gone is known after CONNECT_SECONDS, an ended service at once, one that hangs after `seconds`.
+    """
+    return _ask(path, seconds, lambda connection, limit: connection.status(limit))
+
+
+def query_rollouts(path: Path, episodes: Sequence[str], seconds: float = QUERY_SECONDS) -> Answer | str:
+    """What each rollout of the job does, as GET /rollouts of control/server.py answers, or why it is unknown.
+
+    `episodes`: those to be written to files, as "rollout-0/KEY".
+    """
+    return _ask(path, seconds, lambda connection, limit: connection.rollouts(episodes, limit))
+
+
+def describe_tickets(tickets: Mapping[str, int] | None) -> str:
+    """The ticket counter of an answer in words; empty before the first ticket may be claimed."""
+    if tickets is None:
+        return ""
+    return f"{tickets['in_progress']} in progress, {tickets['claimed']} started of {tickets['limit']} allowed"
+
+
+def _ask(path: Path, seconds: float, request: Callable[[Connection, float], Answer]) -> Answer | str:
+    address, connection = ControlAddress.read(path), Connection(path, "status")
+    if address is None:
+        return f"{path} cannot be read" if path.is_file() else "the job has not started"
+    limit = CONNECT_SECONDS
+    try:
+        socket.create_connection((address.host, address.port), limit).close()
+        limit = seconds
+        return request(connection, limit)
+    except (ControlLost, OSError, ValueError) as error:
+        cause = error.__cause__ or error
+        reason = f"no answer within {limit:g} s" if isinstance(cause, TimeoutError) else first_line(cause)
+        return f"{address.host}:{address.port} does not respond ({getattr(cause, 'strerror', None) or reason})"
+    finally:
+        connection.close()

@@ -1,0 +1,327 @@
+"""The timeline of a run: the spans of all nodes on one clock, and what bounded an update.
+
+Update n lasts from the end of update n - 1 to its own, as `finished_at` in updates.jsonl.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.clock import ClockOffset
+from megatron_webrl.track.timeline import FOLDER, timeline_files
+from megatron_webrl.util import history
+
+MARGIN_SECONDS = 900.0  # around a window, for spans that overlap it
+WAIT, TRAIN, SYNC, OTHER = "wait for groups", "train", "weight exchange", "other"
+PARTS = (WAIT, TRAIN, SYNC, "checkpoint", "log and account")
+TRAINING_PARTS = ("pack", "log-probabilities", "forward and backward", "optimizer")
+ACTIVITIES = {
+    "generate": "engine",
+    "act": "browser",
+    "reset": "browser",
+    "wait for browser": "no free browser",
+    "judge": "judge",
+}
+"""What an episode waits for in a span."""
+Window = tuple[float, float]  # from and to, unix seconds
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """One span of a process. Times are unix seconds by the control service's clock."""
+
+    name: str
+    track: str
+    start: float
+    end: float
+    facts: Mapping[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def ticket(self) -> tuple[int, int]:
+        """Restart epoch and ticket, of a ticket or an episode."""
+        return self.facts["epoch"], self.facts["ticket"]
+
+    def within(self, window: Window) -> float:
+        """Seconds of the span within a window."""
+        return max(0.0, min(self.end, window[1]) - max(self.start, window[0]))
+
+
+@dataclass(frozen=True)
+class ProcessTimeline:
+    """What one process did. A role that was restarted has several."""
+
+    role: str
+    node: int
+    host: str
+    pid: int
+    clock_error: float | None  # bound of the error of its times, seconds; None: unknown
+    spans: tuple[TimelineSpan, ...]  # by start; of spans that start together, the outer one first
+
+    def named(self, name: str) -> list[TimelineSpan]:
+        return [span for span in self.spans if span.name == name]
+
+    def within(self, window: Window) -> list[TimelineSpan]:
+        """The spans that overlap a window."""
+        starts, longest = self._starts
+        first, last = bisect_left(starts, window[0] - longest), bisect_left(starts, window[1])
+        return [span for span in self.spans[first:last] if span.end > window[0]]
+
+    @cached_property
+    def _starts(self) -> tuple[list[float], float]:
+        return [span.start for span in self.spans], max((span.seconds for span in self.spans), default=0.0)
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Recorded:
+    """The files of one process."""
+
+    header: Mapping[str, Any]  # of its first file
+    spans: list[list[Any]]
+    offsets: list[ClockOffset]
+
+
+def read_timeline(folder: Path, role: str = "", window: Window | None = None) -> list[ProcessTimeline]:
+    """The processes of a run, or of a role, by role and start. Raises ConfigError if the run has no timeline.
+
+    `window`: spans that ended MARGIN_SECONDS before it or began as long after it are left out, to save memory.
+    """
+    recorded = _read_files(folder / FOLDER, role, window)
+    if not recorded:
+        raise ConfigError(f"{folder} has no timeline: start a run with tracking.timeline=true")
+    starts: dict[str, float] = {}  # unix time at the zero of a clock, by a process of its machine, or else by another
+    for each in recorded:
+        starts.setdefault(each.header["clock"], each.header["unix"] - each.header["monotonic"])
+    for each in recorded:
+        for offset in each.offsets:
+            starts.setdefault(offset.clock, starts[each.header["clock"]] - offset.offset)
+    return [_align(each, starts) for each in recorded]
+
+
+def _read_files(folder: Path, role: str, window: Window | None) -> list[_Recorded]:
+    by_process: dict[tuple[Any, ...], _Recorded] = {}
+    for path, match in timeline_files(folder):
+        is_older = window is not None and path.stat().st_mtime < window[0] - MARGIN_SECONDS
+        if is_older or role not in ("", match["role"]):
+            continue
+        lines = history.read(path)
+        header: Mapping[str, Any] = next(lines, {})
+        if "role" not in header:
+            continue  # of a process that was killed at its start
+        key = header["role"], header["host"], header["pid"], header["clock"]
+        process = by_process.setdefault(key, _Recorded(header, [], []))
+        first, last = _microseconds(header, window)
+        for line in lines:
+            process.spans += (span for span in line.get("spans", ()) if span[3] > first and span[2] < last)
+            if "service" in line:
+                process.offsets.append(ClockOffset(**line["service"]))
+    return sorted(by_process.values(), key=lambda each: (_natural(each.header["role"]), each.header["unix"]))
+
+
+def _microseconds(header: Mapping[str, Any], window: Window | None) -> Window:
+    """A window with its margins by the clock of a process, about: by the time of day of its machine."""
+    if window is None:
+        return -math.inf, math.inf
+    zero = header["unix"] - header["monotonic"]
+    return (window[0] - MARGIN_SECONDS - zero) * 1e6, (window[1] + MARGIN_SECONDS - zero) * 1e6
+
+
+def _natural(role: str) -> tuple[str, int]:
+    name, _, number = role.rpartition("-")
+    return (name, int(number)) if number.isdigit() else (role, 0)
+
+
+def _align(recorded: _Recorded, starts: Mapping[str, float]) -> ProcessTimeline:
+    """Place spans by the estimates of the service's clock: between two of them the clocks drift apart evenly."""
+    header = recorded.header
+    clock = recorded.offsets[-1].clock if recorded.offsets else header["clock"]
+    times = np.array([span[2:4] for span in recorded.spans], np.float64).reshape(-1, 2) / 1e6
+    if clock == header["clock"]:  # the service runs on this machine; or the time of day must do
+        error = 0.0 if recorded.offsets or len(starts) == 1 else None
+    else:
+        offsets = sorted((each for each in recorded.offsets if each.clock == clock), key=lambda each: each.at)
+        times += np.interp(times, [each.at for each in offsets], [each.offset for each in offsets])
+        error = max(each.error for each in offsets)
+    times += starts[clock]
+    spans = [
+        TimelineSpan(name, track, start, end, facts)
+        for (name, track, _, _, facts), (start, end) in zip(recorded.spans, times.tolist(), strict=True)
+    ]
+    spans.sort(key=lambda span: (span.start, -span.end))
+    return ProcessTimeline(header["role"], header["node"], header["host"], header["pid"], error, tuple(spans))
+
+
+# -- what bounded an update -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UpdateBound:
+    """Where the time of an update went: seconds by name."""
+
+    version: int
+    seconds: float
+    trainer: dict[str, float]  # of the trainer's first rank: PARTS and OTHER; their sum is `seconds`
+    waiting: dict[str, float]  # of WAIT, by what the last episode of the last group did meanwhile
+    training: dict[str, float]  # of TRAIN
+    engines: dict[str, float]  # mean over engines: with a request, paused for weights, with room and no ticket
+
+    @property
+    def path(self) -> dict[str, float]:
+        """The critical path, a chain without a gap of things that each waited for the one before: all of `seconds`."""
+        rest = {name: seconds for name, seconds in self.trainer.items() if name not in (WAIT, TRAIN)}
+        return {f"wait: {name}": each for name, each in self.waiting.items()} | self.training | rest
+
+    def rows(self) -> list[tuple[str, float, float, int]]:
+        """The table: label, seconds, share of the update, depth: 1 for a part of the row before it of depth 0."""
+        named = []
+        for name, seconds in self.trainer.items():
+            named.append((f"trainer: {name}", seconds, 0))
+            parts = {WAIT: self.waiting, TRAIN: self.training}.get(name, {})
+            named += [(part, each, 1) for part, each in parts.items() if each > 0]
+        named += [(f"engines: {name}", seconds, 0) for name, seconds in self.engines.items()]
+        return [(label, seconds, seconds / self.seconds, depth) for label, seconds, depth in named]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"rows": self.rows()}
+
+
+def read_update(folder: Path, version: int | None = None) -> tuple[UpdateBound, Window, list[ProcessTimeline]]:
+    """An update of a run, by default the last one, its window, and what all processes did in it. Raises ConfigError."""
+    updates = find_updates(read_timeline(folder, role="trainer-0"))
+    version = max(updates) if version is None else version
+    if version not in updates:
+        raise ConfigError(
+            f"update {version} is not in the timeline, which has updates {min(updates)} to {max(updates)}"
+        )
+    _, update = updates[version]
+    window = update.start, update.end
+    processes = read_timeline(folder, window=window)
+    return update_bound(processes, find_updates(processes)[version]), window, processes
+
+
+def find_updates(processes: Sequence[ProcessTimeline]) -> dict[int, tuple[ProcessTimeline, TimelineSpan]]:
+    """By version: the first rank that made it, of several attempts the last, and the span. Raises ConfigError."""
+    found = {
+        span.facts["version"]: (process, span)
+        for process in processes
+        if process.role == "trainer-0"
+        for span in process.named("update")
+    }
+    if not found:
+        raise ConfigError("the timeline has no complete update yet")
+    return found
+
+
+def update_bound(processes: Sequence[ProcessTimeline], update_of: tuple[ProcessTimeline, TimelineSpan]) -> UpdateBound:
+    """What bounded an update of find_updates. `processes`: at least its trainer and the workers."""
+    trainer, update = update_of
+    window, workers = (update.start, update.end), [each for each in processes if each.role.startswith("rollout-")]
+    spans = [span for span in trainer.within(window) if span.track == "" and span is not update]
+    waits = [span for span in spans if span.name == WAIT]
+
+    def seconds_of(name: str) -> float:
+        chosen = [span for span in spans if span.name == name]
+        if name in PARTS and name != WAIT:  # what is done within a wait counts as waiting
+            chosen = [span for span in chosen if not any(_encloses(wait, span) for wait in waits)]
+        return sum(span.within(window) for span in chosen)
+
+    parts = {name: seconds_of(name) for name in PARTS}
+    training = {name: seconds_of(name) for name in TRAINING_PARTS}
+    wait = max(waits, key=lambda span: span.seconds, default=None)
+    waiting = {} if wait is None else _waited_for(workers, update, (wait.start, wait.end))
+    return UpdateBound(
+        version=update.facts["version"],
+        seconds=update.seconds,
+        trainer=parts | {OTHER: max(0.0, update.seconds - sum(parts.values()))},
+        waiting=waiting | {"groups complete": parts[WAIT] - sum(waiting.values())},
+        training=training | {OTHER: parts[TRAIN] - sum(training.values())},
+        engines=_engine_seconds([each for each in workers if each.within(window)], window),
+    )
+
+
+def bound_table(bound: UpdateBound, processes: Sequence[ProcessTimeline]) -> Table:
+    """The rows for a terminal. `processes`: whose clocks are named if they are not those of one machine."""
+    title = f"update {bound.version}: {bound.seconds:.1f} s"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in ("s", "share"):
+        table.add_column(name, justify="right")
+    for label, seconds, share, depth in bound.rows():
+        table.add_row("  " * depth + label, f"{seconds:.2f}", f"{share:.0%}", style="dim" if depth else "")
+    errors = [each.clock_error for each in processes]
+    if any(error != 0.0 for error in errors):
+        unknown = f", of {errors.count(None)} processes unknown" if None in errors else ""
+        table.caption = f"error of clocks: {1e3 * max(error or 0.0 for error in errors):.1f} ms{unknown}"
+    return table
+
+
+def _waited_for(workers: Sequence[ProcessTimeline], update: TimelineSpan, wait: Window) -> dict[str, float]:
+    """Seconds of a wait for groups by what the episode did that ended last, of the group that arrived last."""
+    tickets = {tuple(each) for each in update.facts["tickets"]}
+    groups = [
+        (span.end, worker, span)
+        for worker in workers
+        for span in worker.within(wait)
+        if span.name == "ticket" and span.ticket in tickets and span.end <= update.end
+    ]
+    if not groups:
+        return {}
+    _, worker, group = max(groups, key=lambda each: each[0])
+    in_group = worker.within((group.start, group.end))
+    episodes = [span for span in in_group if span.name == "episode" and span.ticket == group.ticket]
+    if not episodes:
+        return {}
+    last = max(episodes, key=lambda span: span.end)
+    window = wait[0], min(wait[1], group.end)
+    found = defaultdict(float, {"no ticket": max(0.0, min(group.start, window[1]) - window[0])})
+    for span in in_group:
+        if span.track == last.track and span.name in ACTIVITIES and _encloses(last, span):
+            found[ACTIVITIES[span.name]] += span.within(window)
+    found["ring"] = max(0.0, window[1] - max(last.end, window[0]))
+    found[OTHER] = max(0.0, window[1] - window[0] - sum(found.values()))
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def _engine_seconds(workers: Sequence[ProcessTimeline], window: Window) -> dict[str, float]:
+    figures = []
+    for spans in (worker.within(window) for worker in workers):
+        pauses = [span for span in spans if span.name == "pause for weights"]
+        paused = _covered(pauses, window)
+        busy = _covered([*pauses, *(span for span in spans if span.name == "generate")], window) - paused
+        figures.append((busy, paused, sum(span.within(window) for span in spans if span.name == "wait for tickets")))
+    names = ("generate", "paused for weights", "no ticket")
+    return {name: fmean(values) for name, values in zip(names, zip(*figures, strict=True), strict=False)}
+
+
+def _covered(spans: Iterable[TimelineSpan], window: Window) -> float:
+    """Seconds of a window in which there is at least one of the spans."""
+    total, until = 0.0, window[0]
+    for span in sorted(spans, key=lambda span: span.start):
+        end = min(span.end, window[1])
+        if end > until:
+            total += end - max(span.start, until)
+            until = end
+    return total
+
+
+def _encloses(outer: TimelineSpan, span: TimelineSpan) -> bool:
+    return span.start >= outer.start and span.end <= outer.end

@@ -1,1 +1,0 @@
-"""The timeline of a run: one trace of all its processes, and what bounded an update."""
