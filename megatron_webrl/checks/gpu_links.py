@@ -10,7 +10,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -123,6 +123,34 @@ def judge_speeds(speeds: dict[str, float], limits: dict[str, float], minimum: fl
 # -- faults ---------------------------------------------------------------------------------------------------------
 
 
+class StoreFacts:
+    """What a link asks of a job's control service (control/connection.py), from a TCPStore of this machine."""
+
+    def __init__(self, port: int) -> None:
+        self.host, self.port = "127.0.0.1", port
+        self.store = dist.TCPStore(self.host, port, is_master=False, timeout=timedelta(seconds=GROUP_SECONDS))
+
+    def connect(self) -> StoreFacts:
+        """The address of the service."""
+        return self
+
+    def sync(self, commands: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Run commands in order; returns their replies."""
+        return {"replies": [getattr(self, f"_{name}")(*arguments) for name, *arguments in commands]}
+
+    def _put(self, key: str, value: str | None) -> None:
+        if value is None:
+            self.store.delete_key(key)
+        else:
+            self.store.set(key, value)
+
+    def _get(self, keys: Sequence[str]) -> list[str | None]:
+        return [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
+
+    def _put_if_absent(self, key: str, value: str) -> str:
+        return self.store.compare_set(key, "", value).decode()
+
+
 @dataclass(frozen=True)
 class LinkCase:
     """A link of a trainer rank that sends and an engine rank that receives one parameter."""
@@ -163,8 +191,8 @@ class LinkCase:
 
     def join(self, rank: int) -> transport.TransferLink:
         """Join the link. Raises TransferError."""
-        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=GROUP_SECONDS))
-        return transport.join_link(store, self.name, rank, 2, self.join_seconds, self.backend)  # type: ignore[arg-type]
+        facts = StoreFacts(self.port)
+        return transport.join_link(facts, self.name, rank, 2, self.join_seconds, self.backend)  # type: ignore[arg-type]
 
     def strike(self, side: str, messages: int) -> None:
         """Send the signal if this side is the faulty one and has processed half of the messages."""

@@ -8,14 +8,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron_webrl.checks.gpu_links import StoreFacts
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
 
@@ -182,9 +181,10 @@ class Parameters:
 
 def _join(case: Case, engine: int, rank: int) -> transport.TransferLink:
     """Join a link, and wait until all its ranks have: no fault is to strike before."""
-    store = dist.TCPStore("127.0.0.1", case.port, is_master=False, timeout=timedelta(seconds=30))
-    size, device = SENDERS + case.receivers[engine], torch.device(case.device)
-    link = transport.join_link(store, f"engine-{engine}", rank, size, case.seconds, "gloo", device)
+    facts = StoreFacts(case.port)
+    store, size, device = facts.store, SENDERS + case.receivers[engine], torch.device(case.device)
+    name = f"engine-{engine}"
+    link = transport.join_link(facts, name, rank, size, case.seconds, "gloo", device)  # type: ignore[arg-type]
     if store.add(f"joined engine-{engine}", 1) == size:
         store.set(f"complete engine-{engine}", "")
     store.wait([f"complete engine-{engine}"])
