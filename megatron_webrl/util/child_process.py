@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import shutil
 import signal
@@ -233,10 +234,14 @@ def terminate_tree(process: subprocess.Popen[bytes], seconds: float = 0.0) -> No
 def _end(find: Callable[[], list[psutil.Process]], seconds: float, kill_after: float = 0.0) -> list[psutil.Process]:
     """End the processes that `find` returns: SIGTERM, after `kill_after` seconds SIGKILL; return the remaining ones.
 
-    Resource trackers have half of the time after that: they first remove the shared memory of dead processes.
+    Resource trackers have half of the time after that: they first remove the shared memory of dead processes. The time
+    after SIGKILL counts from the first one, as a busy machine may delay it beyond `seconds`.
     """
-    begun, terminated = time.monotonic(), set()
-    while (left := find()) and (elapsed := time.monotonic() - begun) < seconds:
+    begun, terminated, deadline = time.monotonic(), set(), math.inf if seconds else 0.0
+    while (left := find()) and (now := time.monotonic()) < deadline:
+        elapsed = now - begun
+        if elapsed >= kill_after:
+            deadline = min(deadline, now + seconds - kill_after)
         for process in left:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if elapsed >= (kill_after + seconds) / 2 or (elapsed >= kill_after and not _is_tracker(process)):
