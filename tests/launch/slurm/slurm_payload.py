@@ -56,7 +56,7 @@ class Store:
         self.number += 1
         content = {"stream": self.stream, "number": self.number, "commands": [command]}
         headers = {"Authorization": f"Bearer {self.address['token']}"}
-        self.connection.request("POST", "/commands", json.dumps(content), headers)
+        self.connection.request("POST", "/sync", json.dumps(content), headers)
         response = self.connection.getresponse()
         answer = response.read().decode()
         assert response.status == http.client.OK, f"{command}: {response.status} {answer}"
@@ -98,7 +98,7 @@ def check(facts: dict[str, object], placement: dict, host: str, port: int) -> No
     """Compare with the placement. Raises AssertionError."""
     expected = next(each for each in placement["processes"] if each["name"] == facts["name"])
     assert facts["index"] in (None, expected["index"])
-    facts["index"], facts["node"] = expected["index"], expected["node"]
+    facts |= {name: expected[name] for name in ("index", "node", "follower")}
     for name in ("role", "devices", "cores"):
         assert facts[name] == expected[name], f"{name} is {facts[name]}, not {expected[name]}"
     assert facts["slurm"][0] == expected["node"], f"Slurm says node {facts['slurm']}, not {expected['node']}"

@@ -155,14 +155,13 @@ def test_a_dry_run_shows_every_process_of_an_evaluation(model_8b: Path, tmp_path
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("node ")]
     settings = tmp_path / "8b_4node-evaluation-model" / "config.yaml"
-    address = settings.with_name("control.json")
     assert len(lines) == 17
     for number, line in enumerate(lines[:16]):
         node, gpu = divmod(number, 8)
         assert line.startswith(f"node {node} rollout-{number}: CUDA_VISIBLE_DEVICES={gpu} ")
-        assert f" rollout --config {settings} --control {address} --worker {number} --node {node} " in line
+        assert f" role {settings.parent} rollout-{number} >> " in line
     assert lines[16].startswith("node 0 evaluation: ")
-    assert lines[16].endswith(f" node eval {settings} --host FIRST_NODE")
+    assert lines[16].endswith(f" node control {settings} --host FIRST_NODE")
     assert "2 nodes of 8 GPUs, all for engines" in done.stdout
     assert not settings.parent.exists()
 
@@ -225,7 +224,7 @@ class Host:
                         continue
                     if instance < instances:
                         break
-                    (episode,) = claimed
+                    [[episode, *_]] = claimed
                     evaluations.submit_result(control, request, self.result(episode, worker), episode)
 
     def result(self, episode: int, worker: str) -> EvaluationResult:
@@ -291,7 +290,7 @@ def test_an_evaluation_with_missing_episodes_stores_its_results_and_fails(tmp_pa
         for worker in workers:
             assert connect(host.address, worker).register_instance() == 1
         for worker in workers:
-            (episode,) = host.control.claim(evaluations.queue_name(request), f"{worker}.1", 1)
+            [[episode, *_]] = host.control.claim(evaluations.queue_name(request), f"{worker}.1", 1)
         evaluations.submit_result(host.control, request, host.result(episode, worker), episode)
         assert host.process.wait(120) == 1, host.output.read_text()
     finally:

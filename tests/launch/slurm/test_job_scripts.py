@@ -18,7 +18,6 @@ SRUN = """#!/bin/bash
 printf '%q ' "$@" >>"$CALLS"; echo >>"$CALLS"
 case " $* " in
     *" node ${DIES_AT:-none} "*) exit "$CODE" ;;
-    *" browsers route "*) while [ ! -e "$CALLS.stop" ]; do sleep 0.05; done ;;
     *" node prepare "*) echo runs/contained/config.yaml ;;
     *" node choose "*) echo n1 n2 ;;
     *" node control "*) while [ ! -e "$CALLS.stop" ]; do sleep 0.05; done; exit 75 ;;
@@ -79,9 +78,9 @@ def test_every_step_of_a_job_uses_the_container_that_the_first_one_made(
     first, *steps = run_until_preempted("train_nodes.sh", tmp_path, environment | given)
     assert first[-1] == "true"  # on all nodes, before two steps can start on one of them
     assert "--nodelist=n1,n2,n3" in first
-    found = [step[step.index("node") + 1] for step in steps]
-    assert found[:3] == ["prepare", "check", "choose"]
-    assert sorted(found[3:]) == ["control", "rollout", "stop", "trainer"]
+    found = [" ".join(step[step.index("megatron_webrl") + 1 :][:2]) for step in steps]
+    assert found[:3] == ["node prepare", "check node", "node choose"]
+    assert sorted(found[3:]) == ["node control", "node rollout", "node stop", "node trainer"]
     for call in (first, *steps):
         assert "--container-name=webrl-4711:no_exec" in call
         assert "--container-image=nvcr.io#nvidia/pytorch:26.01-py3" in call

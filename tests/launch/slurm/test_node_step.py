@@ -295,7 +295,7 @@ def test_the_roles_of_a_node_exchange_through_its_relay(tmp_path: Path) -> None:
         (child,) = psutil.Process(step.pid).children()
         control = ControlClient(address, "rollout-0", relay_port=int(child.environ()[RELAY_VARIABLE]))
         control.start_heartbeat()
-        until(lambda: control._facts.relay.number > 0, "an answer of the relay")
+        until(lambda: control._facts.relay_answers > 0, "an answer of the relay")
         until(lambda: "rollout-0" in control.role_reports(), "the heartbeat at the control service")
         control.close()
         step.terminate()

@@ -216,8 +216,7 @@ def test_a_dry_run_shows_every_process_without_a_cluster(script: str, name: str)
     assert len(lines) == len(place_processes(config).processes)
     for process in place_processes(config).processes:
         line = next(line for line in lines if line.startswith(f"node {process.node} {process.name}: "))
-        assert f"-m megatron_webrl {process.role} --config runs/{config.run.name}/config.yaml" in line
-        assert (f" --follower {process.follower} " in f"{line} ") == (process.follower > 0)
+        assert f"-m megatron_webrl role runs/{config.run.name} {process.name} >> " in line
         assert not process.devices or f"CUDA_VISIBLE_DEVICES={','.join(map(str, process.devices))} " in line
 
 
