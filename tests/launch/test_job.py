@@ -92,7 +92,8 @@ def assert_the_terminal_is_left_in_order(terminal: Terminal, updates: int) -> No
     assert screen.tallest < 20
     assert "rollout 0" in terminal.output
     assert "rollout 0" not in screen.text
-    assert screen.text.count("stopping after this update, with a checkpoint; interrupt again to stop at once") == 1
+    told = "stop requested (stopped): the job ends after the current update, with a checkpoint; interrupt again to stop"
+    assert " ".join(screen.text.split()).count(told) == 1
     assert screen.text.count("success") == 2, "in the header of the updates and in the report"
     assert f"update      {updates} of 1000" in screen.text
 
