@@ -179,7 +179,7 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("no.such.key=1", "unknown key no"),
+        ("no.such.key=1", "unknown setting no"),
         (
             "trainer.tensor_parallel=3",
             "tensor_parallel=3 does not divide num_attention_heads=4 (trainer.tensor",
