@@ -23,7 +23,8 @@ def settings_digest(settings: JudgeConfig) -> str:
     """8 digits that name all settings and prompts on which verdicts depend; endpoints may move."""
     found: dict[str, Any] = {key: value for key, value in asdict(settings).items() if key not in _WITHOUT_EFFECT}
     for slot in ("verdict", "blocked", "relevance"):
-        found[slot] = [found[slot]["name"], found[slot]["options"]]
+        if slot in found:
+            found[slot] = [found[slot]["name"], found[slot]["options"]]
     if settings.uses_models:
         (stages,) = [kind.stages for kind in PROTOCOLS if kind.name == settings.protocol]
         found["prompts"] = PromptFiles.load(settings.prompts, settings.protocol, stages).digest

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge import questions
 from megatron_webrl.judge.budget import HOUR_SECONDS, BudgetSpent, LocalMeter, Usage
 from megatron_webrl.judge.client import CachedReply, ReplyCache
 from megatron_webrl.judge.evaluation import open_evaluator
@@ -135,7 +136,7 @@ async def test_the_meter_counts_what_the_verdicts_report():
     assert meter.used.dollars == pytest.approx(sum(verdict.dollars for verdict in verdicts))
 
 
-async def test_equal_questions_are_answered_from_the_cache(tmp_path: Path):
+async def test_equal_questions_are_answered_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cache = {"cache": str(tmp_path / "cache")}
     async with judging(ScriptedOracle(), cache) as (evaluator, endpoint):
         first = await evaluator.evaluate(episode())
@@ -145,7 +146,8 @@ async def test_equal_questions_are_answered_from_the_cache(tmp_path: Path):
         assert [stage.attempts for stage in second.stages] == [0] * 7
         assert [s.digest for s in first.stages] == [s.digest for s in second.stages]
         assert (await evaluator.evaluate(episode("It is red."))).calls == 4  # blocked and relevance are the same
-    async with judging(ScriptedOracle(), cache | {"temperature": 0.0}) as (evaluator, _):
+    monkeypatch.setattr(questions, "TEMPERATURE", 0.0)
+    async with judging(ScriptedOracle(), cache) as (evaluator, _):
         assert (await evaluator.evaluate(episode())).calls == 7
 
 

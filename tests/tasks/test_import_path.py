@@ -123,5 +123,5 @@ def test_what_is_no_source_is_refused_in_one_line(path: str, message: str) -> No
 
 
 def test_an_unknown_source_is_refused_with_similar_names() -> None:
-    with pytest.raises(ConfigError, match=r"^tasks\.source='webgim' is not known; near: webgym.*or an import path"):
+    with pytest.raises(ConfigError, match=r"^tasks\.source='webgim' is not one of .* import path.*; near: webgym"):
         make_source(tasks_config(source="webgim"))

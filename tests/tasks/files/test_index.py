@@ -46,7 +46,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(file.name)
         return build(file, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(index, "_build", counted)
+    monkeypatch.setattr(indexing, "_build", counted)
     return names
 
 
@@ -200,7 +200,7 @@ def test_files_that_are_empty_missing_or_growing_are_refused(
         with file.path.open("a") as more:
             more.write(json.dumps(webgym_row(60)) + "\n")
 
-    monkeypatch.setattr(index, "scan", scan_while_it_grows)
+    monkeypatch.setattr(indexing, "scan", scan_while_it_grows)
     with pytest.raises(ConfigError, match=r"^tasks\.jsonl changed while it was read"):
         open_index(file, WEBGYM)
 

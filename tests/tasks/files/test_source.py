@@ -194,7 +194,7 @@ def test_a_trainer_without_browser_packages_counts_and_indexes(tasks: TasksConfi
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('playwright', 'miniwob', 'aiohttp', 'idna')))\n"
         "from megatron_webrl.config.schema import Config, EvaluationConfig\n"
-        "from megatron_webrl.config.tasks import TasksConfig\n"
+        "from megatron_webrl.config.tasks import tasks_config\n"
         "from megatron_webrl.tasks.evaluation_count import evaluation_task_indices\n"
         "tasks = tasks_config(source='webgym', test_file=sys.argv[1])\n"
         "print(*evaluation_task_indices(Config(tasks=tasks, evaluation=EvaluationConfig(episodes=0))))\n"
