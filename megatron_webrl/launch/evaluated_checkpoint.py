@@ -58,15 +58,16 @@ class EvaluatedCheckpoint:
     def convert(self, folder: Path) -> None:
         """Convert a Megatron checkpoint to a Hugging Face folder. Raises ConfigError for incomplete weights.
 
-        SIGTERM raises SystemExit meanwhile: unlike the signal's default, it leaves no incomplete folder.
+        SIGINT and SIGTERM raise SystemExit meanwhile, which leaves no incomplete folder.
         """
-        before = signal.signal(signal.SIGTERM, _exit)
+        before = {number: signal.signal(number, _exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             megatron_to_hf(self.path, folder, SHARD_BYTES, ConversionOptions())
         except ValueError as error:
             raise ConfigError(str(error)) from error
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def newest_in_run(folder: Path) -> Path | None:

@@ -100,7 +100,7 @@ def test_a_checkpoint_is_evaluated_on_two_nodes_although_a_worker_is_killed(two:
     folder = folder_of(trained, job)
     until(lambda: any(folder.glob(f"{MODEL_PREFIX}*/config.json")), lambda: f"weights: {log(trained.parent)}", 300)
     until(lambda: has_result_of("rollout-1.1", folder), lambda: f"an episode of node 1: {log(trained.parent)}", 900)
-    (worker,) = [p for p in processes(folder) if "rollout" in p.cmdline() and p.cmdline()[-1] == "1"]
+    (worker,) = [process for process in processes(folder) if process.cmdline()[-1] == "rollout-1"]
     worker.kill()
     assert two.wait(job, 600) == "COMPLETED", log(trained.parent)
     found, said = json.loads(result.read_text()), log(trained.parent)
