@@ -244,7 +244,7 @@ def _end(find: Callable[[], list[psutil.Process]], seconds: float, kill_after: f
             deadline = min(deadline, now + seconds - kill_after)
         for process in left:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if elapsed >= (kill_after + seconds) / 2 or (elapsed >= kill_after and not _is_tracker(process)):
+                if elapsed >= kill_after and (now >= deadline - (seconds - kill_after) / 2 or not _is_tracker(process)):
                     process.kill()
                 elif kill_after and process not in terminated:  # psutil compares pid and start time
                     terminated.add(process)
