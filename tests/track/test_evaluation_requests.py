@@ -28,6 +28,8 @@ from megatron_webrl.track.evaluations import (
 from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.types import BUDGET_SPENT, PREEMPTED
+from megatron_webrl.util import atomic_file
+from megatron_webrl.util.history import History
 from tests.job_control import control_service
 from tests.waiting import until
 
@@ -337,7 +339,8 @@ def test_a_failing_run_folder_costs_the_lines_of_evaluations_alone(
     def fail(*arguments: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(EvaluationLog, "append", fail)
+    monkeypatch.setattr(atomic_file, "write_text", fail)
+    monkeypatch.setattr(History, "_write", fail)
     worker = Worker(address, "rollout-failing", engines, last="during")
     worker.start()
     evaluation.poll_during_training(4)
@@ -346,6 +349,7 @@ def test_a_failing_run_folder_costs_the_lines_of_evaluations_alone(
     worker.join(LIMIT)
     assert first is not None
     assert worker.asked == {"during": first}  # made once, although no line says so
+    assert recorded(config) == []
     assert evaluation._is_due("during", "", 8)
 
 
