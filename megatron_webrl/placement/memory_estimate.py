@@ -118,7 +118,7 @@ def _check_linear_attention(config: Config, text: dict[str, Any], sparse: bool) 
 
 
 def image_buffer_mib(config: Config, patch_size: int, spatial_merge_size: int) -> int:
-    """MiB of a trainer rank's shared memory for the largest screenshot, encoded and as patches; 0: no image workers."""
+    """MiB of a trainer rank's image buffer, for the largest screenshot, encoded and as patches; 0: no threads."""
     if not config.trainer.image_workers:
         return 0
     # One token stands for a square of patches; an encoded image is at most about as large as its pixels.
