@@ -160,7 +160,7 @@ async def test_contradictory_settings_and_missing_folders_are_refused_at_once(tm
     with pytest.raises(
         ConfigError, match=r"browser.record=a and browser.replay=b are both set; leave one of them empty"
     ):
-        BrowserPool(BrowserConfig(record="a", replay="b"), {}, 1)
+        BrowserConfig(record="a", replay="b").check()
     with pytest.raises(ConfigError, match=r"browser.record=/proc cannot be written: "):
         BrowserPool(BrowserConfig(record="/proc"), {}, 1)
     with pytest.raises(ConfigError, match=r"is not a folder; record one with browser.record"):
