@@ -128,6 +128,35 @@ def test_a_node_starts_without_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def names_at_start(statements: list[ast.stmt]) -> Iterator[str]:
+    """Dotted names that are imported as soon as a module is: not in functions, nor for type checks."""
+    for node in statements:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("role", ["_run_rank", "_run_rollout"])
+def test_a_role_imports_vllm_neither_as_a_trainer_nor_before_its_environment_is_set(role: str):
+    files = {module_name(path): path for path in FILES}
+    (function,) = (
+        node
+        for node in ast.parse((PACKAGE / "launch" / "role.py").read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == role
+    )
+    waiting, seen = list(names_at_start(function.body)), set[str]()
+    assert "megatron_webrl.trainer.main" in waiting or "megatron_webrl.rollout.engine.engine_follower" in waiting
+    while waiting:
+        name = waiting.pop()
+        assert name.partition(".")[0] != "vllm", sorted(seen)
+        if name in files and name not in seen:
+            seen.add(name)
+            waiting.extend(names_at_start(ast.parse(files[name].read_text()).body))
+    assert len(seen) > 30
+
+
 def test_the_types_import_nothing_from_the_package():
     assert not [name for name in imported_names(PACKAGE / "types.py") if name.startswith("megatron_webrl")]
 

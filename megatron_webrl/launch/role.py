@@ -22,6 +22,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.types import failed_outcome
 from megatron_webrl.util import stack_dump
+from megatron_webrl.util.child_process import collect_garbage
 from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE, is_file_system_failure
 from megatron_webrl.util.text import configure_logging, first_line, printable, redact
 
@@ -135,7 +136,6 @@ def _run_rank(config: Config, control: ControlClient, ring: NodeRing, options: a
     platform.activate(config.model.platform)  # before Megatron is imported
     from megatron_webrl.trainer import main as training
     from megatron_webrl.trainer import weight_sync_check
-    from megatron_webrl.weights.vllm_worker import collect_garbage
 
     collect_garbage()
     rank = RankInfo.from_environment()
@@ -155,7 +155,6 @@ def _run_rollout(
 ) -> None:
     from megatron_webrl.rollout import main as working
     from megatron_webrl.rollout.engine import engine_follower
-    from megatron_webrl.weights.vllm_worker import collect_garbage
 
     collect_garbage()
     nodes = [each.node for each in placement.of_role("rollout") if each.index == process.index]

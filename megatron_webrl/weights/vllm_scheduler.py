@@ -15,9 +15,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from megatron_webrl.util.child_process import collect_garbage
 from megatron_webrl.weights.expert_store import ExpertStore, ScheduledTokens
 from megatron_webrl.weights.vllm_experts import records_experts
-from megatron_webrl.weights.vllm_worker import collect_garbage
 
 
 def _keep_features(mm_features: list[Any], num_computed_tokens: int, uses_mrope: bool = False) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
-import gc
 import json
 import logging
 import time
@@ -24,19 +23,13 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from megatron_webrl.control.connection import Connection, ControlLost
 from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.util.child_process import collect_garbage
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan, first_difference
 from megatron_webrl.weights.slices import TransferMessage, box_index
 from megatron_webrl.weights.vllm_experts import make_recorder
 from megatron_webrl.weights.vllm_target import LoadPath, ModelTarget, head_shares_embedding
-
-
-def collect_garbage() -> None:
-    """Collect garbage from here on. What has been imported stays, and later collections do not look at it."""
-    gc.freeze()
-    gc.enable()
-
 
 LOAD_FORMAT = "webrl"
 

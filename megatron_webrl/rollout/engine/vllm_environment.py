@@ -13,8 +13,8 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.vision_language.routing_replay import records_experts
 from megatron_webrl.util import torchvision_shim
+from megatron_webrl.util.child_process import collect_garbage
 from megatron_webrl.weights.expert_store import RECORD_OPTION
-from megatron_webrl.weights.vllm_worker import collect_garbage
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CPU_KV_CACHE_MIB = 512  # by default vLLM's CPU build takes nearly all memory of the machine
 _SEED_STRIDE = 1_000_003  # a restarted engine samples with another seed
 SCHEDULER_MODULE = "megatron_webrl.weights.vllm_scheduler"
-NO_WEIGHTS = "webrl"  # load format that weights/vllm_loader.py registers in the workers
+NO_WEIGHTS = "webrl"  # load format that weights/vllm_worker.py registers in the workers
 WORKER_EXTENSION_CLASS = "megatron_webrl.weights.vllm_worker.WeightReceiver"
 
 
