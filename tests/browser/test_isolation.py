@@ -12,7 +12,6 @@ import pytest
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.config.browser import BrowserConfig, check_browser_user
-from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from tests.browser.conftest import FolderSite, page_task
 from tests.browser.egress.proxy_client import OK, Server, answering
@@ -20,20 +19,16 @@ from tests.browser.egress.proxy_client import OK, Server, answering
 CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)"
 
 
-def config(**settings: object) -> Config:
-    return Config(browser=BrowserConfig(**settings))  # type: ignore[arg-type]
-
-
 def test_the_open_web_needs_a_user_of_its_own_where_the_process_is_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(ConfigError, match=r"set browser\.user=nobody or another user, run as another user, or set"):
-        check_browser_user(config(open_web=True))
+        check_browser_user(BrowserConfig(open_web=True))
     for settings in ({"open_web": True, "user": "nobody"}, {"open_web": True, "user": "root"}, {}):
-        check_browser_user(config(**settings))
+        check_browser_user(BrowserConfig(**settings))  # type: ignore[arg-type]
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    check_browser_user(config(open_web=True))
+    check_browser_user(BrowserConfig(open_web=True))
     with pytest.raises(ConfigError, match=r"browser\.user=nobody needs root"):
-        check_browser_user(config(user="nobody"))
+        check_browser_user(BrowserConfig(user="nobody"))
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
