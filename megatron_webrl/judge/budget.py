@@ -1,4 +1,10 @@
-"""Budgets of judge calls: of a process, and of a job."""
+"""Budgets of judge calls: of a process, and of a job.
+
+The judge's budget of a whole job: counters of the control service that all workers share.
+
+The trainer restores them from the run's folder at the start of a job and saves them there, so that a job that resumes
+within the hour continues with what is left.
+"""
 
 from __future__ import annotations
 

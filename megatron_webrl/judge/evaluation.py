@@ -1,4 +1,12 @@
-"""Evaluate finished episodes: outcome by page, answer, judge or function."""
+"""Evaluate finished episodes: outcome by page, answer, judge or function.
+
+The outcome of an episode, by the evaluators of judge.evaluators.
+
+    async with open_evaluator(config.judge, meter) as evaluator:
+        verdict = await evaluator.evaluate(trajectory)
+
+Combinations fail closed: an outcome that no evaluator decided masks the episode or is a failure, never a success.
+"""
 
 from __future__ import annotations
 

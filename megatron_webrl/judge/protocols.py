@@ -1,4 +1,28 @@
-"""Judge protocols: rubric, WebJudge, WebVoyager."""
+"""Judge protocols: rubric, WebJudge, WebVoyager.
+
+The rubric judge of WebGym: relevance of each screenshot, blocked, supported, each fact, reference answer.
+
+    blocked?     yes: masks the episode                    (also without an answer)
+    no answer:   failure
+    relevant?    each screenshot but the last, concurrently; without a usable reply the screenshot is kept
+    supported?   no: failure
+    fact 1?, fact 2?, ...  in order; the first no: failure
+    agrees with the reference, if there is one?  no: failure
+    success
+
+The blocked stage comes first because it needs no other and saves all others where it masks.
+
+WebJudge, the protocol of Online-Mind2Web (arXiv 2504.01382): key points, a score for each screenshot, outcome.
+
+The key points of the task are listed first. Each screenshot gets a score from 1 to 5; those with at least 3 are shown
+to the last question, with the notes that were made of them. An episode without an answer can be a success, since many
+of its tasks ask for an effect only. Websites that block the agent are not told apart.
+
+WebVoyager's protocol (arXiv 2401.13919): one question about task, answer and the last screenshots.
+
+Their evaluation shows the last k screenshots, and counts an episode without an answer as a failure. k is
+judge.max_screenshots here; published results use 15.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""What a judge is asked: prompts, fenced page text, the view of an episode, questions."""
+"""What a judge is asked: prompts, fenced page text, the view of an episode, questions.
+
+Fences around data that a judge model must not take for instructions: the task, the answer, titles, URLs, actions.
+
+    ----- BEGIN ANSWER 5f0c1d2e3a4b -----
+    the data
+    ----- END ANSWER 5f0c1d2e3a4b -----
+
+The nonce is derived from a digest of all data of the request, so that equal requests are equal, and does not occur in
+them: nobody can write the closing line of a fence into its data. Data that look like a fence, or like a special token
+of a chat template, are rewritten.
+
+The prompt files of a protocol: <folder>/<protocol>/<stage>.md, and what all protocols share in <folder>/common/.
+
+A system message is the stage's text, common/data.md (what fences are), and common/<form>.<mode>.md (the reply's form).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Cards, the rates that their kernels reach, and kernels that run alone."""
+"""Cards, the rates that their kernels reach, and kernels that run alone.
+
+Values that the CPU's kernels move: separate ones in float32, each of which reads its inputs and writes its output.
+
+`ModelShape.traffic` counts what a card moves. On the CPU a norm is seven kernels, with seventeen in its backward pass.
+Counts are for dense Qwen3-VL.
+
+Rates at which a device computes and moves data, as shares of a card's peaks.
+
+The shares are assumptions for Hopper with the kernels that this trainer uses, not measured with it. Those of products
+and memory are usual for large shapes; tests/placement/performance compares what follows with published measurements.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""Memory of a trainer rank, by part."""
+"""Memory of a trainer rank, by part.
+
+What a layer of linear attention computes and keeps, for each token (model/qwen3_5/delta_net.py).
+
+`of`: the layer's dimensions. The delta rule is computed in float32 and in chunks of CHUNK tokens; samples of many
+chunks are assumed, so that the padding of the last one does not matter. Bytes were counted with
+torch.autograd.graph.saved_tensors_hooks in bfloat16; a test compares them.
+
+Estimate the GPU memory of each role from the configuration and the model's config.json.
+
+Parameters, gradients, optimiser state and KV cache follow from shapes, exact except for padding; activations from the
+tensors that model/ saves for the backward pass; library buffers are a fixed reserve. Never compared with a GPU.
+Assumptions for trainer.tokens_per_microbatch tokens: half belong to images, all different and spread evenly; the scored
+fraction is rollout.max_new_tokens / max_model_len; the busiest rank gets 1.5 times the mean tokens for its experts.
+With trainer.merge_prefixes=all their sequences have twice as many tokens, as common prefixes are computed once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +35,7 @@ from megatron_webrl.model.parameter_counts import (
 )
 from megatron_webrl.placement.placement import gpu_memory_share
 
-CHUNK = 64  # tokens, as in model/qwen3_5/delta_rule.py, which imports torch
+CHUNK = 64  # tokens, as in model/qwen3_5/delta_net.py, which imports torch
 CONVOLUTION_BYTES = 3  # times the size of a value: input, padded input and output
 SELECTIVE_CONVOLUTION_BYTES = 4.5  # the values that enter the rule are views of it, too
 GATED_NORM_BYTES = 16.5  # of a value: input and unit in float32, the gate, and what they are multiplied to

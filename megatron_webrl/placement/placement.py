@@ -1,4 +1,12 @@
-"""Which process runs on which node, GPU and cores."""
+"""Which process runs on which node, GPU and cores.
+
+Placement: the node, devices, cores and port of every process, and the rings, from a configuration.
+
+Pure functions: no machine is read, so every node computes the same placement. docs/slurm.md describes cluster.*.
+Ranks are numbered in Megatron's order "tp-cp-ep-dp-pp", tp fastest, but nodes assigned by group: a model copy, else a
+stage of it, else a context-parallel, else a tensor-parallel group lies inside one node where it fits. A stage of a copy
+has ranks for all of its experts. Engines are placed likewise: whole where they fit, else by pipeline stage.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Predicted time of an update: workload, generation, training, and the search for better settings."""
+"""Predicted time of an update: workload, generation, training, and the search for better settings.
+
+Estimate how long a job reads weights from the shared folder at its start, and writes a checkpoint to it.
+
+A checkpoint holds the optimizer, too, which a resumed job reads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Trajectories as bytes: records, files of records, and records that are damaged."""
+"""Trajectories as bytes: records, files of records, and records that are damaged.
+
+Encode a trajectory as one record, without pickle.
+
+    magic | format | crc of JSON | total bytes | JSON bytes      header, 32 bytes
+    JSON                              all other fields, and the lengths of arrays and images
+    arrays of step 0, step 1, ...     each aligned to 8 bytes: STEP_ARRAYS in order, then the experts
+    encoded screenshots               one after the other, each once
+
+Arrays are decoded as views of the buffer. The ring or the record file adds a checksum of the whole record.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""The ring of a node: writers, readers, back-pressure, and its state."""
+"""The ring of a node: writers, readers, back-pressure, and its state.
+
+The ring: records of variable length from several writer processes to several reader processes of a node.
+
+A writer reserves space under the allocation lock, copies the payload without a lock, and commits. Then readers see the
+record by reference, any number of times, until one acknowledges it. Space is freed in the order of reservation.
+
+Invariant: each change of the shared state takes effect by one 8-byte store with release order, after all its writes: to
+`next` (reserving), a slot's state (committing, acknowledging) or `first` (freeing). A process killed before the store
+changed nothing; one killed after it changed everything. A killed writer leaves at most reserved, uncommitted space. No
+reader sees it, and it is freed like an acknowledged record once the writer is dead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,25 @@
-"""Context policies: which earlier steps a prompt contains."""
+"""Context policies: which earlier steps a prompt contains.
+
+Append: each prompt is the previous prompt, its response and a new turn, token for token, until the window is full.
+
+system     tool and response format
+user       task, start page, one line for each step before the segment, latest Memory, the segment's first screenshot
+assistant  the response as it was generated, thinking included
+user       result of the step, numbered elements, next screenshot
+...        up to the current screenshot
+
+Then the whole segment becomes lines of the summary, and a new segment begins with the current screenshot. So the
+engine's prefix cache covers each prompt except for its new turn, and the trainer computes a segment as one sequence.
+
+Sliding: the latest steps with their screenshots, and a summary of the earlier steps.
+
+system     tool and response format
+user       task, start page, one line for each step before the window, latest Memory if a step before the window wrote
+           it, oldest screenshot of the window
+assistant  its response, without thinking unless rollout.context.keep_thinking
+user       result of the step, next screenshot
+...        up to the current screenshot, which comes last, after its numbered elements
+"""
 
 from __future__ import annotations
 

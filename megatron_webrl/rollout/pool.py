@@ -1,4 +1,9 @@
-"""The everlasting pool: claims tickets, runs groups, writes trajectories."""
+"""The everlasting pool: claims tickets, runs groups, writes trajectories.
+
+The loop of a rollout worker: one engine, its agents and browsers. It claims tickets when it has room.
+
+In mode `async` groups continue through updates; otherwise weights are offered between batches (docs/rollout.md).
+"""
 
 from __future__ import annotations
 

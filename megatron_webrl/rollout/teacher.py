@@ -1,4 +1,10 @@
-"""A teacher in a vLLM server that scores the tokens of the policy."""
+"""A teacher in a vLLM server that scores the tokens of the policy.
+
+The vLLM server of a teacher: log-probabilities of given tokens, and whether its model fits the policy's.
+
+It must run with --enable-scale-out: /inference/v1/generate takes tokens together with images, unlike the endpoints of
+OpenAI, which would render the text and the images of a conversation in a way of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The agent's tool: its schema, its actions, and the parser of calls."""
+"""The agent's tool: its schema, its actions, and the parser of calls.
+
+Format actions as tool calls, and parse tool calls.
+
+<tool_call>
+{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [500, 320]}}
+</tool_call>
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Scripts that solve MiniWoB++ environments."""
+"""Scripts that solve MiniWoB++ environments.
+
+Scripted policies of MiniWoB++ environments, which read the page's elements instead of its pixels.
+
+Each is a JavaScript expression over the page's state that names the next action, as `resolve_target` takes it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""A link: a process group of its own between trainer ranks and engine ranks, over gloo or NCCL."""
+"""A link: a process group of its own between trainer ranks and engine ranks, over gloo or NCCL.
+
+Link: a separate process group of the trainer ranks that send to an engine and the engine's ranks.
+
+It carries only point-to-point operations. The group has a store of its own, hosted by link rank 0, which is closed with
+the link. The control service holds the link's state: members, announced and completed transfers, and the error of the
+first failed rank.
+
+NCCL process group of a link: one whose failure and creation affect nothing but the link.
+
+The attributes and variables are those of torch 2.13.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Who sends which slice to whom: overlaps of the trainer's and the engines' slices, balanced over senders."""
+"""Who sends which slice to whom: overlaps of the trainer's and the engines' slices, balanced over senders.
+
+Transfer plan: which rank sends which slice to which rank, computed without communication.
+
+Every rank computes the same plan from the model's shapes and the layouts of both sides:
+- Slices are the overlaps of the parameter map and the engine map (weights.slice_overlaps), once per engine size.
+- Senders of a slice are its replicas on the receiver's node, or all replicas if there are none there. Each set of
+  possible senders divides its elements so that the largest load of a trainer rank over all engines is minimal; its
+  senders take consecutive parts, so that each of them sends to few engines.
+- Order: the k-th message of every pair of ranks precedes any (k+1)-th, rotated so that senders start with different
+  receivers. Both sides of a link follow this order, so the first incomplete message can always proceed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""The extension of vLLM's worker that takes weights from the trainer."""
+"""The extension of vLLM's worker that takes weights from the trainer.
+
+Model loader of engines to which a trainer sends all weights: it reads none.
+
+Importing this module registers the loader with vLLM; vllm_worker.py does so in each worker before the model is loaded.
+
+Receiving side of weight transfers in each vLLM worker process.
+
+Importing this module registers the weight-transfer engine "webrl", and vllm_loader.py's loader, with vLLM; vLLM's
+workers import it as their `worker_extension_cls`. An engine selects it with WeightTransferConfig(backend="webrl").
+
+Phases of vLLM's protocol: init (once per link, again after a failure), then any number of [start, update, finish].
+WeightReceiver.webrl_weight_update returns errors as values: when a rank raises, vLLM's multi-process executor leaves
+the other ranks' results in their queues and returns them as the results of later calls, even those for tokens.
+"""
 
 from __future__ import annotations
 

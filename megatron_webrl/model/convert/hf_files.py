@@ -1,4 +1,10 @@
-"""Files of a Hugging Face checkpoint: metadata, reader, writer, files passed through."""
+"""Files of a Hugging Face checkpoint: metadata, reader, writer, files passed through.
+
+Tensors of a Hugging Face folder that no Megatron parameter holds: heads of the released model that are not trained.
+
+A checkpoint keeps them in its folder `passthrough`, in the format of a Hugging Face folder, and an export writes them
+back. The architecture names them (`PASSTHROUGH_PREFIXES` in architectures.py); other unknown tensors are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,25 @@
-"""Linear attention of Qwen3.5: gated delta rule with a short convolution."""
+"""Linear attention of Qwen3.5: gated delta rule with a short convolution.
+
+The gated delta rule (Gated Delta Networks, arXiv 2412.06464) and the short convolution, over packed samples.
+
+Each head has a state S [key dim, value dim], zero at the start of a sample, and computes for token t
+
+    S_t = a_t (I - b_t k_t k_t^T) S_(t-1) + b_t k_t v_t^T        o_t = S_t^T q_t
+
+with decay a_t in (0, 1) and writing strength b_t in (0, 1). `gated_delta_rule` evaluates it in chunks.
+With g_t the logarithm of the decays' product from the start of the chunk to t, and S the state before it, the values
+that a chunk writes are
+
+    U = (I + L)^-1 diag(b) (V - diag(exp g) K S),   L_ij = b_i exp(g_i - g_j) k_i.k_j for j < i, otherwise 0
+
+and its outputs and the state after it are
+
+    O = diag(exp g) Q S + M U,   M_ij = exp(g_i - g_j) q_i.k_j for j <= i, otherwise 0
+    S' = exp(g_C) S + sum_j exp(g_C - g_j) k_j u_j^T
+
+Chunks begin at the first token of a sample, so neither state nor convolution depends on another sample. The states of
+all samples advance together: first over the first chunk of each, then over the second of those that have one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Mixture of experts: router, replay of recorded routes, dispatcher, grouped experts."""
+"""Mixture of experts: router, replay of recorded routes, dispatcher, grouped experts.
+
+Tokens to their experts and back, sorted on the device.
+
+Megatron's dispatcher selects tokens by a mask, whose number of true elements the host must read, and reads the tokens
+of each expert too. Here each token takes the same number of experts, so that the host knows how many rows there are.
+It reads counts only where ranks exchange tokens, whose collectives need sizes: once per layer.
+
+Routing replay: tokens go to the experts that the engine chose, weighted by the model's own router.
+
+Rounding differs between engine and trainer, so that a router's choice may differ where two logits are close: the token
+then passes through another expert. Replayed choices remove this difference (R3, arXiv 2510.11370). The weights of the
+experts are the softmax over the logits of the chosen ones, as without replay, so gradients reach the router.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Packed input: segments, m-RoPE positions, images."""
+"""Packed input: segments, m-RoPE positions, images.
+
+Segments of a packed sequence that attend to common prefixes: each to the keys of its ancestors, then to its own.
+
+A segment with parent -1 begins a sequence; the children of a segment continue it. So the common prefix of several
+sequences is computed once, and each branch gets the outputs and gradients that it has as a sequence of its own: a
+query's attention is over the same keys, and the gradient of a shared key is the sum over its branches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""The vision tower and its attention."""
+"""The vision tower and its attention.
+
+The vision tower of transformers, replicated on every tensor- and context-parallel rank of the first stage.
+
+The ranks partition the images of a packed sequence and gather the features, so each image is encoded once. In the
+backward pass the gradient of the features, complete on every tensor-parallel rank, is summed over context-parallel
+ranks; each rank continues with its own images. `gradients.finalize_gradients` and Megatron's data-parallel reduction
+sum the tower's gradients over the ranks.
+
+Attention of the vision tower: one call for neighbouring images of equal size, and a compiled rotary embedding.
+
+transformers calls attention for each image, and its rotary embedding takes a dozen operations on float32 copies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""An engine over several nodes: its leader and followers."""
+"""An engine over several nodes: its leader and followers.
+
+A follower of an engine over several nodes: the process `webrl role RUN rollout-M.follower-N`.
+
+For each instance of the engine's worker it runs vLLM's ranks of this node in a child process (follower_engine.py). If
+the child ends, it reports the failure; the worker then ends and is restarted. engine_leader.py has the worker's side.
+On a node without a worker it also creates the ring, which stays empty, for the trainer ranks there, if any.
+"""
 
 from __future__ import annotations
 

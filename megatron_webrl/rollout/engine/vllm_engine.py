@@ -1,4 +1,11 @@
-"""The engine: vLLM's AsyncLLM, its requests, and errors."""
+"""The engine: vLLM's AsyncLLM, its requests, and errors.
+
+The vLLM engine of one rollout worker: prompts are tokens and images, weights are updated in flight.
+
+Order of calls: `start`, `join_weight_link`, any number of `generate` (concurrent) and `update_weights` (one at a time),
+`close`. An update pauses requests, which continue with the new weights; each token records its version. After a failed
+update the engine is partially updated: it stays paused with its requests until a complete update over another link.
+"""
 
 from __future__ import annotations
 

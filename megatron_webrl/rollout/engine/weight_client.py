@@ -1,4 +1,13 @@
-"""The worker's side of weight transfers, and the load of its engine."""
+"""The worker's side of weight transfers, and the load of its engine.
+
+A worker's side of weight updates: announce the engine, join the trainer's link, receive offered weights.
+
+    trainer present -> announce engine/<worker> -> wait for weights/link/<link_id> -> join -> receive each offer
+        ^                                                                                       |
+        +--------------- joining or a transfer failed, or another trainer has started ----------+
+
+An engine whose transfer failed is paused until a complete transfer over another link.
+"""
 
 from __future__ import annotations
 

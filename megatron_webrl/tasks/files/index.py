@@ -1,4 +1,10 @@
-"""An index of a task file: where each row is, by line, with digests."""
+"""An index of a task file: where each row is, by line, with digests.
+
+The index of a task file: where each row is, and what a sampler has to know of it. Memory-mapped: processes of a
+machine share its pages, and it opens in milliseconds whatever its size.
+
+File: MAGIC, length of the header (uint64, little endian), header (JSON), then arrays at multiples of 64 bytes.
+"""
 
 from __future__ import annotations
 

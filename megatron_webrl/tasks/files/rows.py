@@ -1,4 +1,9 @@
-"""Rows of task files: fields, websites, checks."""
+"""Rows of task files: fields, websites, checks.
+
+Rows of a task file: one line becomes a task, or an error that names the field, what was expected and what is there.
+
+A row is never half-read: a field that a task has and a row gives must fit, whichever field it is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Questions about the offline websites of WebGym's format."""
+"""Questions about the offline websites of WebGym's format.
+
+Further tasks of offline websites, most of them answered by the page on which they begin.
+
+Answers are yes and no, equally often, and small numbers: an agent that cannot read yet is right now and then.
+"""
 
 from __future__ import annotations
 

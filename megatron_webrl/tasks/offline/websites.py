@@ -1,4 +1,13 @@
-"""Offline websites of WebGym's format: hosts, pages, bar codes."""
+"""Offline websites of WebGym's format: hosts, pages, bar codes.
+
+Bar code on the pages of offline websites: says which page a screenshot shows, and what has been done there.
+
+A strip of 16 x 4 black and white cells of 8 x 8 pixels at the bottom right of the viewport, above everything else. It
+is legible in JPEG screenshots of quality 80 and in any viewport of at least 160 x 224 pixels. 64 bits, from the top
+left, row by row, white is 1:
+
+    4 format | 32 page digest | 16 effects digest | 3 reserved, 0 | 1 access denied | 8 checksum of the other 56
+"""
 
 from __future__ import annotations
 
