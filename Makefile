@@ -25,7 +25,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help install install-gpu system slurm quickstart warm-start test test-fast soak lint format docs docs-site docs-serve locks check clean
+.PHONY: help install install-gpu system slurm quickstart warm-start test test-all test-times soak lint format docs docs-site docs-serve locks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -71,11 +71,14 @@ ifeq ($(OTHER),)
 endif
 	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
 
-test: install slurm lint ## lint, then run all tests; what fails runs twice more and is listed
-	PYTHON=$(BIN)/python tools/run_tests.sh "not soak" --reruns 2 $(ARGS)
-
-test-fast: install slurm ## run the tests that take under a minute each
+test: install slurm lint ## lint, types, and the tests that prove the system
 	PYTHON=$(BIN)/python tools/run_tests.sh "not slow and not soak" $(ARGS)
+
+test-all: install slurm ## the other tests: layout matrix, every failure of a job; what fails runs once more and is listed
+	PYTHON=$(BIN)/python tools/run_tests.sh "slow and not soak" --reruns 1 $(ARGS)
+
+test-times: ## the slowest tests and files of the last runs of tests, and what they waited for
+	@$(BIN)/python -m tools.test_times
 
 slurm: # for tests of jobs on virtual nodes
 	@tools/install_slurm.sh

@@ -20,8 +20,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run in several processes at the same time, and threads that wait for each other keep cores busy.
 torch.set_num_threads(1)
 # On a busy machine an example may wait for a processor.
-hypothesis.settings.register_profile("no_deadline", hypothesis.settings(), deadline=None)
+hypothesis.settings.register_profile("no_deadline", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("no_deadline")
+
+
+CPU_BEFORE = pytest.StashKey[os.times_result]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,6 +59,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in terminalreporter.stats.get("rerun", ()):
         terminalreporter.write_sep("_", f"{report.nodeid} failed once")
         terminalreporter.write_line(report.longreprtext[-4000:])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Note where a test's processor time begins; its teardown reports what was used."""
+    item.stash[CPU_BEFORE] = os.times()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    result = yield
+    before, after = item.stash[CPU_BEFORE], os.times()
+    item.user_properties.append(("own_cpu", round(sum(after[:2]) - sum(before[:2]), 2)))
+    item.user_properties.append(("children_cpu", round(sum(after[2:4]) - sum(before[2:4]), 2)))
+    return result
 
 
 @pytest.fixture(autouse=True, scope="module")
