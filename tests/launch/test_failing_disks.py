@@ -19,7 +19,7 @@ from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from tests.failing_files import STALL, FailingFiles
 from tests.launch.whole_jobs import Job, assert_nothing_left
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 HEARTBEAT_TIMEOUT_SECONDS = 10
 STALL_SECONDS = 15

@@ -120,6 +120,7 @@ def test_a_checkpoint_is_evaluated_on_two_nodes_although_a_worker_is_killed(two:
     until(lambda: not processes(folder), lambda: f"{processes(folder)} to end", 30)
 
 
+@pytest.mark.soak
 def test_a_worker_that_does_not_start_ends_the_evaluation_with_its_name(two: Cluster, trained: Path) -> None:
     job = evaluate(two, trained, "rollout.min_engines=2", STUB_COMMAND=f"{WAITING} --fail-rollout-1")
     folder = folder_of(trained, job)

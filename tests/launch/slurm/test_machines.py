@@ -25,7 +25,7 @@ from tests.waiting import until
 from tools.drills.run import leftovers_on
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(bool(why_not(namespaces=True)), reason=why_not(namespaces=True) or "-"),
 ]
 UPDATES, GROUPS, STALENESS = 6, 2, 1
@@ -83,7 +83,6 @@ def test_the_quickstart_trains_on_two_machines_and_resumes_after_a_signal(tmp_pa
     assert steps == list(range(1, UPDATES + 1))
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_an_engine_that_spans_two_machines_serves_a_job(tmp_path: Path) -> None:
     name, updates = f"span{os.getpid()}", 5
