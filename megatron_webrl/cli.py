@@ -25,7 +25,6 @@ from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_
 from megatron_webrl.launch.upload_command import add_upload
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.monitor.command import add_monitor, add_status, add_timeline
-from megatron_webrl.monitor.mlflow_command import add_mlflow
 from megatron_webrl.placement.placement_table import add_placement
 from megatron_webrl.tasks.command import add_tasks
 from megatron_webrl.util import stack_dump
@@ -80,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     add_status(commands)
     add_timeline(commands)
     add_monitor(commands)
-    add_mlflow(commands)
     add_upload(commands)
     add_tasks(commands)
     add_node(commands)

@@ -109,10 +109,10 @@ class JudgeConfig:
     prompts: str = setting("configs/judge", "Folder with the prompt files of the protocols.")
     verdict: JudgeModelConfig = field(default_factory=JudgeModelConfig)
     structured: str = setting(
-        "auto",
-        "How replies are constrained: a JSON schema, or an exact final line; auto: a schema until the endpoint "
-        "refuses or ignores it.",
-        choices=("auto", "schema", "line"),
+        "schema",
+        "How replies are constrained: a JSON schema, or an exact final line, for endpoints that refuse or ignore "
+        "response_format.",
+        choices=("schema", "line"),
     )
     max_reason_chars: int = setting(
         0,

@@ -1,9 +1,7 @@
-"""Budgets of judge calls: of a process, and of a job.
+"""The budget of judge calls in each hour of the clock: of a process, or of a job.
 
-The judge's budget of a whole job: counters of the control service that all workers share.
-
-The trainer restores them from the run's folder at the start of a job and saves them there, so that a job that resumes
-within the hour continues with what is left.
+A job counts in its control service, which all workers share. The trainer restores the counters from the run's folder at
+the start of a job and saves them there, so that a job that resumes within the hour continues with what is left.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from megatron_webrl.config.judge import BudgetConfig
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.types import BUDGET_SPENT
 from megatron_webrl.util import atomic_file
@@ -27,6 +24,8 @@ log = logging.getLogger(__name__)
 
 HOUR_SECONDS = 3600
 USAGE_FILE = "judge_usage.json"
+_RESTORED = "judge_usage/restored"
+_MICRO = 1_000_000  # counters are integers: dollars are counted in millionths
 
 
 class BudgetSpent(Exception):
@@ -48,60 +47,77 @@ class Usage:
         return Usage(self.calls - other.calls, self.tokens - other.tokens, self.dollars - other.dollars)
 
 
-class UsageMeter(Protocol):
-    """Counts usage against the budget: of one process, or of a whole job through its control service.
+class UsageMeter:
+    """Counts usage against the budget.
 
     A request reserves an upper estimate before it is sent, so that requests in flight cannot exceed the budget
     together, and settles it afterwards.
     """
 
+    def __init__(self, budget: BudgetConfig, clock: Callable[[], float] = steady_time) -> None:
+        self._budget, self._clock = budget, clock
+
     async def reserve(self, estimate: Usage) -> int:
         """Count `estimate` in the current hour; returns the hour, for `settle`. Raises BudgetSpent, counting nothing,
         if it would exceed a limit."""
-        ...
+        hour, total = await self._add(int(self._clock() // HOUR_SECONDS), estimate)
+        for name, limit in limits(self._budget).items():
+            if (used := getattr(total, name)) > limit:
+                await self._add(hour, Usage() - estimate)
+                raise BudgetSpent(
+                    f"the next request would use {used:g} {name} this hour, the limit is {limit:g} "
+                    f"(judge.budget.{name}_per_hour); raise it, or continue in the next hour"
+                )
+        return hour
 
     async def settle(self, hour: int, estimate: Usage, actual: Usage) -> None:
         """Replace an estimate by what the request cost."""
-        ...
+        await self._add(hour, actual - estimate)
+
+    @abstractmethod
+    async def _add(self, hour: int, usage: Usage) -> tuple[int, Usage]:
+        """Count in an hour; returns the hour in which it was counted, and its total."""
 
 
-class LocalMeter:
-    """The budget of one process, by hours of the clock; with a file, of all processes that use it one after another."""
+class LocalMeter(UsageMeter):
+    """The budget of one process; with a file, of all processes that use it one after another."""
 
     def __init__(
         self, budget: BudgetConfig, clock: Callable[[], float] = steady_time, file: Path | None = None
     ) -> None:
         """`file` keeps the usage of the hour; without limits it is neither read nor written."""
-        self._budget, self._clock = budget, clock
-        self._file = file if is_limited(budget) else None
-        self._hour, self._used = read_usage(self._file) if self._file else (-1, Usage())
+        super().__init__(budget, clock)
+        self._file = file if limits(budget) else None
+        self._hour, self.used = read_usage(self._file) if self._file else (-1, Usage())
 
-    @property
-    def used(self) -> Usage:
-        """Usage of the hour of the last reservation."""
-        return self._used
-
-    async def reserve(self, estimate: Usage) -> int:
-        hour = int(self._clock() // HOUR_SECONDS)
-        if not self._hour - 1 <= hour <= self._hour:  # a clock set back by less than an hour begins no new budget
-            self._hour, self._used = hour, Usage()
-        check_budget(self._budget, self._used + estimate)
-        self._count(estimate)
-        return self._hour
+    async def _add(self, hour: int, usage: Usage) -> tuple[int, Usage]:
+        if hour > self._hour or hour < self._hour - 1:  # a clock set back by less than an hour begins no new budget
+            self._hour, self.used = hour, Usage()
+        self.used += usage
+        if self._file:
+            write_usage(self._file, self._hour, self.used)
+        return self._hour, self.used
 
     async def settle(self, hour: int, estimate: Usage, actual: Usage) -> None:
         if hour == self._hour:
-            self._count(actual - estimate)
-
-    def _count(self, usage: Usage) -> None:
-        self._used += usage
-        if self._file:
-            write_usage(self._file, self._hour, self._used)
+            await super().settle(hour, estimate, actual)
 
 
-def is_limited(budget: BudgetConfig) -> bool:
-    """Whether the budget has a limit."""
-    return any((budget.calls_per_hour, budget.tokens_per_hour, budget.dollars_per_hour))
+class JobUsageMeter(UsageMeter):
+    """The budget of a job; without limits it counts nothing."""
+
+    def __init__(self, control: ControlClient, budget: BudgetConfig, clock: Callable[[], float] = steady_time) -> None:
+        super().__init__(budget, clock)
+        self._control = control
+
+    async def _add(self, hour: int, usage: Usage) -> tuple[int, Usage]:
+        counts = bool(limits(self._budget))
+        return hour, await asyncio.to_thread(add_usage, self._control, hour, usage) if counts else Usage()
+
+
+def limits(budget: BudgetConfig) -> dict[str, float]:
+    """The limits that are set, by the fields of Usage."""
+    return {name: limit for name in ("calls", "tokens", "dollars") if (limit := getattr(budget, f"{name}_per_hour"))}
 
 
 def read_usage(file: Path) -> tuple[int, Usage]:
@@ -121,70 +137,6 @@ def write_usage(file: Path, hour: int, usage: Usage) -> None:
     atomic_file.write_json(file, {"hour": hour, **asdict(usage)})
 
 
-class Priced(Protocol):
-    """US dollars for a million tokens."""
-
-    @property
-    def input_price(self) -> float: ...
-
-    @property
-    def output_price(self) -> float: ...
-
-
-def check_prices(budget: BudgetConfig, models: Mapping[str, Priced]) -> None:
-    """Raise ConfigError if a limit in dollars does not count a model. `models`: by the slots that are used."""
-    for slot, model in models.items():
-        if budget.dollars_per_hour and not model.input_price and not model.output_price:
-            raise ConfigError(
-                f"judge.budget.dollars_per_hour={budget.dollars_per_hour:g} does not count the model of judge.{slot}, "
-                f"which has no price; set judge.{slot}.input_price and output_price (US dollars for a million tokens; "
-                "0.001 for a free model), or limit calls_per_hour or tokens_per_hour instead"
-            )
-
-
-def check_budget(budget: BudgetConfig, total: Usage) -> None:
-    """Raise BudgetSpent if the usage of an hour exceeds a limit."""
-    for name, used, limit in (
-        ("calls", total.calls, budget.calls_per_hour),
-        ("tokens", total.tokens, budget.tokens_per_hour),
-        ("dollars", total.dollars, budget.dollars_per_hour),
-    ):
-        if limit and used > limit:
-            raise BudgetSpent(
-                f"the next request would use {used:g} {name} this hour, the limit is {limit:g} "
-                f"(judge.budget.{name}_per_hour); raise it, or continue in the next hour"
-            )
-
-
-_RESTORED = "judge_usage/restored"
-_MICRO = 1_000_000  # counters are integers: dollars are counted in millionths
-
-
-class JobUsageMeter:
-    """Counts usage by hours of the clock. Implements UsageMeter; without limits it counts nothing."""
-
-    def __init__(self, control: ControlClient, budget: BudgetConfig, clock: Callable[[], float] = steady_time) -> None:
-        self._control, self._budget, self._clock = control, budget, clock
-        self._limited = is_limited(budget)
-
-    async def reserve(self, estimate: Usage) -> int:
-        """Count an estimate in the current hour and return the hour. Raises BudgetSpent beyond a limit."""
-        hour = int(self._clock() // HOUR_SECONDS)
-        if self._limited:
-            total = await asyncio.to_thread(add_usage, self._control, hour, estimate)
-            try:
-                check_budget(self._budget, total)
-            except BaseException:
-                await asyncio.to_thread(add_usage, self._control, hour, Usage() - estimate)
-                raise
-        return hour
-
-    async def settle(self, hour: int, estimate: Usage, actual: Usage) -> None:
-        """Replace an estimate by what the request cost."""
-        if self._limited:
-            await asyncio.to_thread(add_usage, self._control, hour, actual - estimate)
-
-
 def add_usage(control: ControlClient, hour: int, usage: Usage) -> Usage:
     """Add to the counters of an hour; returns the job's totals."""
     changes = {"calls": usage.calls, "tokens": usage.tokens, "dollars": round(usage.dollars * _MICRO)}
@@ -194,7 +146,7 @@ def add_usage(control: ControlClient, hour: int, usage: Usage) -> Usage:
 
 def restore_usage(control: ControlClient, budget: BudgetConfig, folder: Path) -> None:
     """Count what earlier jobs of the run used in their last hour; once in a job, before its first request."""
-    if is_limited(budget) and not control.get_json(_RESTORED):
+    if limits(budget) and not control.get_json(_RESTORED):
         control.put_json(_RESTORED, True)
         add_usage(control, *read_usage(folder / USAGE_FILE))
 
@@ -203,7 +155,7 @@ def save_usage(
     control: ControlClient, budget: BudgetConfig, folder: Path, clock: Callable[[], float] = steady_time
 ) -> None:
     """Keep the usage of the current hour in the run's folder."""
-    if is_limited(budget):
+    if limits(budget):
         hour = int(clock() // HOUR_SECONDS)
         try:
             write_usage(folder / USAGE_FILE, hour, add_usage(control, hour, Usage()))

@@ -1,37 +1,40 @@
-"""Requests to an OpenAI-compatible endpoint: retries, limits, budget, cache."""
+"""Requests to an OpenAI-compatible endpoint: limits, budget, cache. openai's client repeats what may pass."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import math
 import os
-import random
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from email.utils import parsedate_to_datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from time import time
 from typing import Any
 
 import openai
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
-from megatron_webrl.config.judge import TOKEN_LIMITS, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.judge import TOKEN_LIMITS, BudgetConfig, JudgeConfig, JudgeModelConfig
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge.budget import Usage, UsageMeter
 from megatron_webrl.judge.replies import UnusableReply
 from megatron_webrl.util import atomic_file, network
 from megatron_webrl.util.text import declare_secret, redact, shorten
 
-_TRANSIENT_STATUS = frozenset({408, 409, 425, 429})  # and all of 500 and above
+log = logging.getLogger(__name__)
+
+SLOTS = ("verdict", "blocked", "relevance")
+IMAGE_TOKENS = 1_500  # estimate, for reservations; an endpoint reports what it counted
+CHARS_PER_TOKEN = 3  # estimate, for reservations
+MAX_TOKEN_COUNT = 10**9  # a reported count above it is taken for none
+_TRANSIENT_STATUS = frozenset({408, 409, 429})  # and all of 500 and above
+_RETRY_HEADER = "x-stainless-retry-count"  # of openai's requests
 _QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DEBUG they name URLs, headers and bodies
 
 
-def open_client(url: str, key_variable: str, settings: str, timeout_seconds: float) -> openai.AsyncOpenAI:
-    """A client without retries, whose key is declared a secret.
+def open_client(
+    url: str, key_variable: str, settings: str, timeout_seconds: float, **options: Any
+) -> openai.AsyncOpenAI:
+    """A client, by default without retries, whose key is declared a secret.
 
     `settings`: the section of `url` and `key_variable`, for errors, such as judge.*. Raises ConfigError for a missing
     key, and for a key or an address that cannot be used.
@@ -50,7 +53,8 @@ def open_client(url: str, key_variable: str, settings: str, timeout_seconds: flo
             "environment variable); copy it again"
         )
     try:
-        client = openai.AsyncOpenAI(api_key=key or "none", base_url=url, max_retries=0, timeout=timeout_seconds)
+        chosen = {"max_retries": 0, "timeout": timeout_seconds, **options}
+        client = openai.AsyncOpenAI(api_key=key or "none", base_url=url, **chosen)
     except Exception as error:
         raise ConfigError(f"{settings}.url={url} is not an endpoint: {type(error).__name__}") from None
     declare_secret(key)
@@ -62,45 +66,30 @@ def is_transient(status: int) -> bool:
     return status in _TRANSIENT_STATUS or status >= 500
 
 
-log = logging.getLogger(__name__)
-
-FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class CachedReply:
-    """The reply to a request, as the endpoint sent it."""
-
-    content: str
-    prompt_tokens: int
-    response_tokens: int
-    format: int = FORMAT_VERSION
-
-
 class ReplyCache:
-    """Files <folder>/<first two digits>/<digest>.json. A file appears when it is complete; a damaged one is ignored."""
+    """Replies as files <folder>/<first two digits>/<digest>.json; a damaged one is ignored."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder) if folder else None
         self._warned = False
 
-    def get(self, digest: str) -> CachedReply | None:
+    def get(self, digest: str) -> str | None:
         if self.folder is None:
             return None
         try:
-            found = CachedReply(**json.loads(self._path(self.folder, digest).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            found = json.loads(self._path(self.folder, digest).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
             return None
-        return found if found.format == FORMAT_VERSION and isinstance(found.content, str) else None
+        return found if isinstance(found, str) else None
 
-    def put(self, digest: str, reply: CachedReply) -> None:
+    def put(self, digest: str, reply: str) -> None:
         """Keep a reply; a folder that cannot be written costs the reply, not the verdict."""
         if self.folder is None:
             return
         path = self._path(self.folder, digest)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_file.write_json(path, asdict(reply))
+            atomic_file.write_json(path, reply)
         except OSError as error:
             if not self._warned:
                 log.warning("judge.cache=%s cannot be written: %s; replies are not kept", self.folder, error.strerror)
@@ -111,35 +100,8 @@ class ReplyCache:
         return folder / digest[:2] / f"{digest}.json"
 
 
-SCHEMA_TRIALS = 3  # unparsable replies, and no usable one, of an endpoint that seems to ignore response_format
-SLOTS = ("verdict", "blocked", "relevance")
-FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.25, 15.0
-MAX_RETRY_AFTER_SECONDS = 300.0  # an endpoint that asks for more is tried again after this
-IMAGE_TOKENS = 1_500  # estimate, for reservations; an endpoint reports what it counted
-CHARS_PER_TOKEN = 3  # estimate, for reservations
-MAX_TOKEN_COUNT = 10**9  # a reported count above it is taken for none
-_QUOTATION = re.compile(r"""(?<!\w)(["'`])(?![\w.]+\1)(?:\\.|(?!\1).)*\1""", re.DOTALL)  # of more than a name
-_BACKOFF = wait_exponential(FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS)
-
-
-class RequestFailed(Exception):
-    """The endpoint gave no reply and never will within the deadline, or refused the request. `name` in a word."""
-
-    def __init__(self, name: str, text: str = "") -> None:
-        super().__init__(f"{name}: {text}" if text else name)
-        self.name, self.text = name, text
-
-
-class SchemaRefused(Exception):
-    """The endpoint does not know response_format, or ignores it."""
-
-
-class _Transient(Exception):
-    """A fault of the endpoint that may pass."""
-
-    def __init__(self, name: str, retry_after: float | None = None) -> None:
-        super().__init__(name)
-        self.name, self.retry_after = name, retry_after
+class RequestFailed(UnusableReply):
+    """The endpoint gave no reply within the deadline, or refused the request: it is not asked again."""
 
 
 @dataclass(frozen=True)
@@ -177,34 +139,34 @@ class JudgeModel:
         return Usage(calls, prompt_tokens + response_tokens, dollars)
 
 
+def check_prices(budget: BudgetConfig, models: Mapping[str, JudgeModel]) -> None:
+    """Raise ConfigError if a limit in dollars does not count a model. `models`: by the slots that are used."""
+    for slot, model in models.items():
+        if budget.dollars_per_hour and not model.input_price and not model.output_price:
+            raise ConfigError(
+                f"judge.budget.dollars_per_hour={budget.dollars_per_hour:g} does not count the model of judge.{slot}, "
+                f"which has no price; set judge.{slot}.input_price and output_price (US dollars for a million tokens; "
+                "0.001 for a free model), or limit calls_per_hour or tokens_per_hour instead"
+            )
+
+
 @dataclass(frozen=True)
 class Completion:
     """A reply as the endpoint sent it."""
 
     content: str
     finish_reason: str | None
-    prompt_tokens: int
-    response_tokens: int
+    tokens: tuple[int, int] | None  # of prompt and response, if reported
 
 
 @dataclass
 class Spending:
-    """What the requests of one verdict have cost so far, and the faults they met."""
+    """What the requests of one verdict have cost so far."""
 
     calls: int = 0
     prompt_tokens: int = 0
     response_tokens: int = 0
     dollars: float = 0.0
-
-
-@dataclass
-class _Endpoint:
-    client: openai.AsyncOpenAI
-    mode: str  # one of replies.MODES
-    not_before: float = 0.0  # loop time before which it asked for no requests
-    reported: set[str] = field(default_factory=set)  # faults that have been logged
-    unparsable: int = 0  # replies in mode schema before the first usable one
-    knows_schemas: bool = False  # it has sent a usable reply in mode schema
 
 
 class JudgeClient:
@@ -213,207 +175,108 @@ class JudgeClient:
     def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
         """Raises ConfigError for a missing model, endpoint or key, and for settings beyond their limits."""
         check_sections(settings, "judge.")
-        self._settings, self._meter = settings, meter
+        self._meter = meter
         self.models = {slot: JudgeModel.resolve(settings, slot) for slot in SLOTS}
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._endpoints: dict[tuple[str, str, str], _Endpoint] = {}  # models of one address differ in what they know
+        self._clients: dict[tuple[str, str], openai.AsyncOpenAI] = {}
         for model in self.models.values():
-            if _key(model) not in self._endpoints:
-                self._endpoints[_key(model)] = _open_endpoint(model, settings)
+            if (address := (model.url, model.key_variable)) not in self._clients:
+                http = openai.DefaultAsyncHttpxClient(event_hooks=_fault_log(model.url))
+                self._clients[address] = open_client(
+                    *address, "judge.*", settings.timeout_seconds, max_retries=10**6, http_client=http
+                )  # the deadline ends the retries
 
     async def __aenter__(self) -> JudgeClient:
         network.use_own_threads()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        for endpoint in self._endpoints.values():
-            await endpoint.client.close()
-
-    def mode(self, slot: str) -> str:
-        """How replies of a slot's endpoint are constrained: one of replies.MODES."""
-        return self._endpoint(slot).mode
-
-    def note_schema_reply(self, slot: str, fault: str) -> None:
-        """Note whether a reply in mode schema was usable: its `fault` is "", or the name of an UnusableReply.
-
-        Raises SchemaRefused for an unparsable one if replies of the endpoint are to end with a line.
-        """
-        endpoint = self._endpoint(slot)
-        endpoint.knows_schemas |= not fault
-        if fault != "unparsable" or endpoint.knows_schemas or self._settings.structured != "auto":
-            return
-        endpoint.unparsable += 1
-        if endpoint.unparsable >= SCHEMA_TRIALS:
-            _leave_schemas(endpoint, f"ignores response_format in its first {SCHEMA_TRIALS} replies")
-            raise SchemaRefused
+        for client in self._clients.values():
+            await client.close()
 
     async def complete(
-        self, slot: str, body: Mapping[str, Any], images: int, deadline: float, spending: Spending, faults: list[str]
+        self, slot: str, body: Mapping[str, Any], images: int, deadline: float, spending: Spending
     ) -> Completion:
-        """Send a request until the endpoint replies, but not beyond `deadline` (loop time).
+        """The reply to a request, which is repeated until the endpoint replies, but not beyond `deadline` (loop time).
 
-        `body`: arguments of chat.completions, without the model; `images`: how many it contains. Appends the name of
-        each fault to `faults`. Raises RequestFailed (named after the last fault, if there was one), UnusableReply (a
-        reply that is no chat completion), SchemaRefused and BudgetSpent.
+        `body`: arguments of chat.completions, without the model; `images`: how many it contains. Raises RequestFailed,
+        UnusableReply (a reply that is no chat completion) and BudgetSpent.
         """
-        endpoint, known = self._endpoint(slot), len(faults)
-
-        def after(state: RetryCallState) -> None:
-            fault = state.outcome.exception() if state.outcome else None
-            if isinstance(fault, _Transient):
-                faults.append(fault.name)
-                self._report(endpoint, fault.name)
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_Transient), wait=_delay, after=after, reraise=True,
-            stop=lambda state: asyncio.get_running_loop().time() + state.upcoming_sleep >= deadline,
-        )  # fmt: skip
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await retrying(self._send, slot, endpoint, body, images, spending)
-        except _Transient as fault:
-            raise RequestFailed(fault.name, "until the deadline") from None
-        except TimeoutError:
-            raise RequestFailed(faults[-1] if len(faults) > known else "deadline", "until the deadline") from None
-
-    def _endpoint(self, slot: str) -> _Endpoint:
-        return self._endpoints[_key(self.models[slot])]
-
-    async def _send(
-        self, slot: str, endpoint: _Endpoint, body: Mapping[str, Any], images: int, spending: Spending
-    ) -> Completion:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(max(0.0, endpoint.not_before - loop.time()))
-            async with self._slots:
-                if loop.time() >= endpoint.not_before:
-                    return await self._send_counted(slot, endpoint, body, images, spending)
-
-    async def _send_counted(
-        self, slot: str, endpoint: _Endpoint, body: Mapping[str, Any], images: int, spending: Spending
-    ) -> Completion:
-        """Send once, within the budget; a request without a known cost keeps its estimate in the budget."""
         model = self.models[slot]
-        prompt = _text_chars(body) // CHARS_PER_TOKEN + IMAGE_TOKENS * images
-        estimate = model.usage(1, prompt, next(body[name] for name in TOKEN_LIMITS if name in body))
-        hour = await self._meter.reserve(estimate)
-        actual = estimate
-        spending.calls += 1
         try:
-            content = await self._post(endpoint, {**body, "model": model.name})
-            completion, actual = _read(content, model, estimate)
-            if completion is None:
-                raise UnusableReply("unparsable_response", redact(content.decode("utf-8", "replace")))
-            spending.prompt_tokens += completion.prompt_tokens
-            spending.response_tokens += completion.response_tokens
-            spending.dollars += actual.dollars
-            return replace(completion, content=redact(completion.content))
-        except (_Transient, RequestFailed, SchemaRefused) as fault:
-            if getattr(fault, "name", "") != "timeout":
-                actual = Usage(calls=1)
-            raise
-        finally:
-            await self._meter.settle(hour, estimate, actual)
+            async with asyncio.timeout_at(deadline), self._slots:
+                return await self._send(model, {**body, "model": model.name}, images, spending)
+        except TimeoutError:
+            raise RequestFailed("deadline") from None
 
-    async def _post(self, endpoint: _Endpoint, body: Mapping[str, Any]) -> bytes:
-        """The body of the response. Faults are raised without their cause, which holds the request and its key."""
+    async def _send(self, model: JudgeModel, body: dict[str, Any], images: int, spending: Spending) -> Completion:
+        """Send within the budget; a request without a known cost keeps its estimate in the budget.
+
+        Errors are raised without their cause, which holds the request and its key.
+        """
+        prompt = _text_chars(body) // CHARS_PER_TOKEN + IMAGE_TOKENS * images
+        actual = estimate = model.usage(1, prompt, next(body[name] for name in TOKEN_LIMITS if name in body))
+        hour, calls = await self._meter.reserve(estimate), 1
         try:
-            async with asyncio.timeout(self._settings.timeout_seconds):
-                # Not chat.completions.create: its copy of a body with many screenshots costs more than all else here.
-                return await endpoint.client.post("/chat/completions", cast_to=bytes, body=body)
-        except (TimeoutError, openai.APITimeoutError):
-            raise _Transient("timeout") from None
+            # Not chat.completions.create: its copy of a body with many screenshots costs more than all else here.
+            reply = await self._clients[model.url, model.key_variable].post(
+                "/chat/completions", cast_to=openai.HttpxBinaryResponseContent, body=body
+            )
+            calls += int(reply.response.request.headers[_RETRY_HEADER])
+            completion = _read(reply.content)
+            if completion.tokens is not None:
+                actual = model.usage(calls, *completion.tokens)
+                spending.prompt_tokens += completion.tokens[0]
+                spending.response_tokens += completion.tokens[1]
+                spending.dollars += actual.dollars
+            else:
+                actual += Usage(calls - 1)
+            return completion
+        except openai.APITimeoutError:
+            raise RequestFailed("timeout") from None
         except openai.APIConnectionError:
-            raise _Transient("connection") from None
+            raise RequestFailed("connection") from None
         except openai.APIStatusError as error:
-            may_leave_schemas = self._settings.structured == "auto" and "response_format" in body
-            raise self._refusal(endpoint, error, may_leave_schemas) from None
+            calls += int(error.request.headers[_RETRY_HEADER])
+            actual = Usage(calls)
+            text = f"status {error.status_code}: {shorten(redact(' '.join(error.response.text.split())), 300)}"
+            raise RequestFailed("refused_request", text) from None
         except openai.OpenAIError as error:
             raise UnusableReply("unparsable_response", type(error).__name__) from None
-
-    def _refusal(self, endpoint: _Endpoint, error: openai.APIStatusError, may_leave_schemas: bool) -> Exception:
-        status, loop = error.status_code, asyncio.get_running_loop()
-        if is_transient(status):
-            retry_after = _retry_after(error.response.headers)
-            if status == 429 and retry_after:
-                endpoint.not_before = max(endpoint.not_before, loop.time() + retry_after)
-            return _Transient("rate_limited" if status == 429 else "server_error", retry_after)
-        if status in (400, 422) and may_leave_schemas and names_response_format(error.body):
-            _leave_schemas(endpoint, "refuses response_format")
-            return SchemaRefused()
-        text = shorten(redact(" ".join(error.response.text.split())), 300)
-        self._report(endpoint, f"status {status}: {text}")
-        return RequestFailed("refused_request", f"status {status}: {text}")
-
-    def _report(self, endpoint: _Endpoint, fault: str) -> None:
-        """Log each kind of fault of an endpoint once."""
-        if fault not in endpoint.reported:
-            endpoint.reported.add(fault)
-            log.warning("the judge's endpoint %s: %s (logged once)", endpoint.client.base_url, fault)
+        finally:
+            spending.calls += calls
+            await self._meter.settle(hour, estimate, actual)
 
 
-def _key(model: JudgeModel) -> tuple[str, str, str]:
-    return model.url, model.key_variable, model.name
+def _fault_log(url: str) -> dict[str, list[Callable[..., Any]]]:
+    """Hooks of an HTTP client that log each kind of fault of an endpoint once: its retries hide them."""
+    reported: set[str] = set()
 
+    def report(fault: str) -> None:
+        if fault not in reported:
+            reported.add(fault)
+            log.warning("the judge's endpoint %s: %s (logged once)", url, fault)
 
-def _open_endpoint(model: JudgeModel, settings: JudgeConfig) -> _Endpoint:
-    client = open_client(model.url, model.key_variable, "judge.*", settings.timeout_seconds)
-    return _Endpoint(client, "line" if settings.structured == "line" else "schema")
+    async def on_request(request: Any) -> None:
+        if request.headers.get(_RETRY_HEADER, "0") != "0":
+            report("requests get no reply and are repeated")
 
+    async def on_response(response: Any) -> None:
+        if response.is_error:
+            await response.aread()
+            report(f"status {response.status_code}: {shorten(redact(' '.join(response.text.split())), 300)}")
 
-def _leave_schemas(endpoint: _Endpoint, reason: str) -> None:
-    if endpoint.mode == "schema":
-        endpoint.mode = "line"
-        log.warning("the judge's endpoint %s %s; replies end with an exact line instead", endpoint.client.base_url,
-                    reason)  # fmt: skip
-
-
-def names_response_format(body: object) -> bool:
-    """Whether an error is about response_format: by its parameter, else by its message without longer quotations.
-
-    Those may be of the prompt, in which pages and agents can write the word. `body`: of openai.APIStatusError.
-    """
-    if isinstance(body, list) and body and isinstance(body[0], Mapping):
-        body = body[0].get("error", body[0])
-    fields = body if isinstance(body, Mapping) else {"message": body}
-    message = fields.get("message") or fields.get("detail") or ""
-    if isinstance(message, list):  # of pydantic, with the request in "input"
-        message = " ".join(f"{each.get('loc')} {each.get('msg')}" for each in message if isinstance(each, Mapping))
-    return "response_format" in str(fields.get("param") or _QUOTATION.sub("", str(message)))
-
-
-def _delay(state: RetryCallState) -> float:
-    """An exponential delay of which half is random; at least Retry-After and a random second."""
-    fault = state.outcome.exception() if state.outcome else None
-    asked = fault.retry_after if isinstance(fault, _Transient) else None
-    backoff = _BACKOFF(state) * (0.5 + random.random() / 2)
-    return backoff if asked is None else max(backoff, asked + random.random() * min(1.0, max(0.1, asked)))
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds of Retry-After, a number or a date, at most MAX_RETRY_AFTER_SECONDS; None without a valid one."""
-    text = headers.get("retry-after", "")
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(text).timestamp() - time()
-        except ValueError:
-            return None
-    return min(max(0.0, seconds), MAX_RETRY_AFTER_SECONDS) if math.isfinite(seconds) else None
+    return {"request": [on_request], "response": [on_response]}
 
 
 def _text_chars(body: Mapping[str, Any]) -> int:
-    parts = [part for message in body["messages"] for part in _parts(message["content"])]
+    contents = [message["content"] for message in body["messages"]]
+    parts = [part for content in contents for part in ([{"text": content}] if isinstance(content, str) else content)]
     return sum(len(part.get("text", "")) for part in parts)
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
-    return [{"text": content}] if isinstance(content, str) else content
-
-
-def _read(content: bytes, model: JudgeModel, estimate: Usage) -> tuple[Completion | None, Usage]:
-    """The reply and what it cost; None for a response that is no chat completion with one choice."""
+def _read(content: bytes) -> Completion:
+    """The reply. Raises UnusableReply for a response that is no chat completion with one choice."""
     try:
         found = json.loads(content)
         (choice,) = found["choices"]
@@ -421,11 +284,12 @@ def _read(content: bytes, model: JudgeModel, estimate: Usage) -> tuple[Completio
         if choice["message"].get("refusal"):
             text, reason = str(choice["message"]["refusal"]), "content_filter"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None, estimate
+        raise UnusableReply("unparsable_response", redact(content.decode("utf-8", "replace"))) from None
     usage = found.get("usage")
     counts = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")] if isinstance(usage, dict) else [None]
-    known = len(counts) == 2 and all(type(count) is int and 0 <= count <= MAX_TOKEN_COUNT for count in counts)
-    prompt, response = (counts[0], counts[1]) if known else (0, 0)
-    completion = Completion(text if isinstance(text, str) else "", reason if isinstance(reason, str) else None,
-                            prompt or 0, response or 0)  # fmt: skip
-    return completion, model.usage(1, completion.prompt_tokens, completion.response_tokens) if known else estimate
+    known = all(type(count) is int and 0 <= count <= MAX_TOKEN_COUNT for count in counts)
+    return Completion(
+        redact(text) if isinstance(text, str) else "",
+        reason if isinstance(reason, str) else None,
+        (counts[0], counts[1]) if known else None,
+    )

@@ -6,183 +6,38 @@ import argparse
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from megatron_webrl.config.judge import JudgeConfig
+from megatron_webrl.config.load import merge_config
 from megatron_webrl.config.schema import Config, RunConfig
-from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.evaluation import ANSWER, STEPS_EXHAUSTED
+from megatron_webrl.config.setting import ConfigError, check_sections
+from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, LocalMeter
+from megatron_webrl.judge.evaluation import (
+    ANSWER,
+    REGULAR_ENDS,
+    STEPS_EXHAUSTED,
+    EpisodeEvaluator,
+    open_evaluator,
+)
+from megatron_webrl.judge.verdict_file import VerdictFile, settings_digest
 from megatron_webrl.ring.record import count_records, decode_trajectory, read_record_file
 from megatron_webrl.ring.segment import RecordError
-from megatron_webrl.types import TRAINABLE_OUTCOMES, Trajectory
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from megatron_webrl.config.judge import JudgeConfig
-    from megatron_webrl.judge.evaluation import JudgedEpisodes
-    from megatron_webrl.judge.verdict_file import VerdictFile
-
+from megatron_webrl.track.tables import progress_bar
+from megatron_webrl.types import JUDGE_ERROR, TRAINABLE_OUTCOMES, Trajectory
+from megatron_webrl.util.text import first_line
 
 RECORDS = "*.records"
-
-
-@dataclass(frozen=True)
-class StoredEpisodes:
-    """Record files, and the folder of the run that wrote them, if it was one."""
-
-    files: tuple[Path, ...]
-    run: Path | None = None
-
-    @classmethod
-    def find(cls, name: str) -> StoredEpisodes:
-        """The episodes of a record file, a folder of them, a run's folder, or a run in runs/. Raises ConfigError."""
-        for path in (Path(name), Path(RunConfig().directory) / name):
-            if path.is_file():
-                return cls((path,))
-            if (path / "config.yaml").is_file():
-                records = Config(run=RunConfig(name=path.name, directory=str(path.parent))).records_folder
-                if not list(records.glob(RECORDS)):
-                    raise ConfigError(f"{path} has stored no episodes in {records}; set tracking.keep_records=true")
-                return cls(tuple(sorted(records.glob(RECORDS))), path)
-            if files := sorted(path.glob(RECORDS)):
-                return cls(tuple(files))
-        raise ConfigError(f"{name} is no record file, folder of record files, or run")
-
-    def count(self) -> int:
-        """The number of episodes. Raises ConfigError for a damaged file."""
-        try:
-            return sum(map(count_records, self.files))
-        except (RecordError, OSError) as error:
-            raise ConfigError(str(error)) from error
-
-    def read(self) -> Iterator[tuple[str, Trajectory]]:
-        """A key of each episode, unique among the files, and the episode. Raises ConfigError for a damaged file."""
-        for path in self.files:
-            try:
-                for number, record in enumerate(read_record_file(path)):
-                    yield f"{path.name}:{number}", with_end_reason(decode_trajectory(record, copy=True))
-            except (RecordError, OSError) as error:
-                raise ConfigError(f"{path}: {error}") from error
-
-
-def with_end_reason(trajectory: Trajectory) -> Trajectory:
-    """The episode; its end is inferred from its outcome where it was not stored, as in demonstrations."""
-    if trajectory.end_reason:
-        return trajectory
-    end = ANSWER if trajectory.answer is not None else STEPS_EXHAUSTED
-    return replace(trajectory, end_reason=end if trajectory.outcome in TRAINABLE_OUTCOMES else trajectory.outcome)
-
-
+EPISODES_AT_ONCE = 32  # in memory, with their screenshots
 SUCCESS, FAILURE = "success", "failure"
 EpisodeKey = tuple[int, int]  # ticket, index
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Verdicts against references, such as labels. Rates are None where nothing is counted."""
-
-    counts: Mapping[tuple[str, str], int]  # reference, verdict
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[str, str]]) -> Agreement:
-        """`pairs`: reference and verdict of each episode."""
-        return cls(dict(Counter(pairs)))
-
-    @property
-    def episodes(self) -> int:
-        return sum(self.counts.values())
-
-    @property
-    def masked(self) -> int:
-        """Episodes whose verdict is neither success nor failure."""
-        return self._sum(lambda reference, verdict: verdict not in TRAINABLE_OUTCOMES)
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of equal outcomes among the episodes where both are success or failure."""
-        decided = self._sum(lambda r, v: r in TRAINABLE_OUTCOMES and v in TRAINABLE_OUTCOMES)
-        return _share(self._sum(lambda r, v: r == v and r in TRAINABLE_OUTCOMES), decided)
-
-    @property
-    def false_success_rate(self) -> float | None:
-        """Share of verdict success among the episodes whose reference is anything else."""
-        wrong = self._sum(lambda r, v: r != SUCCESS and v == SUCCESS)
-        return _share(wrong, self._sum(lambda r, v: r != SUCCESS))
-
-    @property
-    def false_failure_rate(self) -> float | None:
-        """Share of verdict failure among the episodes whose reference is success."""
-        return _share(self.counts.get((SUCCESS, FAILURE), 0), self._sum(lambda r, v: r == SUCCESS))
-
-    def figures(self) -> dict[str, Any]:
-        """All figures, for JSON."""
-        rows: dict[str, dict[str, int]] = {}
-        for (reference, verdict), count in sorted(self.counts.items()):
-            rows.setdefault(reference, {})[verdict] = count
-        return {
-            "episodes": self.episodes, "masked": self.masked, "accuracy": self.accuracy,
-            "false_success_rate": self.false_success_rate, "false_failure_rate": self.false_failure_rate,
-            "confusion": rows,
-        }  # fmt: skip
-
-    def table(self, title: str) -> Table:
-        """The confusion table: a row for each reference, a column for each verdict."""
-        verdicts = _ordered({verdict for _, verdict in self.counts})
-        table = Table(title=title, title_justify="left")
-        table.add_column(title.split()[0].lower())
-        for verdict in verdicts:
-            table.add_column(f"judged\n{verdict}", justify="right")
-        for reference in _ordered({reference for reference, _ in self.counts}):
-            table.add_row(reference, *(str(self.counts.get((reference, verdict), 0)) for verdict in verdicts))
-        return table
-
-    def _sum(self, holds: Any) -> int:
-        return sum(count for pair, count in self.counts.items() if holds(*pair))
-
-
-def read_labels(path: Path) -> dict[EpisodeKey, str]:
-    """Labels of a JSONL file, {"ticket": 3, "index": 0, "label": "success"} a line. Raises ConfigError."""
-    labels: dict[EpisodeKey, str] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--labels={path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-            ticket, index, label = found["ticket"], found["index"], found["label"]
-        except (ValueError, KeyError, TypeError):
-            ticket = index = label = None
-        if type(ticket) is not int or type(index) is not int or not isinstance(label, str) or not label:
-            raise ConfigError(
-                f'{path}:{number}: expected {{"ticket": 3, "index": 0, "label": "success"}}, found {line[:80]}'
-            )
-        if labels.setdefault((ticket, index), label) != label:
-            raise ConfigError(f"{path}:{number}: a second label for ticket {ticket}, index {index}")
-    if not labels:
-        raise ConfigError(f"--labels={path} has no labels")
-    return labels
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _ordered(names: set[str]) -> Sequence[str]:
-    return sorted(names, key=lambda name: (name != SUCCESS, name != FAILURE, name))
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
 Line = dict[str, Any]
 
 
@@ -222,16 +77,11 @@ def load_judge_config(path: Path | None, overrides: Sequence[str], of_run: bool 
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from megatron_webrl.config.judge import JudgeConfig
-    from megatron_webrl.config.load import merge_config
-    from megatron_webrl.config.setting import check_sections
-    from megatron_webrl.util.text import first_line
-
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
-        if not isinstance(found or {}, dict):
+        found = (yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}) or {}
+        if not isinstance(found, dict):
             raise ConfigError(f"{path} does not hold a mapping of settings")
-        section = found.get("judge", {}) if "judge" in (found or {}) else found or {}
+        section = found.get("judge", found)
         if of_run and section.get("evaluators") == JudgeConfig().evaluators:
             section = {key: value for key, value in section.items() if key != "evaluators"}
         file = OmegaConf.create({"judge": {"evaluators": ["judge"], **section}})
@@ -246,34 +96,34 @@ def load_judge_config(path: Path | None, overrides: Sequence[str], of_run: bool 
 
 
 def _run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megatron_webrl.judge.verdict_file import VerdictFile, settings_digest
-
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit={options.limit} must be at least 1")
     console = Console()
-    stored = StoredEpisodes.find(options.of)
-    file, *overrides = options.config or [str(stored.run / "config.yaml") if stored.run else ""]
+    files, run = find_records(options.of)
+    file, *overrides = options.config or [str(run / "config.yaml") if run else ""]
     settings = load_judge_config(
         Path(file) if file else None, [*options.overrides, *overrides], of_run=not options.config
     )
     labels = read_labels(options.labels) if options.labels else None
     digest = settings_digest(settings)
-    folder = stored.run / "judged" if stored.run else stored.files[0].parent / "judged"
     name = f"{settings.protocol if settings.uses_models else 'evaluators'}-{digest}.jsonl"
-    with VerdictFile(options.out or folder / name, digest) as verdicts:
+    with VerdictFile(options.out or (run or files[0].parent) / "judged" / name, digest) as verdicts:
         try:
-            found = _judge(stored, settings, verdicts, options.limit, console)
+            with progress_bar(console) as bar:
+                total = _count(files)
+                task = bar.add_task("episodes", total=min(total, options.limit or total))
+                found = _Rejudging(settings, verdicts, lambda done: bar.update(task, completed=done))
+                asyncio.run(found.run(_read(files), options.limit))
+                bar.update(task, total=len(found.keys))
         except KeyboardInterrupt:
             console.print(
                 f"interrupted; {len(verdicts.lines)} verdicts are in {verdicts.path}; run it again to continue"
             )
             return 130
-        lines = [verdicts.lines[key] for key in found.keys]
+        lines = [verdicts.lines[key] for key in found.keys if key in verdicts.lines]
     report = make_report(lines, found.masked, labels)
     console.print(f"verdicts: {verdicts.path}")
-    _print_report(report, lines, labels, console)
+    _print_report(report, console)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if found.stopped:
@@ -281,86 +131,184 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if found.stopped else 0
 
 
-def _judge(
-    stored: StoredEpisodes, settings: JudgeConfig, verdicts: VerdictFile, limit: int | None, console: Console
-) -> JudgedEpisodes:
-    from megatron_webrl.judge.evaluation import judge_episodes
-    from megatron_webrl.track.tables import progress_bar
+# -- episodes and labels --------------------------------------------------------------------------
 
-    total = stored.count()
-    with progress_bar(console) as bar:
-        task = bar.add_task("episodes", total=min(total, limit or total))
-        found = asyncio.run(
-            judge_episodes(
-                stored.read(), limit, settings, verdicts, lambda done: bar.update(task, completed=done)
+
+def find_records(name: str) -> tuple[list[Path], Path | None]:
+    """The files of a record file, a folder of them, a run's folder, or a run in runs/, and the run's folder if it is
+    one. Raises ConfigError."""
+    for path in (Path(name), Path(RunConfig().directory) / name):
+        if path.is_file():
+            return [path], None
+        if (path / "config.yaml").is_file():
+            records = Config(run=RunConfig(name=path.name, directory=str(path.parent))).records_folder
+            if not (files := sorted(records.glob(RECORDS))):
+                raise ConfigError(f"{path} has stored no episodes in {records}; set tracking.keep_records=true")
+            return files, path
+        if files := sorted(path.glob(RECORDS)):
+            return files, None
+    raise ConfigError(f"{name} is no record file, folder of record files, or run")
+
+
+def _count(files: Sequence[Path]) -> int:
+    try:
+        return sum(map(count_records, files))
+    except (RecordError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _read(files: Sequence[Path]) -> Iterator[tuple[str, Trajectory]]:
+    """A key of each episode, unique among the files, and the episode. Its end is inferred from its outcome where it was
+    not stored, as in demonstrations. Raises ConfigError for a damaged file."""
+    for path in files:
+        try:
+            for number, record in enumerate(read_record_file(path)):
+                episode = decode_trajectory(record, copy=True)
+                if not episode.end_reason:
+                    end = ANSWER if episode.answer is not None else STEPS_EXHAUSTED
+                    end = end if episode.outcome in TRAINABLE_OUTCOMES else episode.outcome
+                    episode = replace(episode, end_reason=end)
+                yield f"{path.name}:{number}", episode
+        except (RecordError, OSError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def read_labels(path: Path) -> dict[EpisodeKey, str]:
+    """Labels of a JSONL file, {"ticket": 3, "index": 0, "label": "success"} a line. Raises ConfigError."""
+    labels: dict[EpisodeKey, str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--labels={path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+            ticket, index, label = found["ticket"], found["index"], found["label"]
+        except (ValueError, KeyError, TypeError):
+            ticket = index = label = None
+        if type(ticket) is not int or type(index) is not int or not isinstance(label, str) or not label:
+            raise ConfigError(
+                f'{path}:{number}: expected {{"ticket": 3, "index": 0, "label": "success"}}, found {line[:80]}'
             )
-        )  # fmt: skip
-        bar.update(task, total=len(found.keys))
-    return found
+        if labels.setdefault((ticket, index), label) != label:
+            raise ConfigError(f"{path}:{number}: a second label for ticket {ticket}, index {index}")
+    if not labels:
+        raise ConfigError(f"--labels={path} has no labels")
+    return labels
+
+
+# -- judging --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Rejudging:
+    """Judges episodes with a regular end that have no verdict yet."""
+
+    settings: JudgeConfig
+    verdicts: VerdictFile
+    progress: Callable[[int], None]  # gets the number of episodes done so far
+    keys: list[str] = field(default_factory=list)  # of the episodes, in the order of the files
+    masked: Counter[str] = field(default_factory=Counter)  # episodes without a regular end, by it: not judged
+    stopped: str = ""  # why judging ended early
+    _done: int = 0
+
+    async def run(self, episodes: Iterator[tuple[str, Trajectory]], limit: int | None) -> None:
+        """Judge at most the first `limit`. Raises ConfigError."""
+        chosen = islice(self._regular(episodes), limit)  # shared by all workers; each takes the next one
+        meter = LocalMeter(self.settings.budget, file=self.verdicts.path.with_name(USAGE_FILE))
+        async with open_evaluator(self.settings, meter) as evaluator:
+            try:
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(min(EPISODES_AT_ONCE, self.settings.concurrency)):
+                        workers.create_task(self._work(evaluator, chosen))
+            except* BudgetSpent as spent:
+                self.stopped = str(spent.exceptions[0])
+            except* ConfigError as errors:
+                raise errors.exceptions[0] from None
+
+    async def _work(self, evaluator: EpisodeEvaluator, episodes: Iterator[tuple[str, Trajectory]]) -> None:
+        for key, trajectory in episodes:
+            if not self.verdicts.holds(key, trajectory):
+                self.verdicts.add(key, trajectory, await evaluator.evaluate(trajectory))
+            self._done += 1
+            self.progress(self._done)
+
+    def _regular(self, episodes: Iterator[tuple[str, Trajectory]]) -> Iterator[tuple[str, Trajectory]]:
+        for key, trajectory in episodes:
+            if trajectory.end_reason in REGULAR_ENDS:
+                self.keys.append(key)
+                yield key, trajectory
+            else:
+                self.masked[trajectory.end_reason] += 1
+
+
+# -- the report -----------------------------------------------------------------------------------
 
 
 def make_report(lines: Sequence[Line], masked: Counter[str], labels: dict[EpisodeKey, str] | None) -> dict[str, Any]:
     """All figures. `masked`: episodes that were not judged, by their end."""
     stages = [stage for line in lines for stage in line["stages"]]
-    totals = {
-        key: sum(line[key] for line in lines)
-        for key in ("calls", "prompt_tokens", "response_tokens", "dollars", "seconds")
-    }
+    names = ("calls", "prompt_tokens", "response_tokens", "dollars", "seconds")
+    totals = {name: sum(line[name] for line in lines) for name in names}
+    kinds = ("evaluator", "protocol", "prompts", "outcome")
+    verdicts = Counter(tuple(line[kind] for kind in kinds) for line in lines)
     report = {
         "episodes": len(lines),
         "not_judged": dict(masked),
         "outcomes": dict(Counter(line["outcome"] for line in lines)),
-        "verdicts": [
-            {"evaluator": evaluator, "protocol": protocol, "prompts": prompts, "outcome": outcome, "episodes": count}
-            for (evaluator, protocol, prompts, outcome), count in sorted(
-                Counter((e["evaluator"], e["protocol"], e["prompts"], e["outcome"]) for e in lines).items()
-            )
-        ],
-        "judge_errors": dict(Counter(line["reason"] for line in lines if line["outcome"] == "judge_error")),
+        "verdicts": [dict(zip((*kinds, "episodes"), (*kind, n), strict=True)) for kind, n in sorted(verdicts.items())],
+        "judge_errors": dict(Counter(line["reason"] for line in lines if line["outcome"] == JUDGE_ERROR)),
         "faults": dict(Counter(name for stage in stages for name in stage["errors"])),
         "cost": totals,
-        "cost_per_episode": {key: value / max(1, len(lines)) for key, value in totals.items()},
-        "stored": stored_agreement(lines).figures(),
+        "cost_per_episode": {name: value / max(1, len(lines)) for name, value in totals.items()},
+        "stored": agreement([(line["stored"], line["outcome"]) for line in lines]),
     }
     if labels is not None:
-        report["labels"] = label_agreement(lines, labels).figures()
-        report["labels_without_episode"] = len(set(labels) - {(line["ticket"], line["index"]) for line in lines})
+        keyed = [((line["ticket"], line["index"]), line["outcome"]) for line in lines]
+        report["labels"] = agreement([(labels[key], outcome) for key, outcome in keyed if key in labels])
+        report["labels_without_episode"] = len(set(labels) - {key for key, _ in keyed})
     return report
 
 
-def stored_agreement(lines: Sequence[Line]) -> Agreement:
-    """Verdicts against the outcomes that were stored with the episodes."""
+def agreement(pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Verdicts against references, such as labels: of each episode the reference and the verdict.
 
-    return Agreement.of((line["stored"], line["outcome"]) for line in lines)
+    Rates are None where nothing is counted; docs/judge.md defines them. `confusion`: counts by reference and verdict.
+    """
+    confusion: dict[str, dict[str, int]] = {}
+    for (reference, verdict), count in sorted(Counter(pairs).items()):
+        confusion.setdefault(reference, {})[verdict] = count
+    decided = [pair for pair in pairs if set(pair) <= set(TRAINABLE_OUTCOMES)]
+    right = [verdict for reference, verdict in pairs if reference == SUCCESS]
+    wrong = [verdict for reference, verdict in pairs if reference != SUCCESS]
+    return {
+        "episodes": len(pairs),
+        "masked": sum(verdict not in TRAINABLE_OUTCOMES for _, verdict in pairs),
+        "accuracy": sum(a == b for a, b in decided) / len(decided) if decided else None,
+        "false_success_rate": wrong.count(SUCCESS) / len(wrong) if wrong else None,
+        "false_failure_rate": right.count(FAILURE) / len(right) if right else None,
+        "confusion": confusion,
+    }
 
 
-def label_agreement(lines: Sequence[Line], labels: dict[EpisodeKey, str]) -> Agreement:
-    """Verdicts against labels, of the episodes that have one."""
-
-    keyed = [((line["ticket"], line["index"]), line["outcome"]) for line in lines]
-    return Agreement.of((labels[key], outcome) for key, outcome in keyed if key in labels)
-
-
-def _print_report(
-    report: dict[str, Any], lines: Sequence[Line], labels: dict[EpisodeKey, str] | None, console: Console
-) -> None:
-    from rich.table import Table
-
+def _print_report(report: dict[str, Any], console: Console) -> None:
     table = Table(title="Verdicts", title_justify="left")
     for name in ("evaluator", "protocol", "prompts", "outcome", "episodes"):
         table.add_column(name, justify="right" if name == "episodes" else "left")
     for entry in report["verdicts"]:
-        table.add_row(*(str(value) for value in entry.values()))
+        table.add_row(*map(str, entry.values()))
     console.print(table)
-    agreements = [("Stored outcome", "agreement", stored_agreement(lines))]
-    if labels is not None:
-        agreements.append(("Label", "accuracy", label_agreement(lines, labels)))
-    for title, share, agreement in agreements:
-        console.print(agreement.table(title))
+    for key, title, share in (("stored", "Stored outcome", "agreement"), ("labels", "Label", "accuracy")):
+        if (found := report.get(key)) is None:
+            continue
+        console.print(_confusion_table(found["confusion"], title))
+        rates = ("accuracy", "false_success_rate", "false_failure_rate")
+        accuracy, success, failure = ("-" if found[name] is None else f"{found[name]:.1%}" for name in rates)
         console.print(
-            f"{share} {percent(agreement.accuracy)} of episodes decided by both, false success "
-            f"{percent(agreement.false_success_rate)}, false failure {percent(agreement.false_failure_rate)}, "
-            f"{agreement.masked} of {agreement.episodes} masked"
+            f"{share} {accuracy} of episodes decided by both, false success {success}, false failure {failure}, "
+            f"{found['masked']} of {found['episodes']} masked"
         )
     cost = report["cost_per_episode"]
     console.print(
@@ -374,3 +322,19 @@ def _print_report(
             console.print(f"{title}: {counts}")
     if report.get("labels_without_episode"):
         console.print(f"labels without an episode: {report['labels_without_episode']}")
+
+
+def _confusion_table(confusion: dict[str, dict[str, int]], title: str) -> Table:
+    """A row for each reference, a column for each verdict."""
+
+    def ordered(names: set[str]) -> list[str]:
+        return sorted(names, key=lambda name: (name != SUCCESS, name != FAILURE, name))
+
+    verdicts = ordered({verdict for row in confusion.values() for verdict in row})
+    table = Table(title=title, title_justify="left")
+    table.add_column(title.split()[0].lower())
+    for verdict in verdicts:
+        table.add_column(f"judged\n{verdict}", justify="right")
+    for reference in ordered(set(confusion)):
+        table.add_row(reference, *(str(confusion[reference].get(verdict, 0)) for verdict in verdicts))
+    return table

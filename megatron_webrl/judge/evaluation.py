@@ -20,21 +20,19 @@ import threading
 import time
 import traceback
 import unicodedata
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from decimal import Decimal
-from itertools import islice
 from typing import Any
 
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, LocalMeter, UsageMeter, check_prices
-from megatron_webrl.judge.client import JudgeClient, ReplyCache
+from megatron_webrl.judge.budget import BudgetSpent, UsageMeter
+from megatron_webrl.judge.client import JudgeClient, ReplyCache, check_prices
 from megatron_webrl.judge.protocols import PROTOCOLS, Finding
 from megatron_webrl.judge.questions import Asker, EpisodeView, PromptFiles, Undecided
-from megatron_webrl.judge.verdict_file import VerdictFile
 from megatron_webrl.types import JUDGE_ERROR, TRAINABLE_OUTCOMES, Trajectory, Verdict
 from megatron_webrl.util.text import encodable, first_line, redact, shorten
 
@@ -137,57 +135,42 @@ class Judge:
 
         Raises BudgetSpent, JobEnded, JobFailed. Any other exception masks the episode, too, and is logged.
         """
-        started = time.monotonic()
+        from megatron_webrl.control.connection import JobEnded, JobFailed  # imports torch, which takes seconds
+
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_seconds
         asker = Asker(self._client, self._prompts, self._settings, self._cache, deadline)
         try:
             finding = await self._protocol.judge(EpisodeView.of(trajectory), asker)
         except Undecided as error:
             finding = Finding(JUDGE_ERROR, str(error))
-        except BudgetSpent:
+        except (BudgetSpent, JobEnded, JobFailed):
             raise
         except Exception as error:  # of an episode or a reply that nobody foresaw; the worker must not end
-            finding = self._masked(trajectory, error)
-        spending = asker.spending
-        return Verdict(
-            outcome=finding.outcome, evaluator="judge", protocol=self._protocol.name, prompts=self._prompts.digest,
-            reason=shorten(" ".join(finding.reason.split()), MAX_REASON_CHARS), stages=asker.stages,
-            calls=spending.calls, prompt_tokens=spending.prompt_tokens, response_tokens=spending.response_tokens,
-            dollars=spending.dollars, seconds=time.monotonic() - started,
+            trace = redact("".join(traceback.format_exception(error)))
+            log.error("the judge failed on ticket %d, index %d:\n%s", trajectory.ticket, trajectory.index, trace)
+            finding = Finding(JUDGE_ERROR, f"{type(error).__name__} in the judge")
+        reason = shorten(" ".join(finding.reason.split()), MAX_REASON_CHARS)
+        return _encodable(
+            Verdict(
+                finding.outcome, "judge", self._protocol.name, self._prompts.digest, reason, tuple(asker.stages),
+                **asdict(asker.spending),
+            )
         )  # fmt: skip
-
-    def _masked(self, trajectory: Trajectory, error: Exception) -> Finding:
-        """The mask of an unexpected exception; raises one that says that the job is over."""
-        from megatron_webrl.control.connection import JobEnded, JobFailed  # imports torch, which takes seconds
-
-        if isinstance(error, JobEnded | JobFailed):
-            raise error
-        trace = redact("".join(traceback.format_exception(error)))
-        log.error("the judge failed on ticket %d, index %d:\n%s", trajectory.ticket, trajectory.index, trace)
-        return Finding(JUDGE_ERROR, f"{type(error).__name__} in the judge")
 
 
 NO_REFERENCE = "no_reference"  # masks an episode of a task without the reference answer that its evaluator needs
 NO_DECISION = "no_decision"  # masks an episode that the user's function did not decide
 MAX_THREADS = 32  # for plain functions of the user
 
-
-@dataclass(frozen=True)
-class Opinion:
-    """What one evaluator says. With `first` the next one is asked unless it `decides`."""
-
-    verdict: Verdict
-    decides: bool
-
-
-Evaluate = Callable[[Trajectory], Awaitable[Opinion]]
+Evaluate = Callable[[Trajectory], Awaitable[tuple[Verdict, bool]]]
+"""What one evaluator says, and whether it decides: with `first` the next one is asked otherwise."""
 
 
 class EpisodeEvaluator:
     """Combines evaluators into one verdict."""
 
-    def __init__(self, parts: Sequence[tuple[str, Evaluate]], combine: str) -> None:
-        """`parts`: name and function of each; `combine`: "first", "all" or "any"."""
+    def __init__(self, parts: Mapping[str, Evaluate], combine: str) -> None:
+        """`parts`: by name; `combine`: "first", "all" or "any"."""
         self._parts, self._combine = parts, combine
 
     async def evaluate(self, trajectory: Trajectory) -> Verdict:
@@ -199,44 +182,28 @@ class EpisodeEvaluator:
         if trajectory.end_reason not in REGULAR_ENDS:
             masked = outcome(None, trajectory.end_reason)
             return Verdict(masked, evaluator="none", reason="the episode did not end regularly")
-        opinions: list[Opinion] = []
-        for _, evaluate in self._parts:
-            opinions.append(await evaluate(trajectory))
-            if self._is_decided(opinions[-1]):
+        decisive = {"all": "failure", "any": "success"}.get(self._combine)
+        verdicts: list[Verdict] = []
+        is_decided = False
+        for evaluate in self._parts.values():
+            verdict, decides = await evaluate(trajectory)
+            verdicts.append(verdict)
+            is_decided = decides if decisive is None else verdict.outcome == decisive
+            if is_decided:
                 break
-        verdict = _combined(self._combine, opinions, len(self._parts))
-        if len(self._parts) > 1 and self._combine != "first":
-            names = ", ".join(name for name, _ in self._parts)
-            verdict = replace(verdict, evaluator=f"{self._combine}({names})")
-        return replace(verdict, seconds=time.monotonic() - started)
+        masks = [verdict for verdict in verdicts if verdict.outcome not in TRAINABLE_OUTCOMES]
+        chosen = verdicts[-1] if is_decided or not masks else masks[0]
+        if len(self._parts) > 1 and decisive:
+            chosen = replace(chosen, evaluator=f"{self._combine}({', '.join(self._parts)})")
+        judged = next((verdict for verdict in verdicts if verdict.protocol), chosen)
+        totals = {name: sum(getattr(verdict, name) for verdict in verdicts) for name in _USAGE}
+        return replace(
+            chosen, protocol=judged.protocol, prompts=judged.prompts, **totals, seconds=time.monotonic() - started,
+            stages=tuple(stage for verdict in verdicts for stage in verdict.stages),
+        )  # fmt: skip
 
-    def _is_decided(self, opinion: Opinion) -> bool:
-        if self._combine == "first":
-            return opinion.decides
-        return opinion.verdict.outcome == ("failure" if self._combine == "all" else "success")
 
-
-def _combined(combine: str, opinions: Sequence[Opinion], parts: int) -> Verdict:
-    """The verdict that decides, with the stages and the usage of all."""
-    verdicts = [opinion.verdict for opinion in opinions]
-    masks = [verdict for verdict in verdicts if verdict.outcome not in TRAINABLE_OUTCOMES]
-    last = opinions[-1]
-    if combine == "first":
-        chosen = last.verdict if last.decides or not masks else masks[0]
-    else:
-        decisive = "failure" if combine == "all" else "success"
-        chosen = last.verdict if last.verdict.outcome == decisive or not masks else masks[0]
-    protocol = next((verdict for verdict in verdicts if verdict.protocol), chosen)
-    return replace(
-        chosen,
-        protocol=protocol.protocol,
-        prompts=protocol.prompts,
-        stages=tuple(stage for verdict in verdicts for stage in verdict.stages),
-        calls=sum(verdict.calls for verdict in verdicts),
-        prompt_tokens=sum(verdict.prompt_tokens for verdict in verdicts),
-        response_tokens=sum(verdict.response_tokens for verdict in verdicts),
-        dollars=sum(verdict.dollars for verdict in verdicts),
-    )
+_USAGE = ("calls", "prompt_tokens", "response_tokens", "dollars")
 
 
 @asynccontextmanager
@@ -248,142 +215,50 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
     if not settings.evaluators:
         raise ConfigError("judge.evaluators is empty; name at least one, such as page")
     async with AsyncExitStack() as stack:
-        parts: list[tuple[str, Evaluate]] = []
-        threads = _Threads()
+        parts: dict[str, Evaluate] = {}
         for name in settings.evaluators:
             if name == "judge":
-                parts.append((name, _by_judge((await stack.enter_async_context(Judge(settings, meter))).judge)))
+                parts[name] = _by_judge(await stack.enter_async_context(Judge(settings, meter)))
             elif name == "page":
-                parts.append((name, _by_page(settings.reward_threshold)))
+                parts[name] = _by_page(settings.reward_threshold)
             elif name in _BY_ANSWER:
-                parts.append((name, _by_answer(name, _BY_ANSWER[name])))
+                parts[name] = _by_answer(name, _BY_ANSWER[name])
             else:
-                parts.append((name, _by_function(name, load_function(name), threads, settings.deadline_seconds)))
+                parts[name] = _ByFunction(name, settings.deadline_seconds)
         yield EpisodeEvaluator(parts, settings.combine)
 
 
-def load_function(path: str) -> Callable[[Trajectory], Any]:
-    """The function of an import path, such as my_package.my_module:f. Raises ConfigError."""
-    module, _, name = path.partition(":")
-    known = ", ".join(["page", *_BY_ANSWER, "judge"])
-    if not module or not name:
-        raise ConfigError(f"judge.evaluators: {path!r} is none of {known}, nor of the form package.module:function")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # the module is the user's: importing it can raise anything
-        raise ConfigError(f"judge.evaluators: {path}: {type(error).__name__}: {first_line(error)}") from error
-    if not callable(function):
-        raise ConfigError(f"judge.evaluators: {path} is {type(function).__name__}, not a function")
-    return function
+def _by_judge(judge: Judge) -> Evaluate:
+    async def evaluate(trajectory: Trajectory) -> tuple[Verdict, bool]:
+        verdict = await judge.judge(trajectory)
+        return verdict, verdict.outcome != JUDGE_ERROR
+
+    return evaluate
 
 
 def _by_page(reward_threshold: float) -> Evaluate:
     """The page's reward, else the task's answer; decides if there is one of them."""
 
-    async def evaluate(trajectory: Trajectory) -> Opinion:
+    async def evaluate(trajectory: Trajectory) -> tuple[Verdict, bool]:
         verdict = page_verdict(trajectory, reward_threshold)
         known = trajectory.page_reward is not None or trajectory.task.answer is not None
-        return Opinion(verdict, known and verdict.outcome in TRAINABLE_OUTCOMES)
+        return verdict, known and verdict.outcome in TRAINABLE_OUTCOMES
 
     return evaluate
 
 
 def _by_answer(name: str, equal: Callable[[str, str], bool]) -> Evaluate:
-    async def evaluate(trajectory: Trajectory) -> Opinion:
+    async def evaluate(trajectory: Trajectory) -> tuple[Verdict, bool]:
         reference, answer = trajectory.task.answer, trajectory.answer
         if reference is None or not reference.strip():
-            return Opinion(Verdict(NO_REFERENCE, evaluator=name, reason="the task has no reference answer"), False)
+            return Verdict(NO_REFERENCE, evaluator=name, reason="the task has no reference answer"), False
         if answer is None:
-            return Opinion(Verdict("failure", evaluator=name, reason="the agent gave no answer"), True)
+            return Verdict("failure", evaluator=name, reason="the agent gave no answer"), True
         right = equal(answer, reference)
         reason = f"the answer {'equals' if right else 'differs from'} the reference"
-        return Opinion(Verdict("success" if right else "failure", evaluator=name, reason=reason), True)
+        return Verdict("success" if right else "failure", evaluator=name, reason=reason), True
 
     return evaluate
-
-
-def _by_judge(judge: Callable[[Trajectory], Awaitable[Verdict]]) -> Evaluate:
-    async def evaluate(trajectory: Trajectory) -> Opinion:
-        verdict = _encodable(await judge(trajectory))
-        return Opinion(verdict, verdict.outcome != JUDGE_ERROR)
-
-    return evaluate
-
-
-class _Threads:
-    """Runs functions in daemon threads, so that one that hangs delays neither name resolution, which has the event
-    loop's own threads, nor the end of the process."""
-
-    def __init__(self) -> None:
-        self._free = asyncio.Semaphore(MAX_THREADS)
-
-    async def run(self, function: Callable[[Trajectory], Any], trajectory: Trajectory) -> Any:
-        """What the function returns or raises. Waits for one of MAX_THREADS; a caller that gives up does not end it."""
-        loop = asyncio.get_running_loop()
-        await self._free.acquire()
-        found: asyncio.Future[Any] = loop.create_future()
-
-        def finish(result: Any, error: BaseException | None) -> None:
-            self._free.release()
-            if found.cancelled():
-                return
-            if error is None:
-                found.set_result(result)
-            else:
-                found.set_exception(error)
-
-        def work() -> None:
-            result, error = None, None
-            try:
-                result = function(trajectory)
-            except BaseException as raised:
-                error = raised
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(finish, result, error)
-
-        threading.Thread(target=work, name="evaluator", daemon=True).start()
-        return await found
-
-
-def _by_function(path: str, function: Callable[[Trajectory], Any], threads: _Threads, seconds: float) -> Evaluate:
-    """A function of the user: it returns a bool, None (undecided), a reason that masks the episode, or a Verdict.
-
-    It may be a coroutine; a plain function runs in a thread. One that raises, returns anything else or takes more than
-    `seconds` masks the episode as judge_error.
-    """
-
-    async def evaluate(trajectory: Trajectory) -> Opinion:
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                found = await threads.run(function, trajectory)
-                if inspect.isawaitable(found):
-                    found = await found
-            return _opinion(path, found)
-        except Exception as error:  # the user's function can raise anything; the episode must not be lost
-            log.exception("evaluator %s failed on ticket %d, index %d", path, trajectory.ticket, trajectory.index)
-            late = f"no verdict within {seconds:g} s (judge.deadline_seconds)" if limit.expired() else ""
-            reason = shorten(late or f"{type(error).__name__}: {first_line(error)}", MAX_REASON_CHARS)
-            return Opinion(Verdict(JUDGE_ERROR, evaluator=path, reason=reason), False)
-
-    return evaluate
-
-
-def _encodable(verdict: Verdict) -> Verdict:
-    """The verdict with texts that pages and files can hold; models and functions of the user can write any."""
-    stages = tuple(replace(stage, text=encodable(stage.text)) for stage in verdict.stages)
-    return replace(verdict, reason=encodable(verdict.reason), stages=stages)
-
-
-def _opinion(path: str, found: Any) -> Opinion:
-    if isinstance(found, Verdict):
-        return Opinion(_encodable(replace(found, evaluator=path)), found.outcome not in (NO_DECISION, JUDGE_ERROR))
-    if found is None:
-        return Opinion(Verdict(NO_DECISION, evaluator=path), False)
-    if isinstance(found, bool):
-        return Opinion(Verdict("success" if found else "failure", evaluator=path), True)
-    if isinstance(found, str) and found.isidentifier():
-        return Opinion(Verdict(found, evaluator=path), True)
-    raise TypeError(f"an evaluator returns bool, None, a reason such as 'blocked', or Verdict, not {found!r:.60}")
 
 
 _BY_ANSWER: dict[str, Callable[[str, str], bool]] = {
@@ -392,59 +267,72 @@ _BY_ANSWER: dict[str, Callable[[str, str], bool]] = {
 }
 
 
-EPISODES_AT_ONCE = 32  # in memory, with their screenshots
+class _ByFunction:
+    """A function of the user: it returns a bool, None (undecided), a reason that masks the episode, or a Verdict.
 
-
-@dataclass
-class JudgedEpisodes:
-    """Which episodes were judged, in the order of the files; the verdicts are in the file."""
-
-    keys: list[str] = field(default_factory=list)
-    masked: Counter[str] = field(default_factory=Counter)  # episodes without a regular end, by it: not judged
-    stopped: str = ""  # why judging ended early
-
-
-async def judge_episodes(
-    episodes: Iterator[tuple[str, Trajectory]], limit: int | None, settings: JudgeConfig, verdicts: VerdictFile,
-    progress: Callable[[int], None],
-) -> JudgedEpisodes:  # fmt: skip
-    """Judge the episodes with a regular end, at most the first `limit`, that have no verdict yet.
-
-    `progress` gets the number of episodes done so far. Raises ConfigError.
+    It may be a coroutine; a plain function runs in a daemon thread, so that one that hangs delays neither name
+    resolution, which has the event loop's own threads, nor the end of the process. One that raises, returns anything
+    else or takes more than `seconds` masks the episode as judge_error.
     """
-    found = JudgedEpisodes()
-    chosen = islice(_regular(episodes, found), limit)
-    workers = min(EPISODES_AT_ONCE, settings.concurrency)
-    done = 0
 
-    async def work(evaluator: EpisodeEvaluator) -> None:
-        nonlocal done
-        for key, trajectory in chosen:  # shared by all workers; each takes the next one
-            if not verdicts.holds(key, trajectory):
-                verdict = await evaluator.evaluate(trajectory)
-                verdicts.add(key, trajectory, verdict)
-            done += 1
-            progress(done)
-
-    meter = LocalMeter(settings.budget, file=verdicts.path.with_name(USAGE_FILE))
-    async with open_evaluator(settings, meter) as evaluator:
-        tasks = [asyncio.create_task(work(evaluator)) for _ in range(workers)]
+    def __init__(self, path: str, seconds: float) -> None:
+        """`path`: import path, such as my_package.my_module:f. Raises ConfigError."""
+        self._path, self._seconds, self._free = path, seconds, asyncio.Semaphore(MAX_THREADS)
+        module, _, name = path.partition(":")
+        known = ", ".join(["page", *_BY_ANSWER, "judge"])
+        if not module or not name:
+            raise ConfigError(f"judge.evaluators: {path!r} is none of {known}, nor of the form package.module:function")
         try:
-            await asyncio.gather(*tasks)
-        except BudgetSpent as error:
-            found.stopped = str(error)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-    found.keys = [key for key in found.keys if key in verdicts.lines]
-    return found
+            self._function = getattr(importlib.import_module(module), name)
+        except Exception as error:  # the module is the user's: importing it can raise anything
+            raise ConfigError(f"judge.evaluators: {path}: {type(error).__name__}: {first_line(error)}") from error
+        if not callable(self._function):
+            raise ConfigError(f"judge.evaluators: {path} is {type(self._function).__name__}, not a function")
+
+    async def __call__(self, trajectory: Trajectory) -> tuple[Verdict, bool]:
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                found = await self._in_thread(trajectory)
+                if inspect.isawaitable(found):
+                    found = await found
+            return self._opinion(found)
+        except Exception as error:  # the user's function can raise anything; the episode must not be lost
+            log.exception("evaluator %s failed on ticket %d, index %d", self._path, trajectory.ticket, trajectory.index)
+            late = f"no verdict within {self._seconds:g} s (judge.deadline_seconds)" if limit.expired() else ""
+            reason = shorten(late or f"{type(error).__name__}: {first_line(error)}", MAX_REASON_CHARS)
+            return Verdict(JUDGE_ERROR, evaluator=self._path, reason=reason), False
+
+    async def _in_thread(self, trajectory: Trajectory) -> Any:
+        """What the function returns or raises. Waits for one of MAX_THREADS, which a function that hangs keeps."""
+        await self._free.acquire()
+        loop, found = asyncio.get_running_loop(), Future[Any]()
+
+        def work() -> None:
+            try:
+                result, error = self._function(trajectory), None
+            except BaseException as raised:
+                result, error = None, raised
+            with suppress(InvalidStateError):  # it took too long
+                found.set_exception(error) if error else found.set_result(result)
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._free.release)
+
+        threading.Thread(target=work, name="evaluator", daemon=True).start()
+        return await asyncio.wrap_future(found)
+
+    def _opinion(self, found: Any) -> tuple[Verdict, bool]:
+        if isinstance(found, Verdict):
+            return _encodable(replace(found, evaluator=self._path)), found.outcome not in (NO_DECISION, JUDGE_ERROR)
+        if found is None:
+            return Verdict(NO_DECISION, evaluator=self._path), False
+        if isinstance(found, bool):
+            return Verdict("success" if found else "failure", evaluator=self._path), True
+        if isinstance(found, str) and found.isidentifier():
+            return Verdict(found, evaluator=self._path), True
+        raise TypeError(f"an evaluator returns bool, None, a reason such as 'blocked', or Verdict, not {found!r:.60}")
 
 
-def _regular(episodes: Iterator[tuple[str, Trajectory]], found: JudgedEpisodes) -> Iterator[tuple[str, Trajectory]]:
-    for key, trajectory in episodes:
-        if trajectory.end_reason in REGULAR_ENDS:
-            found.keys.append(key)
-            yield key, trajectory
-        else:
-            found.masked[trajectory.end_reason] += 1
+def _encodable(verdict: Verdict) -> Verdict:
+    """The verdict with texts that pages and files can hold; models and functions of the user can write any."""
+    stages = tuple(replace(stage, text=encodable(stage.text)) for stage in verdict.stages)
+    return replace(verdict, reason=encodable(verdict.reason), stages=stages)

@@ -26,11 +26,11 @@ judge.max_screenshots here; published results use 15.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
-from megatron_webrl.config.judge import JudgeConfig, RubricConfig
 from megatron_webrl.judge.questions import RELEVANT_SCORE, Asker, EpisodeView, Question, Screenshot, ask_all
 from megatron_webrl.judge.replies import KEY_POINTS, SCORE
 from megatron_webrl.types import BLOCKED
@@ -44,34 +44,31 @@ class Finding:
     reason: str
 
 
-class JudgeProtocol(Protocol):
+class JudgeProtocol(ABC):
     """The questions of a verdict, in order, and what follows from the answers."""
 
     name: ClassVar[str]
     stages: ClassVar[Sequence[str]]  # prompt files that it needs
 
-    def __init__(self, settings: JudgeConfig) -> None: ...
+    def __init__(self, settings: Any) -> None:
+        """`settings`: those of the protocol, of config.judge.PROTOCOLS."""
+        self._settings = settings
 
+    @abstractmethod
     async def judge(self, episode: EpisodeView, asker: Asker) -> Finding:
         """Judge an episode with a regular end. Raises Undecided without a usable answer, and BudgetSpent."""
-        ...
 
 
-def no_answer() -> Finding:
-    return Finding("failure", "the agent gave no answer")
-
+NO_ANSWER = Finding("failure", "the agent gave no answer")
 
 RELEVANCE_TOKENS, BLOCKED_TOKENS, VERDICT_TOKENS = 600, 500, 800  # limits of replies, as published
 
 
-class RubricProtocol:
+class RubricProtocol(JudgeProtocol):
     """See the module."""
 
     name: ClassVar[str] = "rubric"
     stages: ClassVar[Sequence[str]] = ("relevance", "blocked", "supported", "rubric", "reference")
-
-    def __init__(self, settings: RubricConfig) -> None:
-        self._settings = settings
 
     async def judge(self, episode: EpisodeView, asker: Asker) -> Finding:
         """Raises Undecided without a usable answer to any question but relevance, and BudgetSpent."""
@@ -84,7 +81,7 @@ class RubricProtocol:
         if blocked.yes:
             return Finding(BLOCKED, f"blocked: {blocked.text}")
         if episode.answer is None:
-            return no_answer()
+            return NO_ANSWER
         shots = await self._relevant(episode, asker)
         given = (("TASK", episode.task), ("ANSWER", episode.answer))
         history = (("ACTIONS", episode.actions), ("PAGES", episode.pages))
@@ -104,17 +101,17 @@ class RubricProtocol:
 
     async def _relevant(self, episode: EpisodeView, asker: Asker) -> tuple[Screenshot, ...]:
         """The latest relevant screenshots, and always the last one."""
-        *earlier, last = episode.screenshots or (None,)
-        if last is None:
+        if not episode.screenshots:
             return ()
+        *earlier, last = episode.screenshots
         answers = await ask_all([
             asker.ask(
                 Question("relevance", "relevance", (("TASK", episode.task),), (shot,), RELEVANCE_TOKENS,
                          f"screenshot {shot.number}")
             )
-            for shot in earlier if shot is not None
+            for shot in earlier
         ])  # fmt: skip
-        kept = [shot for shot, answer in zip(earlier, answers, strict=True) if shot and answer.value is not False]
+        kept = [shot for shot, answer in zip(earlier, answers, strict=True) if answer.value is not False]
         return (*kept, last)[-self._settings.max_screenshots :]
 
 
@@ -122,14 +119,11 @@ WEBJUDGE_TOKENS = 512  # of each reply, as published
 MAX_NOTE_CHARS = 500
 
 
-class WebJudgeProtocol:
+class WebJudgeProtocol(JudgeProtocol):
     """See the module."""
 
     name: ClassVar[str] = "webjudge"
     stages: ClassVar[Sequence[str]] = ("key_points", "relevance", "outcome")
-
-    def __init__(self, settings: JudgeConfig) -> None:
-        self._settings = settings
 
     async def judge(self, episode: EpisodeView, asker: Asker) -> Finding:
         """A screenshot without a usable score is kept. Raises Undecided for the other questions, and BudgetSpent."""
@@ -164,19 +158,15 @@ class WebJudgeProtocol:
 WEBVOYAGER_TOKENS = 1_000  # of the reply, as published
 
 
-class WebVoyagerProtocol:
+class WebVoyagerProtocol(JudgeProtocol):
     """See the module."""
 
     name: ClassVar[str] = "webvoyager"
     stages: ClassVar[Sequence[str]] = ("outcome",)
 
-    def __init__(self, settings: JudgeConfig) -> None:
-        self._settings = settings
-
     async def judge(self, episode: EpisodeView, asker: Asker) -> Finding:
-        """Raises Undecided without a usable answer, and BudgetSpent."""
         if episode.answer is None:
-            return no_answer()
+            return NO_ANSWER
         shots = episode.screenshots[-self._settings.max_screenshots :]
         fields = (("TASK", episode.task), ("ANSWER", episode.answer))
         outcome = await asker.require(Question("outcome", "verdict", fields, shots, WEBVOYAGER_TOKENS))

@@ -23,6 +23,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,15 +31,7 @@ from typing import Any, TypeVar
 
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.client import (
-    CachedReply,
-    JudgeClient,
-    JudgeModel,
-    ReplyCache,
-    RequestFailed,
-    SchemaRefused,
-    Spending,
-)
+from megatron_webrl.judge.client import JudgeClient, ReplyCache, RequestFailed, Spending
 from megatron_webrl.judge.replies import FORMS, MODES, VERDICT, ReplyForm, UnusableReply, Value, parse_reply
 from megatron_webrl.types import Action, JudgeStage, Trajectory
 from megatron_webrl.util.image_type import data_url
@@ -48,7 +41,6 @@ NAMES = ("TASK", "ANSWER", "RUBRIC", "FACT", "REFERENCE", "ACTIONS", "PAGES", "K
 MAX_FIELD_CHARS = 20_000
 NONCE_DIGITS = 12
 
-_LINE = re.compile(rf"----- (BEGIN|END) ({'|'.join(NAMES)}) ([0-9a-f]{{{NONCE_DIGITS}}}) -----")
 _BREAKS = re.compile("\r\n|[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]")
 _FENCE_WORD = re.compile(r"[\W_]*(?:BEGIN|END)\b", re.IGNORECASE)
@@ -71,29 +63,6 @@ def fence_fields(fields: Sequence[tuple[str, str]]) -> str:
             raise ValueError(f"fence {name!r} is not one of {', '.join(NAMES)}")
         lines += [f"----- BEGIN {name} {nonce} -----", text, f"----- END {name} {nonce} -----"]
     return "\n".join(lines)
-
-
-def parse_fences(text: str) -> dict[str, str]:
-    """The data of a text of `fence_fields`, by name. Raises ValueError if the fences are not balanced and unique."""
-    fields: dict[str, str] = {}
-    name, nonce = "", ""
-    data: list[str] = []
-    for line in text.split("\n"):
-        match = _LINE.fullmatch(line)
-        if not name:
-            if match and match[1] == "BEGIN" and match[3] == (nonce or match[3]) and match[2] not in fields:
-                name, nonce, data = match[2], match[3], []
-                continue
-            raise ValueError(f"text outside of the fences: {line[:80]!r}")
-        if match and match.groups() == ("END", name, nonce):
-            fields[name], name = "\n".join(data), ""
-        elif nonce in line:
-            raise ValueError(f"the nonce occurs within {name}")
-        else:
-            data.append(line)
-    if name:
-        raise ValueError(f"the fence {name} does not end")
-    return fields
 
 
 def clean_data(text: str) -> str:
@@ -263,7 +232,6 @@ def _pages(trajectory: Trajectory) -> str:
 
 
 MAX_STAGE_TEXT_CHARS = 1_000
-MAX_STAGE_FAULTS = 20  # names of faults that a stage keeps; an outage of minutes has many
 TEMPERATURE, TOP_P = 0.7, 0.95  # of requests, unless the model's options replace them
 RELEVANT_SCORE = 3  # a score of at least this is a yes
 T = TypeVar("T")
@@ -308,44 +276,39 @@ class Asker:
         """`deadline`: loop time."""
         self._client, self._prompts, self._settings = client, prompts, settings
         self._cache, self._deadline = cache, deadline
-        self._stages: list[JudgeStage] = []
+        self.stages: list[JudgeStage] = []
         self.spending = Spending()
-
-    @property
-    def stages(self) -> tuple[JudgeStage, ...]:
-        return tuple(self._stages)
 
     async def ask(self, question: Question) -> Answer:
         """Ask until a reply is usable, at most judge.attempts times. Raises BudgetSpent."""
-        place = len(self._stages)
-        model = self._client.models[question.slot]
-        self._stages.append(JudgeStage(question.stage, question.subject, "none", "", "", model.name, attempts=0))
+        place, mode = len(self.stages), self._settings.structured
+        body, digest = self._request(question)
+        model = self._client.models[question.slot].name
+        self.stages.append(JudgeStage(question.stage, question.subject, "none", "", digest, model, attempts=0))
         faults: list[str] = []
+        value: Value | None = None
         text, attempts = "", 0
-        while attempts < self._settings.attempts:
-            mode = self._client.mode(question.slot)
-            request = _Request.build(question, self._prompts, self._settings, mode, model)
+        if (cached := self._cache.get(digest)) is not None:
+            with suppress(UnusableReply):
+                value, text = parse_reply(question.form, mode, cached, "stop")
+        while value is None and attempts < self._settings.attempts:
+            attempts += 1
             try:
-                known = self._cached(question, mode, request.digest)
-                if known is None:
-                    attempts += 1
-                    known = await self._send(question, mode, request, faults)
-                answer = Answer(*known)
-                self._record(place, decide(known[0]), known[1] or str(known[0]), request.digest, attempts, faults)
-                return answer
-            except SchemaRefused:
-                attempts -= 1
-                continue
+                reply = await self._client.complete(
+                    question.slot, body, len(question.screenshots), self._deadline, self.spending
+                )
+                value, text = parse_reply(question.form, mode, reply.content, reply.finish_reason)
+                self._cache.put(digest, reply.content)
             except UnusableReply as error:
                 text = error.text
                 faults.append(error.name)
-            except RequestFailed as error:
-                text = error.text
-                faults += [error.name] if faults[-1:] != [error.name] else []
-                self._record(place, "none", text, request.digest, attempts, faults)
-                break
-            self._record(place, "none", text, request.digest, attempts, faults)
-        return Answer(None, text, faults[-1])
+                if isinstance(error, RequestFailed):
+                    break
+        self.stages[place] = replace(
+            self.stages[place], decision=decide(value), attempts=attempts,
+            text=shorten(text or ("" if value is None else str(value)), MAX_STAGE_TEXT_CHARS), errors=tuple(faults),
+        )  # fmt: skip
+        return Answer(value, text, "" if value is not None else faults[-1])
 
     async def require(self, question: Question) -> Answer:
         """The usable answer to a question. Raises Undecided without one, and BudgetSpent."""
@@ -355,43 +318,32 @@ class Asker:
             raise Undecided(f"{question.stage}{subject}: {answer.fault}")
         return answer
 
-    def _cached(self, question: Question, mode: str, digest: str) -> tuple[Value, str] | None:
-        """The parsed reply of the cache, if it has a usable one."""
-        reply = self._cache.get(digest)
-        try:
-            return None if reply is None else parse_reply(question.form, mode, reply.content, "stop")
-        except UnusableReply:
-            return None
-
-    async def _send(self, question: Question, mode: str, request: _Request, faults: list[str]) -> tuple[Value, str]:
-        """One attempt. Raises UnusableReply, RequestFailed, SchemaRefused, BudgetSpent."""
-        reply = await self._client.complete(
-            question.slot, request.body(), len(question.screenshots), self._deadline, self.spending, faults
-        )
-        fault = ""
-        try:
-            found = parse_reply(question.form, mode, reply.content, reply.finish_reason)
-        except UnusableReply as error:
-            fault = error.name
-            raise
-        finally:
-            if mode == "schema":
-                self._client.note_schema_reply(question.slot, fault)
-        self._cache.put(request.digest, CachedReply(reply.content, reply.prompt_tokens, reply.response_tokens))
-        return found
-
-    def _record(self, place: int, decision: str, text: str, digest: str, attempts: int, faults: list[str]) -> None:
-        self._stages[place] = replace(
-            self._stages[place], decision=decision, text=shorten(text, MAX_STAGE_TEXT_CHARS), digest=digest,
-            attempts=attempts, errors=tuple(faults[:MAX_STAGE_FAULTS]),
-        )  # fmt: skip
+    def _request(self, question: Question) -> tuple[dict[str, Any], str]:
+        """A question as arguments of chat.completions, without the model, and the digest of everything on which the
+        reply depends, of screenshots their own."""
+        form, model = question.form, self._client.models[question.slot]
+        arguments = {"max_tokens": question.max_tokens, "temperature": TEMPERATURE, "top_p": TOP_P, **model.options}
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        if self._settings.structured == "schema":
+            schema = {"name": form.name, "strict": True, "schema": form.schema(self._settings.max_reason_chars)}
+            arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
+        system = self._prompts.system_message(question.stage, form, self._settings.structured)
+        digested = [fence_fields(question.fields)]
+        content: list[dict[str, Any]] = [{"type": "text", "text": digested[0]}]
+        for shot in question.screenshots:
+            digested += [name := f"Screenshot {shot.number}:", shot.digest]
+            image = {"type": "image_url", "image_url": {"url": shot.data_url, "detail": "high"}}
+            content += [{"type": "text", "text": name}, image]
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": content}]
+        digest = json.dumps([model.name, system, digested, arguments], sort_keys=True)
+        return {**arguments, "messages": messages}, hashlib.sha256(digest.encode()).hexdigest()
 
 
-def decide(value: Value) -> str:
+def decide(value: Value | None) -> str:
     """The decision of a stage: a verdict's own, of a score whether it is high enough; a text is a yes."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "yes" if isinstance(value, str) or value >= RELEVANT_SCORE else "no"
+    if value is None:
+        return "none"
+    return "yes" if isinstance(value, str) or value is True or value >= RELEVANT_SCORE else "no"
 
 
 async def ask_all(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -403,43 +355,3 @@ async def ask_all(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A question as a chat. Its digest covers everything that the reply depends on, screenshots by their own."""
-
-    system: str
-    parts: tuple[str | Screenshot, ...]
-    arguments: dict[str, Any]
-    digest: str
-
-    @classmethod
-    def build(
-        cls, question: Question, prompts: PromptFiles, settings: JudgeConfig, mode: str, model: JudgeModel
-    ) -> _Request:  # fmt: skip
-        form = question.form
-        parts: list[str | Screenshot] = [fence_fields(question.fields)]
-        for shot in question.screenshots:
-            parts += [f"Screenshot {shot.number}:", shot]
-        arguments: dict[str, Any] = {
-            "max_tokens": question.max_tokens, "temperature": TEMPERATURE, "top_p": TOP_P,
-        } | dict(model.options)  # fmt: skip
-        arguments = {name: value for name, value in arguments.items() if value is not None}
-        if mode == "schema":
-            schema = {"name": form.name, "strict": True, "schema": form.schema(settings.max_reason_chars)}
-            arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
-        system = prompts.system_message(question.stage, form, mode)
-        plain = [part if isinstance(part, str) else part.digest for part in parts]
-        content = json.dumps([model.name, system, plain, arguments], sort_keys=True)
-        return cls(system, tuple(parts), arguments, hashlib.sha256(content.encode()).hexdigest())
-
-    def body(self) -> dict[str, Any]:
-        """Arguments of chat.completions, without the model."""
-        content = [
-            {"type": "text", "text": part} if isinstance(part, str)
-            else {"type": "image_url", "image_url": {"url": part.data_url, "detail": "high"}}
-            for part in self.parts
-        ]  # fmt: skip
-        messages = [{"role": "system", "content": self.system}, {"role": "user", "content": content}]
-        return {**self.arguments, "messages": messages}

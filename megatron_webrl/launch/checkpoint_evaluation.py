@@ -162,7 +162,7 @@ class CheckpointEvaluation:
                 self.output_file.write_text(json.dumps(self._report(), indent=1) + "\n")
             except OSError as error:
                 self.unwritten[self.output_file] = str(error.strerror)
-        tracker = MLflowTracker(self.config, None)
+        tracker = MLflowTracker(self.config)
         tracker.close("FAILED" if missing else "FINISHED")
         self.not_sent = tracker.pending_message()
         self.complete = True

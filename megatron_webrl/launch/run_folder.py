@@ -65,16 +65,15 @@ def prepared_run_folder(
     in the folder.
     """
     folder, environment = config.run_folder, environment or {}
-    wait = report if "SLURM_JOB_ID" in environment else None  # nobody is there to start a batch job again
     if not config.run.resume and folder.exists():
         check_ended(config)
-        with start_launch(folder, environment, wait):  # keeps out what is left of the earlier run
+        with start_launch(folder, environment):  # keeps out what is left of the earlier run
             number = next(n for n in range(1, 1_000_000) if not folder.with_name(f"{folder.name}.{n}").exists())
             backup = folder.with_name(f"{folder.name}.{number}")
             folder.rename(backup)
         report(f"renamed the earlier run of this name to {backup}")
     fallback = "" if config.evaluation.only else config.trainer.checkpoint.fallback_folder
-    with start_launch(folder, environment, wait, fallback) as launch:
+    with start_launch(folder, environment, fallback) as launch:
         (folder / "logs").mkdir(exist_ok=True)
         atomic_file.remove_leftovers(folder)
         for old in (folder / "summary.json", control_address_path(config)):

@@ -12,7 +12,6 @@ GET /api/episodes?outcome=...        rows of the index, a page of them, with the
 GET /api/dataset?outcome=...         stored episodes of such filters as a Parquet file
 GET /api/episodes/ID                 one episode
 GET /api/episodes/ID/images/N        its screenshot N
-GET /api/episodes/ID/page            it as one HTML file
 GET /api/episodes/ID/related         rows of its group, and of all episodes of its task
 
 live_view.py has those of the rollouts of a running job.
@@ -53,7 +52,6 @@ from megatron_webrl.track import summary
 from megatron_webrl.track.episodes import FOLDER, TRAINING
 from megatron_webrl.track.evaluations import read_evaluations
 from megatron_webrl.track.mlflow_upload import run_id
-from megatron_webrl.track.trajectory_page import trajectory_page
 from megatron_webrl.trainer.credit.assignment import step_advantages
 from megatron_webrl.types import Group, Trajectory
 from megatron_webrl.util.text import redact
@@ -110,7 +108,6 @@ class RunPages:
             Route("/api/episodes/{id:int}", answers(self.episode)),
             Route("/api/episodes/{id:int}/related", answers(self.related)),
             Route("/api/episodes/{id:int}/images/{number:int}", self.image),
-            Route("/api/episodes/{id:int}/page", self.page),
             *self.live.routes(),
         ]
         return Starlette(routes=routes, exception_handlers=ERROR_ANSWERS)
@@ -182,13 +179,6 @@ class RunPages:
         if number >= len(images):
             raise HTTPException(404, f"the episode has {len(images)} screenshots, from 0")
         return image_response(images[number])
-
-    def page(self, request: Request) -> Response:
-        row = self._row(request)
-        text = trajectory_page(self._trajectory(row), self._texts.text)
-        name = f"{self.folder.name}-ticket-{row['ticket']}-{row['index']}.html"
-        headers = {"content-disposition": f"attachment; filename*=utf-8''{quote(name)}"}
-        return Response(text.encode(errors="replace"), media_type="text/html; charset=utf-8", headers=headers)
 
     def _row(self, request: Request) -> dict[str, Any]:
         if (row := self.index.get(request.path_params["id"])) is None:

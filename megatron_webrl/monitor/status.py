@@ -298,7 +298,7 @@ def _lines(
         "restarts": ", ".join(f"{role.name} {role.restarts}" for role in status.roles if role.restarts),
         "logs": str(folder / "logs" / log),
         "pages": f"webrl monitor {folder}",
-        "metrics": f"webrl mlflow {folder}, of {redact(config.tracking_uri)}",
+        "metrics": f"MLflow at {redact(config.tracking_uri)}",
         "not in MLflow": f"{unsent} entries; send them with: webrl upload {folder}" if unsent else "",
         "summary": str(folder / "summary.json") if ended is not None else "",
     }

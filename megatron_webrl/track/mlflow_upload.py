@@ -27,7 +27,7 @@ from megatron_webrl.util.history import Tail
 from megatron_webrl.util.text import first_line, redact, shorten
 
 if TYPE_CHECKING:
-    from mlflow.entities import Metric, Run
+    from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ METRICS: dict[str, Callable[[Line], dict[str, float]]] = {
 
 @dataclass(frozen=True)
 class UploadState:
-    """What MLflow has. `key` identifies the run before MLflow has answered with an id."""
+    """What MLflow has."""
 
-    key: str
+    key: str  # a tag of the run, known before MLflow has answered with an id
     run_id: str | None = None
     described: bool = False  # whether it has the parameters and config.yaml
     status: str = ""  # of the run in MLflow
@@ -75,18 +75,10 @@ class UploadState:
             log.warning("%s is damaged and ignored: %s", path, first_line(error))
             return None
 
-    def tail(self, folder: Path, name: str) -> Tail:
-        """Reads the lines of a history that MLflow lacks."""
-        return Tail(folder / name, self.marks.get(name, ()))
-
-    def is_end_unsent(self) -> bool:
-        """Whether MLflow does not know that the run has ended."""
-        return self.end is not None and self.status != self.end[0]
-
     def count_unsent(self, folder: Path) -> int:
         """Entries that MLflow lacks: lines, the description of the run, and its end."""
-        lines = sum(len(self.tail(folder, name).poll()) for name in METRICS)
-        return lines + (not self.described) + self.is_end_unsent()
+        lines = sum(len(Tail(folder / name, self.marks.get(name, ())).poll()) for name in METRICS)
+        return lines + (not self.described) + (self.end is not None and self.status != self.end[0])
 
 
 def run_id(folder: Path) -> str | None:
@@ -105,23 +97,21 @@ def end_as_failed(folder: Path) -> None:
     """End a run as FAILED whose trainer was killed, unless it has ended; an upload tells MLflow. Raises OSError."""
     state = UploadState.load(folder)
     if state is not None and state.end is None:
-        atomic_file.write_json(folder / STATE_FILE, asdict(replace(state, end=ended("FAILED"))))
+        atomic_file.write_json(folder / STATE_FILE, asdict(replace(state, end=_ended("FAILED"))))
 
 
-def ended(status: str) -> tuple[str, int]:
-    """The end of a run at this moment, with an MLflow status."""
+def _ended(status: str) -> tuple[str, int]:
     return status, int(steady_time() * 1000)
 
 
 class Uploader:
     """Sends what MLflow lacks, and stores how far it came."""
 
-    def __init__(self, config: Config, run_id: str | None = None) -> None:
-        """`run_id`: the run to continue if the folder does not name one."""
+    def __init__(self, config: Config) -> None:
         self.config, self.folder = config, config.run_folder
-        self.state = UploadState.load(self.folder) or UploadState(secrets.token_hex(16), run_id, run_id is not None)
+        self.state = UploadState.load(self.folder) or UploadState(secrets.token_hex(16))
         self.sent = self.rejected = 0  # entries: all, and those of them that MLflow does not accept
-        self._checked = False  # whether MLflow was asked for the run that the folder names
+        self._found = False  # whether the run is known to be in MLflow
         self._tails: dict[str, Tail] = {}
         self._lock = threading.Lock()
 
@@ -152,52 +142,39 @@ class Uploader:
 
     def send(self) -> None:
         """Send everything that MLflow lacks, in requests of REQUEST_SECONDS at most. Raises what MLflow raises."""
-        if self.state.run_id is not None and not self._checked:
-            self._check_run(self.state.run_id)
-        self._checked = True
-        if self.state.run_id is None:
-            run = self._find_or_create_run()
-            self.change(run_id=run.info.run_id, status=run.info.status)
+        if not self._found:
+            self._find_or_create_run()
+            self._found = True
         run_id = str(self.state.run_id)
         if not self.state.described:
             self._describe(run_id)
         for name in METRICS:
             while self._send_lines(run_id, name):
                 pass
-        if self.state.end is None and self.state.status != "RUNNING":
+        end = self.state.end
+        if end is None and self.state.status != "RUNNING":
             self.client.update_run(run_id, "RUNNING")
             self.change(status="RUNNING")
-        elif self.state.end is not None and self.state.is_end_unsent():
+        elif end is not None and self.state.status != end[0]:
             self._send_file(run_id, "summary.json")
-            self.client.set_terminated(run_id, *self.state.end)
+            self.client.set_terminated(run_id, *end)
             self.sent += 1
-            self.change(status=self.state.end[0])
+            self.change(status=end[0])
 
-    def _check_run(self, run_id: str) -> None:
-        """Start from the beginning if MLflow lacks the run: tracking.uri names another store than before."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self.client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            uri = redact(self.config.tracking_uri)
-            log.warning("MLflow at %s, another store, lacks run %s: a new run gets all of %s", uri, run_id, self.folder)
-            self.change(run_id=None, described=False, status="", marks={})
-            self._tails.clear()
-
-    def _find_or_create_run(self) -> Run:
-        """The run with this key: one whose creation MLflow did not confirm, else a new one."""
+    def _find_or_create_run(self) -> None:
+        """Find the run by its key. A store that lacks it, such as another one than before, gets a run with all of it."""
         experiment = self._experiment_id()
         found = self.client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{self.state.key}'", max_results=1)
-        if found:
-            return found[0]
-        self.change()  # stores the key, before MLflow has it
+        if found:  # perhaps one whose creation MLflow did not confirm
+            self.change(run_id=found[0].info.run_id, status=found[0].info.status)
+            return
+        self.change(run_id=None, described=False, marks={})  # stores the key, before MLflow has it
+        self._tails.clear()
         pages, state = (f"`webrl {command} {self.folder.absolute()}`" for command in ("monitor", "status"))
         note = f"- files: `{self.folder.absolute()}`\n- pages, with each stored episode: {pages}\n"
         tags = {KEY_TAG: self.state.key, NOTE_TAG: f"{note}- state of its job: {state}\n"}
-        return self.client.create_run(experiment, tags=tags, run_name=self.config.run.name)
+        run = self.client.create_run(experiment, tags=tags, run_name=self.config.run.name)
+        self.change(run_id=run.info.run_id, status=run.info.status)
 
     def _experiment_id(self) -> str:
         name = self.config.tracking.experiment
@@ -229,7 +206,8 @@ class Uploader:
 
     def _send_lines(self, run_id: str, name: str) -> bool:
         """Send the next lines of a history; False if there are none."""
-        before, tail = self.state.marks.get(name, ()), self._tails.pop(name, None) or self.state.tail(self.folder, name)
+        before = self.state.marks.get(name, ())
+        tail = self._tails.pop(name, None) or Tail(self.folder / name, before)
         lines = tail.poll(_LINES)
         if lines:  # after a failure they are read again, by another Tail
             self._log_points(run_id, name, [(line, self._points(name, line)) for line in lines])
@@ -276,9 +254,9 @@ class Uploader:
 class MLflowTracker:
     """Uploads a run while its job runs, in a thread. Only `close` waits for MLflow, with a limit; nothing raises."""
 
-    def __init__(self, config: Config, resume: str | None) -> None:
-        """Continue the run that the folder names, else the one with id `resume`, else create one."""
-        self.config, self.uploader = config, Uploader(config, resume)
+    def __init__(self, config: Config) -> None:
+        """Continue the run that the folder names, else create one."""
+        self.config, self.uploader = config, Uploader(config)
         self.error: str | None = None  # of the last request, while MLflow does not answer
         self.uploader.change(end=None)
         self._closing = threading.Event()
@@ -300,7 +278,7 @@ class MLflowTracker:
         Waits for MLflow for at most `seconds`, by default END_SECONDS, then logs what it has not received and how to
         send it.
         """
-        self.uploader.change(end=ended(status))
+        self.uploader.change(end=_ended(status))
         self._closing.set()
         self.thread.join(END_SECONDS if seconds is None else seconds)
         if message := self.pending_message():

@@ -22,9 +22,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
@@ -36,13 +36,15 @@ log = logging.getLogger(__name__)
 LOCK_FILE, LAUNCH_FILE = "lock", "launch.json"
 VARIABLE = "WEBRL_LAUNCH"  # number of the launch, in the environment of a node's roles
 STAGING_PREFIX = ".staging-"
-WAIT_SECONDS = 180.0  # of a batch job for the lock, which a file server may hold for a lost client
-_POLL_SECONDS = 1.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class LaunchLost(ConfigError):
     """Another launch has taken over the run's folder. The message names it."""
+
+    def __init__(self, run_folder: Path, newest: Launch | None) -> None:
+        by = f": {newest}" if newest is not None else ""
+        super().__init__(f"another launch has taken over {run_folder}{by}; this one ends, writing no more")
 
 
 @dataclass(frozen=True)
@@ -69,18 +71,14 @@ class Launch:
 
     def staging_in(self, folder: Path) -> Path:
         """The same in the run's folder or in a fallback folder of it."""
-        return folder / "checkpoints" / f"{STAGING_PREFIX}{self.number:06d}"
+        return _staging(folder, self.number)
 
     def check(self) -> None:
-        """Raise LaunchLost if another launch has taken over. A file system that fails is no other launch.
-
-        It opens the file, because NFS caches lookups.
-        """
+        """Raise LaunchLost if another launch has taken over. A file system that fails is no other launch."""
         with suppress(OSError):
-            newest = newest_launch(self.run_folder)
+            newest = newest_launch(self.run_folder)  # opens the file, because NFS caches lookups
             if newest is None or newest.number != self.number:
-                by = f": {newest}" if newest is not None else ""
-                raise LaunchLost(f"another launch has taken over {self.run_folder}{by}; this one ends, writing no more")
+                raise LaunchLost(self.run_folder, newest)
 
     @contextmanager
     def locked(self) -> Iterator[Launch]:
@@ -110,30 +108,29 @@ def launch_of_process(run_folder: Path, environment: Mapping[str, str]) -> Launc
     if VARIABLE not in environment:
         own = (newest.slurm_job_id, newest.slurm_restart) == _slurm_launch(environment)
     if not own:
-        raise LaunchLost(f"another launch has taken over {run_folder}: {newest}; this one ends, writing no more")
+        raise LaunchLost(run_folder, newest)
     return newest
 
 
+def _staging(folder: Path, number: int) -> Path:
+    return folder / "checkpoints" / f"{STAGING_PREFIX}{number:06d}"
+
+
 @contextmanager
-def lock_run(
-    run_folder: Path, slurm_job_id: str = "", slurm_restart: int = 0, report: Callable[[str], None] | None = None
-) -> Iterator[None]:
-    """Hold the lock of a run. Raises ConfigError if another launch has it; with `report` after WAIT_SECONDS."""
-    path, deadline = run_folder / LOCK_FILE, time.monotonic() + WAIT_SECONDS
-    reported = False
+def lock_run(run_folder: Path, slurm_job_id: str = "", slurm_restart: int = 0) -> Iterator[None]:
+    """Hold the lock of a run; that of an earlier launch of the same Slurm job is replaced.
+
+    Raises ConfigError if another launch has it.
+    """
+    path = run_folder / LOCK_FILE
     while (descriptor := _try_lock(path)) is None:
         holder = newest_launch(run_folder)
-        if holder is not None and holder.slurm_job_id == slurm_job_id != "" and holder.slurm_restart < slurm_restart:
-            path.unlink(missing_ok=True)
-            continue
-        who = "" if holder is None else f", {holder}"
-        if report is None or time.monotonic() > deadline:
+        is_earlier = holder is not None and holder.slurm_job_id == slurm_job_id and holder.slurm_restart < slurm_restart
+        if not (slurm_job_id and is_earlier):
+            who = "" if holder is None else f", {holder}"
             way = "wait for its end, or choose another run.name"
             raise ConfigError(f"run.name={run_folder.name}: a job runs in {run_folder}{who}; {way}")
-        if not reported:
-            report(f"{run_folder} is locked{who}; waiting for its end, at most {WAIT_SECONDS:.0f} s")
-            reported = True
-        time.sleep(_POLL_SECONDS)
+        path.unlink(missing_ok=True)
     try:
         yield
     finally:
@@ -161,16 +158,11 @@ def _try_lock(path: Path) -> int | None:
 
 
 @contextmanager
-def start_launch(
-    run_folder: Path,
-    environment: Mapping[str, str],
-    report: Callable[[str], None] | None = None,
-    fallback_folder: str = "",
-) -> Iterator[Launch]:
+def start_launch(run_folder: Path, environment: Mapping[str, str], fallback_folder: str = "") -> Iterator[Launch]:
     """Start a launch in a run's folder, which is made if it does not exist, and hold the run's lock.
 
-    Raises ConfigError if another launch has the lock, or the folder cannot be written. With `report`, the lock is
-    waited for, after a line about that. `fallback_folder`: trainer.checkpoint.fallback_folder.
+    Raises ConfigError if another launch has the lock, or the folder cannot be written. `fallback_folder`:
+    trainer.checkpoint.fallback_folder.
     """
     job, restart = _slurm_launch(environment)
     host = environment.get("SLURMD_NODENAME") or socket.gethostname()
@@ -179,42 +171,22 @@ def start_launch(
             (run_folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             atomic_file.fsync(run_folder)
             atomic_file.fsync(run_folder.parent)
-            held.enter_context(lock_run(run_folder, job, restart, report))
+            held.enter_context(lock_run(run_folder, job, restart))
             before = newest_launch(run_folder)
             if before is not None and before.slurm_job_id == job != "" and before.slurm_restart > restart:
-                raise LaunchLost(f"another launch has taken over {run_folder}: {before}")
+                raise LaunchLost(run_folder, before)
             number = 1 + max((before.number if before else 0, *_staging_numbers(run_folder)))
             launch = Launch(run_folder, number, host, os.getpid(), job, restart, time.time())
-            _make_newest(launch, fallback_folder)
+            launch.staging.mkdir()  # fails if another launch starts at once, on a file system without locks
+            _prepare_fallback(launch, fallback_folder)
+            fields = {name: value for name, value in asdict(launch).items() if name != "run_folder"}
+            atomic_file.write_json(run_folder / LAUNCH_FILE, fields)
+            _keep_out_earlier(launch)
         except OSError as error:
             raise ConfigError(
                 f"{run_folder} cannot be written: {error.strerror}; set run.directory to a folder that can be"
             ) from error
         yield launch
-
-
-def _make_newest(launch: Launch, fallback_folder: str) -> None:
-    """Make the launch's staging folders, let it be the newest launch, and keep out the processes of earlier ones."""
-    launch.staging.mkdir()  # fails if another launch starts at once, on a file system without locks
-    _prepare_fallback(launch, fallback_folder)
-    fields = {name: value for name, value in asdict(launch).items() if name != "run_folder"}
-    atomic_file.write_json(launch.run_folder / LAUNCH_FILE, fields)
-    for folder in _checkpoint_folders(launch.run_folder):
-        for number in _staging_numbers(folder):
-            if number < launch.number:
-                left = replace(launch, number=number).staging_in(folder)
-                with suppress(FileNotFoundError):
-                    left.rename(launch.staging_in(folder) / f"left-{number}")
-        atomic_file.fsync(folder / "checkpoints")
-    if launch.number > 1:
-        for path in launch.run_folder.glob("*.jsonl"):
-            history.detach_writers(path)
-
-
-def _staging_numbers(folder: Path) -> list[int]:
-    """Numbers of the launches that have a staging folder in a run's folder or fallback folder."""
-    names = [path.name.removeprefix(STAGING_PREFIX) for path in (folder / "checkpoints").glob(f"{STAGING_PREFIX}*")]
-    return [int(name) for name in names if name.isdigit()]
 
 
 def _prepare_fallback(launch: Launch, fallback_folder: str) -> None:
@@ -239,9 +211,23 @@ def _prepare_fallback(launch: Launch, fallback_folder: str) -> None:
         ) from error
 
 
-def _checkpoint_folders(run_folder: Path) -> list[Path]:
-    """The run's folder and its fallback folders."""
-    return [run_folder, *fallback_links(run_folder)]
+def _keep_out_earlier(launch: Launch) -> None:
+    """Move the staging folders of earlier launches away, and copy their histories."""
+    for folder in (launch.run_folder, *fallback_links(launch.run_folder)):
+        for number in _staging_numbers(folder):
+            if number < launch.number:
+                with suppress(FileNotFoundError):
+                    _staging(folder, number).rename(launch.staging_in(folder) / f"left-{number}")
+        atomic_file.fsync(folder / "checkpoints")
+    if launch.number > 1:
+        for path in launch.run_folder.glob("*.jsonl"):
+            history.detach_writers(path)
+
+
+def _staging_numbers(folder: Path) -> list[int]:
+    """Numbers of the launches that have a staging folder in a run's folder or fallback folder."""
+    names = [path.name.removeprefix(STAGING_PREFIX) for path in (folder / "checkpoints").glob(f"{STAGING_PREFIX}*")]
+    return [int(name) for name in names if name.isdigit()]
 
 
 def _slurm_launch(environment: Mapping[str, str]) -> tuple[str, int]:

@@ -80,7 +80,7 @@ def _run(
         EventLog(config.run_folder, nodes.node).add("trainer-0", "schedule changed", reason)
     exchange = make_exchange(node_ring.attach(config.run.startup_timeout_seconds), nodes, config, packer)
     packer = replace(packer, image_cache=exchange.image_cache)  # a warm start has its images at hand
-    tracker = _make_tracker(config, state) if is_first else None
+    tracker = _make_tracker(config) if is_first else None
     resume_point = make_resume_point(control, exchange, state, config.run_folder, is_first)
     control.report_status("waiting for the engines")
     syncer = WeightSyncer(learner.models, config, control, platform, timeline)
@@ -130,8 +130,8 @@ def _initial_state(checkpoint: Path | None) -> TrainerState:
     return replace(state, restart_epoch=state.restart_epoch + 1)
 
 
-def _make_tracker(config: Config, state: TrainerState) -> MLflowTracker:
+def _make_tracker(config: Config) -> MLflowTracker:
     """The tracker of the run, on the first rank only. All attempts of a job write to one MLflow run."""
     from megatron_webrl.track.mlflow_upload import MLflowTracker
 
-    return MLflowTracker(config, state.mlflow_run_id)
+    return MLflowTracker(config)

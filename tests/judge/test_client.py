@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,13 +17,10 @@ from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_co
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge import client as judge_client
 from megatron_webrl.judge.budget import LocalMeter
-from megatron_webrl.judge.client import JudgeClient
 from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.judge.verdict_file import settings_digest
 from megatron_webrl.types import Verdict
 from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, judging, serving, settings
-from tools.judge_endpoint import chat, server
-from tools.judge_endpoint.chat import ChatQuestion
 from tools.judge_endpoint.faults import FAULTS, TRANSPORT, FaultPlan
 from tools.judge_endpoint.server import EndpointOptions, serve_endpoint
 
@@ -40,11 +36,6 @@ class FaultScript(FaultPlan):
         fault = self.left.pop(0) if self.left else None
         self.counts.update([fault] if fault else [])
         return fault
-
-
-@pytest.fixture(autouse=True)
-def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_client, "_BACKOFF", lambda state: 0.02)
 
 
 async def after(*faults: str, answer: str | None = None, **chosen: Any) -> tuple[Verdict, int]:
@@ -80,34 +71,18 @@ async def test_an_episode_without_a_usable_reply_is_masked(fault: str):
     assert verdict.reason == f"blocked: {stage.errors[-1]}"
 
 
-@pytest.mark.parametrize(
-    ("fault", "name"),
-    [("rate_limited", "rate_limited"), ("server_error", "server_error"), ("dropped", "connection"),
-     ("hang", "timeout")],
-)  # fmt: skip
-async def test_a_fault_of_the_transport_costs_no_attempt(fault: str, name: str):
+@pytest.mark.parametrize("fault", ["rate_limited", "server_error", "dropped", "hang"])
+async def test_a_fault_of_the_transport_costs_no_attempt(fault: str, caplog: pytest.LogCaptureFixture):
     verdict, requests = await after(*[fault] * 2, attempts=1, timeout_seconds=1.0)
     (stage,) = verdict.stages
     assert (verdict.outcome, verdict.reason) == ("failure", "the agent gave no answer")
-    assert (stage.attempts, stage.errors, requests) == (1, (name,) * 2, 3)
+    assert (stage.attempts, stage.errors, verdict.calls, requests) == (1, (), 3, 3)
+    assert caplog.text.count("requests get no reply and are repeated (logged once)") == 1
 
 
 async def test_a_slow_reply_is_waited_for():
     verdict, requests = await after("slow", attempts=1)
     assert (verdict.stages[0].decision, requests) == ("no", 1)
-
-
-async def test_retry_after_holds_back_all_requests_to_the_endpoint():
-    async with judging(ScriptedOracle(), {"concurrency": 8}, retry_after=0.5) as (evaluator, endpoint):
-        endpoint.plan = FaultScript("rate_limited")
-        started = time.monotonic()
-        first = asyncio.create_task(evaluator.evaluate(episode(None)))
-        while not endpoint.plan.counts:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)  # the status has arrived
-        await asyncio.gather(first, *(evaluator.evaluate(episode(None, ticket=n)) for n in range(1, 9)))
-        assert time.monotonic() - started >= 0.5
-        assert endpoint.requests == 10
 
 
 async def test_a_dead_endpoint_loses_no_episode_when_it_returns():
@@ -122,20 +97,21 @@ async def test_a_dead_endpoint_loses_no_episode_when_it_returns():
             assert [(await task).outcome for task in waiting] == ["success"] * 4
 
 
-async def test_the_deadline_masks_the_episode_and_names_the_fault():
+async def test_the_deadline_masks_the_episode(caplog: pytest.LogCaptureFixture):
     verdict, requests = await after(*["server_error"] * 999, deadline_seconds=3.0)
-    assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: server_error")
+    assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: deadline")
     assert verdict.seconds < 10
     assert requests > 1
+    assert caplog.text.count(": status 5") == 1
     verdict, _ = await after(*["hang"] * 9, deadline_seconds=0.5, timeout_seconds=60)
     assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: deadline")
 
 
-async def test_a_retry_after_beyond_the_deadline_is_not_waited_for():
+async def test_a_retry_after_beyond_all_limits_is_not_waited_for():
     async with judging(ScriptedOracle(), {"deadline_seconds": 60.0}, retry_after=3600) as (evaluator, endpoint):
         endpoint.plan = FaultScript("rate_limited")
         verdict = await evaluator.evaluate(episode(None))
-    assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: rate_limited")
+    assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: refused_request")
     assert verdict.seconds < 30
 
 
@@ -146,72 +122,12 @@ async def test_requests_in_flight_are_limited():
     assert endpoint.most_in_flight == 3
 
 
-@pytest.mark.parametrize("structured", ["auto", "schema"])
-async def test_an_endpoint_without_schemas_gets_exact_lines_only_with_auto(structured: str):
-    async with judging(ScriptedOracle(), {"structured": structured}, schemas=False) as (evaluator, endpoint):
-        verdicts = [await evaluator.evaluate(episode(None)) for _ in range(3)]
-    if structured == "auto":
-        assert {(v.outcome, v.stages[0].attempts, v.stages[0].errors) for v in verdicts} == {("failure", 1, ())}
-        assert endpoint.requests == 4  # the refusal is remembered
-    else:
-        assert {(v.outcome, v.reason) for v in verdicts} == {("judge_error", "blocked: refused_request")}
-
-
-def fenced(content: str) -> str:
-    return f"```json\n{content}\n```"
-
-
-@pytest.mark.parametrize("known", [False, True])
-async def test_an_endpoint_that_ignores_schemas_gets_exact_lines(
-    known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    def right_reply(question: ChatQuestion, *rest: Any) -> str:
-        content = chat.right_reply(question, *rest)
-        return fenced(content) if question.mode == "schema" else content
-
-    async with judging(ScriptedOracle(), {"concurrency": 1}) as (evaluator, endpoint):
-        if known:  # by a usable reply
-            await evaluator.evaluate(episode(None))
-        monkeypatch.setattr(server, "right_reply", right_reply)
-        verdicts = [await evaluator.evaluate(episode(None, ticket=n)) for n in range(3)]
-    if known:
-        assert [verdict.outcome for verdict in verdicts] == ["judge_error"] * 3
-        return
-    assert [verdict.outcome for verdict in verdicts] == ["failure"] * 3
-    assert [verdict.stages[0].errors for verdict in verdicts] == [("unparsable", "unparsable"), (), ()]
-    assert endpoint.requests == 6
-    assert caplog.text.count("ignores response_format in its first 3 replies; replies end with an exact line") == 1
-
-
-async def test_models_of_one_address_are_known_apart():
-    chosen = replace(settings("http://127.0.0.1:1"), blocked=JudgeModelConfig("another"))
-    async with JudgeClient(chosen, LocalMeter(chosen.budget)) as client:
-        client.note_schema_reply("blocked", "")
-        for _ in range(judge_client.SCHEMA_TRIALS - 1):
-            client.note_schema_reply("verdict", "unparsable")
-        with pytest.raises(judge_client.SchemaRefused):
-            client.note_schema_reply("verdict", "unparsable")
-        assert (client.mode("verdict"), client.mode("blocked")) == ("line", "schema")
-
-
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        ({"message": "Unknown parameter: 'response_format'."}, True),
-        ({"message": "This model doesn't support response_format, and can't."}, True),
-        ({"message": "Invalid value", "param": "response_format.json_schema"}, True),
-        ([{"error": {"message": "response_format is not supported"}}], True),
-        ({"detail": [{"loc": ["body", "response_format"], "msg": "Extra inputs are not permitted"}]}, True),
-        ("response_format: not supported", True),
-        ({"message": "The prompt 'they said response_format is refused' is too long"}, False),
-        ({"message": 'The prompt "say \\"response_format\\"" is too long'}, False),
-        ({"message": "response_format in a message", "param": "messages[1]"}, False),
-        ({"detail": [{"loc": ["body"], "msg": "too long", "input": {"response_format": {}}}]}, False),
-        (None, False),
-    ],
-)
-def test_only_an_error_about_response_format_ends_the_use_of_schemas(body: object, named: bool):
-    assert judge_client.names_response_format(body) is named
+@pytest.mark.parametrize(("structured", "outcome"), [("schema", "judge_error"), ("line", "failure")])
+async def test_an_endpoint_without_schemas_needs_exact_lines(structured: str, outcome: str):
+    async with judging(ScriptedOracle(), {"structured": structured}, schemas=False) as (evaluator, _):
+        verdict = await evaluator.evaluate(episode(None))
+    assert verdict.outcome == outcome
+    assert verdict.stages[0].errors == (("refused_request",) if structured == "schema" else ())
 
 
 async def test_each_slot_has_its_model_at_its_endpoint():
@@ -266,32 +182,6 @@ async def test_odd_responses_mask_the_episode(status: int, body: str, kind: str,
 
 
 @pytest.mark.parametrize(
-    ("text", "low", "high"),
-    [("2", 2, 2), ("0.5", 0.5, 0.5), ("-3", 0, 0), ("Wed, 21 Oct 2065 07:28:00 GMT", 300, 300), ("86400", 300, 300),
-     ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0)],
-)  # fmt: skip
-def test_retry_after_is_a_number_or_a_date(text: str, low: float, high: float):
-    assert low <= (judge_client._retry_after({"retry-after": text}) or 0) <= high
-
-
-@pytest.mark.parametrize("asked", ["0", "Wed, 21 Oct 2015 07:28:00 GMT"])
-async def test_a_retry_after_that_is_over_leaves_the_back_off_as_it_is(asked: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(judge_client, "_BACKOFF", lambda state: 0.5)
-    async with (
-        answering(503, "", **{"Retry-After": asked}) as url,
-        open_evaluator(settings(url, deadline_seconds=3.0), LocalMeter(BudgetConfig())) as evaluator,
-    ):
-        verdict = await evaluator.evaluate(episode(None))
-    assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: server_error")
-    assert 1 < verdict.calls <= 13  # 0.25 s apart at least
-
-
-@pytest.mark.parametrize("text", ["", "soon", "nan", "inf"])
-def test_an_invalid_retry_after_is_ignored(text: str):
-    assert judge_client._retry_after({"retry-after": text}) is None
-
-
-@pytest.mark.parametrize(
     ("model", "message"),
     [
         (JudgeModelConfig("", "http://x/v1"), "judge.verdict.name is empty"),
@@ -318,7 +208,7 @@ async def test_every_fault_at_once_judges_nothing_wrong():
     assert not wrong
     assert sum(v.outcome == "judge_error" for v in verdicts) <= 20
     assert set(endpoint.plan.counts) == set(FAULTS)
-    assert {e for v in verdicts for s in v.stages for e in s.errors} >= {"timeout", "truncated", "contradictory"}
+    assert {e for v in verdicts for s in v.stages for e in s.errors} >= {"truncated", "contradictory"}
     assert set(TRANSPORT) < set(FAULTS)
 
 

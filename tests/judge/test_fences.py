@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_webrl.judge.questions import MAX_FIELD_CHARS, NAMES, clean_data, fence_fields, parse_fences
+from megatron_webrl.judge.questions import MAX_FIELD_CHARS, NAMES, clean_data, fence_fields
+from tools.judge_endpoint.chat import parse_fences
 
 PIECES = st.sampled_from(
     [

@@ -20,7 +20,6 @@ from megatron_webrl.judge.budget import BudgetSpent, LocalMeter, Usage
 from megatron_webrl.judge.client import Spending
 from megatron_webrl.judge.evaluation import Judge, open_evaluator
 from megatron_webrl.ring.record import encode_trajectory
-from megatron_webrl.track.trajectory_page import trajectory_page
 from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, serving, settings
 
 KEY = "sk-secret-5b1f/7c0a9d+4e"
@@ -55,7 +54,7 @@ async def test_an_exception_of_a_request_does_not_hold_the_key(monkeypatch: pyte
         chosen = settings(url, verdict=JudgeModelConfig("oracle", url, KEY_VARIABLE))
         async with Judge(chosen, LocalMeter(BudgetConfig())) as judge:
             with pytest.raises(Exception, match="refused_request") as error:
-                await judge._client.complete("verdict", {"messages": [], "max_tokens": 1}, 0, 1e12, Spending(), [])
+                await judge._client.complete("verdict", {"messages": [], "max_tokens": 1}, 0, 1e12, Spending())
     assert error.value.__cause__ is None
     assert error.value.__suppress_context__
     assert KEY not in str(error.value)
@@ -82,7 +81,7 @@ def quoting_reply(key: str) -> web.Response:
     ],
     ids=["cut error", "escaped error", "error with status 200", "cut error with status 200", "reply"],
 )  # fmt: skip
-async def test_a_key_that_an_endpoint_repeats_is_in_no_verdict_record_page_or_log(
+async def test_a_key_that_an_endpoint_repeats_is_in_no_verdict_record_or_log(
     respond: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv(KEY_VARIABLE, f" {KEY}\n")
@@ -94,7 +93,6 @@ async def test_a_key_that_an_endpoint_repeats_is_in_no_verdict_record_page_or_lo
         chosen = settings(url, cache=str(tmp_path / "cache"), verdict=JudgeModelConfig("oracle", url, KEY_VARIABLE))
         async with open_evaluator(chosen, LocalMeter(BudgetConfig())) as evaluator:
             judged = replace(episode(), verdict=await evaluator.evaluate(episode()))
-    (tmp_path / "page.html").write_text(trajectory_page(judged, str))
     texts = [repr(judged.verdict), b"".join(encode_trajectory(judged)).decode(errors="replace"), caplog.text]
     texts += [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert "***" in texts[0]

@@ -179,7 +179,7 @@ class Worker(threading.Thread):
 
 
 def test_a_run_is_evaluated_before_during_and_after_training(address: Path, config: Config, one_rank: None):
-    tracker = MLflowTracker(config, None)
+    tracker = MLflowTracker(config)
     engines: Any = Engines()
     evaluation_log = EvaluationLog(config.run_folder)
     evaluation = EvaluationScheduler(config, connect(address, "trainer-0"), evaluation_log, restart_epoch=0)

@@ -70,7 +70,7 @@ def test_a_server_that_fails_costs_no_time_and_gets_everything_once_it_answers(
 ):
     config = make_config(tmp_path, server.uri)
     with caplog.at_level(logging.INFO, "megatron_webrl"):
-        tracker = MLflowTracker(config, None)
+        tracker = MLflowTracker(config)
         log_updates(config, range(1, UPDATES))
         until(lambda: not tracker.uploader.pending(), "the first updates in MLflow")
         (server.stop if outage == "stopped" else server.pause)()
@@ -95,7 +95,7 @@ def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_r
     with black_hole() as uri:
         config = make_config(tmp_path, uri)
         started = time.monotonic()
-        tracker = MLflowTracker(config, None)
+        tracker = MLflowTracker(config)
         log_updates(config, range(1, UPDATES))
         assert time.monotonic() - started < 1.0
         tracker.close("FINISHED")
@@ -120,11 +120,11 @@ def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_ch
     tmp_path: Path, server: MLflowServer
 ):
     config = make_config(tmp_path, server.uri)
-    first = MLflowTracker(config, None)
+    first = MLflowTracker(config)
     log_updates(config, range(1, 4))
     first.close_failed()
     until(lambda: not first.uploader.pending(), "the first attempt in MLflow")
-    second = MLflowTracker(config, None)
+    second = MLflowTracker(config)
     until(lambda: MlflowClient(server.uri).get_run(str(first.run_id)).info.status == "RUNNING", "a run that continues")
     log_updates(config, range(4, 6))
     second.close("KILLED")
@@ -138,7 +138,7 @@ def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_ch
 
 def test_updates_that_replace_rolled_back_ones_are_sent_and_no_other_again(tmp_path: Path, server: MLflowServer):
     config = make_config(tmp_path, server.uri)
-    first = MLflowTracker(config, None)
+    first = MLflowTracker(config)
     log_updates(config, range(1, 7))
     until(lambda: not first.uploader.pending(), "the first attempt in MLflow")
     log_updates(config, range(4, 6), time_of_first=2e9)  # a trainer that starts again from version 3
@@ -159,12 +159,12 @@ def test_a_resume_with_another_store_sends_the_whole_run_there(
     tmp_path: Path, server: MLflowServer, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ):
     config = make_config(tmp_path, server.uri)
-    first = MLflowTracker(config, None)
+    first = MLflowTracker(config)
     log_updates(config, range(1, 4))
     until(lambda: not first.uploader.pending(), "the first updates in MLflow")
     first.close("KILLED")
     config.tracking.uri = f"sqlite:///{tmp_path / 'other.db'}"
-    second = MLflowTracker(config, first.run_id)
+    second = MLflowTracker(config)
     log_updates(config, range(4, 6))
     until(lambda: not second.uploader.pending(), "all updates in the other store")
     second.close("FINISHED")
@@ -182,7 +182,7 @@ def test_a_resume_with_another_store_sends_the_whole_run_there(
 
 def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(tmp_path: Path, server: MLflowServer):
     config = make_config(tmp_path, server.uri)
-    killed = MLflowTracker(config, None)
+    killed = MLflowTracker(config)
     updates = summary.open_updates(config.run_folder)
     metrics = {"steps_mean": 1.0, "staleness_max": 0, "staleness_mean": 0.0}
     updates.append(*(update_line(version) | metrics for version in range(1, 4)))
@@ -201,7 +201,7 @@ def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(tmp_path: 
 
 def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     config = make_config(tmp_path, "http://127.0.0.1:9")  # nobody listens
-    tracker = MLflowTracker(config, None)
+    tracker = MLflowTracker(config)
     log_updates(config, range(1, 4))
     with FileFaults(config.run_folder, 1, errno.EROFS, until=1_000_000):
         tracker.close("FINISHED")
@@ -211,7 +211,7 @@ def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.
 
 def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(tmp_path: Path, server: MLflowServer):
     config = make_config(tmp_path, server.uri)
-    tracker = MLflowTracker(config, None)
+    tracker = MLflowTracker(config)
     updates, evaluations = summary.open_updates(config.run_folder), EvaluationLog(config.run_folder)
     updates.append(update_line(1))
     until(lambda: not tracker.uploader.pending(), "the first update in MLflow")

@@ -6,20 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from playwright.async_api import async_playwright
 
-from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.monitor.job_display import UPDATE_COLUMNS
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds, episode_metrics, rollout_seconds, update_metrics
 from megatron_webrl.track.tables import accounting_line
-from megatron_webrl.track.trajectory_page import trajectory_page
 from megatron_webrl.trainer.accounting import Accounting
-from megatron_webrl.types import Group, JudgeStage, Trajectory, Verdict
-from tests.trajectories import screenshot, trajectory
+from megatron_webrl.types import Group
+from tests.trajectories import trajectory
 
 
 def make_update(version: int, gap: float | None = 1.5e-6) -> UpdateMetrics:
@@ -118,52 +114,6 @@ def test_the_prefix_cache_hit_rate_is_weighted_by_tokens():
 def test_rollout_time_spans_all_episodes():
     one, two = trajectory(0, 0), trajectory(5, 0)
     assert rollout_seconds([one, two]) == pytest.approx(6.0)
-
-
-def with_image(instruction: str) -> Trajectory:
-    plain = trajectory(7, 1)
-    step = replace(plain.steps[0], images=np.zeros(1, np.int32), image_grids=np.ones((1, 3), np.int32))
-    return replace(plain, instruction=instruction, images=(screenshot(0),), steps=(step,))
-
-
-def test_a_trajectory_page_shows_screenshot_click_and_response():
-    text = trajectory_page(with_image("Click <b>here</b>"), lambda ids: f"<{len(ids)} tokens>")
-    assert "data:image/png;base64," in text
-    assert "left:50.0%;top:50.0%" in text
-    assert "&lt;3 tokens&gt;" in text
-    assert "<b>here</b>" not in text
-
-
-async def test_a_trajectory_page_shows_its_images_and_runs_no_script_even_if_one_got_in(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(trajectory_page(with_image("Click here"), str))
-    page.write_text(
-        f"{page.read_text()}<script>document.title = 'owned'</script><img src=x onerror=\"document.title='x'\">"
-    )
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=find_chromium(), chromium_sandbox=use_sandbox())
-        opened = await browser.new_page()
-        await opened.goto(page.as_uri())
-        assert await opened.title() == "click-test: Click here"
-        assert await opened.evaluate("document.images[0].naturalWidth") > 0
-        assert await opened.evaluate("getComputedStyle(document.querySelector('.mark')).position") == "absolute"
-        await browser.close()
-
-
-def test_a_trajectory_page_shows_every_stage_of_the_verdict_and_the_final_screenshot(tmp_path: Path):
-    stage = JudgeStage(
-        "rubric", "fact 2", "no", "The <price> is not shown.", "0123456789abcdef", "m", 2, ("truncated",)
-    )
-    verdict = Verdict("failure", "judge", "rubric", "feed", "fact 2 is not met", (stage,), calls=4, dollars=0.01)
-    plain = with_image("Find the price")
-    judged = replace(plain, images=(*plain.images, screenshot(1)), verdict=verdict)
-    (tmp_path / "page.html").write_text(trajectory_page(judged, str))
-    text = (tmp_path / "page.html").read_text()
-    assert "Verdict: failure by judge (rubric, prompts feed): fact 2 is not met; 4 calls, 0.0100 dollars" in text
-    for part in ("rubric fact 2", "<td>no</td>", "The &lt;price&gt; is not shown.", "truncated", "0123456789ab<"):
-        assert part in text
-    assert text.count("data:image/png;base64,") == 2
-    assert "After the last step" in text
 
 
 def test_each_leniency_is_a_share_of_the_trainable_steps():

@@ -103,28 +103,6 @@ def test_a_later_launch_of_a_slurm_job_takes_over_at_once_and_an_earlier_one_nev
             started(tmp_path, slurm("17"))
 
 
-def test_a_batch_job_waits_for_the_lock_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "_POLL_SECONDS", 0.05)
-    messages: list[str] = []
-    with process_that_holds(tmp_path, "16") as process:
-
-        def report(message: str) -> None:
-            messages.append(message)
-            process.kill()
-
-        with start_launch(tmp_path, slurm("17"), report) as launch:
-            launch.check()
-    assert "is locked, launch 1 of job 16" in messages[0]
-    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.2)
-    with (
-        start_launch(tmp_path, slurm("18")),
-        pytest.raises(ConfigError, match="wait for its end"),
-        start_launch(tmp_path, slurm("17"), messages.append),
-    ):
-        pass
-    assert len(messages) == 2
-
-
 def test_of_launches_at_once_one_gets_the_lock(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen([sys.executable, "-c", STARTS, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE)

@@ -48,7 +48,7 @@ def test_a_checkpoint_has_the_lines_that_wait_for_a_full_disk(tmp_path: Path) ->
         control, exchange, tracker = (
             connect(address, "trainer-0"),
             SingleNodeExchange(ring),
-            MLflowTracker(config, None),
+            MLflowTracker(config),
         )
         coordinator = Coordinator(config, control, exchange, state, ResumePoint(), tracker)
         with FileFaults(folder, 1, errno.ENOSPC, until=1_000_000):

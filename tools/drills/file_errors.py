@@ -26,7 +26,7 @@ from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, read_usage, write_usage
-from megatron_webrl.judge.client import CachedReply, ReplyCache
+from megatron_webrl.judge.client import ReplyCache
 from megatron_webrl.ring.record import RecordFileWriter, read_record_file
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.evaluations import EvaluationLog
@@ -123,7 +123,7 @@ def _usage(folder: Path) -> list[int]:
 
 
 def _reply(folder: Path) -> list[int]:
-    return [int(reply.content)] if (reply := ReplyCache(folder).get("ab")) else []
+    return [int(reply)] if (reply := ReplyCache(folder).get("ab")) else []
 
 
 WRITERS = {
@@ -135,7 +135,7 @@ WRITERS = {
     "record file": Writer(_record, _records, True),
     "summary": Writer(lambda f, n: summary.write_summary(f, str(n), None), _summary, False),
     "judge's usage": Writer(lambda f, n: write_usage(f / "u.json", n, Usage()), _usage, True),
-    "judge's cache": Writer(lambda f, n: ReplyCache(f).put("ab", CachedReply(str(n), 0, 0)), _reply, False),
+    "judge's cache": Writer(lambda f, n: ReplyCache(f).put("ab", str(n)), _reply, False),
     "checkpoint": Writer(_checkpoint, _version, True),
 }
 

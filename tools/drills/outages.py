@@ -60,7 +60,7 @@ def log_updates(folder: Path, seconds: float) -> None:
     config.run_folder.mkdir()
     save_config(config, config.run_folder / "config.yaml")
     started, calls, updates = time.monotonic(), 0.0, 0
-    tracker, history = MLflowTracker(config, None), summary.open_updates(config.run_folder)
+    tracker, history = MLflowTracker(config), summary.open_updates(config.run_folder)
     calls += time.monotonic() - started
     time.sleep(5 * UPDATE_SECONDS)  # the import of MLflow's client belongs to the start
     assert tracker.thread.ident is not None

@@ -5,17 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_webrl.judge.protocols import PROTOCOLS
-from megatron_webrl.judge.questions import PromptFiles, parse_fences
+from megatron_webrl.judge.questions import NAMES, NONCE_DIGITS, PromptFiles
 from megatron_webrl.judge.replies import FORMS
 
 REASON = "The endpoint's oracle decided this."
 IMAGE_TOKENS = 1_000
+_FENCE = re.compile(rf"----- (BEGIN|END) ({'|'.join(NAMES)}) ([0-9a-f]{{{NONCE_DIGITS}}}) -----")
 
 
 class NotAQuestion(ValueError):
@@ -42,6 +44,29 @@ class ChatQuestion:
     def prompt_tokens(self) -> int:
         texts = [m["content"] if isinstance(m["content"], str) else "" for m in self.body["messages"]]
         return sum(map(len, [*texts, *self.fields.values()])) // 4 + IMAGE_TOKENS * len(self.images)
+
+
+def parse_fences(text: str) -> dict[str, str]:
+    """The data of a text of `fence_fields`, by name. Raises ValueError if the fences are not balanced and unique."""
+    fields: dict[str, str] = {}
+    name, nonce = "", ""
+    data: list[str] = []
+    for line in text.split("\n"):
+        match = _FENCE.fullmatch(line)
+        if not name:
+            if match and match[1] == "BEGIN" and match[3] == (nonce or match[3]) and match[2] not in fields:
+                name, nonce, data = match[2], match[3], []
+                continue
+            raise ValueError(f"text outside of the fences: {line[:80]!r}")
+        if match and match.groups() == ("END", name, nonce):
+            fields[name], name = "\n".join(data), ""
+        elif nonce in line:
+            raise ValueError(f"the nonce occurs within {name}")
+        else:
+            data.append(line)
+    if name:
+        raise ValueError(f"the fence {name} does not end")
+    return fields
 
 
 class QuestionReader:

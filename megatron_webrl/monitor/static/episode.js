@@ -1,5 +1,5 @@
 // One episode: its facts, the verdict, and each step with screenshot, prompt and tokens.
-import { actionName, base, foreign, getJson, h, number, outcome, rowsTable, screenshotImage, svg, time, visible } from "./dom.js";
+import { actionName, foreign, getJson, h, number, outcome, rowsTable, screenshotImage, svg, time, visible } from "./dom.js";
 
 export async function episodePage(id) {
   const episode = await getJson(`/api/episodes/${id}`);
@@ -12,8 +12,7 @@ export async function episodePage(id) {
     facts(episode),
     h("p", { class: "links" },
       related.group.length > 1 ? h("a", { href: `#/group/${id}` }, `Its group of ${related.group.length}, side by side`) : null,
-      related.task.length > 1 ? h("a", { href: `#/task/${id}` }, `The same task, ${related.task.length} times`) : null,
-      h("a", { href: `${base}/api/episodes/${id}/page` }, "Save as one HTML file")),
+      related.task.length > 1 ? h("a", { href: `#/task/${id}` }, `The same task, ${related.task.length} times`) : null),
     verdict(episode), strip, episode.steps.map((step) => stepSection(episode, step)), finalScreenshot(episode),
   );
   const onKey = (event) => {

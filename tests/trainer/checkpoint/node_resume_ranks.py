@@ -55,7 +55,7 @@ def trainer_rank(rank: int, folder: str, address: Path, names: list[str], resume
     if resumed:
         read = read_trainer_state(config.run_folder)
         state = replace(read, restart_epoch=read.restart_epoch + 1)
-    tracker = MLflowTracker(config, state.mlflow_run_id) if rank == 0 else None
+    tracker = MLflowTracker(config) if rank == 0 else None
     resume_point = make_resume_point(control, member.rings, state, config.run_folder, rank == 0)
     coordinator = Coordinator(config, control, member.rings, state, resume_point, tracker)
     if rank == 0:

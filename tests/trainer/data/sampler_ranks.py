@@ -118,7 +118,7 @@ class _Run:
             stack.callback(ring.close)
             stack.callback(ring.unlink)
             control = connect(address, "trainer-0")
-            tracker = MLflowTracker(self.config, state.mlflow_run_id)
+            tracker = MLflowTracker(self.config)
             exchange = SingleNodeExchange(ring)
             coordinator = Coordinator(
                 self.config,

@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=count, metavar="N", help=f"N of the {len(ATTEMPTS)} attempts (default: all)")
     names = [kind.name for kind in PROTOCOLS]
     parser.add_argument("--protocol", default="rubric", choices=names, help="(default: %(default)s)")
-    parser.add_argument("--structured", default="auto", choices=("auto", "schema", "line"), help="as judge.structured")
+    parser.add_argument("--structured", default="schema", choices=("schema", "line"), help="as judge.structured")
     parser.add_argument("--max-reason-chars", type=bounded_number(int, 0), default=0, metavar="N",
                         help="as judge.max_reason_chars, for a model whose replies are truncated")  # fmt: skip
     parser.add_argument("--concurrency", type=count, default=32, help="requests in flight (default: %(default)s)")
