@@ -22,8 +22,8 @@ from megatron_webrl.track.evaluations import (
     EvaluationResult,
     ResultCollector,
     aggregate_results,
+    contrast,
     make_request,
-    paired_difference,
     requested_variants,
 )
 from megatron_webrl.track.mlflow_upload import MLflowTracker
@@ -188,4 +188,4 @@ class CheckpointEvaluation:
         variants = [summary["variant"] for summary in self.summaries]
         if BLANK_IMAGES not in variants:
             return None
-        return paired_difference(self.results[variants.index(BLANK_IMAGES)], self.results[0])
+        return contrast([(1, self.results[0]), (-1, self.results[variants.index(BLANK_IMAGES)])])

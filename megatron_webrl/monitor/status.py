@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -107,101 +107,188 @@ def read_status(folder: Path, updates: Sequence[Mapping[str, Any]] | None = None
     `updates`: those of updates.jsonl, if the caller has them.
     """
     updates = summary.read_updates(folder) if updates is None else updates
-    config, ended = read_config(folder), _summary(folder)
-    events = journal.read_events(folder)
-    job = journal.events_of_last_job(events)
-    started_at = job[0].time if job else (folder / "config.yaml").stat().st_mtime
-    address = ControlAddress.read(folder / "control.json")
-    answer: dict[str, Any] | str = "the job has not started"
-    names = _role_names(config, job)
-    if ended is None and address is not None:
-        answer = query(folder / "control.json", ANSWER_SECONDS)
-        if isinstance(answer, str):
-            ended = _summary(folder)  # the job may have ended during the query
-            job = journal.events_of_last_job(journal.read_events(folder))
-    live, now = None if isinstance(answer, str) else answer, time.time()
-    last_activity_at = max([started_at, *_changes(folder)])
-    state, reason = _state(config, ended, answer, address, job, last_activity_at)
+    job = _Job.read(folder)
+    state, reason = job.state()
     running = state in ("starting", "running", "ending")
-    progress = recent_progress(updates, config.rollout.group_size, started_at)
-    target = config.trainer.updates
+    progress = recent_progress(updates, job.config.rollout.group_size, job.started_at)
+    now, target = time.time(), job.config.trainer.updates
     status = RunStatus(
         state=state,
         reason=reason,
         healthy=running or state in CLEAN_JOB_OUTCOMES,
         time=now,
-        started_at=started_at,
-        ended_at=None if ended is None else _ended_at(folder, job),
+        started_at=job.started_at,
+        ended_at=job.ended_at,
         version=updates[-1]["version"] if updates else 0,
         target_updates=target,
         expected_end=expected_end(progress, updates[-1], target, now) if running and progress else None,
         progress=progress,
-        tickets=None if live is None else live["tickets"],
-        roles=[_role(folder, config, each, job, live, (state, reason)) for each in names],
-        events=[e for e in job if e.event != journal.STARTED and (e.role != journal.JOB or state == "failed")],
+        tickets=None if job.live is None else job.live["tickets"],
+        roles=[job.role(name, node, state, reason) for name, node in job.role_names()],
+        events=[e for e in job.events if e.event != journal.STARTED and (e.role != journal.JOB or state == "failed")],
         lines={},
     )
-    jobs = sum((event.role, event.event) == (journal.JOB, journal.STARTED) for event in events)
-    return replace(status, lines=_lines(status, folder, config, job, jobs, updates, ended, last_activity_at))
+    return replace(status, lines=job.lines(status, updates))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is known of the last job of a run."""
+
+    folder: Path
+    config: Config
+    ended: Mapping[str, Any] | None  # summary.json, of a job that has ended
+    live: Mapping[str, Any] | None  # the answer of its control service
+    silence: str  # why there is no answer
+    address: ControlAddress | None
+    events: Sequence[ProcessEvent]
+    number: int  # of the run's jobs
+
+    @classmethod
+    def read(cls, folder: Path) -> _Job:
+        config, ended, path = read_config(folder), _summary(folder), folder / "control.json"
+        address, answer = ControlAddress.read(path), "the job has not started"
+        if ended is None and address is not None:
+            answer = query(path, ANSWER_SECONDS)
+            if isinstance(answer, str):
+                ended = _summary(folder)  # the job may have ended during the query
+        events = journal.read_events(folder)
+        number = sum((event.role, event.event) == (journal.JOB, journal.STARTED) for event in events)
+        live, silence = (None, answer) if isinstance(answer, str) else (answer, "")
+        return cls(folder, config, ended, live, silence, address, journal.events_of_last_job(events), number)
+
+    @property
+    def started_at(self) -> float:
+        return self.events[0].time if self.events else (self.folder / "config.yaml").stat().st_mtime
+
+    @property
+    def ended_at(self) -> float | None:
+        if self.ended is None:
+            return None
+        ends = [event.time for event in self.events if (event.role, event.event) == (journal.JOB, journal.ENDED)]
+        return ends[-1] if ends else (self.folder / "summary.json").stat().st_mtime
+
+    @property
+    def last_activity_at(self) -> float:
+        paths = [self.folder / name for name in ACTIVITY_FILES] + list((self.folder / "logs").rglob("*.log"))
+        return max([self.started_at, *(path.stat().st_mtime for path in paths if path.is_file())])
+
+    def state(self) -> tuple[str, str]:
+        """(state, reason)."""
+        outcome = self.ended["outcome"] if self.ended is not None else None
+        if outcome is None and self.live is not None:
+            if self.live["end"] is None:
+                return "running" if self.live["tickets"] else "starting", "stop requested" if self.live["stop"] else ""
+            outcome = self.live["end"]["outcome"]
+            if outcome in CLEAN_JOB_OUTCOMES:
+                return "ending", f"outcome: {outcome}"
+        if outcome is not None:  # such as "finished", "failed: REASON", "interrupted by SIGTERM"
+            kind, _, reason = outcome.partition(" ")
+            return kind.rstrip(":"), reason
+        if self.address is None and time.time() - self.last_activity_at < self.config.run.startup_timeout_seconds:
+            return "starting", "the control service has not started yet"
+        host = next((event.host for event in self.events if event.host), "")
+        local = f"; it can be reached only from the job's machine{f' ({host})' if host else ''}"
+        return "silent", f"{self.silence}{local if self.address is not None and self.address.is_loopback else ''}"
+
+    def role_names(self) -> list[tuple[str, int]]:
+        """(role, node) of every process that was started or is placed.
+
+        Where a role has started on a node, only started ones count; on one machine for all roles: no trainer if
+        evaluating.
+        """
+        starts = [event for event in self.events if event.role != journal.JOB and event.event == journal.STARTED]
+        started = {event.role: event.node for event in starts}
+        begun = {(node, role.partition("-")[0]) for role, node in started.items()}
+        placed = {
+            process.name: process.node
+            for process in place_processes(self.config).processes
+            if not (self.config.cluster.nodes == 1 and started) and (process.node, process.role) not in begun
+        }
+        return sorted(({CONTROL: 0} | placed | started).items(), key=lambda item: _order(item[0]))
+
+    def role(self, name: str, node: int, job_state: str, job_reason: str) -> RoleStatus:
+        """The status of a process."""
+        events = [event for event in self.events if event.role == name]
+        last = next((e.event for e in reversed(events) if e.event in ("started", "restarted", "failed")), "")
+        report = self.live["roles"].get(name) if self.live else None
+        report = None if report is None or report["cleared"] else report
+        age, status = (None, "") if report is None else (report["silent_seconds"], report["status"] or "")
+        if last == journal.FAILED or (job_state == "failed" and job_reason.startswith((f"{name}:", f"{name} "))):
+            state = "failed"
+            reason = next((each.reason for each in reversed(events) if each.event == journal.FAILED), job_reason)
+            status = _short_reason(reason, name)
+        elif self.live is None:
+            starting = job_state == "starting" and not last
+            state = "unknown" if job_state == "silent" else "not started" if starting else "ended"
+            status = "" if job_state in CLEAN_JOB_OUTCOMES else self._last_line(name, node, events)
+        elif name == CONTROL:
+            state = "running"
+        elif age is not None:
+            state = "silent" if age > self.config.run.heartbeat_timeout_seconds else "running"
+        else:
+            state = "starting" if last else "not started"
+        restarts = sum(event.event == journal.RESTARTED for event in events)
+        return RoleStatus(name, state, status, restarts, node, age)
+
+    def _last_line(self, name: str, node: int, events: Sequence[ProcessEvent]) -> str:
+        """The last line of a process's log that is not blank; empty without one."""
+        logs = [self.folder / event.log for event in events if event.log]
+        node_folder = self.folder / "logs" / f"node-{node}"
+        path = logs[-1] if logs else (node_folder if node_folder.is_dir() else self.folder / "logs") / f"{name}.log"
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "")
+
+    def lines(self, status: RunStatus, updates: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Everything in words, by label."""
+        folder, config = self.folder, self.config
+        trains = any(role.name.startswith("trainer-") for role in status.roles)
+        log = "node-<number>/<process>.log" if (folder / "logs" / "node-0").is_dir() else "<process>.log"
+        unsent = count_unsent(folder) if self.ended is not None else 0
+        update = update_line(status.version, status.target_updates, status.expected_end, status.time)
+        lines = {
+            "run": f"{config.run.name}, {folder}",
+            "state": self._state_line(status),
+            "job": self._job_line(),
+            "update": update if trains else "",
+            "speed": str(status.progress or ""),
+            "episodes": _episodes_line(updates, config.rollout.group_size, self.ended and self.ended["accounting"]),
+            "groups": describe_tickets(status.tickets),
+            "checkpoint": _checkpoint_line(folder, updates) if trains else "",
+            "restarts": ", ".join(f"{role.name} {role.restarts}" for role in status.roles if role.restarts),
+            "logs": str(folder / "logs" / log),
+            "pages": f"webrl monitor {folder}",
+            "metrics": f"MLflow at {redact(config.tracking_uri)}",
+            "not in MLflow": f"{unsent} entries; send them with: webrl upload {folder}" if unsent else "",
+            "summary": str(folder / "summary.json") if self.ended is not None else "",
+        }
+        return {label: text for label, text in lines.items() if text}
+
+    def _state_line(self, status: RunStatus) -> str:
+        reason, now = f": {status.reason}" if status.reason else "", status.time
+        if status.ended_at is not None:
+            times = f"{_clock(status.started_at)} to {_clock(status.ended_at)}"
+            return f"{status.state}{reason}; {times}, {duration(status.ended_at - status.started_at)}"
+        if status.state == "silent":
+            last = self.last_activity_at
+            return f"no activity since {_clock(last)} ({duration(now - last)} ago){reason}"
+        return f"{status.state} since {_clock(status.started_at)} ({duration(now - status.started_at)}){reason}"
+
+    def _job_line(self) -> str:
+        slurm = next((f"Slurm {event.slurm_job_id}, " for event in reversed(self.events) if event.slurm_job_id), "")
+        hosts = {event.node: event.host for event in self.events if event.role != journal.JOB and event.host}
+        names = list(dict.fromkeys(hosts[node] for node in sorted(hosts)))
+        shown = ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]}"
+        number = f"; job {self.number} of this run" if self.number > 1 else ""
+        return f"{slurm}{count_noun(self.config.cluster.nodes, 'node')}{f': {shown}' if shown else ''}{number}"
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
     return summary.read_summary(folder) if (folder / "summary.json").is_file() else None
-
-
-def _ended_at(folder: Path, job: Sequence[ProcessEvent]) -> float:
-    ends = [event.time for event in job if (event.role, event.event) == (journal.JOB, journal.ENDED)]
-    return ends[-1] if ends else (folder / "summary.json").stat().st_mtime
-
-
-def _changes(folder: Path) -> Iterable[float]:
-    """Unix times at which the files of a run have changed."""
-    paths = [folder / name for name in ACTIVITY_FILES] + list((folder / "logs").rglob("*.log"))
-    return (path.stat().st_mtime for path in paths if path.is_file())
-
-
-def _state(
-    config: Config,
-    ended: dict[str, Any] | None,
-    answer: dict[str, Any] | str,
-    address: ControlAddress | None,
-    job: Sequence[ProcessEvent],
-    last_activity_at: float,
-) -> tuple[str, str]:
-    """(state, reason)."""
-    outcome = ended["outcome"] if ended is not None else None
-    if outcome is None and not isinstance(answer, str):
-        if answer["end"] is None:
-            return "running" if answer["tickets"] else "starting", "stop requested" if answer["stop"] else ""
-        outcome = answer["end"]["outcome"]
-        if outcome in CLEAN_JOB_OUTCOMES:
-            return "ending", f"outcome: {outcome}"
-    if outcome is not None:  # such as "finished", "failed: REASON", "interrupted by SIGTERM"
-        kind, _, reason = outcome.partition(" ")
-        return kind.rstrip(":"), reason
-    if address is None and time.time() - last_activity_at < config.run.startup_timeout_seconds:
-        return "starting", "the control service has not started yet"
-    host = next((event.host for event in job if event.host), "")
-    local = f"; it can be reached only from the job's machine{f' ({host})' if host else ''}"
-    return "silent", f"{answer}{local if address is not None and address.is_loopback else ''}"
-
-
-# -- processes ------------------------------------------------------------------------------------
-
-
-def _role_names(config: Config, job: Sequence[ProcessEvent]) -> list[tuple[str, int]]:
-    """(role, node) of every process that was started or is placed.
-
-    Where a role has started on a node, only started ones count; on one machine for all roles: no trainer if evaluating.
-    """
-    started = {event.role: event.node for event in job if event.role != journal.JOB and event.event == journal.STARTED}
-    begun = {(node, role.partition("-")[0]) for role, node in started.items()}
-    placed = {
-        process.name: process.node
-        for process in place_processes(config).processes
-        if not (config.cluster.nodes == 1 and started) and (process.node, process.role) not in begun
-    }
-    return sorted(({CONTROL: 0} | placed | started).items(), key=lambda item: _order(item[0]))
 
 
 def _order(role: str) -> tuple[int, str, int, str]:
@@ -211,117 +298,10 @@ def _order(role: str) -> tuple[int, str, int, str]:
     return known.index(kind) if kind in known else len(known), kind, int(number) if number.isdigit() else 0, part
 
 
-def _role(
-    folder: Path,
-    config: Config,
-    place: tuple[str, int],
-    job: Sequence[ProcessEvent],
-    live: Mapping[str, Any] | None,
-    job_state: tuple[str, str],
-) -> RoleStatus:
-    """A process: `place` is its name and node, `live` the answer of the service, `job_state` state and reason."""
-    name, node = place
-    events = [event for event in job if event.role == name]
-    last = next((e.event for e in reversed(events) if e.event in ("started", "restarted", "failed")), "")
-    report = (live or {"roles": {}})["roles"].get(name)
-    report = None if report is None or report["cleared"] else report
-    age, status = (None, "") if report is None else (report["silent_seconds"], report["status"] or "")
-    if last == journal.FAILED or (job_state[0] == "failed" and job_state[1].startswith((f"{name}:", f"{name} "))):
-        state = "failed"
-        reason = next((each.reason for each in reversed(events) if each.event == journal.FAILED), job_state[1])
-        status = _short_reason(reason, name)
-    elif live is None:
-        starting = job_state[0] == "starting" and not last
-        state = "unknown" if job_state[0] == "silent" else "not started" if starting else "ended"
-        status = "" if job_state[0] in CLEAN_JOB_OUTCOMES else _last_line(_log_path(folder, name, node, events))
-    elif name == CONTROL:
-        state = "running"
-    elif age is not None:
-        state = "silent" if age > config.run.heartbeat_timeout_seconds else "running"
-    else:
-        state = "starting" if last else "not started"
-    restarts = sum(event.event == journal.RESTARTED for event in events)
-    return RoleStatus(name, state, status, restarts, node, age)
-
-
 def _short_reason(reason: str, name: str) -> str:
     """A reason without what the tables show anyway: the role's name, the log's path, the prefix of its last line."""
     text = _LOGGED.sub("", reason.removeprefix(f"{name} ").removeprefix(f"{name}: "))
     return text[: text.rindex(" (log: ")] if text.endswith(")") and " (log: " in text else text
-
-
-def _log_path(folder: Path, name: str, node: int, events: Iterable[ProcessEvent]) -> Path:
-    if logs := [event.log for event in events if event.log]:
-        return folder / logs[-1]
-    node_folder = folder / "logs" / f"node-{node}"
-    return (node_folder if node_folder.is_dir() else folder / "logs") / f"{name}.log"
-
-
-def _last_line(path: Path) -> str:
-    """The last line of a log that is not blank; empty without one."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "")
-
-
-# -- words ----------------------------------------------------------------------------------------
-
-
-def _lines(
-    status: RunStatus,
-    folder: Path,
-    config: Config,
-    job: Sequence[ProcessEvent],
-    jobs: int,
-    updates: Sequence[Mapping[str, Any]],
-    ended: Mapping[str, Any] | None,
-    last_activity_at: float,
-) -> dict[str, str]:
-    """`job`: events of the last of `jobs` jobs."""
-    trains = any(role.name.startswith("trainer-") for role in status.roles)
-    log = "node-<number>/<process>.log" if (folder / "logs" / "node-0").is_dir() else "<process>.log"
-    unsent = count_unsent(folder) if ended is not None else 0
-    lines = {
-        "run": f"{config.run.name}, {folder}",
-        "state": _state_line(status, last_activity_at),
-        "job": _job_line(config, job, jobs),
-        "update": update_line(status.version, status.target_updates, status.expected_end, status.time)
-        if trains
-        else "",
-        "speed": str(status.progress or ""),
-        "episodes": _episodes_line(updates, config.rollout.group_size, ended and ended["accounting"]),
-        "groups": describe_tickets(status.tickets),
-        "checkpoint": _checkpoint_line(folder, updates) if trains else "",
-        "restarts": ", ".join(f"{role.name} {role.restarts}" for role in status.roles if role.restarts),
-        "logs": str(folder / "logs" / log),
-        "pages": f"webrl monitor {folder}",
-        "metrics": f"MLflow at {redact(config.tracking_uri)}",
-        "not in MLflow": f"{unsent} entries; send them with: webrl upload {folder}" if unsent else "",
-        "summary": str(folder / "summary.json") if ended is not None else "",
-    }
-    return {label: text for label, text in lines.items() if text}
-
-
-def _state_line(status: RunStatus, last_activity_at: float) -> str:
-    reason, now = f": {status.reason}" if status.reason else "", status.time
-    if status.ended_at is not None:
-        times = f"{_clock(status.started_at)} to {_clock(status.ended_at)}"
-        return f"{status.state}{reason}; {times}, {duration(status.ended_at - status.started_at)}"
-    if status.state == "silent":
-        return f"no activity since {_clock(last_activity_at)} ({duration(now - last_activity_at)} ago){reason}"
-    return f"{status.state} since {_clock(status.started_at)} ({duration(now - status.started_at)}){reason}"
-
-
-def _job_line(config: Config, job: Sequence[ProcessEvent], jobs: int) -> str:
-    slurm = next((f"Slurm {event.slurm_job_id}, " for event in reversed(job) if event.slurm_job_id), "")
-    hosts = {event.node: event.host for event in job if event.role != journal.JOB and event.host}
-    names = list(dict.fromkeys(hosts[node] for node in sorted(hosts)))
-    shown = ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]}"
-    number = f"; job {jobs} of this run" if jobs > 1 else ""
-    return f"{slurm}{count_noun(config.cluster.nodes, 'node')}{f': {shown}' if shown else ''}{number}"
 
 
 def update_line(version: int, target: int, end: float | None, now: float) -> str:

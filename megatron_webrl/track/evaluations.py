@@ -247,7 +247,7 @@ def aggregate_results(
         "judge_dollars": sum(result.judge_dollars for result in results),
         "not_recorded_requests": sum(result.not_recorded_requests for result in results),
         "pass_at": _pass_at(results, request.samples),
-        "success_within": _success_within(results),
+        "success_within": {str(limit): share for limit, share in success_within(*_success_steps(results)).items()},
         "wall_seconds": seconds,
         "finished_at": steady_time(),
         "environments": _statistics_by(results, lambda result: result.environment),
@@ -276,33 +276,13 @@ def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
 
-def paired_difference(
-    before: Iterable[EvaluationResult], after: Iterable[EvaluationResult], seed: int = 0
-) -> dict[str, Any] | None:
-    """The `contrast` after - before: how much a policy gained."""
-    return contrast(((1, after), (-1, before)), seed)
-
-
-def seeing_gain(
-    before: Iterable[EvaluationResult],
-    after: Iterable[EvaluationResult],
-    before_blank: Iterable[EvaluationResult],
-    after_blank: Iterable[EvaluationResult],
-    seed: int = 0,
-) -> dict[str, Any] | None:
-    """The `contrast` (after - before) - (after_blank - before_blank), a difference of differences: what the policy
-    gained beyond what it gained with blank images. It is positive, too, when a habit that needs no screenshot goes and
-    what the policy saw before counts for more: it does not show that something was learned to be seen.
-    """
-    return contrast(((1, after), (-1, before), (-1, after_blank), (1, before_blank)), seed)
-
-
 def contrast(terms: Iterable[tuple[int, Iterable[EvaluationResult]]], seed: int = 0) -> dict[str, Any] | None:
     """Weighted sum of the success of the same tasks in several evaluations, mean over tasks, with a 95 % interval.
 
-    `terms`: weight and results of each evaluation. Of each task sum_e weight_e * success_e, where success_e is the mean
-    of its samples. A task without a verdict in one of them is left out; None if no task is left. Paired bootstrap over
-    the tasks (Efron, Bootstrap Methods, 1979): 2.5th to 97.5th percentile of BOOTSTRAP_RESAMPLES means.
+    `terms`: weight and results of each evaluation, such as 1 of after and -1 of before for the gain. Of each task
+    sum_e weight_e * success_e, where success_e is the mean of its samples. A task without a verdict in one of them is
+    left out; None if no task is left. Paired bootstrap over the tasks (Efron, Bootstrap Methods, 1979): 2.5th to 97.5th
+    percentile of BOOTSTRAP_RESAMPLES means.
     """
     weighted = [(weight, _successes(results)) for weight, results in terms]
     tasks = sorted(set.intersection(*(set(successes) for _, successes in weighted)))
@@ -340,6 +320,12 @@ def _statistics(results: Sequence[EvaluationResult]) -> dict[str, Any]:
     }
 
 
+def _success_steps(results: Sequence[EvaluationResult]) -> tuple[list[int], int]:
+    """Steps of each success, and the number of episodes with a verdict."""
+    judged = [result for result in results if result.has_verdict]
+    return [result.steps for result in judged if result.outcome == "success"], len(judged)
+
+
 def _statistics_by(
     results: Sequence[EvaluationResult], name: Callable[[EvaluationResult], str]
 ) -> dict[str, dict[str, Any]]:
@@ -366,21 +352,20 @@ def _pass_at(results: Sequence[EvaluationResult], samples: int) -> dict[str, flo
     return {str(k): sum(values) / len(values) for k, values in values_by_k.items() if values}
 
 
-def _success_within(results: Sequence[EvaluationResult]) -> dict[str, float]:
-    judged = [result for result in results if result.has_verdict]
-    shares = success_within((result.steps for result in judged if result.outcome == "success"), len(judged))
-    return {str(limit): share for limit, share in shares.items()}
-
-
 NAMES = tuple(evaluation_name(kind, variant) for variant in VARIANTS for kind in ("before", "after"))
-GAINS: dict[str, tuple[Callable[..., dict[str, Any] | None], tuple[str, ...]]] = {
-    "gain": (paired_difference, ("before", "after")),
-    "blind_gain": (paired_difference, ("before_blank_images", "after_blank_images")),
-    "seeing_gain": (seeing_gain, ("before", "after", "before_blank_images", "after_blank_images")),
-    "image_gain": (paired_difference, ("after_blank_images", "after")),
-    "greedy_gain": (paired_difference, ("before_greedy", "after_greedy")),
+GAINS: dict[str, dict[str, int]] = {
+    "gain": {"after": 1, "before": -1},
+    "blind_gain": {"after_blank_images": 1, "before_blank_images": -1},
+    "seeing_gain": {"after": 1, "before": -1, "after_blank_images": -1, "before_blank_images": 1},
+    "image_gain": {"after": 1, "after_blank_images": -1},
+    "greedy_gain": {"after_greedy": 1, "before_greedy": -1},
 }
-"""Contrasts of summary.json: what computes each, and from the results of which evaluations."""
+"""Contrasts of summary.json: the weights of evaluations.
+
+`seeing_gain`, a difference of differences, is what the policy gained beyond what it gained with blank images. It is
+positive, too, when a habit that needs no screenshot goes and what the policy saw before counts for more: it does not
+show that something was learned to be seen.
+"""
 
 
 class EvaluationLog:
@@ -407,23 +392,15 @@ class EvaluationLog:
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
-    """All evaluations of a run, oldest first. Lines from before there were variants get the fields of today."""
-    lines = list(history.read(folder / FILE))
-    blank_kind = "checkpoint" if any(line["kind"] == "checkpoint" for line in lines) else "after"
-    for line in lines:
-        if "variant" not in line:  # `blank_images` was a kind: what was evaluated before it, again
-            is_blank = line["kind"] == BLANK_IMAGES
-            line |= {"kind": blank_kind, "variant": BLANK_IMAGES} if is_blank else {"variant": ""}
-            line["first_task"] = 0
-    return lines
+    """All evaluations of a run, oldest first."""
+    return list(history.read(folder / FILE))
 
 
 def read_results(folder: Path, line: dict[str, Any]) -> list[EvaluationResult]:
     """The single episodes of an evaluation."""
-    path = _episodes_path(folder, line)
-    if line["variant"] == BLANK_IMAGES and not path.is_file():
-        path = _episodes_path(folder, line | {"kind": BLANK_IMAGES, "variant": ""})  # of an older run
-    return [EvaluationResult.from_json(json.loads(text)) for text in path.read_text().splitlines()]
+    return [
+        EvaluationResult.from_json(json.loads(text)) for text in _episodes_path(folder, line).read_text().splitlines()
+    ]
 
 
 def summarise(folder: Path, version: int) -> dict[str, Any]:
@@ -442,22 +419,10 @@ def summarise(folder: Path, version: int) -> dict[str, Any]:
         with suppress(FileNotFoundError):  # episodes for which the disk had no room
             if found[name] is not None:
                 results[name] = read_results(folder, found[name])
-    for gain, (compute, names) in GAINS.items():
-        if results.keys() >= set(names):
-            found[gain] = compute(*(results[name] for name in names))
+    for gain, weights in GAINS.items():
+        if results.keys() >= weights.keys():
+            found[gain] = contrast((weight, results[name]) for name, weight in weights.items())
     return found
-
-
-def with_all_names(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """The field `evaluation` of a summary.json that may be of an older run, with all NAMES and GAINS."""
-    stored: dict[str, Any] = dict.fromkeys((*NAMES, *GAINS)) | dict(evaluation)
-    if BLANK_IMAGES in stored:
-        stored["after_blank_images"] = stored.pop(BLANK_IMAGES)
-    for name in NAMES:
-        if stored[name] is not None:
-            kind, _, variant = name.partition("_")
-            stored[name] = {"first_task": 0} | stored[name] | {"kind": kind, "variant": variant}
-    return stored
 
 
 def _episodes_path(folder: Path, line: dict[str, Any]) -> Path:

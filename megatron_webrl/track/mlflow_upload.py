@@ -27,7 +27,6 @@ from megatron_webrl.util.history import Tail
 from megatron_webrl.util.text import first_line, redact, shorten
 
 if TYPE_CHECKING:
-    from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ RETRY_SECONDS = 1.0  # before the first repetition; doubles up to MAX_RETRY_SECO
 MAX_RETRY_SECONDS = 60.0
 END_SECONDS = 20.0  # limit of waiting for MLflow at the end of a job
 FAILED_END_SECONDS = 2.0  # limit of that after a failure of the trainer
-_LINES = 20  # sent together
+_LINES = 20  # sent before they are noted
 _MARKS = 256  # last lines of a file by which a rollback is found; after a longer one the whole file is sent
 
 Line = Mapping[str, Any]
@@ -162,7 +161,7 @@ class Uploader:
             self.change(status=end[0])
 
     def _find_or_create_run(self) -> None:
-        """Find the run by its key. A store that lacks it, such as another one than before, gets a run with all of it."""
+        """Find the run by its key. A store that lacks it, perhaps another than before, gets a run with all of it."""
         experiment = self._experiment_id()
         found = self.client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{self.state.key}'", max_results=1)
         if found:  # perhaps one whose creation MLflow did not confirm
@@ -205,45 +204,32 @@ class Uploader:
             self.client.log_artifact(run_id, str(self.folder / name))
 
     def _send_lines(self, run_id: str, name: str) -> bool:
-        """Send the next lines of a history; False if there are none."""
+        """Send the next lines of a history; False if there are none. Lines that MLflow can never store are left out."""
+        from mlflow.entities import Metric, RunTag
+        from mlflow.exceptions import MlflowException
+
         before = self.state.marks.get(name, ())
         tail = self._tails.pop(name, None) or Tail(self.folder / name, before)
-        lines = tail.poll(_LINES)
-        if lines:  # after a failure they are read again, by another Tail
-            self._log_points(run_id, name, [(line, self._points(name, line)) for line in lines])
+        for line in (lines := tail.poll(_LINES)):  # after a failure they are read again, by another Tail
+            try:
+                milliseconds, step = int(line["finished_at"] * 1000), line["version"]
+                points = [Metric(metric, value, milliseconds, step) for metric, value in METRICS[name](line).items()]
+                tags = [RunTag("checkpoint", line["checkpoint"])] if "checkpoint" in line else []
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                self._reject(name, line, error)
+                continue
+            try:
+                self.client.log_batch(run_id, metrics=points, tags=tags)
+            except MlflowException as error:
+                if error.error_code != "INVALID_PARAMETER_VALUE":
+                    raise
+                self._reject(name, line, error)
         self._tails[name] = tail
         if not lines and tail.marks[-1:] == list(before[-1:]):
             return False
         self.sent += len(lines)
         self.change(marks={**self.state.marks, name: tail.marks[-_MARKS:]})
         return True
-
-    def _points(self, name: str, line: Line) -> list[Metric]:
-        from mlflow.entities import Metric
-
-        try:
-            milliseconds, step = int(line["finished_at"] * 1000), line["version"]
-            return [Metric(metric, value, milliseconds, step) for metric, value in METRICS[name](line).items()]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self._reject(name, line, error)
-            return []
-
-    def _log_points(self, run_id: str, name: str, points: Sequence[tuple[Line, list[Metric]]]) -> None:
-        """Log lines with their points; those that MLflow can never store are left out."""
-        from mlflow.entities import RunTag
-        from mlflow.exceptions import MlflowException
-
-        tags = [RunTag("checkpoint", line["checkpoint"]) for line, _ in points if "checkpoint" in line]
-        try:
-            self.client.log_batch(run_id, metrics=[point for _, found in points for point in found], tags=tags)
-        except MlflowException as error:
-            if error.error_code != "INVALID_PARAMETER_VALUE":
-                raise
-            if len(points) == 1:
-                self._reject(name, points[0][0], error)
-            else:  # find out which line it is
-                for each in points:
-                    self._log_points(run_id, name, [each])
 
     def _reject(self, name: str, line: Line, error: Exception) -> None:
         self.rejected += 1

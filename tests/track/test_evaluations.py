@@ -17,15 +17,14 @@ from rich.console import Console
 from megatron_webrl.tasks.miniwob import all_environments
 from megatron_webrl.track import evaluations, summary, tables
 from megatron_webrl.track.evaluations import (
+    GAINS,
     EvaluationLog,
     EvaluationRequest,
     EvaluationResult,
     aggregate_results,
     contrast,
     evaluation_metrics,
-    paired_difference,
     pass_at,
-    seeing_gain,
     wilson_interval,
 )
 
@@ -67,6 +66,10 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(samples: int, successe
         assert pass_at(k, samples, successes) == pytest.approx(sum(map(any, subsets)) / len(subsets))
     with pytest.raises(ValueError, match=f"pass@{samples + 1} cannot be estimated from {samples} samples"):
         pass_at(samples + 1, samples, successes)
+
+
+def paired_difference(before: list[EvaluationResult], after: list[EvaluationResult]) -> dict[str, Any] | None:
+    return contrast([(1, after), (-1, before)])
 
 
 def test_the_bootstrap_interval_agrees_with_all_possible_resamples():
@@ -259,6 +262,12 @@ def test_the_gain_that_needs_the_screenshot_is_a_difference_of_differences_over_
     assert 20 < judged.sum() < 31
     means = np.nanmean(matrix[:, judged], axis=2)
     each_task = (means[1] - means[0]) - (means[3] - means[2])
+    names = ("before", "after", "before_blank_images", "after_blank_images")
+
+    def seeing_gain(*evaluations: list[EvaluationResult]) -> dict[str, Any] | None:
+        results = dict(zip(names, evaluations, strict=True))
+        return contrast((weight, results[name]) for name, weight in GAINS["seeing_gain"].items())
+
     found = seeing_gain(before, after, before_blank, after_blank)
     assert found is not None
     assert (found["tasks"], found["mean"]) == (judged.sum(), pytest.approx(each_task.mean()))
@@ -269,41 +278,6 @@ def test_the_gain_that_needs_the_screenshot_is_a_difference_of_differences_over_
     # Without any difference by seeing, the two gains cancel in every task.
     assert seeing_gain(before, after, before, after)["interval"] == [0.0, 0.0]  # type: ignore[index]
     assert contrast([(1, before)])["mean"] == pytest.approx(np.nanmean(np.nanmean(matrix[0], axis=1)))  # type: ignore[index]
-
-
-def old_line(kind: str, version: int, *outcomes: str, folder: Path) -> dict[str, Any]:
-    """Write an evaluation as it was written when `blank_images` was a kind."""
-    results = [result(index, outcome) for index, outcome in enumerate(outcomes)]
-    line = aggregate_results(replace(REQUEST, kind=kind, version=version, tasks=len(outcomes)), results, 1.0)
-    EvaluationLog(folder).append(line, results)
-    del line["variant"], line["first_task"]
-    return line
-
-
-@pytest.mark.parametrize(("kind", "first"), [("after", "before"), ("checkpoint", "checkpoint")])
-def test_the_evaluations_and_the_summary_of_an_older_run_are_read(tmp_path: Path, kind: str, first: str):
-    lines = [
-        old_line(first, 0, "failure", "failure", folder=tmp_path),
-        old_line("after", 2, "success", "success", folder=tmp_path),
-        old_line("blank_images", 2, "failure", "success", folder=tmp_path),
-    ]
-    (tmp_path / evaluations.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    *_, blank = evaluations.read_evaluations(tmp_path)
-    assert (blank["kind"], blank["variant"], blank["first_task"]) == (kind, "blank_images", 0)
-    assert [each.outcome for each in evaluations.read_results(tmp_path, blank)] == ["failure", "success"]
-    if kind == "after":
-        found = evaluations.summarise(tmp_path, 2)
-        assert (found["gain"]["mean"], found["image_gain"]["mean"], found["seeing_gain"]) == (1.0, 0.5, None)
-        stored = {"before": lines[0], "after": lines[1], "blank_images": lines[2], "gain": None, "image_gain": None}
-        (tmp_path / "summary.json").write_text(json.dumps({"evaluation": stored}))
-        read = summary.read_summary(tmp_path)["evaluation"]
-        assert read.keys() == found.keys()
-        assert read["after_blank_images"]["variant"] == "blank_images"
-        assert tables.gain_lines(found)[1].startswith("with screenshots over blank images: +50.0 points")
-        table = tables.evaluation_table([read[name] for name in evaluations.NAMES if read[name]])
-        assert [str(column.header) for column in table.columns][1:4] == [
-            "greedy\nbefore", "greedy\nafter", "blank\nafter",
-        ]  # fmt: skip
 
 
 def six_evaluations(names: list[str], folder: Path) -> dict[str, Any]:
