@@ -114,7 +114,7 @@ def _print_timeline(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(bound.to_json(), indent=1) + "\n")
     else:
-        _console().print(bound_table(bound, processes))
+        _console().print(bound_table(bound))
     if options.output is not None:
         if options.update is None:
             processes = read_timeline(folder)

@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -23,13 +23,12 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from megatron_webrl.control.address import FILE
 from megatron_webrl.control.http.json_bodies import encoded
-from megatron_webrl.monitor.access import image_response, json_response
+from megatron_webrl.monitor.access import NO_STORE, image_response, json_response
 from megatron_webrl.monitor.control_probe import query_rollouts
 from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
 from megatron_webrl.ring.record import decode_trajectory, read_record_file
@@ -41,7 +40,6 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5  # between two events
 KEPT_EVENTS = 8  # a viewer that lags behind by more is dropped
-SEND_SECONDS = 5.0  # for a viewer to take an event
 MAX_VIEWERS = 32
 EPISODE_SECONDS = 5.0  # for which one request asks for an episode
 HISTORY_SECONDS = 600
@@ -121,12 +119,10 @@ class LiveRollouts:
         """`folder`: of the run. `texts`: of the run that it holds now."""
         self._folder, self._texts = folder, texts
         self._tracker = RolloutTracker()
-        self._events: deque[bytes] = deque(maxlen=KEPT_EVENTS)
-        self._number = 0  # of the last event
-        self._published = asyncio.Event()  # set, and replaced, by each event
+        self._answered = asyncio.Event()  # set, and replaced, by each answer of the job
         self._error = ""  # why the rollouts are unknown
         self._history: deque[list[Any]] = deque(maxlen=HISTORY_SECONDS)  # a second each: time, and counts by state
-        self._viewers = 0
+        self._viewers: set[asyncio.Queue[bytes]] = set()  # events that a viewer has not taken; an empty one ends it
         self._episodes: dict[tuple[str, str], float] = {}  # until when each is asked for, by worker and key
         self._following: asyncio.Task[None] | None = None
         self._closed = False
@@ -141,44 +137,36 @@ class LiveRollouts:
     def close(self) -> None:
         """End all streams."""
         self._closed = True
-        self._published.set()
+        self._send(b"")
+        self._answered.set()
 
     # -- requests ---------------------------------------------------------------------------------
 
-    async def stream(self, request: Request) -> Any:
+    async def stream(self, request: Request) -> Response:
         """Events until the viewer closes the connection, or stops reading."""
-        if self._viewers >= MAX_VIEWERS:
+        if len(self._viewers) >= MAX_VIEWERS:
             raise HTTPException(503, f"{MAX_VIEWERS} viewers look at the rollouts already")
-        return self._send_events  # Starlette calls it as a response
+        return StreamingResponse(self._events(), media_type="text/event-stream", headers=NO_STORE)
 
-    async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        closed = asyncio.create_task(_wait_until_closed(receive))
-        self._viewers += 1
+    async def _events(self) -> AsyncIterator[bytes]:
+        queue: asyncio.Queue[bytes] = asyncio.Queue(KEPT_EVENTS + 1)
+        self._viewers.add(queue)
         try:
-            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._next_event()
-            known, content = self._number, self._whole()
-            while not closed.done() and not self._closed:
-                async with asyncio.timeout(SEND_SECONDS):
-                    await send({"type": "http.response.body", "body": content, "more_body": True})
-                if known == self._number:
-                    await self._next_event()
-                if self._number - known > len(self._events):
-                    break
-                content, known = b"".join(list(self._events)[known - self._number :]), self._number
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            log.warning("dropped a viewer of the rollouts that does not read")
+            await self._next_answer()
+            while not queue.empty():
+                queue.get_nowait()  # the first event has it all
+            start = {"states": STATES, "fixed": FIXED, "changing": CHANGING, "history": list(self._history)}
+            yield self._event(time.time(), start=start, **self._tracker.whole())
+            while not self._closed and (event := await queue.get()):
+                yield event
         finally:
-            self._viewers -= 1
-            closed.cancel()
+            self._viewers.discard(queue)
 
     async def rollout(self, request: Request) -> Response:
         worker, key = _name(request)
         self._episodes[worker, key] = time.monotonic() + EPISODE_SECONDS
         if self._following is None or self._following.done():
-            await self._next_event()
+            await self._next_answer()
         found = self._tracker.find(worker, key)
         episode = None if found is None else await asyncio.to_thread(self._episode_json, worker, key, found)
         return json_response({"time": time.time(), "rollout": found, "episode": episode, "error": self._error})
@@ -194,10 +182,10 @@ class LiveRollouts:
 
     # -- events -----------------------------------------------------------------------------------
 
-    async def _next_event(self) -> None:
+    async def _next_answer(self) -> None:
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
-        await self._published.wait()
+        await self._answered.wait()
 
     async def _follow(self) -> None:
         """Ask and publish until nobody looks."""
@@ -222,17 +210,22 @@ class LiveRollouts:
             changes = self._tracker.update({}, now)
         if not self._history or now - self._history[-1][0] >= 1:
             self._history.append([round(now, 1), *self._tracker.counts()])
-        self._number += 1
-        self._events.append(_event({"time": round(now, 2), "error": self._error, **changes}))
-        published, self._published = self._published, asyncio.Event()
-        if self._closed:
-            self._published.set()
-        published.set()
+        self._send(self._event(now, **changes))
+        self._answered.set()
+        if not self._closed:
+            self._answered = asyncio.Event()
 
-    def _whole(self) -> bytes:
-        """The event that a viewer gets first."""
-        start = {"states": STATES, "fixed": FIXED, "changing": CHANGING, "history": list(self._history)}
-        return _event({"time": round(time.time(), 2), "error": self._error, "start": start, **self._tracker.whole()})
+    def _send(self, event: bytes) -> None:
+        for queue in list(self._viewers):
+            if queue.qsize() < KEPT_EVENTS:
+                queue.put_nowait(event)
+            else:
+                log.warning("dropped a viewer of the rollouts that does not read")
+                self._viewers.discard(queue)
+                queue.put_nowait(b"")
+
+    def _event(self, now: float, **content: Any) -> bytes:
+        return b"data: %s\n\n" % encoded({"time": round(now, 2), "error": self._error, **content})
 
     # -- episodes ---------------------------------------------------------------------------------
 
@@ -253,15 +246,6 @@ class LiveRollouts:
 def _read(path: Path, changed_at: int) -> Trajectory:
     """The episode of a file, which changed at that time."""
     return decode_trajectory(next(read_record_file(path)), copy=True)
-
-
-async def _wait_until_closed(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: %s\n\n" % encoded(content)
 
 
 def _name(request: Request) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The timeline of a run: the spans of all nodes on one clock, and what bounded an update.
+"""The timeline of a run: the spans of all nodes by their times of day, and what bounded an update.
 
 Update n lasts from the end of update n - 1 to its own, as `finished_at` in updates.jsonl.
 """
@@ -15,12 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 from rich import box
 from rich.table import Table
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.clock import ClockOffset
 from megatron_webrl.track.timeline import FOLDER, timeline_files
 from megatron_webrl.util import history
 
@@ -41,7 +39,7 @@ Window = tuple[float, float]  # from and to, unix seconds
 
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
-    """One span of a process. Times are unix seconds by the control service's clock."""
+    """One span of a process. Times are unix seconds."""
 
     name: str
     track: str
@@ -71,7 +69,6 @@ class ProcessTimeline:
     node: int
     host: str
     pid: int
-    clock_error: float | None  # bound of the error of its times, seconds; None: unknown
     spans: tuple[TimelineSpan, ...]  # by start; of spans that start together, the outer one first
 
     def named(self, name: str) -> list[TimelineSpan]:
@@ -88,86 +85,37 @@ class ProcessTimeline:
         return [span.start for span in self.spans], max((span.seconds for span in self.spans), default=0.0)
 
 
-# -- reading --------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Recorded:
-    """The files of one process."""
-
-    header: Mapping[str, Any]  # of its first file
-    spans: list[list[Any]]
-    offsets: list[ClockOffset]
-
-
 def read_timeline(folder: Path, role: str = "", window: Window | None = None) -> list[ProcessTimeline]:
     """The processes of a run, or of a role, by role and start. Raises ConfigError if the run has no timeline.
 
     `window`: spans that ended MARGIN_SECONDS before it or began as long after it are left out, to save memory.
     """
-    recorded = _read_files(folder / FOLDER, role, window)
-    if not recorded:
-        raise ConfigError(f"{folder} has no timeline: start a run with tracking.timeline=true")
-    starts: dict[str, float] = {}  # unix time at the zero of a clock, by a process of its machine, or else by another
-    for each in recorded:
-        starts.setdefault(each.header["clock"], each.header["unix"] - each.header["monotonic"])
-    for each in recorded:
-        for offset in each.offsets:
-            starts.setdefault(offset.clock, starts[each.header["clock"]] - offset.offset)
-    return [_align(each, starts) for each in recorded]
-
-
-def _read_files(folder: Path, role: str, window: Window | None) -> list[_Recorded]:
-    by_process: dict[tuple[Any, ...], _Recorded] = {}
-    for path, match in timeline_files(folder):
-        is_older = window is not None and path.stat().st_mtime < window[0] - MARGIN_SECONDS
-        if is_older or role not in ("", match["role"]):
-            continue
-        lines = history.read(path)
+    spans: dict[tuple[Any, ...], list[TimelineSpan]] = {}  # by process
+    zeros: dict[str, float] = {}  # unix time at the zero of a machine's clock, by its first process
+    first, last = (window[0] - MARGIN_SECONDS, window[1] + MARGIN_SECONDS) if window else (-math.inf, math.inf)
+    for path, _ in timeline_files(folder / FOLDER, role):
+        lines = history.read(path) if path.stat().st_mtime >= first else iter(())
         header: Mapping[str, Any] = next(lines, {})
         if "role" not in header:
             continue  # of a process that was killed at its start
-        key = header["role"], header["host"], header["pid"], header["clock"]
-        process = by_process.setdefault(key, _Recorded(header, [], []))
-        first, last = _microseconds(header, window)
+        zero = zeros.setdefault(header["clock"], header["unix"] - header["monotonic"])
+        name, number = _numbered(header["role"])
+        found = spans.setdefault((name, number, header["role"], header["node"], header["host"], header["pid"]), [])
         for line in lines:
-            process.spans += (span for span in line.get("spans", ()) if span[3] > first and span[2] < last)
-            if "service" in line:
-                process.offsets.append(ClockOffset(**line["service"]))
-    return sorted(by_process.values(), key=lambda each: (_natural(each.header["role"]), each.header["unix"]))
+            for name, track, start, end, facts in line.get("spans", ()):
+                span = TimelineSpan(name, track, zero + start / 1e6, zero + end / 1e6, facts)
+                if span.end > first and span.start < last:
+                    found.append(span)
+    if not spans:
+        raise ConfigError(f"{folder} has no timeline: start a run with tracking.timeline=true")
+    ordered = [(process, sorted(found, key=lambda span: (span.start, -span.end))) for process, found in spans.items()]
+    ordered.sort(key=lambda each: each[0][:2])
+    return [ProcessTimeline(*process[2:], tuple(found)) for process, found in ordered]
 
 
-def _microseconds(header: Mapping[str, Any], window: Window | None) -> Window:
-    """A window with its margins by the clock of a process, about: by the time of day of its machine."""
-    if window is None:
-        return -math.inf, math.inf
-    zero = header["unix"] - header["monotonic"]
-    return (window[0] - MARGIN_SECONDS - zero) * 1e6, (window[1] + MARGIN_SECONDS - zero) * 1e6
-
-
-def _natural(role: str) -> tuple[str, int]:
+def _numbered(role: str) -> tuple[str, int]:
     name, _, number = role.rpartition("-")
     return (name, int(number)) if number.isdigit() else (role, 0)
-
-
-def _align(recorded: _Recorded, starts: Mapping[str, float]) -> ProcessTimeline:
-    """Place spans by the estimates of the service's clock: between two of them the clocks drift apart evenly."""
-    header = recorded.header
-    clock = recorded.offsets[-1].clock if recorded.offsets else header["clock"]
-    times = np.array([span[2:4] for span in recorded.spans], np.float64).reshape(-1, 2) / 1e6
-    if clock == header["clock"]:  # the service runs on this machine; or the time of day must do
-        error = 0.0 if recorded.offsets or len(starts) == 1 else None
-    else:
-        offsets = sorted((each for each in recorded.offsets if each.clock == clock), key=lambda each: each.at)
-        times += np.interp(times, [each.at for each in offsets], [each.offset for each in offsets])
-        error = max(each.error for each in offsets)
-    times += starts[clock]
-    spans = [
-        TimelineSpan(name, track, start, end, facts)
-        for (name, track, _, _, facts), (start, end) in zip(recorded.spans, times.tolist(), strict=True)
-    ]
-    spans.sort(key=lambda span: (span.start, -span.end))
-    return ProcessTimeline(header["role"], header["node"], header["host"], header["pid"], error, tuple(spans))
 
 
 # -- what bounded an update -----------------------------------------------------------------------
@@ -258,8 +206,8 @@ def update_bound(processes: Sequence[ProcessTimeline], update_of: tuple[ProcessT
     )
 
 
-def bound_table(bound: UpdateBound, processes: Sequence[ProcessTimeline]) -> Table:
-    """The rows for a terminal. `processes`: whose clocks are named if they are not those of one machine."""
+def bound_table(bound: UpdateBound) -> Table:
+    """The rows for a terminal."""
     title = f"update {bound.version}: {bound.seconds:.1f} s"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -267,10 +215,6 @@ def bound_table(bound: UpdateBound, processes: Sequence[ProcessTimeline]) -> Tab
         table.add_column(name, justify="right")
     for label, seconds, share, depth in bound.rows():
         table.add_row("  " * depth + label, f"{seconds:.2f}", f"{share:.0%}", style="dim" if depth else "")
-    errors = [each.clock_error for each in processes]
-    if any(error != 0.0 for error in errors):
-        unknown = f", of {errors.count(None)} processes unknown" if None in errors else ""
-        table.caption = f"error of clocks: {1e3 * max(error or 0.0 for error in errors):.1f} ms{unknown}"
     return table
 
 

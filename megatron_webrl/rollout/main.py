@@ -53,7 +53,7 @@ def run(
             asyncio.run(_evaluate(config, control, worker, number, nodes))
         else:
             with (
-                open_timeline(config, control.role, nodes[0], control.service_clock) as timeline,
+                open_timeline(config, control.role, nodes[0]) as timeline,
                 open_node_ring(config, control, node_ring, first_instance=number == 1) as ring,
             ):
                 asyncio.run(_run(config, control, worker, number, ring, nodes, timeline))

@@ -2,7 +2,6 @@
 
     timeline/<role>.<number>.jsonl    of a run's folder; the lines of a file:
     {"role", "node", "host", "pid", "clock", "monotonic", "unix"}    whose it is, and both clocks at its start
-    {"service": {"clock", "at", "offset", "error"}}                  the control service's clock, once a minute
     {"spans": [[name, track, start, end, facts], ...]}               microseconds of CLOCK_MONOTONIC
 
 A span measures its time whether it is recorded or not: the metrics of an update and the times of a step are those of
@@ -18,14 +17,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.clock import ClockOffset, clock_identity
+from megatron_webrl.control.clock import clock_identity
 from megatron_webrl.util.history import History
 
 log = logging.getLogger(__name__)
@@ -34,7 +32,7 @@ FOLDER = "timeline"
 PROFILES = "profiles"  # folder of torch's profiles of a run (trainer/profile.py)
 FILE_BYTES, FILES = 16 * 2**20, 4  # of each process
 UNWRITTEN_SPANS = 200_000  # in memory; while the disk stalls the oldest are lost
-FLUSH_SECONDS, CLOCK_SECONDS, CLOSE_SECONDS = 1.0, 60.0, 10.0
+FLUSH_SECONDS, CLOSE_SECONDS = 1.0, 10.0
 _FILE = re.compile(r"(?P<role>[\w.-]+)\.(?P<number>\d{4,})\.jsonl")
 
 RecordedSpan = tuple[str, str, int, int, dict[str, Any]]  # name, track, start and end in microseconds, facts
@@ -117,15 +115,19 @@ class TimelineFiles:
         folder.mkdir(parents=True, exist_ok=True)
         self._history = self._open_next()
 
-    def write(self, service: ClockOffset | None = None) -> None:
-        """Write the spans since the last call, and where the service's clock is."""
-        lines: list[dict[str, Any]] = [] if service is None else [{"service": asdict(service)}]
-        if spans := self._timeline.take():
-            lines.append({"spans": spans})
-        if not lines or not self._timeline.recording:
+    def write_until(self, ended: threading.Event) -> None:
+        """Write once a second until the event is set, and at last."""
+        while not ended.wait(FLUSH_SECONDS):
+            self.write()
+        self.write()
+
+    def write(self) -> None:
+        """Write the spans since the last call."""
+        spans = self._timeline.take()
+        if not spans or not self._timeline.recording:
             return
         try:
-            self._history.append(*lines)
+            self._history.append({"spans": spans})
             if self._history.size > FILE_BYTES:
                 self._history.close()
                 self._history = self._open_next()
@@ -141,36 +143,25 @@ class TimelineFiles:
 
     def _open_next(self) -> History:
         """A file after those of this role; deletes the oldest."""
-        files = {
-            int(found["number"]): path for path, found in timeline_files(self._folder) if found["role"] == self._role
-        }
-        for number in sorted(files)[: max(0, len(files) + 1 - FILES)]:
-            files[number].unlink(missing_ok=True)
-        history = History(self._folder / f"{self._role}.{max(files, default=0) + 1:04d}.jsonl", 0)
-        history.append(
-            {
-                "role": self._role,
-                "node": self._node,
-                "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-                "pid": os.getpid(),
-                "clock": clock_identity(),
-                "monotonic": time.monotonic(),
-                "unix": time.time(),
-            }
-        )
+        found = [(int(match["number"]), path) for path, match in timeline_files(self._folder, self._role)]
+        for _, path in sorted(found)[: max(0, len(found) + 1 - FILES)]:
+            path.unlink(missing_ok=True)
+        history = History(self._folder / f"{self._role}.{max(found, default=(0,))[0] + 1:04d}.jsonl", 0)
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        owner = {"role": self._role, "node": self._node, "host": host, "pid": os.getpid()}
+        history.append({**owner, "clock": clock_identity(), "monotonic": time.monotonic(), "unix": time.time()})
         return history
 
 
-def timeline_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
-    """The files in a timeline folder, with their `role` and `number`."""
+def timeline_files(folder: Path, role: str = "") -> list[tuple[Path, re.Match[str]]]:
+    """The files in a timeline folder, or those of a role, with their `role` and `number`."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [(path, match) for path in paths if (match := _FILE.fullmatch(path.name))]
+    found = [(path, match) for path in paths if (match := _FILE.fullmatch(path.name))]
+    return [(path, match) for path, match in found if role in ("", match["role"])]
 
 
 @contextmanager
-def open_timeline(
-    config: Config, role: str, node: int, service_clock: Callable[[], ClockOffset | None]
-) -> Iterator[Timeline]:
+def open_timeline(config: Config, role: str, node: int) -> Iterator[Timeline]:
     """The timeline of this process, written until the context ends; OFF without tracking.timeline."""
     if not config.tracking.timeline:
         yield OFF
@@ -183,7 +174,7 @@ def open_timeline(
         yield OFF
         return
     ended = threading.Event()
-    thread = threading.Thread(target=_write_until, args=(ended, files, service_clock), name="timeline", daemon=True)
+    thread = threading.Thread(target=files.write_until, args=(ended,), name="timeline", daemon=True)
     thread.start()
     try:
         yield timeline
@@ -194,14 +185,3 @@ def open_timeline(
             log.error("the timeline lacks its end: the disk did not take it within %.0f s", CLOSE_SECONDS)
         else:
             files.close()
-
-
-def _write_until(ended: threading.Event, files: TimelineFiles, service_clock: Callable[[], ClockOffset | None]) -> None:
-    """Write once a second until the event is set, with the service's clock at first, once a minute, and at last."""
-    clock_at = 0.0
-    while not ended.wait(FLUSH_SECONDS):
-        service = service_clock() if time.monotonic() >= clock_at else None
-        if service is not None:
-            clock_at = time.monotonic() + CLOCK_SECONDS
-        files.write(service)
-    files.write(service_clock())

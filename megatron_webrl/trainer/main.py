@@ -49,7 +49,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     """Run one trainer rank until the job ends. Attempt 0 starts as run.resume says, others from a checkpoint if any."""
     torchvision_shim.install()
     control.start_heartbeat()
-    with open_timeline(config, control.role, node_ring.node, control.service_clock) as timeline:
+    with open_timeline(config, control.role, node_ring.node) as timeline:
         _run(config, control, rank, node_ring, attempt, timeline)
 
 

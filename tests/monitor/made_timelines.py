@@ -1,9 +1,9 @@
-"""Timeline files made by hand: a trainer, and workers on other nodes, whose clocks differ."""
+"""Timeline files made by hand: a trainer, and workers on other nodes, whose monotonic clocks differ."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +11,25 @@ from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.track.timeline import FOLDER
 
-UNIX = 1.7e9  # at second 0 of the service's clock
-Span = tuple[str, str, float, float, dict[str, Any]]  # name, track, start and end in seconds of the service's clock
+UNIX = 1.7e9  # at second 0
+Span = tuple[str, str, float, float, dict[str, Any]]  # name, track, start and end in seconds
 
 
 def write_process(
-    folder: Path,
-    role: str,
-    spans: Sequence[Span],
-    *,
-    node: int = 0,
-    ahead: float = 0.0,
-    offsets: Sequence[Mapping[str, Any]] | None = None,
-    unix: float = UNIX,
+    folder: Path, role: str, spans: Sequence[Span], *, node: int = 0, ahead: float = 0.0, unix: float = UNIX
 ) -> None:
-    """The file of a process on a node whose clock is `ahead` of the service's, which runs on node 0.
-
-    `offsets`: the estimates of the service's clock; one without an error if None.
-    """
-    clock = f"clock-{node}"
+    """The file of a process on a node whose monotonic clock is at `ahead` at second 0."""
     header = {
-        "role": role, "node": node, "host": f"n{node}", "pid": 100 + node, "clock": clock, "monotonic": ahead,
-        "unix": unix,
+        "role": role, "node": node, "host": f"n{node}", "pid": 100 + node, "clock": f"clock-{node}",
+        "monotonic": ahead, "unix": unix,
     }  # fmt: skip
-    if offsets is None:
-        offsets = [{"at": ahead, "offset": -ahead, "error": 0.0}]
-    lines: list[dict[str, Any]] = [header, *({"service": {"clock": "clock-0", **each}} for each in offsets)]
-    lines.append(
-        {
-            "spans": [
-                [name, track, round((start + ahead) * 1e6), round((end + ahead) * 1e6), facts]
-                for name, track, start, end, facts in spans
-            ]
-        }
-    )
+    written = [
+        [name, track, round((start + ahead) * 1e6), round((end + ahead) * 1e6), facts]
+        for name, track, start, end, facts in spans
+    ]
     path = folder / FOLDER / f"{role}.0001.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, {"spans": written})))
 
 
 def episode(ticket: int, index: int, start: float, parts: Sequence[tuple[str, float]], outcome: str) -> list[Span]:
@@ -66,7 +48,7 @@ def episode(ticket: int, index: int, start: float, parts: Sequence[tuple[str, fl
 
 
 def write_run(directory: Path, ahead: float = 0.0) -> Config:
-    """A run of two updates with known answers; the worker's node has a clock that is `ahead` of the service's.
+    """A run of two updates with known answers; the worker's node has a clock that is `ahead` of the trainer's.
 
     Second   0        10          20            27    30        34  35
     trainer  update 1  | wait for groups, 15 s      | train, 8 s | exchange, 2 s

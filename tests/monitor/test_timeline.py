@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.clock import ServiceClock
 from megatron_webrl.monitor.timeline import ProcessTimeline, UpdateBound, read_timeline, read_update
 from megatron_webrl.track.timeline import FOLDER
 from tests.monitor.made_timelines import UNIX, write_process, write_run
@@ -21,63 +19,16 @@ def process(folder: Path, role: str) -> ProcessTimeline:
     return next(each for each in read_timeline(folder) if each.role == role)
 
 
-def test_times_of_all_nodes_are_on_the_clock_of_the_service(tmp_path: Path) -> None:
+def test_processes_are_placed_by_the_time_of_day_and_those_of_a_machine_by_its_first_one(tmp_path: Path) -> None:
     spans = [("step", "", 5.0, 6.0, {}), ("step", "", 50.0, 51.5, {})]
-    write_process(tmp_path, "trainer-0", spans)
+    write_process(tmp_path, "rollout-0", spans)
+    write_process(tmp_path, "trainer-0", spans, unix=UNIX + 3)  # the time of day was set meanwhile
     for node, ahead in ((1, 98765.4), (2, -2.5)):
-        write_process(tmp_path, f"rollout-{node}", spans, node=node, ahead=ahead, unix=UNIX + 999)
+        write_process(tmp_path, f"rollout-{node}", spans, node=node, ahead=ahead)
     for each in read_timeline(tmp_path):
         assert [(span.start - UNIX, span.end - UNIX) for span in each.spans] == [
             pytest.approx((5.0, 6.0), abs=2e-6), pytest.approx((50.0, 51.5), abs=2e-6)
         ]  # fmt: skip
-        assert each.clock_error == 0.0
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_drifting_clock_behind_a_slow_network_is_aligned_within_its_bound(tmp_path: Path, seed: int) -> None:
-    chance, estimates = random.Random(seed), []
-
-    def ahead(now: float) -> float:  # of the service; 100 ppm, far worse than a disciplined clock
-        return 40.0 + 1e-4 * now
-
-    for minute in range(10):
-        clock = ServiceClock()
-        for second in range(60):
-            now = 60.0 * minute + second
-            there, back = chance.expovariate(100), chance.expovariate(100)
-            received = now + there - ahead(now)
-            times = {"clock": "clock-0", "received": received, "answered": received, "error": 0.0}
-            clock.add(now, times, now + there + back)
-        best = clock.best()
-        assert best is not None
-        estimates.append({"at": best.at, "offset": best.offset, "error": best.error})
-    own = list(range(60, 540, 7))  # between the first estimate and the last
-    spans = [("step", "", now - 40.0, now - 39.5, {}) for now in own]
-    write_process(tmp_path, "trainer-0", [])
-    write_process(tmp_path, "rollout-1", spans, node=1, ahead=40.0, offsets=estimates)
-    found = process(tmp_path, "rollout-1")
-    assert found.clock_error is not None
-    assert 0 < found.clock_error < 0.02
-    assert len(found.spans) == len(own)
-    for span, now in zip(found.spans, own, strict=True):
-        assert abs(span.start - UNIX - (now - ahead(now))) <= found.clock_error + 1e-6
-
-
-def test_without_an_estimate_the_time_of_day_places_a_process_and_its_error_is_unknown(tmp_path: Path) -> None:
-    write_process(tmp_path, "trainer-0", [])
-    write_process(tmp_path, "rollout-1", [("step", "", 5.0, 6.0, {})], node=1, ahead=7.0, offsets=[], unix=UNIX + 0.25)
-    found = process(tmp_path, "rollout-1")
-    assert found.spans[0].start == pytest.approx(UNIX + 5.25)
-    assert found.clock_error is None
-
-
-def test_a_run_whose_service_runs_on_a_machine_without_roles_is_aligned_by_one_of_them(tmp_path: Path) -> None:
-    for node, ahead in ((1, 10.0), (2, 20.0)):
-        write_process(
-            tmp_path, f"rollout-{node}", [("step", "", 5.0, 6.0, {})], node=node, ahead=ahead, unix=UNIX + node
-        )
-    first, second = read_timeline(tmp_path)
-    assert first.spans[0].start == pytest.approx(second.spans[0].start, abs=1e-6)
 
 
 def test_the_files_of_a_process_are_one_and_a_restarted_role_is_two(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.clock import ClockOffset, clock_identity
+from megatron_webrl.control.clock import clock_identity
 from megatron_webrl.track import timeline as recorder
 from megatron_webrl.track.timeline import OFF, Timeline, TimelineFiles, Track, open_timeline
 from megatron_webrl.util.history import History
@@ -67,7 +67,7 @@ def test_without_the_setting_there_is_no_thread_and_no_file(tmp_path: Path) -> N
     config = Config()
     config.run.directory = str(tmp_path)
     threads = threading.active_count()
-    with open_timeline(config, "trainer-0", 0, lambda: None) as timeline:
+    with open_timeline(config, "trainer-0", 0) as timeline:
         assert timeline is OFF
         assert threading.active_count() == threads
     assert not list(tmp_path.iterdir())
@@ -76,16 +76,14 @@ def test_without_the_setting_there_is_no_thread_and_no_file(tmp_path: Path) -> N
 def test_a_process_leaves_its_spans_and_its_clocks(tmp_path: Path) -> None:
     config = Config()
     config.run.directory, config.tracking.timeline = str(tmp_path), True
-    offset = ClockOffset("far", 5.0, 100.0, 0.001)
     for _ in range(2):  # the role is restarted
-        with open_timeline(config, "rollout-1", 3, lambda: offset) as timeline, timeline.span("ticket"):
+        with open_timeline(config, "rollout-1", 3) as timeline, timeline.span("ticket"):
             pass
     folder = config.run_folder / recorder.FOLDER
     assert [path.name for path in sorted(folder.iterdir())] == ["rollout-1.0001.jsonl", "rollout-1.0002.jsonl"]
-    first, service, spans, *_ = lines_of(folder)
+    first, spans, *_ = lines_of(folder)
     assert (first["role"], first["node"], first["clock"]) == ("rollout-1", 3, clock_identity())
     assert first["unix"] - first["monotonic"] == pytest.approx(time.time() - time.monotonic(), abs=1.0)
-    assert service["service"] == {"clock": "far", "at": 5.0, "offset": 100.0, "error": 0.001}
     assert [span[0] for span in spans["spans"]] == ["ticket"]
     assert len(spans_of(folder)) == 2
 
@@ -120,7 +118,7 @@ def test_spans_of_many_threads_are_all_written(tmp_path: Path) -> None:
             with timeline.span("step", f"thread {thread}", number=number):
                 pass
 
-    with open_timeline(config, "rollout-0", 0, lambda: None) as timeline:
+    with open_timeline(config, "rollout-0", 0) as timeline:
         threads = [threading.Thread(target=work, args=(timeline, number)) for number in range(4)]
         for thread in threads:
             thread.start()
@@ -153,7 +151,7 @@ def test_a_disk_that_stalls_does_not_keep_a_process_from_ending(
     config, stalled = Config(), threading.Event()
     config.run.directory, config.tracking.timeline = str(tmp_path), True
     monkeypatch.setattr(recorder, "CLOSE_SECONDS", 0.2)
-    with open_timeline(config, "trainer-0", 0, lambda: None) as timeline:
+    with open_timeline(config, "trainer-0", 0) as timeline:
         monkeypatch.setattr(History, "append", lambda *_: stalled.wait(60))
         timeline.record("step", 0.0, 1.0)
     assert "the timeline lacks its end" in caplog.text
