@@ -203,31 +203,24 @@ def _distinct(images: Sequence[bytes]) -> tuple[Screenshot, ...]:
 def _actions(trajectory: Trajectory) -> str:
     lines = []
     for number, step in enumerate(trajectory.steps, 1):
-        if step.action is None:
-            lines.append(f"{number}. no valid action")
-            continue
         effect = "page changed" if step.page_changed else "page unchanged"
-        lines.append(f"{number}. {_action_text(step.action)}; {effect}")
+        lines.append(f"{number}. " + (f"{_action_text(step.action)}; {effect}" if step.action else "no valid action"))
     return "\n".join(lines)
 
 
 def _action_text(action: Action) -> str:
     """All arguments of an action in full, each on the same line: `type text="abc" element_id=5`."""
-    terms: list[str] = [action.kind]
-    for name in ("text", "url", "direction", "time", "tab", "element_id", "coordinate", "end_element_id",
-                 "end_coordinate"):  # fmt: skip
-        value = getattr(action, name)
-        if value is not None:
-            terms.append(f"{name}={json.dumps(value, ensure_ascii=False)}")
-    return " ".join(terms)
+    names = ("text", "url", "direction", "time", "tab", "element_id", "coordinate", "end_element_id", "end_coordinate")
+    values = {name: value for name in names if (value := getattr(action, name)) is not None}
+    return " ".join([action.kind, *(f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in values.items())])
 
 
 def _pages(trajectory: Trajectory) -> str:
     """Title and URL of each screenshot that a step acted on."""
-    pages: dict[int, str] = {}
-    for step in trajectory.steps:
-        if len(step.images) and (step.title or step.url):
-            pages[int(step.images[-1]) + 1] = f"{' '.join(step.title.split())} | {step.url}"
+    pages = {
+        int(step.images[-1]) + 1: f"{' '.join(step.title.split())} | {step.url}"
+        for step in trajectory.steps if len(step.images) and (step.title or step.url)
+    }  # fmt: skip
     return "\n".join(f"screenshot {number}: {page}" for number, page in sorted(pages.items()))
 
 

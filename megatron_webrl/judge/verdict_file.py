@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.protocols import PROTOCOLS
 from megatron_webrl.judge.questions import PromptFiles
 from megatron_webrl.types import JUDGE_ERROR, Trajectory, Verdict
+from megatron_webrl.util import history
 
 _WITHOUT_EFFECT = ("cache", "budget", "concurrency", "timeout_seconds", "deadline_seconds", "prompts")
 """Settings that do not change what a verdict means."""
@@ -40,19 +40,32 @@ class VerdictFile:
         self.lines: dict[str, dict[str, Any]] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            complete = self._read(path.read_bytes()) if path.exists() else 0
-            self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
-            self._file.truncate(complete)  # a line that a crash cut off
+            for number, line in enumerate(history.read(path), 1):
+                self._take(number, line)
+            self._history = history.History(path)  # cuts off half a line
         except OSError as error:
             raise ConfigError(
                 f"the verdicts cannot be kept in {path}: {error.strerror}; name a file by --out"
             ) from error
 
+    def _take(self, number: int, line: Any) -> None:
+        if not isinstance(line, dict) or not {"episode", "settings", "outcome", "stored", "stages"} <= line.keys():
+            raise ConfigError(f"{self.path}:{number} is no line of verdicts; name another file by --out")
+        if line["settings"] != self._digest:
+            raise ConfigError(
+                f"{self.path}:{number} was judged with other settings ({line['settings']}, not {self._digest}); "
+                "name another file by --out, or remove it"
+            )
+        if line["outcome"] == JUDGE_ERROR:
+            self.lines.pop(line["episode"], None)
+        else:
+            self.lines[line["episode"]] = line
+
     def __enter__(self) -> VerdictFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        self._history.close()
 
     def holds(self, key: str, trajectory: Trajectory) -> bool:
         """Whether an episode has a verdict; one of another episode, which was at its place before, is forgotten."""
@@ -67,25 +80,9 @@ class VerdictFile:
             "episode": key, "settings": self._digest, **_identity(trajectory), "stored": trajectory.outcome,
             **asdict(verdict),
         }  # fmt: skip
-        self._file.write(json.dumps(line) + "\n")
+        self._history.append(line)
         self.lines[key] = line
         return line
-
-    def _read(self, content: bytes) -> int:
-        """Take the complete lines; returns their length in bytes."""
-        complete = content.rfind(b"\n") + 1
-        for number, text in enumerate(content[:complete].splitlines(), 1):
-            line = _parse(self.path, number, text)
-            if line["settings"] != self._digest:
-                raise ConfigError(
-                    f"{self.path}:{number} was judged with other settings ({line['settings']}, not {self._digest}); "
-                    "name another file by --out, or remove it"
-                )
-            if line["outcome"] == JUDGE_ERROR:
-                self.lines.pop(line["episode"], None)
-            else:
-                self.lines[line["episode"]] = line
-        return complete
 
 
 def _identity(trajectory: Trajectory) -> dict[str, Any]:
@@ -93,13 +90,3 @@ def _identity(trajectory: Trajectory) -> dict[str, Any]:
         "ticket": trajectory.ticket, "index": trajectory.index, "task": trajectory.task.id,
         "worker": trajectory.worker, "finished_at": trajectory.finished_at,
     }  # fmt: skip
-
-
-def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-        if isinstance(line, Mapping) and {"episode", "settings", "outcome", "stored", "stages"} <= line.keys():
-            return dict(line)
-    except ValueError:
-        pass
-    raise ConfigError(f"{path}:{number} is no line of verdicts; name another file by --out")

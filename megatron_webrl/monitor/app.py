@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import quote
 
@@ -149,18 +150,14 @@ class RunPages:
 
     def dataset(self, request: Request) -> Response:
         stored = (row for row in iterate(self.index, _query(request)) if self._path(row).is_file())
-        rows = list(islice(stored, MAX_DATASET))
-        with NamedTemporaryFile(prefix="webrl-monitor-", suffix=".parquet", delete=False) as file:
-            path = Path(file.name)
-        remove = BackgroundTask(path.unlink, missing_ok=True)
-        try:
-            episodes = ((row, self._read_episode(self._path(row), row["position"])) for row in rows)
+        episodes = ((row, self._read_episode(self._path(row), row["position"])) for row in islice(stored, MAX_DATASET))
+        with ExitStack() as made:
+            folder = Path(made.enter_context(TemporaryDirectory(prefix="webrl-monitor-")))
+            path = folder / f"{self.folder.name}-episodes.parquet"
             write_dataset(path, episodes, self._texts)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        name = f"{self.folder.name}-episodes.parquet"
-        return FileResponse(path, filename=name, media_type="application/vnd.apache.parquet", background=remove)
+            remove = BackgroundTask(made.pop_all().close)
+        media = "application/vnd.apache.parquet"
+        return FileResponse(path, filename=path.name, media_type=media, background=remove)
 
     def episode(self, request: Request) -> dict[str, Any]:
         row = self._row(request)
@@ -220,7 +217,9 @@ class RunSet:
         """Raises ConfigError. A name that two folders have gets a number."""
         self.pages: dict[str, RunPages] = {}
         for folder in folders:
-            self.pages[_free_name(folder.resolve().name, self.pages)] = RunPages(folder)
+            name = folder.resolve().name
+            names = [name, *(f"{name}-{number}" for number in range(2, len(folders) + 1))]
+            self.pages[next(each for each in names if each not in self.pages)] = RunPages(folder)
         self._apps: dict[str, Starlette] = {}
 
     def refresh(self) -> None:
@@ -237,7 +236,7 @@ class RunSet:
         self._apps = {name: pages.app() for name, pages in self.pages.items()}
         routes = [
             Route("/api/runs", answers(self.runs)),
-            Route("/runs/{name}", _with_slash),
+            Route("/runs/{name}", lambda request: RedirectResponse(f"{quote(request.path_params['name'], safe='')}/")),
             Mount("/runs/{name}", app=self._run),
             Mount("/", app=next(iter(self._apps.values()))),
         ]
@@ -253,23 +252,15 @@ class RunSet:
         await app(scope, receive, send)
 
 
-def _with_slash(request: Request) -> Response:
-    return RedirectResponse(f"{quote(request.path_params['name'], safe='')}/")
-
-
 def differing_settings(configs: Sequence[Config]) -> list[dict[str, Any]]:
     """{"name", "values"} of each setting that is not the same in all configurations, without secrets."""
     flat: list[Mapping[str, Any]] = [flatten_config(config) for config in configs]
-    found = []
-    for name in dict.fromkeys(name for settings in flat for name in settings):  # variants differ in their settings
-        values = [str(settings.get(name, "")) for settings in flat]
-        if len(set(values)) > 1 and name not in OWN_SETTINGS:
-            found.append({"name": name, "values": [cut(redact(value)) for value in values]})
-    return found
-
-
-def _free_name(name: str, taken: Mapping[str, object]) -> str:
-    return name if name not in taken else next(free for n in count(2) if (free := f"{name}-{n}") not in taken)
+    names = dict.fromkeys(name for settings in flat for name in settings)  # variants differ in their settings
+    found = {name: [str(settings.get(name, "")) for settings in flat] for name in names if name not in OWN_SETTINGS}
+    return [
+        {"name": name, "values": [cut(redact(value)) for value in values]}
+        for name, values in found.items() if len(set(values)) > 1
+    ]  # fmt: skip
 
 
 def answers(function: Callable[[Request], Any]) -> Callable[[Request], Response]:
@@ -284,14 +275,14 @@ def answers(function: Callable[[Request], Any]) -> Callable[[Request], Response]
 def _query(request: Request) -> EpisodeQuery:
     """Filters of a request: field=value, several times for alternatives; field_min and field_max; text; sort=-field."""
     given = request.query_params
+    equal = {name: given.getlist(name) for name in (*FACETS, "task") if name in given}
+    low, high = (
+        {name: _number(request, f"{name}_{end}", 0.0) for name in RANGES if f"{name}_{end}" in given}
+        for end in ("min", "max")
+    )
     sort = given.get("sort", "-finished_at")
     try:
-        return EpisodeQuery(
-            {name: given.getlist(name) for name in (*FACETS, "task") if name in given},
-            {name: _number(request, f"{name}_min", 0.0) for name in RANGES if f"{name}_min" in given},
-            {name: _number(request, f"{name}_max", 0.0) for name in RANGES if f"{name}_max" in given},
-            given.get("text", ""), sort.removeprefix("-"), sort.startswith("-"),
-        )  # fmt: skip
+        return EpisodeQuery(equal, low, high, given.get("text", ""), sort.removeprefix("-"), sort.startswith("-"))
     except QueryError as error:
         raise HTTPException(400, str(error)) from None
 

@@ -40,12 +40,7 @@ def add_monitor(commands: Any) -> None:
     monitor.add_argument(
         "--token-file", type=Path, metavar="FILE", help=f"file with the token (default: {TOKEN_VARIABLE}, else random)"
     )
-    monitor.add_argument(
-        "--address-file",
-        type=Path,
-        metavar="FILE",
-        help="write the address to FILE; print no token",
-    )
+    monitor.add_argument("--address-file", type=Path, metavar="FILE", help="write the address to FILE; print no token")
     add_tls_options(monitor)
     monitor.set_defaults(run=_serve_pages)
 
@@ -95,11 +90,9 @@ def add_timeline(commands: Any) -> None:
     timeline.add_argument("of", metavar="RUN", help="folder of a run, or the name of a run in runs/")
     timeline.add_argument("--update", type=int, metavar="N", help="the update that made version N (default: the last)")
     timeline.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
+        "--output", type=Path, metavar="FILE",
         help="write a trace, compressed if the name ends in .gz; with --update only of this update",
-    )
+    )  # fmt: skip
     timeline.add_argument("--json", action="store_true", help="print JSON")
     timeline.set_defaults(run=_print_timeline)
 

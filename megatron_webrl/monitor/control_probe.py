@@ -11,7 +11,6 @@ from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.connection import Connection, ControlLost
 from megatron_webrl.util.text import first_line
 
-CONNECT_SECONDS = 0.3  # limit for the host to accept the connection, which its kernel does for a busy service, too
 QUERY_SECONDS = 2.0  # limit for an answer
 Answer = dict[str, Any]
 
@@ -19,7 +18,7 @@ Answer = dict[str, Any]
 def query(path: Path, seconds: float = QUERY_SECONDS) -> Answer | str:
     """What GET /status of control/server.py answers for the job whose control service the file names, or why nothing.
 
-    A host that is gone is known after CONNECT_SECONDS, an ended service at once, one that hangs after `seconds`.
+    An ended service is known at once, a host that is gone or a service that hangs after `seconds`.
     """
     return _ask(path, seconds, lambda connection, limit: connection.status(limit))
 
@@ -43,14 +42,12 @@ def _ask(path: Path, seconds: float, request: Callable[[Connection, float], Answ
     address, connection = ControlAddress.read(path), Connection(path, "status")
     if address is None:
         return f"{path} cannot be read" if path.is_file() else "the job has not started"
-    limit = CONNECT_SECONDS
     try:
-        socket.create_connection((address.host, address.port), limit).close()
-        limit = seconds
-        return request(connection, limit)
+        socket.create_connection((address.host, address.port), seconds).close()  # `request` would try again
+        return request(connection, seconds)
     except (ControlLost, OSError, ValueError) as error:
         cause = error.__cause__ or error
-        reason = f"no answer within {limit:g} s" if isinstance(cause, TimeoutError) else first_line(cause)
+        reason = f"no answer within {seconds:g} s" if isinstance(cause, TimeoutError) else first_line(cause)
         return f"{address.host}:{address.port} does not respond ({getattr(cause, 'strerror', None) or reason})"
     finally:
         connection.close()

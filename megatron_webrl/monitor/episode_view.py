@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from megatron_webrl.monitor.episode_index import SCHEMA
-from megatron_webrl.types import Action, Step, Trajectory
+from megatron_webrl.types import Step, Trajectory
 
 MAX_TEXT = 100_000  # characters of one text in an answer; longer ones are cut, and say so
 IMAGE_TOKEN = "<|image_pad|>"
@@ -53,7 +53,7 @@ def episode_json(
     """`row`: of the index; `advantage`: mean of the steps, as if the group were the batch; None if
     the episode is masked or alone.
     """
-    task, verdict, reward = trajectory.task, trajectory.verdict, trajectory.page_reward
+    task, verdict, reward, answer = trajectory.task, trajectory.verdict, trajectory.page_reward, trajectory.answer
     return {
         **row,
         "instruction": cut(trajectory.instruction),
@@ -62,7 +62,7 @@ def episode_json(
         "temperature": trajectory.temperature,
         "discarded_tokens": trajectory.discarded_tokens,
         "page_reward": reward if reward is not None and math.isfinite(reward) else None,
-        "answer": None if trajectory.answer is None else cut(trajectory.answer),
+        "answer": answer and cut(answer),
         "advantage": advantage,
         "verdict": None if verdict is None else asdict(verdict),
         "evaluation_input": {"answer": task.answer, "facts": [asdict(each) for each in task.facts]},
@@ -72,32 +72,30 @@ def episode_json(
 
 def _step_json(number: int, step: Step, texts: TokenTexts) -> dict[str, Any]:
     images = step.images.tolist()
-    current = images[-1] if images else None
+    response = zip(
+        texts.pieces(step.response_token_ids), step.logprobs.tolist(), step.versions.tolist(), strict=True
+    )  # fmt: skip
+    action = None if step.action is None else {k: v for k, v in asdict(step.action).items() if v is not None}
+    if action and "text" in action:
+        action["text"] = cut(action["text"])
+    names = ("finish_reason", "format_error", "url", "title", "page_changed", "cached_prompt_tokens")
     return {
         "number": number + 1,
-        "image": current,
+        "image": images[-1] if images else None,
         "images": images,
         # Earlier screenshots of the episode that the prompt lacks: the context's window has dropped them.
-        "dropped_images": [] if current is None else sorted(set(range(current)) - set(images)),
+        "dropped_images": sorted(set(range(images[-1])) - set(images)) if images else [],
         "prompt": list(_prompt(step, images, texts)),
         "prompt_tokens": len(step.prompt_token_ids),
-        "cached_prompt_tokens": step.cached_prompt_tokens,
         "response": cut(texts.text(step.response_token_ids)),
         "tokens": [
-            {"text": text, "logprob": round(logprob, 4), "version": version}
-            for text, logprob, version in zip(
-                texts.pieces(step.response_token_ids), step.logprobs.tolist(), step.versions.tolist(), strict=True
-            )
+            {"text": text, "logprob": round(logprob, 4), "version": version} for text, logprob, version in response
         ],
-        "finish_reason": step.finish_reason,
-        "action": _action_json(step.action),
-        "format_error": step.format_error,
+        "action": action,
         "leniencies": list(step.leniencies),
-        "url": step.url,
-        "title": step.title,
-        "page_changed": step.page_changed,
         "seconds_generation": round(step.seconds_generation, 3),
         "seconds_browser": round(step.seconds_browser, 3),
+        **{name: getattr(step, name) for name in names},
     }
 
 
@@ -113,13 +111,6 @@ def _prompt(step: Step, images: list[int], texts: TokenTexts) -> Iterator[dict[s
         else:
             yield {"text": cut(texts.text(step.prompt_token_ids[position : position + length]))}
         position += length
-
-
-def _action_json(action: Action | None) -> dict[str, Any] | None:
-    if action is None:
-        return None
-    found = {name: value for name, value in asdict(action).items() if value is not None}
-    return found | ({"text": cut(action.text)} if action.text is not None else {})
 
 
 def cut(text: str) -> str:
@@ -150,53 +141,34 @@ DATASET_SCHEMA = pa.schema(
 )
 
 
-def _feature(kind: pa.DataType) -> Any:
-    """A type as `datasets` describes it; images so that they are decoded."""
-    if kind == _IMAGE:
-        return {"_type": "Image"}
-    if pa.types.is_list(kind):
-        return {"feature": _feature(kind.value_type), "_type": "List"}
-    if pa.types.is_struct(kind):
-        return {field.name: _feature(field.type) for field in kind}
-    return {"dtype": {"double": "float64", "float": "float32"}.get(str(kind), str(kind)), "_type": "Value"}
+_IMAGES_AS_IMAGES = {"info": {"features": {"images": {"feature": {"_type": "Image"}, "_type": "List"}}}}
 
 
-def write_dataset(path: Path, episodes: Iterable[tuple[Mapping[str, Any], Trajectory]], texts: TokenTexts) -> int:
-    """Write episodes, each with its row of the index, a few in memory at once; returns their number. Raises OSError."""
-    features = {field.name: _feature(field.type) for field in DATASET_SCHEMA}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-    schema, count, batch = DATASET_SCHEMA.with_metadata(metadata), 0, []
+def write_dataset(path: Path, episodes: Iterable[tuple[Mapping[str, Any], Trajectory]], texts: TokenTexts) -> None:
+    """Write episodes, each with its row of the index, a few in memory at once. Raises OSError."""
+    schema = DATASET_SCHEMA.with_metadata({"huggingface": json.dumps(_IMAGES_AS_IMAGES)})
+    rows = (_dataset_row(row, trajectory, texts) for row, trajectory in episodes)
     with pq.ParquetWriter(path, schema) as file:
-        for row, trajectory in episodes:
-            batch.append(_dataset_row(row, trajectory, texts))
-            count += 1
-            if len(batch) == ROWS_AT_ONCE:
-                file.write_table(pa.Table.from_pylist(batch, schema))
-                batch = []
-        file.write_table(pa.Table.from_pylist(batch, schema))
-    return count
+        while batch := list(islice(rows, ROWS_AT_ONCE)):
+            file.write_table(pa.Table.from_pylist(batch, schema))
 
 
 def _dataset_row(row: Mapping[str, Any], trajectory: Trajectory, texts: TokenTexts) -> dict[str, Any]:
-    return {
-        **{name: row[name] for name in (*_INDEX_FIELDS, "disposition")},
-        "instruction": _utf8(trajectory.instruction),
-        "images": [{"bytes": bytes(image), "path": None} for image in trajectory.images],
-        "trajectory": [
-            {
-                "prompt": texts.text(step.prompt_token_ids),
-                "response": texts.text(step.response_token_ids),
-                "action": None if step.action is None else json.dumps(asdict(step.action)),
-                "format_error": step.format_error,
-                "images": step.images.tolist(),
-                "logprobs": step.logprobs.tolist(),
-                "versions": step.versions.tolist(),
-                "url": _utf8(step.url),
-                "title": _utf8(step.title),
-            }
-            for step in trajectory.steps
-        ],
-    }
+    steps = [
+        {
+            "prompt": texts.text(step.prompt_token_ids),
+            "response": texts.text(step.response_token_ids),
+            "action": None if step.action is None else json.dumps(asdict(step.action)),
+            "format_error": step.format_error,
+            "url": _utf8(step.url),
+            "title": _utf8(step.title),
+            **{name: getattr(step, name).tolist() for name in ("images", "logprobs", "versions")},
+        }
+        for step in trajectory.steps
+    ]
+    images = [{"bytes": bytes(image), "path": None} for image in trajectory.images]
+    own = {"instruction": _utf8(trajectory.instruction), "images": images, "trajectory": steps}
+    return {name: row[name] for name in (*_INDEX_FIELDS, "disposition")} | own
 
 
 def _utf8(text: str) -> str:

@@ -391,7 +391,7 @@ def print_final_report(folder: Path, outcome: str, console: Console) -> None:
     if measured := [evaluation[name] for name in evaluations.NAMES if evaluation[name]]:
         console.print(tables.evaluation_table(measured))
         console.print(tables.EVALUATION_LEGEND, style="dim")
-        for line in (*tables.rates_lines(measured), *tables.gain_lines(evaluation)):
+        for line in (*map(tables.format_rates, measured), *tables.gain_lines(evaluation)):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     for title, table in status.tables().items():
         if title != "processes":

@@ -77,22 +77,22 @@ def size_of_lines(folder: Path, count: int, size: int | None = None) -> int:
 
 
 def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> dict[str, Any]:
-    """The line of an episode; docs/summary.md describes the fields."""
+    """The line of an episode; docs/summary.md describes the fields. The stages of the verdict are in the trajectory."""
+    verdict = None
+    if (found := trajectory.verdict) is not None:
+        verdict = {name: getattr(found, name) for name in _VERDICT} | {"seconds": round(found.seconds, 4)}
     return {
-        "ticket": trajectory.ticket,
-        "index": trajectory.index,
+        **identity_fields(trajectory),
         "task": trajectory.task.id,
         "environment": trajectory.task.environment,
         "difficulty": trajectory.task.difficulty,
         "outcome": trajectory.outcome,
         "disposition": reason or TRAINED,
-        "verdict": _verdict(trajectory),
+        "verdict": verdict,
         "version": version,
         "oldest_version": trajectory.oldest_version,
         "tries": trajectory.tries,
-        "worker": trajectory.worker,
         "seconds": round(trajectory.seconds, 4),
-        "finished_at": _finished_at(trajectory),
         "steps": [
             {
                 "prompt_tokens": len(step.prompt_token_ids),
@@ -106,13 +106,7 @@ def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> di
     }
 
 
-def _verdict(trajectory: Trajectory) -> dict[str, Any] | None:
-    """Who decided the outcome, why, and at what cost; the stages are in the trajectory."""
-    if (verdict := trajectory.verdict) is None:
-        return None
-    names = ("evaluator", "protocol", "prompts", "reason", "calls", "prompt_tokens", "response_tokens", "dollars")
-    return {name: getattr(verdict, name) for name in names} | {"seconds": round(verdict.seconds, 4)}
-
+_VERDICT = ("evaluator", "protocol", "prompts", "reason", "calls", "prompt_tokens", "response_tokens", "dollars")
 
 EpisodeIdentity = tuple[int, int, str, float]  # of one run of an episode: ticket, index, worker's instance id, end time
 
@@ -121,8 +115,13 @@ def line_identity(line: Mapping[str, Any]) -> EpisodeIdentity:
     return line["ticket"], line["index"], line["worker"], line["finished_at"]
 
 
+def identity_fields(trajectory: Trajectory) -> dict[str, Any]:
+    names = ("ticket", "index", "worker")
+    return {name: getattr(trajectory, name) for name in names} | {"finished_at": round(trajectory.finished_at, 3)}
+
+
 def trajectory_identity(trajectory: Trajectory) -> EpisodeIdentity:
-    return trajectory.ticket, trajectory.index, trajectory.worker, _finished_at(trajectory)
+    return line_identity(identity_fields(trajectory))
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
@@ -167,10 +166,6 @@ def clear_rolled_back(folder: Path) -> None:
     (folder / ROLLED_BACK_FILE).unlink(missing_ok=True)
 
 
-def _finished_at(trajectory: Trajectory) -> float:
-    return round(trajectory.finished_at, 3)
-
-
 class EpisodeStore:
     """Writes the episodes of one worker, from any thread. A disk that fails costs the episode, and no more."""
 
@@ -189,7 +184,11 @@ class EpisodeStore:
                 folder.mkdir(parents=True, exist_ok=True)
                 own = record_files(folder)
                 self._next = 1 + max((int(path.stem) for path in own), default=0)
-                left = _record_files_of_others(folder.parent, workers) if folder.name in workers[:1] else []
+                left: list[Path] = []
+                if folder.name in workers[:1]:
+                    others = [path for path in folder.parent.iterdir() if path.is_dir() and path.name not in workers]
+                    left = [path for other in others for path in record_files(other)]
+                    left.sort(key=lambda path: path.stat().st_mtime)
                 self._files.extend((path, path.stat().st_size) for path in (*left, *own))
                 self._index = History(folder / INDEX_FILE, None if own else 0)
 
@@ -232,35 +231,20 @@ def record_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _RECORDS.fullmatch(path.name))
 
 
-def _record_files_of_others(folder: Path, workers: Sequence[str]) -> list[Path]:
-    """The record files of workers that a run no longer has, oldest first."""
-    others = [path for path in folder.iterdir() if path.is_dir() and path.name not in workers]
-    return sorted((path for other in others for path in record_files(other)), key=lambda path: path.stat().st_mtime)
-
-
 def describe(trajectory: Trajectory) -> dict[str, Any]:
     """What an index knows of an episode."""
     task, steps, verdict = trajectory.task, trajectory.steps, trajectory.verdict
-    ticket, index, worker, finished_at = trajectory_identity(trajectory)
+    names = ("outcome", "end_reason", "reward", "response_tokens", "oldest_version", "newest_version", "tries")
     return {
-        "ticket": ticket,
-        "index": index,
-        "worker": worker,
-        "finished_at": finished_at,
+        **identity_fields(trajectory),
         "task": task.id,
         "source": task.source,
         "site": task.website or task.environment,
         "difficulty": task.difficulty,
         "instruction": trajectory.instruction[:MAX_INSTRUCTION_CHARACTERS],
-        "outcome": trajectory.outcome,
-        "end_reason": trajectory.end_reason,
+        **{name: getattr(trajectory, name) for name in names},
         "reason": "" if verdict is None else verdict.reason,
-        "reward": trajectory.reward,
         "steps": len(steps),
-        "response_tokens": trajectory.response_tokens,
         "format_errors": sum(step.format_error is not None for step in steps),
-        "oldest_version": trajectory.oldest_version,
-        "newest_version": trajectory.newest_version,
         "seconds": round(trajectory.seconds, 3),
-        "tries": trajectory.tries,
     }

@@ -97,31 +97,23 @@ def step_metrics(groups: Sequence[Group], uses_memory: bool) -> dict[str, float]
     steps = [step for trajectory in trajectories for step in trajectory.steps]
     if not steps:
         return {}
-    metrics = _sizes(steps) | {"stuck_rate": mean([_is_stuck(step) for step in steps])} | _versions(trajectories)
+    metrics = {
+        **_mean_and_max("response_characters", [step.response_characters for step in steps]),
+        "response_tokens_max": float(max(len(step.response_token_ids) for step in steps)),
+        "stuck_rate": mean([_is_stuck(step) for step in steps]),
+        **_versions(trajectories),
+    }
     if uses_memory:
-        metrics |= _memory(steps)
+        characters = [step.memory_characters for step in steps]
+        metrics["memory_missing_rate"] = mean([count < 0 for count in characters])
+        metrics["memory_empty_rate"] = mean([count == 0 for count in characters])
+        metrics |= _mean_and_max("memory_characters", [count for count in characters if count >= 0])
     for name, chosen in (("success", True), ("failure", False)):
         alike = [step for t in trajectories if (t.outcome == "success") is chosen for step in t.steps]
         if alike:
             metrics[f"response_tokens_mean/{name}"] = mean_response_tokens(alike)
             metrics[f"page_unchanged_rate/{name}"] = mean([not step.page_changed for step in alike])
     return metrics
-
-
-def _sizes(steps: Sequence[Step]) -> dict[str, float]:
-    return {
-        **_mean_and_max("response_characters", [step.response_characters for step in steps]),
-        "response_tokens_max": float(max(len(step.response_token_ids) for step in steps)),
-    }
-
-
-def _memory(steps: Sequence[Step]) -> dict[str, float]:
-    characters = [step.memory_characters for step in steps]
-    return {
-        "memory_missing_rate": mean([count < 0 for count in characters]),
-        "memory_empty_rate": mean([count == 0 for count in characters]),
-        **_mean_and_max("memory_characters", [count for count in characters if count >= 0]),
-    }
 
 
 def _is_stuck(step: Step) -> bool:

@@ -26,8 +26,6 @@ PACKAGES = (
     "mlflow-skinny", "mlflow", "transformer-engine", "omegaconf", "numpy",
 )  # fmt: skip
 
-NODE_TRAFFIC_METRICS = ("images_mib", "remote_images_mib", "other_mib")
-
 
 def package_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
@@ -113,7 +111,8 @@ def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     metrics = [update["extra"] for update in updates if "nodes/remote_images_mib" in update.get("extra", {})]
     if not metrics:
         return None
-    total = {name: sum(each[f"nodes/{name}"] for each in metrics) for name in NODE_TRAFFIC_METRICS}
+    names = ("images_mib", "remote_images_mib", "other_mib")
+    total = {name: sum(each[f"nodes/{name}"] for each in metrics) for name in names}
     needed = total["images_mib"]
     return total | {"local_fraction": 1 - total["remote_images_mib"] / needed if needed else 1.0}
 

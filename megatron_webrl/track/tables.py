@@ -14,11 +14,10 @@ from megatron_webrl.track.evaluations import BLANK_IMAGES, GREEDY, evaluation_na
 from megatron_webrl.types import BLOCKED
 
 VARIANT_NAMES = {BLANK_IMAGES: "blank", GREEDY: "greedy"}
-MOST_INTERVALS = 3  # columns of a table that show the interval of each environment
 EVALUATION_LEGEND = (
     "success of episodes with a verdict, with its 95 % interval (Wilson), in percent; masked: episodes without one, "
     "that a blocked page, a crash, an error or a time limit ended, or that were never run; they count neither way; "
-    "blank: with blank images; episodes, masked and steps are those of the last column of success"
+    "blank: with blank images; episodes and masked are those of the last column of success"
 )
 IMAGE_GAIN_NAME = "with screenshots over blank images"
 GAIN_NAMES = {
@@ -49,47 +48,28 @@ def accounting_line(accounting: Mapping[str, Any]) -> str:
 
 
 def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
-    """Success of judged episodes in several evaluations of the same tasks: a row per environment, and the total. With
-    many evaluations only the total has intervals, and steps are left out, so that the table fits a terminal.
-    """
+    """Success of judged episodes in several evaluations of the same tasks: a row per environment, and the total with
+    its interval."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_footer=True)
-    wide = len(lines) <= MOST_INTERVALS
-    table.add_column("task", footer="all" if wide else "all\n95 % interval", overflow="fold")
-    for line in lines:
-        footer = format_success(line) if wide else _in_two_lines(line)
-        table.add_column(_column_title(line), footer=footer, justify="right", no_wrap=True)
+    table.add_column("task", footer="all\n95 % interval", overflow="fold")
+    for line in lines:  # how the policy acted, and when
+        how = VARIANT_NAMES.get(line["variant"]) or ("sampled" if line["temperature"] > 0 else "greedy")
+        title = f"{how}\n{'success' if line['kind'] == 'checkpoint' else line['kind']}"
+        low, high = line["interval"] or (None, None)
+        interval = "-" if low is None else f"{100 * low:.0f}-{100 * high:.0f}"
+        footer = f"{_percent(line['success_of_judged'])}\n{interval}"
+        table.add_column(title, footer=footer, justify="right", no_wrap=True)
     last = lines[-1]
-    for title, footer in (
-        ("epi-\nsodes", str(last["episodes"])),
-        ("masked", str(_no_verdict(last) + last["missing"])),
-        *([("steps", f"{last['steps_mean']:.2f}")] if wide else []),
-    ):
-        table.add_column(title, footer=footer, justify="right")
+    counts = {"epi-\nsodes": last["episodes"], "masked": _no_verdict(last) + last["missing"]}
+    for title, count in counts.items():
+        table.add_column(title, footer=str(count), justify="right")
     for name in sorted({name for line in lines for name in line["environments"]}):
-        entry = last["environments"].get(name)
         entries = [line["environments"].get(name) for line in lines]
-        cells = [format_success(each) if wide else _rate(each, 0) for each in entries]
-        if entry is not None:
+        cells = [_percent(entry and entry["success_of_judged"], 0) for entry in entries]
+        if (entry := entries[-1]) is not None:
             cells += [str(entry["episodes"]), str(_no_verdict(entry))]
-            cells += [f"{entry['steps_mean']:.2f}"] if wide else []
         table.add_row(name, *cells)
     return table
-
-
-def _column_title(line: Mapping[str, Any]) -> str:
-    """Two lines: how the policy acted, and when."""
-    how = VARIANT_NAMES.get(line["variant"]) or ("sampled" if line["temperature"] > 0 else "greedy")
-    return f"{how}\n{'success' if line['kind'] == 'checkpoint' else line['kind']}"
-
-
-def rates_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The success rates of evaluations, and who judged: a line each, or one line if no episode lacks a verdict."""
-    complete = [line for line in lines if not (line["missing"] or _no_verdict(line) or line["judge_dollars"])]
-    if len(complete) < len(lines) or len(lines) <= MOST_INTERVALS:
-        return [format_rates(line) for line in lines]
-    evaluators = sorted({name for line in lines for name in line["evaluators"]})
-    episodes = sum(line["episodes"] for line in lines)
-    return [f"all {episodes} episodes of {len(lines)} evaluations have a verdict (evaluator: {', '.join(evaluators)})"]
 
 
 def format_rates(line: Mapping[str, Any]) -> str:
@@ -104,12 +84,6 @@ def format_rates(line: Mapping[str, Any]) -> str:
         f"{_percent(line['success_of_judged'])} of {line['episodes']} with a verdict; "
         f"{blocked} blocked by their website (evaluator: {', '.join(line['evaluators']) or 'none'}{cost})"
     )
-
-
-def format_success(entry: Mapping[str, Any] | None) -> str:
-    """Success rate of episodes with a verdict and its interval, in percent."""
-    interval = _interval(entry)
-    return f"{_rate(entry, 0)} ({interval})" if interval else "-"
 
 
 def format_difference(name: str, gain: Mapping[str, Any], width: int = 0) -> str:
@@ -134,25 +108,8 @@ def gain_lines(evaluation: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _in_two_lines(entry: Mapping[str, Any]) -> str:
-    return f"{_rate(entry, 1)}\n{_interval(entry) or '-'}"
-
-
-def _rate(entry: Mapping[str, Any] | None, digits: int) -> str:
-    rate = None if entry is None else entry["success_of_judged"]
+def _percent(rate: float | None, digits: int = 1) -> str:
     return "-" if rate is None else f"{rate:.{digits}%}"
-
-
-def _interval(entry: Mapping[str, Any] | None) -> str:
-    """The ends of the interval in percent; empty without one."""
-    if entry is None or entry["interval"] is None:
-        return ""
-    low, high = entry["interval"]
-    return f"{100 * low:.0f}-{100 * high:.0f}"
-
-
-def _percent(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.1%}"
 
 
 def _no_verdict(entry: Mapping[str, Any]) -> int:

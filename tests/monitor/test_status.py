@@ -200,7 +200,7 @@ def test_a_killed_job_is_silent(config: Config) -> None:
     assert report.expected_end is None
 
 
-def test_an_ended_control_service_and_a_host_that_is_gone_are_known_at_once(config: Config) -> None:
+def test_an_ended_control_service_is_known_at_once_and_a_host_that_is_gone_after_the_limit(config: Config) -> None:
     begin(config)
     process = serve(config.run_folder, "a-ring")
     process.kill()
@@ -217,9 +217,7 @@ def test_an_ended_control_service_and_a_host_that_is_gone_are_known_at_once(conf
             each.setblocking(False)
             each.connect_ex(full.getsockname())
         ControlAddress(*full.getsockname(), 1, "a-ring", "token").write(path)
-        began = time.monotonic()
-        assert "does not respond (no answer within 0.3 s)" in str(control_probe.query(path))
-        assert time.monotonic() - began < 1.5
+        assert "does not respond (no answer within 0.3 s)" in str(control_probe.query(path, 0.3))
         for each in waiting:
             each.close()
 

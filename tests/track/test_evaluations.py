@@ -156,7 +156,6 @@ def test_without_verdicts_there_is_no_success_rate():
     line = aggregate_results(REQUEST, [result(0, "engine_error")], seconds=1.0)
     assert (line["success_of_judged"], line["interval"], line["episodes"], line["pass_at"]) == (None, None, 0, {})
     assert "evaluation/success_of_judged" not in evaluation_metrics(line)
-    assert tables.format_success(line) == "-"
     assert aggregate_results(REQUEST, [], seconds=1.0)["missing"] == 4
 
 
@@ -308,7 +307,7 @@ def test_six_evaluations_of_the_longest_environment_names_fit_a_terminal_of_100_
     out = io.StringIO()
     console = Console(file=out, width=100)
     console.print(tables.evaluation_table(lines))
-    for line in (*tables.rates_lines(lines), *tables.gain_lines(evaluation)):
+    for line in tables.gain_lines(evaluation):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= 100
@@ -316,14 +315,10 @@ def test_six_evaluations_of_the_longest_environment_names_fit_a_terminal_of_100_
     for name in known[-7:]:
         [row] = [line for line in text.splitlines() if f" {name} " in line]  # in one line
         assert row.count("%") == 6
-    all_of_them = "all 1440 episodes of 6 evaluations have a verdict (evaluator: page)"
-    *_, verdicts, gain, blind, seeing, first_step = text.splitlines()
-    assert verdicts == all_of_them
+    *_, gain, blind, seeing, first_step = text.splitlines()
     assert [line.partition(":")[0] for line in (gain, blind, seeing, first_step)] == [
         "gain of the run", "gain with blank images", "gain that needs the screenshot", "not failed at the first step",
     ]  # fmt: skip
-    lines[2]["missing"] = 3
-    assert len(tables.rates_lines(lines)) == 6
 
 
 def test_the_table_fits_a_terminal_of_80_columns():
@@ -335,6 +330,7 @@ def test_the_table_fits_a_terminal_of_80_columns():
     lines = [line, line | {"kind": "after"}, line | {"kind": "after", "variant": "blank_images"}]
     Console(file=out, width=80).print(tables.evaluation_table(lines))
     assert "…" not in out.getvalue()
-    assert "67% (54-77)" in out.getvalue()
+    assert "66.7%" in out.getvalue()
+    assert "54-77" in out.getvalue()
     line_of_text = tables.format_difference("gain", {"mean": 0.25, "interval": [0.1, 0.4], "tasks": 60})
     assert line_of_text == "gain: +25.0 points, 95 % interval +10.0 to +40.0 (bootstrap, 60 tasks)"
