@@ -20,13 +20,7 @@ from megatron_webrl.config.load import merge_config
 from megatron_webrl.config.schema import Config, RunConfig
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, LocalMeter
-from megatron_webrl.judge.evaluation import (
-    ANSWER,
-    REGULAR_ENDS,
-    STEPS_EXHAUSTED,
-    EpisodeEvaluator,
-    open_evaluator,
-)
+from megatron_webrl.judge.evaluation import ANSWER, REGULAR_ENDS, STEPS_EXHAUSTED, EpisodeEvaluator, open_evaluator
 from megatron_webrl.judge.verdict_file import VerdictFile, settings_digest
 from megatron_webrl.ring.record import count_records, decode_trajectory, read_record_file
 from megatron_webrl.ring.segment import RecordError
@@ -303,7 +297,16 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
     for key, title, share in (("stored", "Stored outcome", "agreement"), ("labels", "Label", "accuracy")):
         if (found := report.get(key)) is None:
             continue
-        console.print(_confusion_table(found["confusion"], title))
+        references, verdicts = (
+            sorted(names, key=lambda name: (name != SUCCESS, name != FAILURE, name))
+            for names in (found["confusion"], {verdict for row in found["confusion"].values() for verdict in row})
+        )
+        table = Table(title.split()[0].lower(), title=title, title_justify="left")
+        for verdict in verdicts:
+            table.add_column(f"judged\n{verdict}", justify="right")
+        for reference in references:
+            table.add_row(reference, *(str(found["confusion"][reference].get(verdict, 0)) for verdict in verdicts))
+        console.print(table)
         rates = ("accuracy", "false_success_rate", "false_failure_rate")
         accuracy, success, failure = ("-" if found[name] is None else f"{found[name]:.1%}" for name in rates)
         console.print(
@@ -322,19 +325,3 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
             console.print(f"{title}: {counts}")
     if report.get("labels_without_episode"):
         console.print(f"labels without an episode: {report['labels_without_episode']}")
-
-
-def _confusion_table(confusion: dict[str, dict[str, int]], title: str) -> Table:
-    """A row for each reference, a column for each verdict."""
-
-    def ordered(names: set[str]) -> list[str]:
-        return sorted(names, key=lambda name: (name != SUCCESS, name != FAILURE, name))
-
-    verdicts = ordered({verdict for row in confusion.values() for verdict in row})
-    table = Table(title=title, title_justify="left")
-    table.add_column(title.split()[0].lower())
-    for verdict in verdicts:
-        table.add_column(f"judged\n{verdict}", justify="right")
-    for reference in ordered(set(confusion)):
-        table.add_row(reference, *(str(confusion[reference].get(verdict, 0)) for verdict in verdicts))
-    return table

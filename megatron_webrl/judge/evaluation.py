@@ -111,7 +111,7 @@ MAX_REASON_CHARS = 300
 
 
 class Judge:
-    """Judges episodes, many at once. An async context manager."""
+    """Judges episodes, many at once, while its `client` is open."""
 
     def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
         """Raises ConfigError for missing prompts, models, endpoints or keys."""
@@ -119,26 +119,19 @@ class Judge:
         self._settings, self._protocol = settings, kind(settings)
         self._prompts = PromptFiles.load(settings.prompts, kind.name, kind.stages)
         self._cache = ReplyCache(settings.cache)
-        self._client = JudgeClient(settings, meter)
+        self.client = JudgeClient(settings, meter)
         used = ("verdict", *kind.stages)  # other slots have the name of their stage
-        check_prices(settings.budget, {slot: each for slot, each in self._client.models.items() if slot in used})
+        check_prices(settings.budget, {slot: each for slot, each in self.client.models.items() if slot in used})
 
-    async def __aenter__(self) -> Judge:
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._client.__aexit__(*exception)
-
-    async def judge(self, trajectory: Trajectory) -> Verdict:
-        """The verdict on an episode with a regular end; masked as judge_error without usable answers.
+    async def judge(self, trajectory: Trajectory) -> tuple[Verdict, bool]:
+        """The verdict on an episode with a regular end, and whether it decides: judge_error, without usable answers, not.
 
         Raises BudgetSpent, JobEnded, JobFailed. Any other exception masks the episode, too, and is logged.
         """
         from megatron_webrl.control.connection import JobEnded, JobFailed  # imports torch, which takes seconds
 
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_seconds
-        asker = Asker(self._client, self._prompts, self._settings, self._cache, deadline)
+        asker = Asker(self.client, self._prompts, self._settings, self._cache, deadline)
         try:
             finding = await self._protocol.judge(EpisodeView.of(trajectory), asker)
         except Undecided as error:
@@ -150,12 +143,11 @@ class Judge:
             log.error("the judge failed on ticket %d, index %d:\n%s", trajectory.ticket, trajectory.index, trace)
             finding = Finding(JUDGE_ERROR, f"{type(error).__name__} in the judge")
         reason = shorten(" ".join(finding.reason.split()), MAX_REASON_CHARS)
-        return _encodable(
-            Verdict(
-                finding.outcome, "judge", self._protocol.name, self._prompts.digest, reason, tuple(asker.stages),
-                **asdict(asker.spending),
-            )
+        verdict = Verdict(
+            finding.outcome, "judge", self._protocol.name, self._prompts.digest, reason, tuple(asker.stages),
+            **asdict(asker.spending),
         )  # fmt: skip
+        return _encodable(verdict), verdict.outcome != JUDGE_ERROR
 
 
 NO_REFERENCE = "no_reference"  # masks an episode of a task without the reference answer that its evaluator needs
@@ -218,7 +210,9 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
         parts: dict[str, Evaluate] = {}
         for name in settings.evaluators:
             if name == "judge":
-                parts[name] = _by_judge(await stack.enter_async_context(Judge(settings, meter)))
+                judge = Judge(settings, meter)
+                await stack.enter_async_context(judge.client)
+                parts[name] = judge.judge
             elif name == "page":
                 parts[name] = _by_page(settings.reward_threshold)
             elif name in _BY_ANSWER:
@@ -226,14 +220,6 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
             else:
                 parts[name] = _ByFunction(name, settings.deadline_seconds)
         yield EpisodeEvaluator(parts, settings.combine)
-
-
-def _by_judge(judge: Judge) -> Evaluate:
-    async def evaluate(trajectory: Trajectory) -> tuple[Verdict, bool]:
-        verdict = await judge.judge(trajectory)
-        return verdict, verdict.outcome != JUDGE_ERROR
-
-    return evaluate
 
 
 def _by_page(reward_threshold: float) -> Evaluate:

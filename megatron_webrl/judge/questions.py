@@ -107,7 +107,9 @@ class PromptFiles:
     @classmethod
     def load(cls, folder: str | Path, protocol: str, stages: Sequence[str]) -> PromptFiles:
         """Read the files of `stages`. A relative folder is also looked for in the source tree. Raises ConfigError."""
-        root = _find(Path(folder))
+        root = next((root for root in (Path(folder), _SOURCE_TREE / folder) if root.is_dir()), None)
+        if root is None:
+            raise ConfigError(f"judge.prompts={folder} is not a folder; name one with the files of configs/judge")
         named = {stage: _read(root / protocol / f"{stage}.md") for stage in sorted(stages)}
         common = {name: _read(root / "common" / f"{name}.md") for name in sorted(COMMON)}
         digest = hashlib.sha256()
@@ -118,13 +120,6 @@ class PromptFiles:
     def system_message(self, stage: str, form: ReplyForm, mode: str) -> str:
         """The system message of a question; `mode` is one of replies.MODES."""
         return "\n\n".join((self.stages[stage], self.common["data"], self.common[f"{form.name}.{mode}"]))
-
-
-def _find(folder: Path) -> Path:
-    for root in (folder, _SOURCE_TREE / folder):
-        if root.is_dir():
-            return root
-    raise ConfigError(f"judge.prompts={folder} is not a folder; name one with the files of configs/judge")
 
 
 def _read(path: Path) -> str:

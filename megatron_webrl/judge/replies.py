@@ -22,9 +22,6 @@ MAX_KEY_POINTS = 20
 SCORES = (1, 2, 3, 4, 5)
 
 Value = bool | int | str
-_VERDICT_LINE = re.compile(r"VERDICT: (yes|no)")
-_SCORE_LINE = re.compile(r"SCORE: ([1-5])")
-_KEY_POINTS_LINE = re.compile(r"(END OF KEY POINTS)")
 
 
 class UnusableReply(Exception):
@@ -65,17 +62,18 @@ def _key_points(found: Any) -> str | None:
 
 
 VERDICT = ReplyForm(
-    "verdict", "reason", "verdict", {"type": "string", "enum": ["yes", "no"]}, _VERDICT_LINE,
+    "verdict", "reason", "verdict", {"type": "string", "enum": ["yes", "no"]}, re.compile(r"VERDICT: (yes|no)"),
     lambda value: {"yes": True, "no": False}.get(value) if isinstance(value, str) else None,
     lambda word, text: word == "yes",
 )  # fmt: skip
 SCORE = ReplyForm(
-    "score", "reason", "score", {"type": "integer", "enum": list(SCORES)}, _SCORE_LINE,
+    "score", "reason", "score", {"type": "integer", "enum": list(SCORES)}, re.compile(r"SCORE: ([1-5])"),
     lambda value: value if type(value) is int and value in SCORES else None,
     lambda word, text: int(word),
 )  # fmt: skip
 KEY_POINTS = ReplyForm(
-    "key_points", "", "key_points", {"type": "array", "items": {"type": "string"}}, _KEY_POINTS_LINE, _key_points,
+    "key_points", "", "key_points", {"type": "array", "items": {"type": "string"}},
+    re.compile(r"(END OF KEY POINTS)"), _key_points,
     lambda word, text: _key_points([line for line in text.split("\n") if line.strip()]),
 )  # fmt: skip
 FORMS = {form.name: form for form in (VERDICT, SCORE, KEY_POINTS)}
@@ -118,7 +116,7 @@ def _parse_object(form: ReplyForm, content: str) -> tuple[Value, str]:
 
 
 def _parse_lines(form: ReplyForm, content: str) -> tuple[Value, str]:
-    *before, last = _lines(content.rstrip())
+    *before, last = re.split(r"\r\n|\r|\n", content.rstrip())
     match, text = form.line.fullmatch(last), "\n".join(before).strip()
     if match is None:
         raise UnusableReply("unparsable", content)
@@ -128,15 +126,7 @@ def _parse_lines(form: ReplyForm, content: str) -> tuple[Value, str]:
     return value, text
 
 
-def _lines(text: str) -> list[str]:
-    return re.split(r"\r\n|\r|\n", text)
-
-
 def _plain_line(line: str) -> str:
     """A line without letter case, markup, quotes, spaces and punctuation: `VERDICT: no` for `> **Verdict:** "No".`"""
-    name, _, value = unicodedata.normalize("NFKC", line).partition(":")
-    return f"{_letters(name).upper()}: {_letters(value).lower()}"
-
-
-def _letters(text: str) -> str:
-    return "".join(character for character in text if character.isalnum())
+    name, value = (filter(str.isalnum, part) for part in unicodedata.normalize("NFKC", line).partition(":")[::2])
+    return f"{''.join(name).upper()}: {''.join(value).lower()}"

@@ -17,7 +17,7 @@ from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_co
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter, Usage
-from megatron_webrl.judge.client import Spending
+from megatron_webrl.judge.client import JudgeClient, Spending
 from megatron_webrl.judge.evaluation import Judge, open_evaluator
 from megatron_webrl.ring.record import encode_trajectory
 from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, serving, settings
@@ -52,9 +52,9 @@ async def test_an_exception_of_a_request_does_not_hold_the_key(monkeypatch: pyte
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     async with endpoint_of(ScriptedOracle(), key="another") as (url, _):
         chosen = settings(url, verdict=JudgeModelConfig("oracle", url, KEY_VARIABLE))
-        async with Judge(chosen, LocalMeter(BudgetConfig())) as judge:
+        async with JudgeClient(chosen, LocalMeter(BudgetConfig())) as client:
             with pytest.raises(Exception, match="refused_request") as error:
-                await judge._client.complete("verdict", {"messages": [], "max_tokens": 1}, 0, 1e12, Spending())
+                await client.complete("verdict", {"messages": [], "max_tokens": 1}, 0, 1e12, Spending())
     assert error.value.__cause__ is None
     assert error.value.__suppress_context__
     assert KEY not in str(error.value)
@@ -146,8 +146,9 @@ async def test_an_unexpected_exception_masks_the_episode_and_is_logged_without_t
 ):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     chosen = settings("http://x/v1", verdict=JudgeModelConfig("m", "http://x/v1", KEY_VARIABLE))
-    async with Judge(chosen, RaisingMeter(KeyError(f"odd {KEY}"))) as judge:
-        verdict = await judge.judge(episode(ticket=5))
+    judge = Judge(chosen, RaisingMeter(KeyError(f"odd {KEY}")))
+    async with judge.client:
+        verdict, _ = await judge.judge(episode(ticket=5))
     assert (verdict.outcome, verdict.reason) == ("judge_error", "KeyError in the judge")
     assert "the judge failed on ticket 5, index 0:" in caplog.text
     assert "Traceback" in caplog.text
@@ -157,6 +158,7 @@ async def test_an_unexpected_exception_masks_the_episode_and_is_logged_without_t
 
 @pytest.mark.parametrize("kind", [BudgetSpent, JobEnded, JobFailed])
 async def test_a_spent_budget_and_the_end_of_the_job_pass_through_the_judge(kind: type[Exception]):
-    async with Judge(settings("http://x/v1"), RaisingMeter(kind("over"))) as judge:
+    judge = Judge(settings("http://x/v1"), RaisingMeter(kind("over")))
+    async with judge.client:
         with pytest.raises(kind, match="over"):
             await judge.judge(episode())
