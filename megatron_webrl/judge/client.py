@@ -270,9 +270,9 @@ def _fault_log(url: str) -> dict[str, list[Callable[..., Any]]]:
 
 
 def _text_chars(body: Mapping[str, Any]) -> int:
+    """Characters of a body's texts; a content is one text, or a list of texts and images."""
     contents = [message["content"] for message in body["messages"]]
-    parts = [part for content in contents for part in ([{"text": content}] if isinstance(content, str) else content)]
-    return sum(len(part.get("text", "")) for part in parts)
+    return sum(len(c) if isinstance(c, str) else sum(len(part.get("text", "")) for part in c) for c in contents)
 
 
 def _read(content: bytes) -> Completion:

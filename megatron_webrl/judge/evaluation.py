@@ -124,7 +124,7 @@ class Judge:
         check_prices(settings.budget, {slot: each for slot, each in self.client.models.items() if slot in used})
 
     async def judge(self, trajectory: Trajectory) -> tuple[Verdict, bool]:
-        """The verdict on an episode with a regular end, and whether it decides: judge_error, without usable answers, not.
+        """The verdict on an episode with a regular end, and whether it decides: not as judge_error, without an answer.
 
         Raises BudgetSpent, JobEnded, JobFailed. Any other exception masks the episode, too, and is logged.
         """
@@ -294,12 +294,13 @@ class _ByFunction:
         loop, found = asyncio.get_running_loop(), Future[Any]()
 
         def work() -> None:
+            finish: Callable[[Any], None] = found.set_result
             try:
-                result, error = self._function(trajectory), None
-            except BaseException as raised:
-                result, error = None, raised
+                value = self._function(trajectory)
+            except BaseException as error:
+                finish, value = found.set_exception, error
             with suppress(InvalidStateError):  # it took too long
-                found.set_exception(error) if error else found.set_result(result)
+                finish(value)
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(self._free.release)
 

@@ -66,14 +66,12 @@ def _kind(track: str) -> str:
 
 
 def _names(pid: int, process: ProcessTimeline, rows: Mapping[str, int]) -> Iterator[Event]:
-    def named(what: str, row: int, order: int, name: str) -> Iterator[Event]:
+    labels = {row: _kind(track) or process.role for track, row in rows.items()}
+    whole = ("process", 0, pid, f"{process.role}, node {process.node}, {process.host}")
+    for what, row, order, name in (whole, *(("thread", row, row, labels[row]) for row in sorted(labels))):
         common = {"pid": pid, "tid": row, "ph": "M", "ts": 0}
         yield common | {"name": f"{what}_name", "args": {"name": name}}
         yield common | {"name": f"{what}_sort_index", "args": {"sort_index": order}}
-
-    yield from named("process", 0, pid, f"{process.role}, node {process.node}, {process.host}")
-    for row, label in sorted({row: _kind(track) or process.role for track, row in rows.items()}.items()):
-        yield from named("thread", row, row, label)
 
 
 def _slices(span: TimelineSpan, pid: int, tid: int, zero: float) -> Iterator[Event]:
