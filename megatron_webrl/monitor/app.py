@@ -42,7 +42,7 @@ from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.monitor.access import image_response, json_response
-from megatron_webrl.monitor.episode_index import FACETS, RANGES, EpisodeIndex, EpisodeQuery, QueryError, iterate
+from megatron_webrl.monitor.episode_index import FACETS, RANGES, SORTABLE, EpisodeIndex, EpisodeQuery, iterate
 from megatron_webrl.monitor.episode_view import TokenTexts, cut, episode_json, write_dataset
 from megatron_webrl.monitor.live_view import LiveRollouts
 from megatron_webrl.monitor.status import read_config, read_status
@@ -281,10 +281,9 @@ def _query(request: Request) -> EpisodeQuery:
         for end in ("min", "max")
     )
     sort = given.get("sort", "-finished_at")
-    try:
-        return EpisodeQuery(equal, low, high, given.get("text", ""), sort.removeprefix("-"), sort.startswith("-"))
-    except QueryError as error:
-        raise HTTPException(400, str(error)) from None
+    if sort.removeprefix("-") not in SORTABLE:
+        raise HTTPException(400, f"unknown field {sort!r}; there are {', '.join(SORTABLE)}")
+    return EpisodeQuery(equal, low, high, given.get("text", ""), sort.removeprefix("-"), sort.startswith("-"))
 
 
 def _number(request: Request, name: str, default: float, low: float = -math.inf) -> float:

@@ -46,27 +46,16 @@ WAITING = "waiting"  # disposition of a training episode that is neither trained
 ROLLED_BACK = "rolled back"
 
 
-class QueryError(ValueError):
-    """A filter that the index does not know. The message names it."""
-
-
 @dataclass(frozen=True)
 class EpisodeQuery:
-    """Which episodes, in which order. Raises QueryError for unknown fields."""
+    """Which episodes, in which order."""
 
     equal: Mapping[str, Sequence[str]] = field(default_factory=dict)  # allowed values by field of FACETS or `task`
     at_least: Mapping[str, float] = field(default_factory=dict)  # by field of RANGES
     at_most: Mapping[str, float] = field(default_factory=dict)
     text: str = ""  # words; each must be in the instruction, task, site or reason
-    sort: str = "finished_at"
+    sort: str = "finished_at"  # one of SORTABLE
     descending: bool = True
-
-    def __post_init__(self) -> None:
-        for name in self.equal:
-            _check(name, (*FACETS, "task"))
-        for name in (*self.at_least, *self.at_most):
-            _check(name, RANGES)
-        _check(self.sort, SORTABLE)
 
 
 @dataclass(frozen=True)
@@ -181,11 +170,6 @@ def _matches(table: pa.Table, query: EpisodeQuery, without: str = "") -> Any:
     for word in sorted(query.text.casefold().split(), key=len, reverse=True):  # long words are in few rows
         numbers = numbers.filter(pc.match_substring(table["words"].take(numbers), word).combine_chunks())
     return numbers
-
-
-def _check(name: str, names: Sequence[str]) -> None:
-    if name not in names:
-        raise QueryError(f"unknown field {name!r}; there are {', '.join(names)}")
 
 
 def _row(folder: str, line: Any) -> dict[str, Any] | None:

@@ -147,7 +147,8 @@ class _Job:
     @classmethod
     def read(cls, folder: Path) -> _Job:
         config, ended, path = read_config(folder), _summary(folder), folder / "control.json"
-        address, answer = ControlAddress.read(path), "the job has not started"
+        address = ControlAddress.read(path)
+        answer: dict[str, Any] | str = "the job has not started"
         if ended is None and address is not None:
             answer = query(path, ANSWER_SECONDS)
             if isinstance(answer, str):
