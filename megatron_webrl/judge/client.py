@@ -222,7 +222,7 @@ class JudgeClient:
             reply = await self._clients[model.url, model.key_variable].post(
                 "/chat/completions", cast_to=openai.HttpxBinaryResponseContent, body=body
             )
-            calls += int(reply.response.request.headers[_RETRY_HEADER])
+            calls += int(reply.response.request.headers.get(_RETRY_HEADER, 0))
             completion = _read(reply.content)
             if completion.tokens is not None:
                 actual = model.usage(calls, *completion.tokens)
@@ -237,7 +237,7 @@ class JudgeClient:
         except openai.APIConnectionError:
             raise RequestFailed("connection") from None
         except openai.APIStatusError as error:
-            calls += int(error.request.headers[_RETRY_HEADER])
+            calls += int(error.request.headers.get(_RETRY_HEADER, 0))
             actual = Usage(calls)
             text = f"status {error.status_code}: {shorten(redact(' '.join(error.response.text.split())), 300)}"
             raise RequestFailed("refused_request", text) from None
