@@ -90,7 +90,7 @@ def read_timeline(folder: Path, role: str = "", window: Window | None = None) ->
 
     `window`: spans that ended MARGIN_SECONDS before it or began as long after it are left out, to save memory.
     """
-    spans: dict[tuple[Any, ...], list[TimelineSpan]] = {}  # by process
+    spans: dict[tuple[str, int, str, int], list[TimelineSpan]] = {}  # by process
     zeros: dict[str, float] = {}  # unix time at the zero of a machine's clock, by its first process
     first, last = (window[0] - MARGIN_SECONDS, window[1] + MARGIN_SECONDS) if window else (-math.inf, math.inf)
     for path, _ in timeline_files(folder / FOLDER, role):
@@ -99,8 +99,7 @@ def read_timeline(folder: Path, role: str = "", window: Window | None = None) ->
         if "role" not in header:
             continue  # of a process that was killed at its start
         zero = zeros.setdefault(header["clock"], header["unix"] - header["monotonic"])
-        name, number = _numbered(header["role"])
-        found = spans.setdefault((name, number, header["role"], header["node"], header["host"], header["pid"]), [])
+        found = spans.setdefault((header["role"], header["node"], header["host"], header["pid"]), [])
         for line in lines:
             for name, track, start, end, facts in line.get("spans", ()):
                 span = TimelineSpan(name, track, zero + start / 1e6, zero + end / 1e6, facts)
@@ -108,9 +107,10 @@ def read_timeline(folder: Path, role: str = "", window: Window | None = None) ->
                     found.append(span)
     if not spans:
         raise ConfigError(f"{folder} has no timeline: start a run with tracking.timeline=true")
-    ordered = [(process, sorted(found, key=lambda span: (span.start, -span.end))) for process, found in spans.items()]
-    ordered.sort(key=lambda each: each[0][:2])
-    return [ProcessTimeline(*process[2:], tuple(found)) for process, found in ordered]
+    return [
+        ProcessTimeline(*process, tuple(sorted(spans[process], key=lambda span: (span.start, -span.end))))
+        for process in sorted(spans, key=lambda process: _numbered(process[0]))
+    ]
 
 
 def _numbered(role: str) -> tuple[str, int]:

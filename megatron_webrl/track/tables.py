@@ -55,8 +55,7 @@ def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
     for line in lines:  # how the policy acted, and when
         how = VARIANT_NAMES.get(line["variant"]) or ("sampled" if line["temperature"] > 0 else "greedy")
         title = f"{how}\n{'success' if line['kind'] == 'checkpoint' else line['kind']}"
-        low, high = line["interval"] or (None, None)
-        interval = "-" if low is None else f"{100 * low:.0f}-{100 * high:.0f}"
+        interval = "-".join(f"{100 * end:.0f}" for end in line["interval"] or ()) or "-"
         footer = f"{_percent(line['success_of_judged'])}\n{interval}"
         table.add_column(title, footer=footer, justify="right", no_wrap=True)
     last = lines[-1]
