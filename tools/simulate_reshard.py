@@ -82,7 +82,7 @@ def _engine(text: str) -> EngineSizes:
         else:
             size = int(match[2])
             sizes = replace(sizes, tensor=size) if match[1] == "tp" else replace(sizes, pipeline=size)
-    return replace(sizes, vision_data_parallel=sizes.tensor > 1)  # as rollout.mm_encoder_tp_mode=data
+    return sizes
 
 
 DEFAULT_LAYOUTS: dict[str, tuple[tuple[int, str, str], ...]] = {

@@ -21,7 +21,7 @@ from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.page.action_executor import ActionExecutor
 from megatron_webrl.browser.page.observer import PageObserver, retry_if_replaced
 from megatron_webrl.browser.page.page_clock import repeatable_page_script
-from megatron_webrl.browser.page.tabs import StepMessages, Tabs, terminate_endless_scripts
+from megatron_webrl.browser.page.tabs import MAX_TABS, StepMessages, Tabs, terminate_endless_scripts
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task, TaskSite
 from megatron_webrl.util.text import first_line
@@ -55,7 +55,7 @@ class Session:
         self._messages = StepMessages()
         self._completed = True  # the last operation was not interrupted
         self._lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
-        limit = settings.tabs if "switch_tab" in settings.actions else 1
+        limit = MAX_TABS if "switch_tab" in settings.actions else 1
         self._tabs = Tabs(context, self._messages, limit, self.mark_lost)
         self._executor = ActionExecutor(self._tabs, settings, self._messages, network)
         self._observer = PageObserver(self._tabs, settings, self._messages, network)

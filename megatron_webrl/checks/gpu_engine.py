@@ -23,7 +23,7 @@ from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config, EvaluationConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.config.trainer import ProfileConfig, WarmStartConfig
+from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.launch.local import run_here
 from megatron_webrl.launch.validation import check_config
 
@@ -70,7 +70,7 @@ def short_job(config: Config, folder: Path) -> Config:
         job.trainer.loss = loss_config()
     job.trainer.distillation = DistillationConfig()  # the teacher may not run yet
     job.trainer.advantage.overlong = "keep"  # without a success there might be nothing to train
-    job.trainer.min_valid_episodes, job.trainer.profile = 2, ProfileConfig()
+    job.trainer.min_valid_episodes, job.trainer.profile_updates = 2, []
     job.trainer.warm_start = WarmStartConfig()
     if job.trainer.critic:
         job.trainer.critic.warmup_updates = 0  # during a warm-up the engine's weights would not change

@@ -44,13 +44,6 @@ class AnchoredConfig(AdvantageConfig):
         "(GiGPO); 0: none.",
         low=0,
     )
-    anchor_discount: float = setting(
-        0.95,
-        "Discount of the returns that the second advantage compares.",
-        above=0,
-        high=1,
-        only_with="anchor_weight",
-    )
 
     @property
     def divides_anchors(self) -> bool:

@@ -41,13 +41,11 @@ class BrowserConfig:
         "Set-of-Marks: number the visible elements, and act by number (web_interaction) instead of "
         "coordinates (computer_use).",
     )
-    max_marks: int = setting(100, "Elements numbered in one observation.", low=1)
     actions: list[str] = setting(
         [],
         "Additional actions: hover, double_click, right_click, drag, key, select_option, switch_tab, "
         "new_tab, close_tab.",
     )
-    tabs: int = setting(5, "Tabs open at a time; always one without switch_tab in browser.actions.", low=2)
     open_web: bool = setting(
         False, "Let pages reach public addresses; otherwise only the origins that the task source declares."
     )

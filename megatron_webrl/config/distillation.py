@@ -33,15 +33,6 @@ class DistillationConfig:
         check=check_key_variable,
         only_with="coefficient",
     )
-    clip: float = setting(
-        10.0, "Largest magnitude of the teacher's advantage, in nats.", above=0, only_with="coefficient"
-    )
-    timeout_seconds: float = setting(
-        300.0,
-        "Limit of scoring one episode, retries included; then the episode is masked as teacher_error.",
-        above=0,
-        only_with="coefficient",
-    )
 
     def check(self) -> None:
         if self.coefficient and not self.url:

@@ -20,12 +20,10 @@ SETTINGS = {
     "nnodes": "cluster.nodes",
     "max_model_len": "rollout.max_model_len",
     "limit_mm_per_prompt": "rollout.context.history_turns",
-    "mm_encoder_tp_mode": "rollout.mm_encoder_tp_mode",
     "kv_cache_dtype": "rollout.kv_cache_dtype",
     "kv_cache_memory_bytes": "rollout.kv_cache_mib",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "max_num_seqs": "rollout.max_num_seqs",
-    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
 }
 """The setting that governs an argument of vLLM."""
 FIXED = {
@@ -34,6 +32,7 @@ FIXED = {
     "worker_extension_cls": "weights arrive through it",
     "scheduler_cls": "after an update requests are recomputed with their images",
     "distributed_executor_backend": "the number of ranks and nodes decides it",
+    "mm_encoder_tp_mode": "every tensor-parallel rank has the whole vision tower",
     "node_rank": "the placement decides it",
     "master_addr": "the placement decides it",
     "master_port": "the placement decides it",

@@ -114,12 +114,6 @@ class JudgeConfig:
         "response_format.",
         choices=("schema", "line"),
     )
-    max_reason_chars: int = setting(
-        0,
-        "Characters of the reason in a JSON reply (maxLength of its schema), for small models that never end one; "
-        "0: no limit. vLLM enforces it, some endpoints refuse the word.",
-        low=0,
-    )
     max_screenshots: int = setting(48, "Latest relevant screenshots shown to the verdict stages.", low=1)
     concurrency: int = setting(64, "Requests that one worker has in flight.", low=1)
     attempts: int = setting(3, "Replies to one question until one is usable; then the episode is masked.", low=1)
@@ -140,17 +134,13 @@ class JudgeConfig:
 
 @dataclass
 class WebJudgeConfig(JudgeConfig):
+    """rubric, whose blocked stage asks this model as well, and webjudge."""
+
     relevance: JudgeModelConfig = field(default_factory=JudgeModelConfig)
 
 
-@dataclass
-class RubricConfig(WebJudgeConfig):
-    blocked: JudgeModelConfig = field(default_factory=JudgeModelConfig)
-    blocked_screenshots: int = setting(20, "Screenshots, evenly sampled, shown to the blocked stage.", low=1)
-
-
 PROTOCOLS: dict[str, type[JudgeConfig]] = {
-    "rubric": RubricConfig,
+    "rubric": WebJudgeConfig,
     "webjudge": WebJudgeConfig,
     "webvoyager": JudgeConfig,
 }

@@ -94,19 +94,6 @@ class RolloutConfig:
         "Requests that an engine computes at a time, at most; 0: as many as its worker's episodes in flight can make.",
         low=0,
     )
-    max_num_batched_tokens: int = setting(
-        0,
-        "Tokens that an engine computes in one step, at most: a longer prompt takes several steps, between those of "
-        "other requests; 0: vLLM's default for a server on this card (docs/rollout.md).",
-        low=0,
-    )
-    mm_encoder_tp_mode: str = setting(
-        "data",
-        "Vision tower of an engine with rollout.tensor_parallel above 1. data: every rank has the whole tower and "
-        "encodes its share of the images; weights: every rank has its part of each layer and all images, which takes "
-        "less memory and more communication.",
-        choices=("data", "weights"),
-    )
     gpu_memory_utilization: float = setting(0.9, "Fraction of a GPU that vLLM may use.", above=0, high=1)
     engine_options: dict[str, Any] = setting(
         {},

@@ -40,13 +40,10 @@ class RunConfig:
         "Restarts of each rollout worker within an hour; one that fails more often is given up (rollout.min_engines).",
         low=0,
     )
-    max_requeues: int = setting(
-        3, "Times that Slurm may requeue a job without a newer checkpoint before the job fails.", low=0
-    )
     max_trainer_restarts: int = setting(
         3,
-        "Restarts of all trainer ranks in a row, from the newest checkpoint, after a failure; a completed"
-        " checkpoint resets the count. 0: the job ends.",
+        "Restarts of all trainer ranks after a failure, and of a job by Slurm (requeues), in a row from one "
+        "checkpoint; a newer one resets the count. 0: the job ends.",
         low=0,
     )
 
@@ -249,11 +246,6 @@ class Config:
         return self.rollout.max_num_seqs or self.sessions_per_worker
 
     @property
-    def vision_data_parallel(self) -> bool:
-        """Whether every tensor-parallel rank of an engine has the whole vision tower."""
-        return self.rollout.tensor_parallel > 1 and self.rollout.mm_encoder_tp_mode == "data"
-
-    @property
     def engine_gpus_per_node(self) -> int:
         """GPUs of each node for engines; all of them if no trainer runs, or if it shares them."""
         every = self.evaluation.only or self.cluster.colocate
@@ -315,7 +307,7 @@ def _check_waits(config: Config) -> None:
 
 
 def _check_engines(config: Config) -> None:
-    rollout, trainer, tokens = config.rollout, config.trainer, config.rollout.max_num_batched_tokens
+    rollout, trainer = config.rollout, config.trainer
     if not config.evaluation.only and rollout.min_engines > rollout.engines:
         raise ConfigError(
             f"rollout.min_engines={rollout.min_engines} is above rollout.engines={rollout.engines}; lower it"
@@ -329,17 +321,6 @@ def _check_engines(config: Config) -> None:
         raise ConfigError(
             f"trainer.tokens_per_microbatch={trainer.tokens_per_microbatch} cannot hold a sample of "
             f"rollout.max_model_len={rollout.max_model_len} tokens; raise it or lower max_model_len"
-        )
-    if 0 < tokens < config.requests_per_engine:
-        name = "rollout.max_num_seqs" if rollout.max_num_seqs else "the episodes in flight of a worker"
-        raise ConfigError(
-            f"rollout.max_num_batched_tokens={tokens} is less than {name}={config.requests_per_engine}, each of which "
-            "needs a token in every step; raise it"
-        )
-    if rollout.mm_encoder_tp_mode != "data" and rollout.tensor_parallel == 1 and not config.evaluation.only:
-        raise ConfigError(
-            f"rollout.mm_encoder_tp_mode={rollout.mm_encoder_tp_mode} has no effect with rollout.tensor_parallel=1; "
-            "leave it out"
         )
     kernel = trainer.attention
     if kernel in ("varlen", "flash"):
@@ -407,7 +388,7 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_batch(config: Config) -> None:
-    """Check the groups of a batch, and the updates and ranks that are profiled."""
+    """Check the groups of a batch, and the updates that are profiled."""
     rollout, trainer = config.rollout, config.trainer
     if not trainer.without_baseline:
         if rollout.group_size < 2:
@@ -422,12 +403,9 @@ def _check_batch(config: Config) -> None:
                 f"trainer.minibatches={trainer.minibatches} exceeds trainer.groups_per_update="
                 f"{trainer.groups_per_update}, and groups stay whole; lower it"
             )
-    for name, values, low, high in (
-        ("updates", trainer.profile.updates, 1, trainer.updates),
-        ("ranks", trainer.profile.ranks, 0, config.trainer_world_size - 1),
-    ):
-        if outside := [value for value in values if trainer.profile.updates and not low <= value <= high]:
-            raise ConfigError(f"trainer.profile.{name}={values}: {outside[0]} is not between {low} and {high}")
+    updates = trainer.profile_updates
+    if outside := [version for version in updates if not 1 <= version <= trainer.updates]:
+        raise ConfigError(f"trainer.profile_updates={updates}: {outside[0]} is not between 1 and {trainer.updates}")
 
 
 def _check_loss(config: Config) -> None:

@@ -84,16 +84,6 @@ class WarmStartConfig:
 
 
 @dataclass
-class ProfileConfig:
-    updates: list[int] = setting(
-        [],
-        "Versions whose update torch's profiler records, in profiles/ of the run: a trace of Chrome for each "
-        "rank. A profiled update is slower, and its file has some tens of MB.",
-    )
-    ranks: list[int] = setting([0], "Trainer ranks that are profiled.")
-
-
-@dataclass
 class TrainerConfig:
     tensor_parallel: int = setting(1, "Ranks that share each layer.", low=1)
     pipeline_parallel: int = setting(1, "Stages of layers, each on its own ranks.", low=1)
@@ -178,6 +168,11 @@ class TrainerConfig:
         "run.startup_timeout_seconds.",
         above=0,
     )
+    profile_updates: list[int] = setting(
+        [],
+        "Versions whose update torch's profiler records on rank 0, in profiles/ of the run, as a trace of Chrome. A "
+        "profiled update is slower, and its file has some tens of MB.",
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = variants("name", LOSSES)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -185,7 +180,6 @@ class TrainerConfig:
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def critic(self) -> CriticConfig | None:

@@ -62,6 +62,7 @@ class JudgeProtocol(ABC):
 NO_ANSWER = Finding("failure", "the agent gave no answer")
 
 RELEVANCE_TOKENS, BLOCKED_TOKENS, VERDICT_TOKENS = 600, 500, 800  # limits of replies, as published
+BLOCKED_SCREENSHOTS = 20  # evenly sampled, as published
 
 
 class RubricProtocol(JudgeProtocol):
@@ -74,8 +75,8 @@ class RubricProtocol(JudgeProtocol):
         """Raises Undecided without a usable answer to any question but relevance, and BudgetSpent."""
         blocked = await asker.require(
             Question(
-                "blocked", "blocked", (("TASK", episode.task), ("PAGES", episode.pages)),
-                episode.evenly_sampled(self._settings.blocked_screenshots), BLOCKED_TOKENS,
+                "blocked", "relevance", (("TASK", episode.task), ("PAGES", episode.pages)),
+                episode.evenly_sampled(BLOCKED_SCREENSHOTS), BLOCKED_TOKENS,
             )
         )  # fmt: skip
         if blocked.yes:

@@ -44,10 +44,9 @@ class ReplyForm:
     read_value: Callable[[Any], Value | None]  # of the JSON value; None: invalid
     read_line: Callable[[str, str], Value | None]  # of the line's group and the text before it
 
-    def schema(self, max_reason_chars: int = 0) -> dict[str, Any]:
-        """The JSON schema, text first: a reason that precedes the decision can inform it. 0: a text of any length."""
-        text = {"type": "string"} | ({"maxLength": max_reason_chars} if max_reason_chars else {})
-        properties: dict[str, Any] = {self.text_field: text} if self.text_field else {}
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema, text first: a reason that precedes the decision can inform it."""
+        properties: dict[str, Any] = {self.text_field: {"type": "string"}} if self.text_field else {}
         properties[self.value_field] = self.value_schema
         return {
             "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,

@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = ("cache", "budget", "concurrency", "timeout_seconds", "deadlin
 def settings_digest(settings: JudgeConfig) -> str:
     """8 digits that name all settings and prompts on which verdicts depend; endpoints may move."""
     found: dict[str, Any] = {key: value for key, value in asdict(settings).items() if key not in _WITHOUT_EFFECT}
-    for slot in ("verdict", "blocked", "relevance"):
+    for slot in ("verdict", "relevance"):
         if slot in found:
             found[slot] = [found[slot]["name"], found[slot]["options"]]
     if settings.uses_models:

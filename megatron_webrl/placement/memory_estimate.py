@@ -180,8 +180,6 @@ def _check_engine_layout(config: Config, text: dict[str, Any], vision: dict[str,
     rollout, path = config.rollout, config.model.path
     size, kv_heads = rollout.tensor_parallel, text["num_key_value_heads"]
     divided = [("num_attention_heads", text)]
-    if not config.vision_data_parallel:
-        divided += [("num_heads", vision), ("intermediate_size", vision)]
     if not sparse:
         divided.append(("intermediate_size", text))
     elif rollout.expert_parallel:
@@ -517,7 +515,7 @@ def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> t
     # For a mixture of experts vLLM keeps both ends of the model on every stage.
     ends = 1 if counts.tied or (stages > 1 and not shape.num_experts) else 2
     embedding = -(-counts.vocab_size // tensor) * counts.hidden_size
-    tower = counts.vision_sharded // (1 if config.vision_data_parallel else tensor) + counts.vision_replicated
+    tower = counts.vision_sharded + counts.vision_replicated
     weights = size * (layers + ends * embedding + counts.hidden_size + tower)
     head = shape.key_width // shape.num_key_value_heads
     cached = size if rollout.kv_cache_dtype == "auto" else 1  # bytes of a value of the KV cache

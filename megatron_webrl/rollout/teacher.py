@@ -32,6 +32,7 @@ from megatron_webrl.util import network
 from megatron_webrl.util.image_type import data_url
 from megatron_webrl.util.text import redact, shorten
 
+TIMEOUT_SECONDS = 300.0  # of scoring one episode, retries included, and of the first contact
 LONGEST_BACKOFF_SECONDS = 15.0
 _PARAMETERS = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
 
@@ -46,8 +47,8 @@ class TeacherServer:
     def __init__(self, settings: DistillationConfig, processor: Processor) -> None:
         """Raises ConfigError for a missing key."""
         root = settings.url.rstrip("/").removesuffix("/v1")  # the address that OpenAI's clients take is accepted
-        self._client = open_client(root, settings.key_variable, "trainer.distillation", settings.timeout_seconds)
-        self._seconds, self._processor = settings.timeout_seconds, processor
+        self._client = open_client(root, settings.key_variable, "trainer.distillation", TIMEOUT_SECONDS)
+        self._processor = processor
         self._reported: set[str] = set()  # faults that have been logged
         self.url = root
 
@@ -61,15 +62,15 @@ class TeacherServer:
     async def check(self, max_model_len: int, probe: bytes) -> None:
         """Raise ConfigError unless the model has the policy's vocabulary and image sizes, and room for `max_model_len`.
 
-        Waits for a server that does not answer yet, at most trainer.distillation.timeout_seconds. `probe`: an image.
+        Waits for a server that does not answer yet, at most TIMEOUT_SECONDS. `probe`: an image.
         """
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 await self._check(max_model_len, probe)
         except TimeoutError:
             raise ConfigError(
-                f"the teacher {self.url} did not answer within {self._seconds:g} s "
-                f"(trainer.distillation.url, timeout_seconds): {', '.join(sorted(self._reported)) or 'no answer'}"
+                f"the teacher {self.url} did not answer within {TIMEOUT_SECONDS:g} s "
+                f"(trainer.distillation.url): {', '.join(sorted(self._reported)) or 'no answer'}"
             ) from None
         except TeacherError as error:
             raise ConfigError(f"the teacher {self.url} cannot score this policy: {error}") from None
@@ -168,7 +169,7 @@ log = logging.getLogger(__name__)
 class Teacher:
     """Adds the teacher's log-probabilities to the steps of an episode."""
 
-    def __init__(self, server: TeacherServer, processor: Processor, timeout_seconds: float) -> None:
+    def __init__(self, server: TeacherServer, processor: Processor, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self._server, self._processor, self._seconds = server, processor, timeout_seconds
 
     @classmethod
@@ -178,7 +179,7 @@ class Teacher:
         settings, browser = config.trainer.distillation, config.browser
         async with TeacherServer(settings, processor) as server:
             await server.check(config.rollout.max_model_len, _blank(browser.width, browser.height))
-            yield cls(server, processor, settings.timeout_seconds)
+            yield cls(server, processor)
 
     async def scored(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with Step.teacher_logprobs; masked as teacher_error if the teacher fails or takes too long.
@@ -197,11 +198,8 @@ class Teacher:
         except TimeoutError:
             if not limit.expired():
                 raise
-            limit_name = "trainer.distillation.timeout_seconds"
-            return self._masked(
-                trajectory,
-                f"{len(steps)} of {len(trajectory.steps)} steps are scored after {self._seconds:g} s ({limit_name})",
-            )
+            done = f"{len(steps)} of {len(trajectory.steps)} steps are scored after {self._seconds:g} s"
+            return self._masked(trajectory, done)
         return replace(trajectory, steps=tuple(steps))
 
     async def _score(self, trajectory: Trajectory, step: Step) -> np.ndarray:

@@ -15,9 +15,8 @@ from megatron_webrl.util.atomic_file import continue_without
 
 @contextmanager
 def profiled(config: Config, rank: int, version: int, timeline: Timeline) -> Iterator[None]:
-    """Profile what trains `version`, if trainer.profile chooses it for this rank."""
-    settings = config.trainer.profile
-    if version not in settings.updates or rank not in settings.ranks:
+    """Profile what trains `version`, if trainer.profile_updates has it and this is rank 0."""
+    if rank or version not in config.trainer.profile_updates:
         yield
         return
     path = config.run_folder / PROFILES / f"update-{version:06d}.trainer-{rank}.json.gz"

@@ -40,7 +40,7 @@ class Telemetry:
 
     @contextmanager
     def training(self, version: int) -> Iterator[None]:
-        """The trainer makes `version`; profiled if trainer.profile says so."""
+        """The trainer makes `version`; profiled if trainer.profile_updates says so."""
         rank = torch.distributed.get_rank()
         with profiled(self._config, rank, version, self._timeline), self.span("train", version=version) as span:
             yield

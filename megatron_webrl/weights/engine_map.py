@@ -8,7 +8,7 @@ One of `tensor` vLLM ranks holds:
   ranks share a key head if there are too few.
 - in_proj_qkvz, in_proj_ba and conv1d of linear attention: its heads' rows of each of the tensors they are made of.
 - gate_up_proj and an expert's w13: its rows of the gate, then its rows of the up projection.
-- the vision tower's qkv: the rows of its heads in each third; with `vision_data_parallel`: the whole tower.
+- the whole vision tower (vLLM's mm_encoder_tp_mode=data).
 - the vocabulary: an equal part after padding to a multiple of 64; padding is not transferred.
 - with `expert_parallel`: whole experts; the first ranks hold one more if the division is uneven.
 """
@@ -33,8 +33,6 @@ MAP_VERSION = 1  # of both maps; changes when the location of a tensor changes o
 VOCAB_PADDING_MULTIPLE = 64
 
 _TEXT = "model.language_model."
-_COLUMN = ("linear_fc1.weight", "linear_fc1.bias")  # of the vision tower, sharded along dimension 0
-_ROW = ("attn.proj.weight", "linear_fc2.weight")  # of the vision tower, sharded along dimension 1
 _FUSED = {
     "in_proj_qkv.weight": "in_proj_qkvz.weight",
     "in_proj_z.weight": "in_proj_qkvz.weight",
@@ -51,7 +49,6 @@ class EngineSizes:
     tensor: int = 1
     pipeline: int = 1
     expert_parallel: bool = False  # vLLM's expert parallelism: whole experts over the tensor ranks
-    vision_data_parallel: bool = False  # vLLM's mm_encoder_tp_mode=data: the whole vision tower on every tensor rank
 
     @property
     def ranks(self) -> int:
@@ -69,9 +66,6 @@ def check_engine_sizes(hf_config: Any, sizes: EngineSizes) -> None:
         ("num_attention_heads", text.num_attention_heads),
         ("padded_vocab_size", padded_vocab_size(text.vocab_size, VOCAB_PADDING_MULTIPLE)),
     ]
-    if not sizes.vision_data_parallel:
-        divided.append(("vision_config.num_heads", vision.num_heads))
-        divided.append(("vision_config.intermediate_size", vision.intermediate_size))
     if not all(sparse):
         divided.append(("intermediate_size", text.intermediate_size))
     if any(sparse) and not sizes.expert_parallel:
@@ -147,7 +141,7 @@ class EngineMap:
         if mapping.expert is not None:
             return self._expert(mapping, tensor_rank)
         if mapping.hf_param.startswith("model.visual."):
-            return self._vision(mapping, tensor_rank)
+            return (_equal_part(mapping, engine_parameter_name(mapping), 0, 1, 0),)
         if mapping.layout.kind == "vocabulary":
             share = self.vocab_rows_per_rank(mapping)
             length = min(share, mapping.shape[0] - tensor_rank * share)
@@ -180,20 +174,6 @@ class EngineMap:
         if mapping.hf_param == f"{_TEXT}embed_tokens.weight":
             return stage == 0 or self.is_hybrid or (stage == last and self.tied)
         return stage == last
-
-    def _vision(self, mapping: ParameterMapping, rank: int) -> tuple[Shard, ...]:
-        target, size = engine_parameter_name(mapping), self.sizes.tensor
-        if self.sizes.vision_data_parallel:
-            size, rank = 1, 0
-        if ".attn.qkv." in target:
-            third = mapping.shape[0] // 3
-            share = third // size
-            return tuple(_box(mapping, target, 0, i * third + rank * share, share, i * share) for i in range(3))
-        if target.endswith(_COLUMN):
-            return (_equal_part(mapping, target, 0, size, rank),)
-        if target.endswith(_ROW):
-            return (_equal_part(mapping, target, 1, size, rank),)
-        return (_equal_part(mapping, target, 0, 1, 0),)
 
     def _attention(self, mapping: ParameterMapping, rank: int) -> Shard:
         """Shard of q, k or v of one layer in qkv_proj."""

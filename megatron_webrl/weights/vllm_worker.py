@@ -249,13 +249,8 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         return _AgreedPlan(terms, len(plan.senders(info.engine)), messages, dtype, info.staging_bytes)
 
     def _check_sizes(self, engine: int, sizes: Sequence[EngineSizes]) -> None:
-        config, vision = self.parallel_config, self.model_config.multimodal_config
-        actual = EngineSizes(
-            config.tensor_parallel_size,
-            config.pipeline_parallel_size,
-            config.enable_expert_parallel,
-            config.tensor_parallel_size > 1 and vision is not None and vision.mm_encoder_tp_mode == "data",
-        )
+        config = self.parallel_config
+        actual = EngineSizes(config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel)
         if not 0 <= engine < len(sizes):
             raise ValueError(f"engine {engine} is not among the {len(sizes)} of the trainer's plan")
         if sizes[engine] != actual:

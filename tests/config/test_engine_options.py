@@ -76,20 +76,6 @@ def test_names_are_left_to_the_engine_where_vllm_is_not_installed(monkeypatch: p
     check_engine_option_names(made("block_sice=32").rollout.engine_options)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["rollout.mm_encoder_tp_mode=weights"], "mm_encoder_tp_mode=weights has no effect with rollout.tensor_paral"),
-        (["rollout.max_num_batched_tokens=31"], "is less than the episodes in flight of a worker=32, each of which"),
-        (["rollout.kv_cache_dtype=int4"], "rollout.kv_cache_dtype='int4' is not one of auto, fp8"),
-    ],
-)
-def test_engine_settings_without_effect_or_room_are_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_settings(parse_config(None, overrides), config_sections("2B"))
-    assert message in str(caught.value)
-
-
 @pytest.mark.parametrize(("version", "other"), [("0.32.0", "cpu"), ("0.32.0+cpu", "cuda")])
 def test_a_vllm_that_is_built_for_another_platform_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, other: str

@@ -71,7 +71,6 @@ async def test_without_limits_no_file_is_written(tmp_path: Path):
     ("protocol", "slots", "missing"),
     [
         ("rubric", {"verdict": 0.0}, "verdict"),
-        ("rubric", {"verdict": 1.0, "blocked": 0.0}, "blocked"),
         ("rubric", {"verdict": 1.0, "relevance": 0.0}, "relevance"),
         ("webjudge", {"verdict": 1.0, "relevance": 0.0}, "relevance"),
         ("webjudge", {"verdict": 1.0, "relevance": 1.0}, None),

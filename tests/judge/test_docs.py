@@ -89,7 +89,7 @@ def test_the_page_names_every_fence_fault_and_number():
     )
     settings = judge_config()
     for stage, shots, tokens in (
-        ("blocked", settings.blocked_screenshots, protocols.BLOCKED_TOKENS),
+        ("blocked", protocols.BLOCKED_SCREENSHOTS, protocols.BLOCKED_TOKENS),
         ("supported", settings.max_screenshots, protocols.VERDICT_TOKENS),
     ):
         (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {stage} |")]

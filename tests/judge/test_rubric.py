@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_webrl.judge import protocols
 from megatron_webrl.types import Verdict
 from tests.judge.support import ANSWER_TEXT, ScriptedOracle, episode, judging
 
@@ -102,10 +103,11 @@ async def test_a_screenshot_without_a_usable_relevance_is_kept():
     assert [stage.errors for stage in verdict.stages if stage.name == "relevance"] == [("refused_request",)] * 2
 
 
-async def test_screenshots_are_limited_to_the_last_relevant_ones_and_to_even_samples():
+async def test_screenshots_are_limited_to_the_last_relevant_ones_and_to_even_samples(monkeypatch: pytest.MonkeyPatch):
     oracle = ScriptedOracle()
+    monkeypatch.setattr(protocols, "BLOCKED_SCREENSHOTS", 3)
     many = episode(shots=9)
-    async with judging(oracle, {"max_screenshots": 4, "blocked_screenshots": 3}) as (evaluator, _):
+    async with judging(oracle, {"max_screenshots": 4}) as (evaluator, _):
         await evaluator.evaluate(many)
     asked = {stage: images for stage, _, images in oracle.asked}
     assert asked["supported"] == list(many.images[-4:])

@@ -56,7 +56,7 @@ def test_of_another_model_the_config_file_alone_is_enough(tmp_path: Path) -> Non
         ("trainer.tensor_parallel=16", "tensor_parallel"),
         ("tasks.environments=[shop-find-prices]", "shop-find-prices"),
         ("model.path=models/unknown", "model.path=models/unknown is not a folder"),
-        ("rollout.max_num_seqs=64 rollout.max_num_batched_tokens=63", "less than rollout.max_num_seqs=64"),
+        ("rollout.max_new_tokens=16384", "rollout.max_new_tokens=16384 leaves no room"),
     ],
 )
 def test_what_is_wrong_everywhere_is_refused_elsewhere(

@@ -100,11 +100,10 @@ def test_a_ranks_parameters_are_those_that_the_parameter_map_gives_it(size: str,
         assert use.gradients == 2 * use.parameters
 
 
-@pytest.mark.parametrize("mode", ["data", "weights"])
 @pytest.mark.parametrize(("size", "tensor"), [("8B", 1), ("32B", 4), ("2B", 2), ("30B-A3B", 2), ("235B-A22B", 4)])
-def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank(size: str, tensor: int, mode: str) -> None:
-    _, found = made(size, f"rollout.tensor_parallel={tensor}", f"rollout.mm_encoder_tp_mode={mode}")
-    sizes = EngineSizes(tensor=tensor, vision_data_parallel=mode == "data")
+def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank(size: str, tensor: int) -> None:
+    _, found = made(size, f"rollout.tensor_parallel={tensor}")
+    sizes = EngineSizes(tensor=tensor)
     shapes = engine_parameter_shapes(parameter_counts.make_hf_config(size), sizes, 0)
     assert found.engine.parameters == 2 * sum(math.prod(shape) for shape in shapes.values())
 
@@ -123,7 +122,7 @@ def test_an_fp8_cache_holds_twice_the_tokens_of_bfloat16() -> None:
 def test_the_largest_rank_of_a_pipelined_engine_is_not_underestimated() -> None:
     for size in ("32B", "235B-A22B"):
         _, found = made(size, "cluster.nodes=2", "rollout.tensor_parallel=4", "rollout.pipeline_parallel=2")
-        description, sizes = parameter_counts.make_hf_config(size), EngineSizes(4, 2, vision_data_parallel=True)
+        description, sizes = parameter_counts.make_hf_config(size), EngineSizes(4, 2)
         ranks = [
             sum(math.prod(s) for s in engine_parameter_shapes(description, sizes, rank).values()) for rank in (0, 4)
         ]

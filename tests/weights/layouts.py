@@ -59,7 +59,7 @@ def cases(draw: st.DrawFn, *, shared_nodes: bool) -> Case:
     sizes = (layers, heads, key_value, experts, dense_layers, deepstack, vocabulary, draw(st.booleans()))
     hf_config = _hf_config(*sizes, stages if hybrid else 0)
     trainer = draw(_trainers(layers, experts, *split))
-    engine = EngineSizes(tensor, stages, bool(experts) and draw(st.booleans()), tensor > 1 and draw(st.booleans()))
+    engine = EngineSizes(tensor, stages, bool(experts) and draw(st.booleans()))
     node = st.sampled_from(["a", "b", "c", "d"]) if shared_nodes else st.sampled_from(["x", "y"])
     sizes = draw(st.lists(st.sampled_from([engine, engine, EngineSizes()]), min_size=1, max_size=4))
     nodes = tuple(draw(st.tuples(*[node] * each.ranks)) for each in sizes)
@@ -183,8 +183,7 @@ def engine_parameters(hf_config: Any, sizes: EngineSizes, state: dict[str, Tenso
     text, count = hf_config.text_config, sizes.tensor
     stage, part = divmod(rank, count)
     sparse_model, hybrid = isinstance(hf_config, Qwen3VLMoeConfig), hasattr(text, "linear_num_key_heads")
-    vision = _vision(state, 1, 0) if sizes.vision_data_parallel else _vision(state, count, part)
-    found = {name.removeprefix("model."): t for name, t in vision.items()}
+    found = {name.removeprefix("model."): t for name, t in state.items() if name.startswith("model.visual.")}
     for layer in _layers_of_stage(text.num_hidden_layers, sizes.pipeline, stage):
         source, target = f"{LANGUAGE}layers.{layer}.", f"language_model.model.layers.{layer}."
         linear = hybrid and text.layer_types[layer] == "linear_attention"
@@ -218,22 +217,6 @@ def _vocabulary(tensor: Tensor, count: int, part: int) -> Tensor:
     padding = -len(tensor) % 64
     padded = torch.cat([tensor, torch.full((padding, tensor.shape[1]), PADDING)])
     return padded.chunk(count)[part]
-
-
-def _vision(state: dict[str, Tensor], count: int, part: int) -> dict[str, Tensor]:
-    found = {}
-    for name, tensor in state.items():
-        if not name.startswith("model.visual."):
-            continue
-        if ".attn.qkv." in name:
-            by_head = tensor.unflatten(0, (3, VISION_HEADS, -1))
-            tensor = by_head.chunk(count, dim=1)[part].flatten(0, 2)
-        elif ".linear_fc1." in name:
-            tensor = tensor.chunk(count)[part]
-        elif name.endswith((".attn.proj.weight", ".linear_fc2.weight")):
-            tensor = tensor.chunk(count, dim=1)[part]
-        found[name] = tensor
-    return found
 
 
 def _attention(state: dict[str, Tensor], source: str, text: Any, count: int, part: int) -> dict[str, Tensor]:

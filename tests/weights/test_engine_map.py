@@ -31,7 +31,7 @@ def engine_shapes(folder: Path, sizes: EngineSizes) -> dict[int, dict[str, tuple
         "tensor_parallel_size": sizes.tensor,
         "pipeline_parallel_size": sizes.pipeline,
         "enable_expert_parallel": sizes.expert_parallel,
-        "mm_encoder_tp_mode": "data" if sizes.vision_data_parallel else "weights",
+        "mm_encoder_tp_mode": "data",
     }
     report = folder.parent / "shapes.json"
     path = os.pathsep.join([str(torchvision_shim.SITECUSTOMIZE_FOLDER), str(ROOT)])
@@ -101,7 +101,6 @@ def test_the_ranks_of_an_engine_hold_a_released_model_once(name: str) -> None:
     for sizes in (
         EngineSizes(4),
         EngineSizes(4, expert_parallel=_has_experts(name)),
-        EngineSizes(4, vision_data_parallel=True),
     ):
         check_engine_sizes(hf_config, sizes)
         parts = [engine_parameter_shapes(hf_config, sizes, rank) for rank in range(4)]
@@ -110,15 +109,7 @@ def test_the_ranks_of_an_engine_hold_a_released_model_once(name: str) -> None:
             assert len(shapes) == 1, parameter
             split = [one for one, of in zip(shapes.pop(), shape, strict=True) if one != of]
             assert len(split) <= 1, parameter
-            assert not (split and sizes.vision_data_parallel and parameter.startswith("visual.")), parameter
-
-
-def test_a_whole_vision_tower_needs_no_heads_that_can_be_shared_out() -> None:
-    hf_config = parameter_counts.make_hf_config("2B")
-    hf_config.vision_config.num_heads = 17
-    check_engine_sizes(hf_config, EngineSizes(2, vision_data_parallel=True))
-    with pytest.raises(ValueError, match=r"tensor_parallel=2 does not divide vision_config\.num_heads=17"):
-        check_engine_sizes(hf_config, EngineSizes(2))
+            assert not (split and parameter.startswith("visual.")), parameter
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Sender:
         """`folder`: of the control service."""
         self.reference, self.ranks = reference, engine_ranks
         self.trainer = TrainerTopology(ParallelSizes(tensor=SENDERS), SENDERS, ("here",) * SENDERS)
-        sizes = EngineSizes(engine_ranks, vision_data_parallel=engine_ranks > 1)  # as rollout.mm_encoder_tp_mode=data
+        sizes = EngineSizes(engine_ranks)
         self.engines = EngineTopology.uniform(sizes, (("here",) * engine_ranks,))
         self.control, _ = job_control.start(folder, 900.0)
         self.plan = self.plan_of(reference.config)

@@ -150,7 +150,7 @@ def _prepare(folder: Path, restart: int) -> None:
     resumed = restart > 0 and find_latest_checkpoint(folder) is not None
     config = parse_config(
         None, [f"run.directory={folder.parent}", f"run.name={folder.name}", f"run.resume={str(resumed).lower()}",
-               "model.path=/nowhere", "run.max_requeues=100", "cluster.gpus_per_node=0"],
+               "model.path=/nowhere", "run.max_trainer_restarts=100", "cluster.gpus_per_node=0"],
     )  # fmt: skip
     make_job_folder(config, plan_processes(config), lambda message: None, _environment(restart))
 

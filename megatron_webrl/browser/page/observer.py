@@ -26,6 +26,7 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import Element, Observation, StepSeconds, Task, TaskSite
 from megatron_webrl.util.text import encodable
 
+MAX_MARKS = 100  # elements numbered in one observation
 LABEL_SIZE = 12  # pixels
 _COLOURS = ("#d7263d", "#1b6ca8", "#2e7d32", "#8e24aa", "#b35900", "#00707a", "#5d4037", "#3949ab")
 
@@ -172,7 +173,7 @@ class PageObserver:
         size = self._settings.width, self._settings.height
         for _ in range(MARK_ATTEMPTS):
             try:
-                self.marks = await find_marks(self._tabs.active, size, self._settings.max_marks)
+                self.marks = await find_marks(self._tabs.active, size, MAX_MARKS)
                 return settled
             except PageTooLarge as error:
                 self._messages.add(str(error))

@@ -20,6 +20,7 @@ from megatron_webrl.types import OpenTab
 
 MAX_MESSAGE_CHARACTERS = 200
 MAX_MESSAGES = 8
+MAX_TABS = 5
 CLOSE_SECONDS = 10.0
 NEW_WINDOW_SECONDS = 3.0  # for an announced window to appear, which takes the first response of its URL
 CLOSE_EVENT_SECONDS = 1.0

@@ -23,6 +23,8 @@ from pydantic import TypeAdapter
 
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.page.keys import is_key_chord
+from megatron_webrl.browser.page.observer import MAX_MARKS
+from megatron_webrl.browser.page.tabs import MAX_TABS
 from megatron_webrl.browser.server import protocol
 from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
 from megatron_webrl.browser.server.local_servers import POLL_SECONDS, LocalServers
@@ -90,11 +92,10 @@ class ActionSpace(TextSpace):
     """JSON of `types.Action`: the action kinds of one tool, each with its required fields."""
 
     def __init__(
-        self, marks: bool, extra_actions: Sequence[str] = (), max_marks: int = 100, tabs: int = 5,
-        seed: int | np.random.Generator | None = None,
+        self, marks: bool, extra_actions: Sequence[str] = (), seed: int | np.random.Generator | None = None,
     ) -> None:  # fmt: skip
-        """The settings browser.marks, browser.actions, browser.max_marks and browser.tabs."""
-        self.marks, self.max_marks, self.tabs = marks, max_marks, tabs
+        """The settings browser.marks and browser.actions."""
+        self.marks = marks
         self.kinds = (*(MARK_ACTION_KINDS if marks else COORDINATE_ACTION_KINDS), *extra_actions)
         super().__init__(seed)
 
@@ -133,10 +134,10 @@ class ActionSpace(TextSpace):
         if field in _POINTS:
             coordinate, element = _POINTS[field]
             if self.marks:
-                return {element: int(self.np_random.integers(1, self.max_marks + 1))}
+                return {element: int(self.np_random.integers(1, MAX_MARKS + 1))}
             return {coordinate: tuple(int(n) for n in self.np_random.integers(COORDINATE_RANGE + 1, size=2))}
         if field == "tab":
-            return {field: int(self.np_random.integers(1, self.tabs + 1))}
+            return {field: int(self.np_random.integers(1, MAX_TABS + 1))}
         texts: Sequence[str] = _KEYS if kind == "key" else _LETTERS
         choices = {"direction": ("up", "down"), "url": ("http://example.com/",), "text": texts}[field]
         return {field: choices[int(self.np_random.integers(len(choices)))]}
@@ -156,7 +157,7 @@ def observation_space(spec: protocol.SessionSpec) -> spaces.Dict:
         box = spaces.Box(np.iinfo(np.int32).min, np.iinfo(np.int32).max, (4,), np.int32)
         fields["elements"] = spaces.Sequence(
             spaces.Dict(
-                id=spaces.Discrete(spec.max_marks, start=1), role=TextSpace(), name=TextSpace(), value=TextSpace(),
+                id=spaces.Discrete(MAX_MARKS, start=1), role=TextSpace(), name=TextSpace(), value=TextSpace(),
                 box=box, states=spaces.Sequence(TextSpace()), options=spaces.Sequence(TextSpace()),
             )
         )  # fmt: skip
@@ -207,7 +208,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
             self.close()
             raise
         self.observation_space = observation_space(spec)
-        self.action_space = self._actions = ActionSpace(spec.marks, spec.actions, spec.max_marks, spec.tabs)
+        self.action_space = self._actions = ActionSpace(spec.marks, spec.actions)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -86,9 +86,7 @@ class SessionSpec:
     screenshot: str
     quality: int
     marks: bool
-    max_marks: int
     actions: tuple[str, ...]
-    tabs: int
 
     @classmethod
     def from_config(cls, settings: BrowserConfig) -> SessionSpec:

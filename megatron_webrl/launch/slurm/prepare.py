@@ -67,7 +67,8 @@ def write_launches(folder: Path, launches: Sequence[JobLaunch]) -> None:
 def record_launch(config: Config, environment: Mapping[str, str]) -> list[JobLaunch]:
     """The launches of a run with the current one; outside Slurm only the recorded ones.
 
-    Raises ConfigError, and writes it to summary.json, after run.max_requeues requeues without a newer checkpoint.
+    Raises ConfigError, and writes it to summary.json, after run.max_trainer_restarts requeues without a newer
+    checkpoint.
     """
     folder = config.run_folder
     earlier = read_launches(folder)
@@ -82,11 +83,12 @@ def record_launch(config: Config, environment: Mapping[str, str]) -> list[JobLau
     checkpoint = latest_checkpoint_name(folder) if own or config.run.resume else None  # otherwise an earlier run's
     launch = JobLaunch(job, restart, checkpoint, previous_outcome, time.time())
     same = [each for each in own if each.checkpoint == checkpoint]
-    if restart and len(same) > config.run.max_requeues:
+    if restart and len(same) > config.run.max_trainer_restarts:
         outcomes = "; ".join(filter(None, [*(each.previous_outcome for each in same), previous_outcome]))
         reason = (
             f"job {job} was launched {len(same)} times from {launch.checkpoint or 'no checkpoint'} and made no newer "
-            f"one (run.max_requeues={config.run.max_requeues}); its launches ended: {outcomes}. Logs: {folder / 'logs'}"
+            f"one (run.max_trainer_restarts={config.run.max_trainer_restarts}); its launches ended: {outcomes}. Logs: "
+            f"{folder / 'logs'}"
         )
         summary.write_summary(folder, f"failed: {reason}", None)
         way = "Submit it again" if config.evaluation.only else "To resume, submit it again with run.resume=true"

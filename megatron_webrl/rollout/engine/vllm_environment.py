@@ -91,11 +91,9 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     cache = rollout.kv_cache_mib or (0 if cuda else CPU_KV_CACHE_MIB)
     limits: Any = {"image": rollout.context.history_turns, "video": 0}
     recording = {RECORD_OPTION: config.trainer.routing_replay} if records_experts(config) else {}
-    vision: Any = "data" if config.vision_data_parallel else "weights"
+    vision: Any = "data" if rollout.tensor_parallel > 1 else "weights"  # of one rank both are the whole tower
     cache_dtype: Any = rollout.kv_cache_dtype
     extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
-    if rollout.max_num_batched_tokens:
-        extra["max_num_batched_tokens"] = rollout.max_num_batched_tokens
     if cuda:
         extra["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if span is not None:

@@ -132,10 +132,8 @@ class WeightClient:
     def _announce(self, trainer: object) -> None:
         self._links += 1
         self._announced_to, self._linked, self._waiting_since = trainer, False, time.monotonic()
-        config, rollout = self.config, self.config.rollout
-        sizes = EngineSizes(
-            rollout.tensor_parallel, rollout.pipeline_parallel, rollout.expert_parallel, config.vision_data_parallel
-        )
+        rollout = self.config.rollout
+        sizes = EngineSizes(rollout.tensor_parallel, rollout.pipeline_parallel, rollout.expert_parallel)
         announcement = {
             "link_id": self.link_id,
             "instance_id": self._instance_id,

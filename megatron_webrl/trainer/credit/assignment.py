@@ -21,6 +21,7 @@ from megatron_webrl.trainer.credit.advantages import (
 from megatron_webrl.trainer.credit.rewards import Penalty, configured_penalties, step_penalties, trajectory_penalty
 from megatron_webrl.types import Group, Trajectory
 
+ANCHOR_DISCOUNT = 0.95  # arXiv 2505.10978
 Values = list[np.ndarray]  # float64 [steps] or [1], of each trajectory of a group
 
 
@@ -43,7 +44,7 @@ def step_advantages(groups: Sequence[Group], config: Config) -> list[dict[int, n
         values = separate_advantages(members, informative, settings.discount, configured_penalties(config))
     if isinstance(settings, AnchoredConfig) and settings.anchor_weight:
         for number in np.flatnonzero(informative):
-            anchors = anchor_advantages(members[number], settings.anchor_discount, settings.divides_anchors)
+            anchors = anchor_advantages(members[number], ANCHOR_DISCOUNT, settings.divides_anchors)
             values[number] = [a + settings.anchor_weight * b for a, b in zip(values[number], anchors, strict=True)]
     masks = settings.overlong == "mask"
     return [

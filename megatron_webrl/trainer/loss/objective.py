@@ -20,6 +20,7 @@ from megatron_webrl.trainer.loss.surrogates import SURROGATES, PolicyRatio
 from megatron_webrl.trainer.loss.token_data import Objective, TokenData, clamp_log_ratio, k3, mean_per_step
 from megatron_webrl.trainer.metrics.token_metrics import moments
 
+TEACHER_CLIP = 10.0  # nats
 REFERENCE_RATIO_LIMIT = 10.0
 """Of pi_ref / pi_theta: a token whose ratio is in the millions would otherwise be all that an update learns from."""
 
@@ -169,24 +170,24 @@ def with_teacher(base: Objective, settings: DistillationConfig, decoupled: bool)
         scores = data.teacher_logprobs
         teacher = torch.full_like(data.advantage, torch.nan) if scores is None else scores
         old = data.proximal_logprobs if decoupled else data.behaviour_logprobs
-        advantage = data.advantage + settings.coefficient * teacher_advantage(teacher, old, settings.clip)
+        advantage = data.advantage + settings.coefficient * teacher_advantage(teacher, old)
         value, sums = base(current, replace(data, advantage=advantage))
         counted, missing = data.weight > 0, torch.isnan(teacher)
         return value, sums | {
             "teacher_missing": (counted & missing).to(current.dtype).sum(),
-            "teacher_clipped": (counted & ((teacher - old).abs() > settings.clip)).to(current.dtype).sum(),
+            "teacher_clipped": (counted & ((teacher - old).abs() > TEACHER_CLIP)).to(current.dtype).sum(),
             **moments("teacher_kl", data.behaviour_logprobs - teacher, counted & ~missing),
         }
 
     return distilled
 
 
-def teacher_advantage(teacher: Tensor, old: Tensor, clip: float) -> Tensor:
-    """clamp(log teacher - log old, -clip, clip), [tokens]; 0 where `teacher` is NaN: it has not scored the token.
+def teacher_advantage(teacher: Tensor, old: Tensor) -> Tensor:
+    """clamp(log teacher - log old, +-TEACHER_CLIP), [tokens]; 0 where `teacher` is NaN: it has not scored the token.
 
     `old`: the policy that the surrogate compares theta with, prox if decoupled, else behave. NaN in it stays NaN.
     """
-    advantage = (teacher - old).clamp(-clip, clip)
+    advantage = (teacher - old).clamp(-TEACHER_CLIP, TEACHER_CLIP)
     return torch.where(torch.isnan(teacher), torch.zeros_like(advantage), advantage)
 
 

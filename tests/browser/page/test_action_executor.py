@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytest_asyncio
@@ -51,8 +52,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["coordinates", "marks"])
 async def pool(site: FolderSite, request: pytest.FixtureRequest) -> AsyncIterator[BrowserPool]:
-    async with pool_on(site, marks=request.param, actions=list(OPTIONAL_ACTION_KINDS), tabs=3) as pool:
-        yield pool
+    with mock.patch("megatron_webrl.browser.session.MAX_TABS", 3):
+        async with pool_on(site, marks=request.param, actions=list(OPTIONAL_ACTION_KINDS)) as pool:
+            yield pool
 
 
 @pytest_asyncio.fixture(loop_scope="module")

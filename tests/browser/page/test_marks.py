@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import AsyncIterator, Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -87,8 +88,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FramedSite]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(site: FramedSite) -> AsyncIterator[BrowserPool]:
-    async with pool_on(site, marks=True, max_marks=20) as pool:
-        yield pool
+    with mock.patch("megatron_webrl.browser.page.observer.MAX_MARKS", 20):
+        async with pool_on(site, marks=True) as pool:
+            yield pool
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -92,7 +92,7 @@ def test_a_signalled_job_saves_and_resumes_and_a_stopped_one_does_not(five: Clus
     late = Waiting(five, tmp_path / "late", "--ignore-stop", GRACE_SECONDS="3")
     stopped = Waiting(five, tmp_path / "stopped")
     cancelled = Waiting(five, tmp_path / "cancelled")
-    without_checkpoint = Waiting(five, tmp_path / "without_checkpoint", "--no-checkpoint", "run.max_requeues=1")
+    without_checkpoint = Waiting(five, tmp_path / "without_checkpoint", "--no-checkpoint", "run.max_trainer_restarts=1")
     for job in (signalled, late, stopped, cancelled):
         job.until_it_runs()
     signalled.signal()
@@ -129,7 +129,7 @@ def test_a_signalled_job_saves_and_resumes_and_a_stopped_one_does_not(five: Clus
     assert five.wait(without_checkpoint.job, 120) == "FAILED", without_checkpoint.log
     assert without_checkpoint.restarts() == 2
     message = f"failed: job {without_checkpoint.job} was launched 2 times from no checkpoint and made no newer one "
-    message += "(run.max_requeues=1)"
+    message += "(run.max_trainer_restarts=1)"
     assert without_checkpoint.outcome.startswith(message)
     assert message.removeprefix("failed: ") in without_checkpoint.log
 
@@ -184,7 +184,7 @@ def test_only_an_announced_end_is_a_notice() -> None:
 
 
 def test_launches_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
-    config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "run.max_requeues=1"])
+    config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "run.max_trainer_restarts=1"])
     latest = config.run_folder / "checkpoints" / "latest"
     latest.parent.mkdir(parents=True)
 
@@ -200,7 +200,9 @@ def test_launches_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
     assert prepare.UNKNOWN_OUTCOME in start("7", 2)
     assert "launch 4 of job 7, resuming from version-000004" in start("7", 3)
     assert start("8", 0) == ""  # another job may try as often again
-    with pytest.raises(ConfigError, match=r"job 7 was launched 2 times from version-000004 .*run.max_requeues=1"):
+    with pytest.raises(
+        ConfigError, match=r"job 7 was launched 2 times from version-000004 .*run.max_trainer_restarts=1"
+    ):
         start("7", 4)
     assert json.loads((config.run_folder / "summary.json").read_text())["outcome"].startswith("failed: job 7 was")
 

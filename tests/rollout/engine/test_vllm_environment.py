@@ -47,7 +47,7 @@ def test_an_engine_computes_the_tokens_of_a_server_and_the_requests_of_its_episo
 
 
 def test_batch_limits_can_be_set(config: Config) -> None:
-    config = with_rollout(config, max_num_batched_tokens=1024, max_num_seqs=48)
+    config = with_rollout(config, engine_options={"max_num_batched_tokens": 1024}, max_num_seqs=48)
     scheduler = engine_config(config, 0).scheduler_config
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (1024, 48)
 
@@ -80,7 +80,7 @@ def test_governed_arguments_exist_and_no_other_is_set(config: Config) -> None:
     """An argument that the project sets is either refused in rollout.engine_options, or a default that they replace."""
     governed = SETTINGS | FIXED | FIXED_IN_TRAINING
     assert governed.keys() <= {field.name for field in fields(AsyncEngineArgs)}
-    config = with_rollout(config, tensor_parallel=2, expert_parallel=True, max_num_batched_tokens=512)
+    config = with_rollout(config, tensor_parallel=2, expert_parallel=True)
     config.rollout.kv_cache_dtype, config.model.platform = "fp8", "cuda"
     span = NodeSpan(nnodes=2, node_rank=1, host_ip="127.0.0.1", master_addr="127.0.0.1", master_port=29500)
     ours, default = engine_arguments(config, 1, 2, span), AsyncEngineArgs(model=config.model.path)
@@ -120,13 +120,9 @@ def test_an_engine_that_vllm_refuses_does_not_start(config: Config, options: dic
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "mode", "wanted"), [(1, "data", "weights"), (2, "data", "data"), (2, "weights", "weights")]
-)
-def test_the_vision_tower_is_whole_on_every_rank_of_a_larger_engine(
-    config: Config, tensor: int, mode: str, wanted: str
-) -> None:
-    found = engine_config(with_rollout(config, tensor_parallel=tensor, mm_encoder_tp_mode=mode), 0).model_config
+@pytest.mark.parametrize(("tensor", "wanted"), [(1, "weights"), (2, "data")])
+def test_the_vision_tower_is_whole_on_every_rank_of_a_larger_engine(config: Config, tensor: int, wanted: str) -> None:
+    found = engine_config(with_rollout(config, tensor_parallel=tensor), 0).model_config
     assert found.multimodal_config is not None
     assert found.multimodal_config.mm_encoder_tp_mode == wanted
 

@@ -39,6 +39,6 @@ def reply(body: dict[str, Any], **changes: Any) -> web.Response:
 @asynccontextmanager
 async def teacher(url: str, processor: Processor, seconds: float = 20.0) -> AsyncIterator[Teacher]:
     """A teacher whose server has not been checked."""
-    settings = DistillationConfig(coefficient=1.0, url=url, timeout_seconds=seconds)
+    settings = DistillationConfig(coefficient=1.0, url=url)
     async with TeacherServer(settings, processor) as server:
         yield Teacher(server, processor, seconds)

@@ -122,12 +122,13 @@ async def opened(handle: Handler, model: Path, **chosen: Any) -> str:
     return str(caught.value)
 
 
-async def test_a_server_that_never_answers_is_one_error(tiny_model: Path) -> None:
+async def test_a_server_that_never_answers_is_one_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def handle(request: web.Request) -> web.Response:
         return web.Response(status=502)
 
-    message = await opened(handle, tiny_model, timeout_seconds=0.5)
-    assert "did not answer within 0.5 s (trainer.distillation.url, timeout_seconds): status 502" in message
+    monkeypatch.setattr("megatron_webrl.rollout.teacher.TIMEOUT_SECONDS", 0.5)
+    message = await opened(handle, tiny_model)
+    assert "did not answer within 0.5 s (trainer.distillation.url): status 502" in message
 
 
 @pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": []}', '{"data": [{"id": "m"}]}'])

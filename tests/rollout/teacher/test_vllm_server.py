@@ -62,7 +62,7 @@ def config_for(served: Served) -> Config:
     config = configuration(served.model)
     config.rollout.max_model_len = MAX_MODEL_LEN
     config.browser.width, config.browser.height = 320, 200
-    config.trainer.distillation = DistillationConfig(coefficient=1.0, url=served.url, timeout_seconds=120.0)
+    config.trainer.distillation = DistillationConfig(coefficient=1.0, url=served.url)
     return config
 
 

@@ -32,7 +32,7 @@ from tools.bench.learning.runs import Run, RunFiles, TaskSuccess
 
 VALUES = {
     "trainer.loss": ("importance_weight_cap", "sapo_temperature_positive", "sapo_temperature_negative"),
-    "trainer.advantage": ("anchor_discount", "coefficient"),
+    "trainer.advantage": ("coefficient",),
     "tasks.sampler": ("target", "per", "difficulty_weights"),
 }
 """Settings of an option that has an arm, which leaves them at their defaults, or of WITHOUT_ARM's joint lines."""

@@ -10,7 +10,7 @@ import pytest
 from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.advantages import anchor_advantages, steps_by_state
-from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.credit.assignment import ANCHOR_DISCOUNT, step_advantages
 from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
 from megatron_webrl.trainer.multi_node.screenshots import strip_images
 from megatron_webrl.types import Group, Trajectory
@@ -78,11 +78,13 @@ def test_they_are_added_with_their_weight_to_those_of_the_episodes() -> None:
     for scale in ("group_std", "none"):
         config.trainer.advantage = advantage_config(scale=scale)
         plain = step_advantages(groups, config)
-        config.trainer.advantage = advantage_config(scale=scale, anchor_weight=0.7, anchor_discount=0.8)
+        config.trainer.advantage = advantage_config(scale=scale, anchor_weight=0.7)
         found = step_advantages(groups, config)
         for group, values, without in zip(groups[:-1], found, plain, strict=False):
             members = [t for t in group.trajectories if t.trainable]
-            for t, anchor in zip(members, anchor_advantages(members, 0.8, scale == "group_std"), strict=True):
+            for t, anchor in zip(
+                members, anchor_advantages(members, ANCHOR_DISCOUNT, scale == "group_std"), strict=True
+            ):
                 np.testing.assert_allclose(values[t.index], without[t.index] + 0.7 * anchor, rtol=1e-12)
         assert all(not value.any() for value in found[-1].values())  # a group of failures alone
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +10,12 @@ import torch
 
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig, loss_config
+from megatron_webrl.trainer.loss.objective import TEACHER_CLIP as CLIP
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.loss.surrogates import SURROGATES
 from tests.trainer.loss.by_hand import LARGEST, VERSION, Arrays, by_hand, example, tensors
 
-TEACHER = DistillationConfig(coefficient=0.7, clip=1.0)
+TEACHER = DistillationConfig(coefficient=0.7)
 VARIANTS = [
     loss_config(name=name, decoupled=decoupled, kl_coefficient=kl)
     for name in SURROGATES
@@ -37,7 +37,7 @@ def advantages(data: Arrays, config: LossConfig) -> np.ndarray:
     old = data["proximal_logprobs"] if config.decoupled else data["behaviour_logprobs"]
     found = []
     for advantage, teacher, before in zip(data["advantage"], data["teacher_logprobs"], old, strict=True):
-        extra = 0.0 if math.isnan(teacher) else min(max(teacher - before, -TEACHER.clip), TEACHER.clip)
+        extra = 0.0 if math.isnan(teacher) else min(max(teacher - before, -CLIP), CLIP)
         found.append(advantage + TEACHER.coefficient * extra)
     return np.array(found)
 
@@ -73,8 +73,7 @@ def test_on_policy_the_expected_gradient_is_that_of_the_reverse_divergence() -> 
         "proximal_logprobs": now, "behaviour_logprobs": now, "advantage": np.zeros(40), "weight": np.exp(now),
         "teacher_logprobs": teacher,
     }  # fmt: skip
-    settings = replace(TEACHER, clip=100.0)
-    loss, sums = make_objective(loss_config(), None, VERSION, settings)(current, tensors(data))
+    loss, sums = make_objective(loss_config(), None, VERSION, TEACHER)(current, tensors(data))
     loss.backward()
     step = 1e-5
     for place in range(40):
@@ -98,7 +97,7 @@ def test_metrics_count_scored_missing_and_clipped_tokens() -> None:
     _, sums = make_objective(loss_config(), None, VERSION, TEACHER)(torch.from_numpy(data["current"]), tensors(data))
     counted, missing = data["weight"] > 0, np.isnan(data["teacher_logprobs"])
     ratio = (data["behaviour_logprobs"] - data["teacher_logprobs"])[counted & ~missing]
-    far = np.abs(np.nan_to_num(data["teacher_logprobs"] - data["proximal_logprobs"])) > TEACHER.clip
+    far = np.abs(np.nan_to_num(data["teacher_logprobs"] - data["proximal_logprobs"])) > CLIP
     assert sums["teacher_missing"] == (counted & missing).sum() > 0
     assert sums["teacher_clipped"] == (counted & far).sum() > 0
     assert sums["teacher_kl/count"] == len(ratio)

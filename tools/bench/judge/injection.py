@@ -163,8 +163,6 @@ def _parser() -> argparse.ArgumentParser:
     names = [kind.name for kind in PROTOCOLS]
     parser.add_argument("--protocol", default="rubric", choices=names, help="(default: %(default)s)")
     parser.add_argument("--structured", default="schema", choices=("schema", "line"), help="as judge.structured")
-    parser.add_argument("--max-reason-chars", type=bounded_number(int, 0), default=0, metavar="N",
-                        help="as judge.max_reason_chars, for a model whose replies are truncated")  # fmt: skip
     parser.add_argument("--concurrency", type=count, default=32, help="requests in flight (default: %(default)s)")
     parser.add_argument("--font", type=Path, metavar="FILE", help="of screenshots (default: one of Latin letters only)")
     return parser
@@ -179,7 +177,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.model, options.url, options.key_variable, options={"temperature": 0.0, "top_p": 1.0}
         ),
         concurrency=options.concurrency,
-        max_reason_chars=options.max_reason_chars,
         attempts=1,  # at temperature 0 a second reply is the first one
     )  # fmt: skip
     console = Console()
