@@ -1,6 +1,4 @@
-"""Trajectories as bytes: records, files of records, and records that are damaged.
-
-Encode a trajectory as one record, without pickle.
+"""Trajectories as bytes, without pickle: records, files of records, and records that are damaged.
 
     magic | format | crc of JSON | total bytes | JSON bytes      header, 32 bytes
     JSON                              all other fields, and the lengths of arrays and images
@@ -19,13 +17,14 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from megatron_webrl.ring.ring import Ring
 from megatron_webrl.ring.segment import RecordCorrupt, RecordError, RingError, checksum
 from megatron_webrl.types import Action, JudgeStage, RubricFact, Step, Task, Trajectory, Verdict
 from megatron_webrl.util import atomic_file
@@ -236,7 +235,7 @@ _HEAD = struct.Struct("<8sQ")
 _ENTRY = struct.Struct("<QQ")
 
 
-class RecordFileWriter:
+class RecordFileWriter(AbstractContextManager["RecordFileWriter"]):
     """Writes records to a temporary file next to `path`, and renames it when it is closed without an error."""
 
     def __init__(self, path: str | Path) -> None:
@@ -276,9 +275,6 @@ class RecordFileWriter:
                 self._file.close()
             self._file = None
             self._temporary.unlink(missing_ok=True)
-
-    def __enter__(self) -> RecordFileWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is None:
@@ -354,15 +350,7 @@ FOLDER = "damaged_records"  # of a run
 MAX_KEPT = 20  # files in that folder
 
 
-class RecordReader(Protocol):
-    """A ring, or another source of numbered records."""
-
-    def read(self, sequence: int, verify: bool = True) -> Buffer:
-        """One record. Raises RecordCorrupt."""
-        ...
-
-
-def read_trajectory(records: RecordReader, sequence: int, folder: Path) -> Trajectory | None:
+def read_trajectory(records: Ring, sequence: int, folder: Path) -> Trajectory | None:
     """The trajectory of a record, as views of it; None if it is damaged: its bytes are then in a file of `folder`."""
     try:
         return decode_trajectory(records.read(sequence))
@@ -373,7 +361,7 @@ def read_trajectory(records: RecordReader, sequence: int, folder: Path) -> Traje
         return None
 
 
-def undamaged_trajectories(records: RecordReader, sequences: Iterable[int]) -> dict[int, Trajectory]:
+def undamaged_trajectories(records: Ring, sequences: Iterable[int]) -> dict[int, Trajectory]:
     """The trajectories of the records that are not damaged, by number."""
     found = {}
     for sequence in sequences:

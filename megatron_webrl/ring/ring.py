@@ -1,6 +1,4 @@
-"""The ring of a node: writers, readers, back-pressure, and its state.
-
-The ring: records of variable length from several writer processes to several reader processes of a node.
+"""The ring of a node: records of variable length from several writer processes to several reader processes.
 
 A writer reserves space under the allocation lock, copies the payload without a lock, and commits. Then readers see the
 record by reference, any number of times, until one acknowledges it. Space is freed in the order of reservation.
@@ -16,25 +14,18 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from megatron_webrl.ring import segment as segments
 from megatron_webrl.ring.segment import (
-    CAPACITY_OFFSET,
     FIRST_OFFSET,
-    FORMAT_VERSION,
-    FORMAT_VERSION_OFFSET,
     HOLDER_OFFSET,
-    MAGIC,
     NEXT_OFFSET,
-    SHM_FOLDER,
     SLOT_BYTES,
     SLOT_TABLE_OFFSET,
-    SLOTS_OFFSET,
     AllocationLock,
     RecordCorrupt,
     RecordTooLarge,
@@ -43,8 +34,6 @@ from megatron_webrl.ring.segment import (
     Segment,
     checksum,
     poll_with_backoff,
-    segment_prefix,
-    sweep_segments,
 )
 from megatron_webrl.util.child_process import is_alive, start_time
 
@@ -67,7 +56,7 @@ class RingUsage:
     reserved: int  # reserved, not committed
 
 
-class Ring:
+class Ring(AbstractContextManager["Ring"]):
     """One attachment to a ring, safe for threads. A forked child must attach again."""
 
     def __init__(self, segment: Segment) -> None:
@@ -196,9 +185,6 @@ class Ring:
         """Remove the ring's name; call this before `close`. Attached processes keep the memory."""
         segments.unlink(self._segment)
 
-    def __enter__(self) -> Ring:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -315,10 +301,6 @@ class NodeRing:
     name: str  # of the segment
     job_id: str  # the same on all nodes of the job
 
-    def sweep_segments(self, run: str) -> list[str]:
-        """Remove unused segments of earlier jobs of the run from this machine; returns their names."""
-        return sweep_segments(segment_prefix(run))
-
     def create_or_attach(self, size_bytes: int) -> Ring:
         """For writers. Raises RingError, also if processes of an earlier job still use the name."""
         return Ring.create_or_attach(self.name, size_bytes, self.job_id)
@@ -326,49 +308,3 @@ class NodeRing:
     def attach(self, seconds: float) -> Ring:
         """For readers: wait until this job's ring exists. Raises RingError."""
         return Ring.attach(self.name, seconds, self.job_id)
-
-
-def read_ring_usage(name: str) -> RingUsage | None:
-    """The usage of a ring; None if there is no ring of this name, or one of another format."""
-    path: Path = SHM_FOLDER / name
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        return _usage(descriptor)
-    except struct.error:  # shorter than a ring: still being created
-        return None
-    finally:
-        os.close(descriptor)
-
-
-def _usage(descriptor: int) -> RingUsage | None:
-    if _read_word(descriptor, 0) != MAGIC or _read_word(descriptor, FORMAT_VERSION_OFFSET) != FORMAT_VERSION:
-        return None
-    capacity, slots = _read_word(descriptor, CAPACITY_OFFSET), _read_word(descriptor, SLOTS_OFFSET)
-    first, following = _read_word(descriptor, FIRST_OFFSET), _read_word(descriptor, NEXT_OFFSET)
-    numbers = range(first, max(first, following))
-    states = [_read_word(descriptor, _slot(number, slots)) for number in numbers]
-    kinds = [word % 4 for number, word in zip(numbers, states, strict=True) if word // 4 == number]
-    used = 0
-    if numbers:
-        tail, _ = _place(descriptor, _slot(numbers[0], slots))
-        start, length = _place(descriptor, _slot(numbers[-1], slots))
-        used = min(max(0, -(-(start + length) // ALIGNMENT) * ALIGNMENT - tail), capacity)
-    return RingUsage(used, capacity, kinds.count(COMMITTED), kinds.count(RESERVED))
-
-
-def _slot(number: int, slots: int) -> int:
-    return SLOT_TABLE_OFFSET + number % slots * SLOT_BYTES
-
-
-def _read_word(descriptor: int, at: int) -> int:
-    value: int = struct.unpack("=Q", os.pread(descriptor, 8, at))[0]
-    return value
-
-
-def _place(descriptor: int, slot: int) -> tuple[int, int]:
-    """A record's start, as a position that never wraps, and its length in bytes."""
-    start, length = struct.unpack("=2Q", os.pread(descriptor, 16, slot + DESCRIPTOR_OFFSET))
-    return start, length

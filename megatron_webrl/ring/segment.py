@@ -1,30 +1,20 @@
-"""The shared-memory segment of a ring: layout, words with memory order, locks that outlive their holder.
+"""The shared-memory file that holds a ring: words with memory order, checksum, locks, creation, attaching, sweeping.
 
-Aligned 8-byte words of a shared mapping, loaded with acquire and stored with release order.
+Not multiprocessing.shared_memory: its tracker unlinks a segment when a process that only attached to it ends.
 
-A commit word publishes all earlier writes. On Arm a plain store does not; libatomic's functions order the accesses.
-On x86-64 plain aligned 8-byte accesses already have acquire and release order, so libatomic is optional there.
+Words are loaded with acquire and stored with release order: a commit word publishes all earlier writes. On Arm a plain
+store does not, and libatomic's functions order the accesses; on x86-64 plain aligned 8-byte accesses do.
 
-The checksum of records: sums of 8-byte words, by page and by column of a page, then CRC-32 of the sums.
+The checksum of a record: its matrix of rows of 512 words (4 KiB) is summed along both axes modulo 2^64. A wrong word
+changes a row and a column sum, a wrong or stale page its row sum, swapped words column sums, swapped pages the order of
+row sums; only errors that cancel in both directions at once pass. The CRC-32 of each list of sums makes 64 bits. For
+records of megabytes this is about four times as fast as zlib's CRC-32 over all bytes (docs/ring.md).
 
-The payload is a matrix with rows of 512 words (4 KiB), summed along both axes modulo 2^64. A wrong word changes a row
-and a column sum, a wrong or stale page its row sum, swapped words column sums, swapped pages the order of row sums.
-Only errors that cancel in both directions at once pass. The CRC-32 of each list of sums makes 64 bits. For records of
-megabytes this is about four times as fast as zlib's CRC-32 over all bytes (docs/ring.md).
-
-Polling with a time limit, and the two locks of a segment.
-
-Both locks are on the segment's own file: unlinking the segment leaves no lock file, and the kernel releases
-both when their holder dies. They are of two kinds that do not affect each other:
+Both locks are on the segment's own file, so that nothing is left behind and the kernel releases them when their holder
+dies; they do not affect each other. A forked child shares them with its parent, and so attaches again.
 
 - lifetime: flock. Shared by all attached processes, exclusive for creating and sweeping.
 - allocation: an open-file-description lock on the file's first byte. Exclusive, for some microseconds.
-
-A lock belongs to the open file, which a forked child shares with its parent. So a forked child attaches again.
-
-The file in shared memory that holds a ring: layout, creation, attaching, sweeping.
-
-Not multiprocessing.shared_memory: its tracker unlinks a segment when a process that only attached to it ends.
 """
 
 from __future__ import annotations
@@ -239,8 +229,6 @@ class SegmentLayout:
     @classmethod
     def for_size(cls, size_bytes: int) -> SegmentLayout:
         """The layout with at least `size_bytes` of data."""
-        if size_bytes <= 0:
-            raise RingError(f"size_bytes={size_bytes} of a ring must be greater than 0")
         capacity = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         return cls(capacity, max(MIN_SLOTS, capacity // BYTES_PER_SLOT))
 

@@ -30,7 +30,7 @@ from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.judge.budget import BudgetSpent, request_stop_without_budget
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import NodeRing, Ring
-from megatron_webrl.ring.segment import RingFull
+from megatron_webrl.ring.segment import RingFull, segment_prefix, sweep_segments
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import EngineLoad, TimeWeightedGauge, WeightClient
 from megatron_webrl.rollout.episode_runner import Deadline, EpisodeRunner, run_with_retries
@@ -52,7 +52,7 @@ def open_node_ring(config: Config, control: ControlClient, node_ring: NodeRing, 
 
     The first instance removes rings of earlier jobs. If only this role ends, the trainer still reads its records.
     """
-    if first_instance and (removed := node_ring.sweep_segments(config.run.name)):
+    if first_instance and (removed := sweep_segments(segment_prefix(config.run.name))):
         log.info("removed rings of an earlier job: %s", ", ".join(removed))
     with node_ring.create_or_attach(config.ring.capacity_mib * 2**20) as ring:
         clean = True

@@ -29,7 +29,7 @@ def test_segments_of_an_earlier_job_are_removed_and_never_read(run: str) -> None
         ring.write([b"stale"], 1.0)
     with pytest.raises(RingError, match="is of another job, first"):
         node_ring(run, "second").attach(0.2)
-    assert node_ring(run, "second").sweep_segments(run) == [node_ring(run, "first").name]
+    assert sweep_segments(segment_prefix(run)) == [node_ring(run, "first").name]
     with node_ring(run, "second").create_or_attach(SIZE) as ring, node_ring(run, "second").attach(1.0) as reader:
         assert reader.committed() == []
         ring.unlink()
@@ -45,7 +45,7 @@ def test_a_restarted_worker_finds_the_ring_with_its_records(run: str) -> None:
 
 def test_a_running_earlier_job_is_named_in_the_error(run: str) -> None:
     with node_ring(run, "first").create_or_attach(SIZE) as ring:
-        assert node_ring(run, "second").sweep_segments(run) == []
+        assert sweep_segments(segment_prefix(run)) == []
         with pytest.raises(RingError, match="exists with job id 'first'"):
             node_ring(run, "second").create_or_attach(SIZE)
         ring.unlink()
