@@ -109,7 +109,7 @@ def simulate(name: str, layout: ReshardLayout, cluster: ClusterSpec, staging_byt
         "layout": asdict(layout),
         "trainer_ranks": len(placement.trainer),
         "engines": len(placement.engines),
-        "model_bytes": sum(math.prod(shape) for _, shape in plan.tensor_shapes()) * ITEM_BYTES,
+        "model_bytes": sum(math.prod(shape) for _, shape in plan.tensors) * ITEM_BYTES,
         "largest_rank_bytes": max(plan.received_bytes(0, rank) for rank in range(layout.engine.ranks)),
         "busiest_sender_to_mean": max(load.values()) / mean,
         "max_message_bytes": plan.max_message_bytes,

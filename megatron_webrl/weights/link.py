@@ -1,14 +1,8 @@
-"""A link: a process group of its own between trainer ranks and engine ranks, over gloo or NCCL.
+"""A link: a process group of its own, over gloo or NCCL, of an engine's ranks and the trainer ranks that send to them.
 
-Link: a separate process group of the trainer ranks that send to an engine and the engine's ranks.
-
-It carries only point-to-point operations. The group has a store of its own, hosted by link rank 0, which is closed with
-the link. The control service holds the link's state: members, announced and completed transfers, and the error of the
-first failed rank.
-
-NCCL process group of a link: one whose failure and creation affect nothing but the link.
-
-The attributes and variables are those of torch 2.13.
+It carries only point-to-point operations, and its failure affects nothing else. Its store, hosted by link rank 0, is
+closed with it. The control service holds the link's state: members, announced and completed transfers, and the error of
+the first failed rank. Private attributes and variables of torch are those of torch 2.13.
 """
 
 from __future__ import annotations
@@ -277,7 +271,7 @@ class LinkFacts:
         self._run("put", self._prefix + key, text)
 
     def get(self, key: str) -> bytes:
-        """The value of a key. Raises KeyError without one."""
+        """The value of a key."""
         return self.multi_get([key])[0]
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -285,11 +279,8 @@ class LinkFacts:
         return None not in self._read(keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys. Raises KeyError if one has none."""
-        values = dict(zip(keys, self._read(keys), strict=True))
-        if missing := [key for key, value in values.items() if value is None]:
-            raise KeyError(self._prefix + missing[0])
-        return [value.encode("latin-1") for value in values.values()]
+        """The values of keys, all of which have one."""
+        return [value.encode("latin-1") for value in self._read(keys)]
 
     def set_first(self, key: str, value: str) -> str:
         """Set a key unless another rank has; returns its value."""
@@ -423,19 +414,14 @@ def _await_members(
     """Announce this rank and wait for the others; returns the names of all by rank. Raises TransferError."""
     scoped.set(f"done/{rank}", "-1")  # last completed transfer
     scoped.set(f"member/{rank}", own_name)
-    missing = _missing_keys(scoped, [f"member/{other}" for other in range(size)], timeout_seconds)
-    if missing and scoped.check([_REFUSED]):
-        raise TransferError(f"link {name} was refused: {scoped.get(_REFUSED).decode()}")
-    if missing:
-        ranks = ", ".join(key.rpartition("/")[2] for key in missing)
+    keys = [f"member/{other}" for other in range(size)]
+    poll_until(lambda: scoped.check(keys) or scoped.check([_REFUSED]), timeout_seconds, JOIN_POLL_SECONDS)
+    if not scoped.check(keys):
+        if scoped.check([_REFUSED]):
+            raise TransferError(f"link {name} was refused: {scoped.get(_REFUSED).decode()}")
+        ranks = ", ".join(str(other) for other, key in enumerate(keys) if not scoped.check([key]))
         raise TransferError(f"link {name}: rank {ranks} of {size} did not join within {timeout_seconds:g} s")
-    return [scoped.get(f"member/{other}").decode() for other in range(size)]
-
-
-def _missing_keys(store: Any, keys: list[str], seconds: float) -> list[str]:
-    """Wait for keys of the store; returns those missing after `seconds` or when a rank rejects the link."""
-    poll_until(lambda: store.check(keys) or store.check([_REFUSED]), seconds, JOIN_POLL_SECONDS)
-    return [] if store.check(keys) else [key for key in keys if not store.check([key])]
+    return [member.decode() for member in scoped.multi_get(keys)]
 
 
 def _run_limited(make: Callable[[], Any], seconds: float, cancelled: Callable[[], bool]) -> Any:

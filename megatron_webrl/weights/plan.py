@@ -13,11 +13,9 @@ Every rank computes the same plan from the model's shapes and the layouts of bot
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import math
-import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -164,10 +162,11 @@ def _overlaps(mapping: ParameterMapping, count: int, shard: Shard, offset: tuple
     return found
 
 
-TensorShapes = tuple[tuple[str, tuple[int, ...]], ...]
+TensorShapes = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the Hugging Face tensors, in order
 
+SEPARATE_BYTES = 2 * 2**20  # runs of adjacent slices from this size are sent alone, so that they need no copy
 MAX_MESSAGE_BYTES = 32 * 2**20  # larger ones are not faster, and packing overlaps with sending only among several
-_RULE_VERSION = 1  # of the choice of senders and the message order
+_RULE_VERSION = 2  # of the choice of senders and the message order
 _MAX_SWEEPS = 100
 
 
@@ -217,7 +216,7 @@ class TransferPlan:
         _check_ranks(hf_config, trainer, engines)
         self.trainer, self.engines, self.item_bytes, self.staging_bytes = trainer, engines, item_bytes, staging_bytes
         mappings = parameter_mappings(hf_config)
-        self._tensors: TensorShapes = tuple(dict.fromkeys((entry.hf_param, entry.tensor_shape) for entry in mappings))
+        self.tensors: TensorShapes = tuple(dict.fromkeys((entry.hf_param, entry.tensor_shape) for entry in mappings))
         runs_by_sizes = {
             sizes: slice_runs(mappings, hf_config, trainer.sizes, trainer.ranks, sizes) for sizes in set(engines.sizes)
         }
@@ -263,15 +262,10 @@ class TransferPlan:
             raise IndexError(f"engine {engine} is not among the {len(self._runs)} of the plan")
         return sum(run.num_elements for run in self._runs[engine] if receiver in (None, run.receiver)) * self.item_bytes
 
-    def tensor_shapes(self) -> TensorShapes:
-        """Names and shapes of the Hugging Face tensors in order, for `first_difference`."""
-        return self._tensors
-
     def to_json(self) -> dict[str, Any]:
         """Plain JSON from which the other side computes the same plan and verifies it."""
-        tensors = base64.b64encode(zlib.compress(json.dumps(self._tensors).encode())).decode()
         return {
-            "trainer": asdict(self.trainer) | {"digest": self.digest, "tensors": tensors},
+            "trainer": asdict(self.trainer) | {"digest": self.digest},
             "engines": asdict(self.engines),
             "staging_bytes": self.staging_bytes,
         }
@@ -302,24 +296,11 @@ class TransferPlan:
         ranks = self.engines.sizes[engine].ranks
         ordered = []
         for (source, target), parts in pairs.items():
-            for k, (slices, elements) in enumerate(_pack(_in_order(parts), limit)):
+            for k, (slices, elements) in enumerate(_pack(_in_order(parts), limit, SEPARATE_BYTES // self.item_bytes)):
                 order = (k, (target - sender_index[source]) % ranks, sender_index[source])
                 ordered.append((order, TransferMessage(source, target, slices, elements)))
         ordered.sort(key=lambda item: item[0])
         return tuple(message for _, message in ordered)
-
-
-def first_difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> str:
-    """One line naming the first difference between the `tensor_shapes` of two plans."""
-    for (name, shape), (other, other_shape) in zip(mine, theirs, strict=False):
-        if name != other:
-            return f"tensor {name} here is in the place of {other} there"
-        if tuple(shape) != tuple(other_shape):
-            return f"tensor {name} has shape {list(shape)} here and {list(other_shape)} there"
-    if len(mine) != len(theirs):
-        longer, where = (mine, "here") if len(mine) > len(theirs) else (theirs, "there")
-        return f"tensor {longer[min(len(mine), len(theirs))][0]} is only {where}"
-    return f"no tensor differs, from {mine[0][0]} to {mine[-1][0]}: layouts, nodes, types or versions of the map do"
 
 
 def _check_ranks(hf_config: Any, trainer: TrainerTopology, engines: EngineTopology) -> None:
@@ -328,15 +309,6 @@ def _check_ranks(hf_config: Any, trainer: TrainerTopology, engines: EngineTopolo
     for engine_sizes in dict.fromkeys(engines.sizes):
         check_engine_sizes(hf_config, engine_sizes)
     check_rank_count(sizes, trainer.ranks)
-    if len(trainer.nodes) != trainer.ranks:
-        raise ValueError(f"nodes of {len(trainer.nodes)} trainer ranks are given, but there are {trainer.ranks}")
-    if not engines.nodes:
-        raise ValueError("a plan needs at least one engine")
-    if len(engines.sizes) != len(engines.nodes):
-        raise ValueError(f"nodes of {len(engines.nodes)} engines are given, and sizes of {len(engines.sizes)}")
-    for number, (nodes, engine_sizes) in enumerate(zip(engines.nodes, engines.sizes, strict=True)):
-        if len(nodes) != engine_sizes.ranks:
-            raise ValueError(f"nodes of {len(nodes)} ranks are given for engine {number}, of {engine_sizes.ranks}")
 
 
 def _assign_senders(
@@ -424,22 +396,49 @@ def _in_order(parts: Sequence[_RunPart]) -> Iterable[Slice]:
     return (piece for _, piece in slices)
 
 
-def _pack(slices: Iterable[Slice], limit: int) -> Iterable[tuple[tuple[Slice, ...], int]]:
-    """Pack slices into messages of at most `limit` elements; only larger slices are cut, at rows."""
+def _pack(slices: Iterable[Slice], limit: int, separate: int) -> Iterable[tuple[tuple[Slice, ...], int]]:
+    """Pack slices into messages of at most `limit` elements; only larger slices are cut, at rows.
+
+    Runs of at least `separate` elements that are adjacent in the receiver's parameter are messages of their own.
+    """
     packed: list[Slice] = []
+    elements = 0
+    for run, size in _runs(slices, limit):
+        if packed and (elements + size > limit or size >= separate):
+            yield tuple(packed), elements
+            packed, elements = [], 0
+        packed += run
+        elements += size
+        if size >= separate:
+            yield tuple(packed), elements
+            packed, elements = [], 0
+    if packed:
+        yield tuple(packed), elements
+
+
+def _runs(slices: Iterable[Slice], limit: int) -> Iterable[tuple[list[Slice], int]]:
+    """Runs of at most `limit` elements of slices, or rows of one, that are adjacent in their target."""
+    run: list[Slice] = []
     elements = 0
     for piece in slices:
         step = limit // row_elements(piece)  # rows
         for first in range(0, piece.size[0], step):
-            whole = piece.size[0] <= step
-            part = piece if whole else slice_rows(piece, first, min(first + step, piece.size[0]))
-            if elements + part.elements > limit:
-                yield tuple(packed), elements
-                packed, elements = [], 0
-            packed.append(part)
+            part = piece if piece.size[0] <= step else slice_rows(piece, first, min(first + step, piece.size[0]))
+            if run and (elements + part.elements > limit or not _follows(run[-1], part)):
+                yield run, elements
+                run, elements = [], 0
+            run.append(part)
             elements += part.elements
-    if packed:
-        yield tuple(packed), elements
+    if run:
+        yield run, elements
+
+
+def _follows(first: Slice, second: Slice) -> bool:
+    """Whether the second box starts where the first ends in the same parameter, with rows of the same shape."""
+    stacked = len(first.target_offset) - len(first.size)
+    end = first.target_offset[stacked] + first.size[0]
+    after = (*first.target_offset[:stacked], end, *first.target_offset[stacked + 1 :])
+    return (first.target_param, first.size[1:], after) == (second.target_param, second.size[1:], second.target_offset)
 
 
 def _digest(

@@ -8,34 +8,507 @@ A failing rank publishes its error in the link's store and closes the link, so t
 
 from __future__ import annotations
 
+import struct
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from megatron_webrl.weights.checksums import checksum
-from megatron_webrl.weights.link import TransferError, TransferLink, error_summary, join_link, reject_link
-from megatron_webrl.weights.link_transfer import (
-    LinkReceiver,
-    LinkSender,
-    OutgoingMessages,
-    TransferAborted,
-    WeightTarget,
-    split_into_units,
+from megatron_webrl.weights.link import (
+    TransferError,
+    TransferLink,
+    error_summary,
+    join_link,
+    poll_until,
+    reject_link,
 )
-from megatron_webrl.weights.slices import TransferMessage
+from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
 
-__all__ = [
-    "OutgoingMessages",
-    "TransferError",
-    "TransferLink",
-    "WeightTarget",
-    "checksum",
-    "join_link",
-    "receive",
-    "reject_link",
-    "send",
-]
+__all__ = ["TransferError", "TransferLink", "checksum", "join_link", "reject_link"]
+
+STAGING_SLOTS = (2, 8)  # least and most staging buffers per link and rank, as staging memory allows
+MAX_IN_FLIGHT = 32  # messages per link and rank; their bytes are also limited to those of all staging buffers
+FAILURE_CHECK_SECONDS = 0.25
+_TAG_BITS = 20  # of the message number; the higher bits hold the transfer number
+_TAG_TRANSFERS = 2**10
+
+
+class TransferAborted(Exception):
+    """A peer failed, timed out or disagrees with this rank."""
+
+
+class LinkTransfer:
+    """One rank's messages of one transfer over one link; base of sender and receiver."""
+
+    def __init__(
+        self,
+        link: TransferLink,
+        messages: Sequence[TransferMessage],
+        staging: Staging,
+        dtype: torch.dtype,
+        transfer: int,
+        seconds: float,
+        verify: bool,
+    ) -> None:
+        self.link, self.messages, self.dtype, self.transfer = link, messages, dtype, transfer
+        self.tags = message_tags(messages, transfer)
+        self.slot_bytes, self.free_slots = staging.max_bytes, list(range(staging.slots))
+        self.max_in_flight_bytes = staging.slots * staging.max_bytes
+        self.slot_of_message: dict[int, int] = {}  # staging slot of each staged message in flight
+        self.timeout_seconds, self.verify = seconds, verify
+        self.posted = self.completed = self.in_flight_elements = 0  # messages, messages, elements
+        self.last_progress = self.last_failure_check = time.monotonic()
+        self.wait_reported = False
+
+    def start(self, wakeup: threading.Event) -> None:
+        """Start the transfer. Raises TransferAborted if its number is not above the last completed one."""
+        if self.transfer <= self.link.last_completed:
+            raise TransferAborted(
+                f"its number is not above {self.link.last_completed}, the last one that this rank completed"
+            )
+        self.link.channel.start_transfer(wakeup, self.timeout_seconds)
+
+    def can_post(self) -> bool:
+        """Whether the limits on messages and bytes in flight allow the next message."""
+        if self.posted == len(self.messages) or self.posted == self.completed + MAX_IN_FLIGHT:
+            return False
+        in_flight = self.in_flight_elements + self.messages[self.posted].elements
+        return in_flight * self.dtype.itemsize <= self.max_in_flight_bytes
+
+    def mark_posted(self) -> None:
+        self.in_flight_elements += self.messages[self.posted].elements
+        self.posted += 1
+
+    def allocate_staging(self, number: int) -> torch.Tensor | None:
+        """Flat staging buffer for a message until its `release`; None while all are in use."""
+        if not self.free_slots:
+            return None
+        slot, buffers = self.free_slots.pop(), self.link.staging_buffers
+        if slot not in buffers or buffers[slot].nbytes < self.slot_bytes:
+            buffers.pop(slot, None)  # free it before allocating the larger one
+            device, parameters = self.link.message_device, self.link.parameter_device
+            pinned = (device.type, parameters.type) == ("cpu", "cuda")  # for the full speed of the GPU's bus
+            buffers[slot] = torch.empty(self.slot_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.slot_of_message[number] = slot
+        elements = self.messages[number].elements
+        return buffers[slot][: elements * self.dtype.itemsize].view(self.dtype)
+
+    def release(self, number: int) -> None:
+        """Count a message as complete and free its staging buffer."""
+        self.in_flight_elements -= self.messages[number].elements
+        if number in self.slot_of_message:
+            self.free_slots.append(self.slot_of_message.pop(number))
+
+    def contiguous_view(self, boxes: list[torch.Tensor]) -> torch.Tensor | None:
+        """Flat view of the boxes if they are adjacent in memory and have the messages' dtype and device, else None."""
+        first, device = boxes[0], self.link.message_device
+        if first.dtype != self.dtype or first.device != device or self.link.parameter_device != device:
+            return None
+        end = first.data_ptr()
+        for box in boxes:
+            if box.data_ptr() != end or not box.is_contiguous():
+                return None
+            end += box.nbytes
+        if len(boxes) == 1:
+            return first.view(-1)
+        if len({box.untyped_storage().data_ptr() for box in boxes}) > 1:
+            return None
+        return first.as_strided((sum(box.numel() for box in boxes),), (1,))
+
+    def record_progress(self) -> None:
+        """Restart the timeout after progress."""
+        self.last_progress = time.monotonic()
+        if self.wait_reported:
+            self.link.store.delete_key(f"waiting/{self.link.rank}")
+            self.wait_reported = False
+
+    def check_peer(self, peer: int, what: str) -> None:
+        """Raise TransferAborted if another rank failed or `peer` timed out."""
+        now = time.monotonic()
+        waited = now - self.last_progress
+        if now - self.last_failure_check >= FAILURE_CHECK_SECONDS:
+            self.last_failure_check = now
+            if self.link.first_failure() is not None:
+                raise TransferAborted(f"another rank failed while this one waited: {what}")
+        if waited > self.timeout_seconds / 2 and not self.wait_reported:
+            self.link.store.set(f"waiting/{self.link.rank}", str(peer))
+            self.wait_reported = True
+        if waited > self.timeout_seconds:
+            raise TransferAborted(f"{what}: nothing within {self.timeout_seconds:g} s; {self._blame(peer)}")
+
+    def _blame(self, peer: int) -> str:
+        """Message naming the silent rank: a peer that itself waits for another rank is not to blame."""
+        seen = [self.link.rank]
+        while peer not in seen and self.link.store.check([f"waiting/{peer}"]):
+            seen.append(peer)
+            peer = int(self.link.store.get(f"waiting/{peer}"))
+        return (
+            f"{self.link.describe_rank(peer)} is silent" if peer not in seen else f"ranks {seen} wait for one another"
+        )
+
+
+@dataclass
+class Staging:
+    """Staging buffers of a rank for one link."""
+
+    max_bytes: int  # of the largest message
+    slots: int  # number of buffers of that size
+
+
+def divide_staging(links: Sequence[Sequence[TransferMessage]], dtype: torch.dtype, staging_bytes: int) -> list[Staging]:
+    """Divide the staging memory over the links. Raises ValueError unless two messages of every link fit."""
+    least, most = STAGING_SLOTS
+    largest = [max((message.elements for message in messages), default=0) * dtype.itemsize for messages in links]
+    need = least * sum(largest)
+    if need > staging_bytes:
+        raise ValueError(
+            f"messages in flight on {len(links)} links take up to {need} bytes, more than"
+            f" staging_bytes={staging_bytes} (weights.bucket_mib): plan smaller messages or raise it"
+        )
+    more = (staging_bytes - need) // len(links)
+    return [Staging(size, min(most, least + more // size) if size else least) for size in largest]
+
+
+def message_tags(messages: Sequence[TransferMessage], transfer: int) -> list[int]:
+    """Tag of each message: the transfer number and the message's index among those of its sender and receiver."""
+    seen: Counter[tuple[int, int]] = Counter()
+    tags = []
+    for message in messages:
+        pair = (message.sender, message.receiver)
+        tags.append((transfer % _TAG_TRANSFERS) << _TAG_BITS | seen[pair])
+        seen[pair] += 1
+    if seen and max(seen.values()) > 2**_TAG_BITS:
+        raise ValueError(f"{max(seen.values())} messages from one rank to another; the limit is {2**_TAG_BITS}")
+    return tags
+
+
+_CONFIRMATION_POLL_SECONDS = 0.01  # between two polls for the receivers' confirmation
+
+
+@dataclass
+class OutgoingMessages:
+    """Messages that one trainer rank sends over one link in a transfer."""
+
+    link: TransferLink
+    messages: Sequence[TransferMessage]  # of this rank, in link order
+    link_rank_by_receiver: Mapping[int, int]  # link rank by engine rank
+
+
+class LinkSender(LinkTransfer):
+    """Send one transfer over a link: all messages, then wait for the receivers' confirmation."""
+
+    def __init__(
+        self,
+        outgoing: OutgoingMessages,
+        staging: Staging,
+        source: Callable[[str], torch.Tensor],
+        dtype: torch.dtype,
+        transfer: int,
+        seconds: float,
+        wakeup: threading.Event,
+        peer_failure: Callable[[str], str | None] | None,
+        verify: bool,
+    ) -> None:
+        super().__init__(outgoing.link, outgoing.messages, staging, dtype, transfer, seconds, verify)
+        self.source, self.link_rank_by_receiver = source, outgoing.link_rank_by_receiver
+        self.wakeup, self.peer_failure = wakeup, peer_failure
+        self.checksums: dict[int, list[int]] = {receiver: [] for receiver in outgoing.link_rank_by_receiver.values()}
+        self.finished = False
+        self.failure: str | None = None
+        self.awaiting_confirmation = False
+        self.next_confirmation_check = 0.0
+
+    def run_guarded(self, step: Callable[[], bool]) -> bool:
+        """Run a step; a TransferAborted ends only this link's transfer. Returns whether there was progress."""
+        try:
+            return step()
+        except TransferAborted as error:
+            self.finished = True
+            self.failure = str(self.link.fail(f"transfer {self.transfer}: {error}"))
+            return True
+
+    def announce(self) -> bool:
+        if self.link.process_group is None:
+            self.finished, self.failure = True, f"link {self.link.name} cannot be used: {self.link.close_reason}"
+            return True
+        self.start(self.wakeup)
+        trainer = self.messages[0].sender if self.messages else -1
+        self.link.store.set(f"begin/{self.link.rank}", f"{self.transfer} {trainer}")
+        return True
+
+    def poll(self) -> bool:
+        """Process completed messages and post the next ones. Returns whether there was progress."""
+        return self._confirm() if self.awaiting_confirmation else self._deliver()
+
+    def seconds_to_next_poll(self) -> float:
+        """Longest wait until the next poll if no completion sets `wakeup`."""
+        return (
+            max(self.next_confirmation_check - time.monotonic(), 0.0)
+            if self.awaiting_confirmation
+            else self.link.channel.poll_seconds
+        )
+
+    def _deliver(self) -> bool:
+        count, error = self.link.channel.completed()
+        moved = count > self.completed
+        if moved:
+            for number in range(self.completed, count):
+                self.release(number)
+            self.completed = count
+            self.record_progress()
+        self._post_sends()
+        if self.completed == len(self.messages):
+            self._publish_checksums()
+            self.awaiting_confirmation = True
+            return True
+        message = self.messages[self.completed]
+        peer = self.link_rank_by_receiver[message.receiver]
+        what = f"message {self.completed + 1} of {len(self.messages)} to {self.link.describe_rank(peer)}"
+        if error is not None:
+            raise TransferAborted(f"{what}: {error}")
+        if not moved:
+            self._check_peer(peer, what)
+        return moved
+
+    def _confirm(self) -> bool:
+        now = time.monotonic()
+        if now < self.next_confirmation_check:
+            return False
+        link, ranks = self.link, list(self.link_rank_by_receiver.values())
+        completed = link.store.multi_get([f"done/{rank}" for rank in ranks])  # set when a rank joins
+        # A rank that receives nothing may be ahead.
+        missing = [rank for rank, transfer in zip(ranks, completed, strict=True) if int(transfer) < self.transfer]
+        if not missing:
+            self._delete_checksums()
+            link.last_completed = self.transfer
+            self.finished = True
+            return True
+        self.next_confirmation_check = now + _CONFIRMATION_POLL_SECONDS
+        self._check_peer(missing[0], "the confirmation of " + ", ".join(map(link.describe_rank, missing)))
+        return False
+
+    def _check_peer(self, peer: int, what: str) -> None:
+        if time.monotonic() - self.last_failure_check >= FAILURE_CHECK_SECONDS and self.peer_failure is not None:
+            failure = self.peer_failure(self.link.name)
+            if failure is not None:
+                raise TransferAborted(f"{what}: {failure}")
+        self.check_peer(peer, what)
+
+    def _post_sends(self) -> None:
+        while self.can_post():
+            number = self.posted
+            message = self.messages[number]
+            peer = self.link_rank_by_receiver[message.receiver]
+            data = self._packed(number, message)
+            if data is None:
+                return
+            if self.verify:
+                start = 0
+                for piece in message.slices:
+                    self.checksums[peer].append(checksum(data[start : start + piece.elements]))
+                    start += piece.elements
+            try:
+                self.link.channel.send(data, peer, self.tags[number])
+            except RuntimeError as error:
+                what = f"message {number + 1} of {len(self.messages)} to {self.link.describe_rank(peer)}"
+                raise TransferAborted(f"{what}: {error_summary(error)}") from error
+            self.mark_posted()
+
+    def _packed(self, number: int, message: TransferMessage) -> torch.Tensor | None:
+        """Flat data of a message: a view of the parameter if contiguous, else staging; None while no buffer is free."""
+        boxes = [self._box(piece) for piece in message.slices]
+        view = self.contiguous_view(boxes)
+        if view is not None:
+            return view
+        data = self.allocate_staging(number)
+        if data is None:
+            return None
+        start = 0
+        for piece, box in zip(message.slices, boxes, strict=True):
+            data[start : start + piece.elements].view(piece.size).copy_(box)
+            start += piece.elements
+        return data
+
+    def _box(self, piece: Slice) -> torch.Tensor:
+        return self.source(piece.source_param).detach()[box_index(piece.source_offset, piece.size)]
+
+    def _publish_checksums(self) -> None:
+        if self.verify:
+            for to, sums in self.checksums.items():
+                self.link.store.set(f"sums/{self.transfer}/{self.link.rank}/{to}", struct.pack(f"<{len(sums)}Q", *sums))
+
+    def _delete_checksums(self) -> None:
+        if self.verify:
+            for peer in self.checksums:
+                self.link.store.delete_key(f"sums/{self.transfer}/{self.link.rank}/{peer}")
+
+
+_MAX_POLL_PAUSE = 0.02  # seconds
+
+
+class WeightTarget(Protocol):
+    """Destination of an engine rank's slices."""
+
+    def tensor(self, parameter: str) -> torch.Tensor:
+        """Parameter to write slices into. Requested as late as possible; may be allocated on first use."""
+
+    def mark_written(self, parameter: str, elements: int) -> None:
+        """Report that `elements` more elements of the parameter have been written."""
+
+
+class LinkReceiver(LinkTransfer):
+    """Receive one transfer over a link: wait for announcements, receive all messages, compare checksums."""
+
+    def __init__(self, target: WeightTarget, *arguments: Any) -> None:
+        """`arguments`: those of LinkTransfer."""
+        super().__init__(*arguments)
+        self.target = target
+        self.wakeup = threading.Event()
+        self.link_rank_by_sender: dict[int, int] = {}  # link rank of each trainer rank
+        self.receive_buffers: dict[int, torch.Tensor] = {}  # by message number
+        self.checksums: dict[int, list[int]] = {}
+
+    def run(self) -> None:
+        """Receive the whole transfer. Raises TransferAborted."""
+        self.start(self.wakeup)
+        if self.messages:
+            self._await_announcements()
+        self._post_receives()
+        while self.completed < len(self.messages):
+            self.wakeup.clear()
+            if not self._step():
+                self.wakeup.wait(self.link.channel.poll_seconds)
+        if self.link.parameter_device.type == "cuda":  # the engine may read its weights on another stream
+            torch.cuda.current_stream(self.link.parameter_device).synchronize()
+        if self.verify:
+            self._compare_checksums()
+        self.link.store.set(f"done/{self.link.rank}", str(self.transfer))
+        self.link.last_completed = self.transfer
+
+    def _await_announcements(self) -> None:
+        """Wait until every trainer rank of the link has announced this transfer; map trainer ranks to link ranks."""
+        num_senders = self.link.rank - self.messages[0].receiver
+
+        def announced() -> bool:
+            absent = [rank for rank in range(num_senders) if not self._is_announced(rank)]
+            if absent:
+                self.check_peer(absent[0], f"the announcement of {', '.join(map(self.link.describe_rank, absent))}")
+            return not absent
+
+        poll_until(announced, max_pause=_MAX_POLL_PAUSE)
+        unknown = {message.sender for message in self.messages} - set(self.link_rank_by_sender)
+        if unknown:
+            raise TransferAborted(
+                f"no rank of this link is trainer rank {sorted(unknown)}; they are {sorted(self.link_rank_by_sender)}"
+            )
+
+    def _is_announced(self, rank: int) -> bool:
+        key = f"begin/{rank}"
+        if rank in self.link_rank_by_sender.values():
+            return True
+        if not self.link.store.check([key]):
+            return False
+        transfer, trainer = map(int, self.link.store.get(key).split())
+        if transfer == self.link.last_completed:
+            return False  # announcement of the previous transfer
+        if transfer != self.transfer:
+            raise TransferAborted(
+                f"{self.link.describe_rank(rank)} sends transfer {transfer}, this rank expects {self.transfer}"
+            )
+        self.link_rank_by_sender[trainer] = rank
+        return True
+
+    def _step(self) -> bool:
+        count, error = self.link.channel.completed()
+        moved = count > self.completed
+        while self.completed < count:
+            self._unpack(self.completed)
+            self.completed += 1
+            self._post_receives()
+        if moved:
+            self.record_progress()
+        elif self.completed < len(self.messages):
+            peer = self.link_rank_by_sender[self.messages[self.completed].sender]
+            what = f"message {self.completed + 1} of {len(self.messages)} from {self.link.describe_rank(peer)}"
+            if error is not None:
+                raise TransferAborted(f"{what}: {error}")
+            self.check_peer(peer, what)
+        return moved
+
+    def _post_receives(self) -> None:
+        while self.can_post():
+            number = self.posted
+            message = self.messages[number]
+            data = self._destination(number, message)
+            if data is None:
+                return
+            peer = self.link_rank_by_sender[message.sender]
+            try:
+                self.link.channel.receive(data, peer, self.tags[number])
+            except RuntimeError as error:
+                what = f"message {number + 1} of {len(self.messages)} from {self.link.describe_rank(peer)}"
+                raise TransferAborted(f"{what}: {error_summary(error)}") from error
+            self.receive_buffers[number] = data
+            self.mark_posted()
+
+    def _destination(self, number: int, message: TransferMessage) -> torch.Tensor | None:
+        """Flat buffer for a message: the parameter itself if contiguous, else staging; None while no buffer is free."""
+        if len({piece.target_param for piece in message.slices}) == 1:
+            view = self.contiguous_view([self._box(piece) for piece in message.slices])
+            if view is not None:
+                return view
+        return self.allocate_staging(number)
+
+    def _unpack(self, number: int) -> None:
+        data, staged = self.receive_buffers.pop(number), number in self.slot_of_message
+        message = self.messages[number]
+        start = 0
+        for piece in message.slices:
+            if staged:
+                self._box(piece).copy_(data[start : start + piece.elements].view(piece.size))
+                start += piece.elements
+            if self.verify:
+                written = checksum(self._box(piece).to(self.dtype))
+                self.checksums.setdefault(self.link_rank_by_sender[message.sender], []).append(written)
+            self.target.mark_written(piece.target_param, piece.elements)
+        self.release(number)
+
+    def _box(self, piece: Slice) -> torch.Tensor:
+        return self.target.tensor(piece.target_param).detach()[box_index(piece.target_offset, piece.size)]
+
+    def _compare_checksums(self) -> None:
+        """Compare checksums of the written slices with the senders'. Raises TransferAborted for the first mismatch."""
+        for trainer, peer in self.link_rank_by_sender.items():
+            mine = self.checksums.get(peer)
+            if mine is None:
+                continue
+            theirs = self._sender_checksums(peer)
+            pieces = [piece for message in self.messages if message.sender == trainer for piece in message.slices]
+            for piece, written, sent in zip(pieces, mine, theirs, strict=True):
+                if written != sent:
+                    receiver, sender = map(self.link.describe_rank, (self.link.rank, peer))
+                    raise TransferAborted(
+                        f"checksum of {piece.hf_param} in {piece.target_param} is {written:016x} on {receiver},"
+                        f" {sent:016x} in {piece.source_param} on {sender}"
+                    )
+
+    def _sender_checksums(self, peer: int) -> tuple[int, ...]:
+        key = f"sums/{self.transfer}/{peer}/{self.link.rank}"
+
+        def published() -> bool:
+            found = bool(self.link.store.check([key]))
+            if not found:
+                self.check_peer(peer, f"the checksums of {self.link.describe_rank(peer)}")
+            return found
+
+        poll_until(published, max_pause=_MAX_POLL_PAUSE)
+        data = self.link.store.get(key)
+        return struct.unpack(f"<{len(data) // 8}Q", data)
 
 
 def send(
@@ -58,11 +531,11 @@ def send(
     the source. Raises ValueError for messages that do not fit, and exceptions of `source` (all links are closed then),
     but not for a peer's failure.
     """
-    units = split_into_units([one.messages for one in transfers], dtype, staging_bytes)
+    staging = divide_staging([one.messages for one in transfers], dtype, staging_bytes)
     wakeup = threading.Event()
     senders = [
         LinkSender(one, of, source, dtype, transfer, timeout_seconds, wakeup, peer_failure, verify)
-        for one, of in zip(transfers, units, strict=True)
+        for one, of in zip(transfers, staging, strict=True)
     ]
     try:
         for sender in senders:  # before the first packing, which may take time or fail
@@ -95,11 +568,11 @@ def receive(
     `timeout_seconds` limits each wait for a peer. With `verify` slices are read back and their checksums compared.
     Raises ValueError for messages that do not fit, and TransferError for other errors; the link is closed then.
     """
-    (units,) = split_into_units([messages], dtype, staging_bytes)
+    (staging,) = divide_staging([messages], dtype, staging_bytes)
     if link.process_group is None:
         raise TransferError(f"link {link.name} cannot be used: {link.close_reason}")
     try:
-        LinkReceiver(link, units, target, dtype, transfer, timeout_seconds, verify).run()
+        LinkReceiver(target, link, messages, staging, dtype, transfer, timeout_seconds, verify).run()
     except TransferAborted as error:
         raise link.fail(f"transfer {transfer}: {error}") from error
     except BaseException as error:

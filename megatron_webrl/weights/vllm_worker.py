@@ -1,13 +1,8 @@
-"""The extension of vLLM's worker that takes weights from the trainer.
+"""Receiving side of weight transfers in each vLLM worker process.
 
-Model loader of engines to which a trainer sends all weights: it reads none.
-
-Importing this module registers the loader with vLLM; vllm_worker.py does so in each worker before the model is loaded.
-
-Receiving side of weight transfers in each vLLM worker process.
-
-Importing this module registers the weight-transfer engine "webrl", and vllm_loader.py's loader, with vLLM; vLLM's
-workers import it as their `worker_extension_cls`. An engine selects it with WeightTransferConfig(backend="webrl").
+Importing this module registers the weight-transfer engine "webrl", and a model loader that reads no weights, with vLLM;
+vLLM's workers import it as their `worker_extension_cls`. An engine selects it with
+WeightTransferConfig(backend="webrl").
 
 Phases of vLLM's protocol: init (once per link, again after a failure), then any number of [start, update, finish].
 WeightReceiver.webrl_weight_update returns errors as values: when a rank raises, vLLM's multi-process executor leaves
@@ -16,13 +11,10 @@ the other ranks' results in their queues and returns them as the results of late
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import copy
-import json
 import logging
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +32,7 @@ from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.util.child_process import collect_garbage
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
-from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan, first_difference
+from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import TransferMessage, box_index
 from megatron_webrl.weights.vllm_experts import make_recorder
 from megatron_webrl.weights.vllm_target import LoadPath, ModelTarget, head_shares_embedding
@@ -75,7 +67,7 @@ class LinkInfo(WeightTransferInitInfo):
     control: str  # file with the address of the job's control service
     name: str  # of the link
     engine: int  # index of this engine in the plan
-    trainer: dict[str, Any]  # fields of TrainerTopology, and "digest" and compressed "tensors" of the trainer's plan
+    trainer: dict[str, Any]  # fields of TrainerTopology, and "digest" of the trainer's plan
     engines: dict[str, Any]  # fields of EngineTopology
     staging_bytes: int
     dtype: str  # of the transferred data, such as "bfloat16"
@@ -154,15 +146,9 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         target.start_update()
         try:
             transport.receive(
-                link,
-                agreed.messages,
-                target,
-                agreed.dtype,
-                agreed.staging_bytes,
-                update_info.transfer,
-                self._seconds,
+                link, agreed.messages, target, agreed.dtype, agreed.staging_bytes, update_info.transfer, self._seconds,
                 update_info.verify,
-            )
+            )  # fmt: skip
         except BaseException:
             self.abort_update(f"transfer {update_info.transfer} failed")
             raise
@@ -238,9 +224,9 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         trainer = TrainerTopology(ParallelSizes(**fields["sizes"]), fields["ranks"], tuple(fields["nodes"]))
         plan = TransferPlan(hf_config, trainer, engines, dtype.itemsize, info.staging_bytes)
         if plan.digest != fields["digest"]:
-            difference = first_difference(plan.tensor_shapes(), _decompress(fields["tensors"]))
             raise ValueError(
-                f"link {info.name}: engine {info.engine} (here) and trainer (there) have different plans: {difference}"
+                f"link {info.name}: engine {info.engine} and the trainer have different plans: give both the same "
+                "model, settings and version of megatron_webrl"
             )
         if self.target is None:
             expected = engine_parameter_shapes(hf_config, engines.sizes[info.engine], rank)
@@ -338,13 +324,6 @@ def _facts(info: LinkInfo) -> Connection:
     except ControlLost as error:
         raise transport.TransferError(f"link {info.name}: {error}") from error
     return connection
-
-
-def _decompress(tensors: str) -> list[Any]:
-    """Names and shapes of the trainer's tensors from Base64 of compressed JSON."""
-    shapes = json.loads(zlib.decompress(base64.b64decode(tensors)))
-    assert isinstance(shapes, list)
-    return shapes
 
 
 with contextlib.suppress(ValueError):  # registered already

@@ -328,12 +328,6 @@ def test_a_value_changed_after_the_write_is_detected_and_named(ranks: Ranks, ele
     assert answers["engine", 0, 0][0] == []
 
 
-def test_missing_checksums_are_reported_by_a_verifying_receiver(ranks: Ranks) -> None:
-    faults = {("trainer", 0, rank): Fault(verify=False) for rank in range(SENDERS)}
-    ranks.run(ranks.case(receivers=(1,)), faults)
-    assert "sends no checksums" in ranks.collect()["engine", 0, 0]
-
-
 def test_a_rank_that_never_joins_is_named_at_the_timeout(ranks: Ranks) -> None:
     case = ranks.case(receivers=(2,), seconds=1.0)
     ranks.start(("trainer", 0, 0), trainer_rank, case, 0, NONE)
