@@ -115,8 +115,7 @@ class LayerCounts:
 class ParameterCounts:
     """Parameters of a model."""
 
-    vision_sharded: int  # matrices and biases of the tower that an engine shards; the trainer replicates them
-    vision_replicated: int
+    vision: int  # of the tower, which every rank replicates
     vocab_size: int  # entries
     hidden_size: int
     tied: bool
@@ -132,7 +131,7 @@ class ParameterCounts:
         """Parameters of the whole model, each counted once."""
         layers = sum(layer.sharded + layer.replicated + layer.experts for layer in self.layers)
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden_size  # and the final norm
-        return self.vision_sharded + self.vision_replicated + ends + layers
+        return self.vision + ends + layers
 
 
 @dataclass(frozen=True)
@@ -232,10 +231,10 @@ def count_parameters(config_json: Mapping[str, Any]) -> ParameterCounts:
     """
     text = config_json["text_config"]
     shape = TextDimensions.from_text_config(text)
-    split, whole = _vision(config_json["vision_config"])
+    vision = _vision(config_json["vision_config"])
     tied = config_json.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     layers = tuple(map(partial(_layer, shape), shape.sparse_layers, shape.linear_layers))
-    return ParameterCounts(split, whole, text["vocab_size"], shape.hidden_size, bool(tied), layers)
+    return ParameterCounts(vision, text["vocab_size"], shape.hidden_size, bool(tied), layers)
 
 
 def _layer(shape: TextDimensions, sparse: bool, linear: bool) -> LayerCounts:
@@ -264,14 +263,14 @@ def deepstack_layers(vision: Mapping[str, Any]) -> Sequence[int]:
     return vision.get("deepstack_visual_indexes") or ()
 
 
-def _vision(vision: Mapping[str, Any]) -> tuple[int, int]:
-    """Parameters of the vision tower: (sharded by an engine, replicated)."""
+def _vision(vision: Mapping[str, Any]) -> int:
+    """Parameters of the vision tower."""
     hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     merged, mergers = hidden * vision["spatial_merge_size"] ** 2, 1 + len(deepstack_layers(vision))
     patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    block = 4 * hidden**2 + 3 * hidden + 2 * hidden * inner + inner  # weights, and the biases of sharded outputs
-    merger = merged**2 + merged + merged * out
-    whole = hidden * patch + hidden + vision["num_position_embeddings"] * hidden
-    whole += vision["depth"] * (4 * hidden + 2 * hidden)  # two norms, and the biases of gathered outputs
-    whole += 2 * hidden + 2 * merged * (mergers - 1) + mergers * out
-    return vision["depth"] * block + mergers * merger, whole
+    block = 4 * hidden**2 + 4 * hidden + 2 * hidden * inner + inner + hidden  # attention and MLP, with their biases
+    block += 4 * hidden  # two norms
+    merger = merged**2 + merged + merged * out + out
+    norms = 2 * hidden + 2 * merged * (mergers - 1)
+    embeddings = hidden * patch + hidden + vision["num_position_embeddings"] * hidden
+    return int(vision["depth"] * block + mergers * merger + norms + embeddings)

@@ -87,10 +87,6 @@ class ShardRange:
     shard_offset: int
     length: int
 
-    def part_slices(self) -> tuple[slice, ...]:
-        """Index of the range in the part."""
-        return (*[slice(None)] * self.dim, slice(self.part_offset, self.part_offset + self.length))
-
     def shard_slices(self) -> tuple[slice, ...]:
         """Index of the range in the rank's parameter."""
         return (*[slice(None)] * self.dim, slice(self.shard_offset, self.shard_offset + self.length))

@@ -167,44 +167,34 @@ def _redirect_devices() -> None:
         setattr(torch.Tensor, name, method)
 
 
-class _Stream:
-    """Stub of torch.cuda.Stream: CPU operations are complete when they return."""
+class _Completed:
+    """What torch.cuda.Stream and Event are on the CPU, where operations are complete when they return."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = CPU
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: Any = None) -> Any:
-        """Return a completed event."""
-        return event if event is not None else _Event()
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
-class _Event:
-    """Stub of torch.cuda.Event, always complete."""
+    device = CPU
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def record(self, stream: Any = None) -> None:
-        """No effect."""
-
-    def wait(self, stream: Any = None) -> None:
+    def _nothing(self, *args: Any) -> None:
         """Nothing to wait for."""
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
 
     def query(self) -> bool:
         """Always complete."""
         return True
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    def record_event(self, event: Any = None) -> Any:
+        """Return a completed event."""
+        return event or _Event()
+
+
+class _Stream(_Completed):
+    pass
+
+
+class _Event(_Completed):
+    pass
 
 
 def _redirect_cuda_functions() -> None:

@@ -407,7 +407,7 @@ class _TrainerEstimate:
         layers = [counts.layers[one] for one in self._layers(stage)]
         dense = sum(one.sharded for one in layers) // trainer.tensor_parallel + sum(one.replicated for one in layers)
         experts = sum(one.experts for one in layers) // (trainer.expert_parallel * trainer.expert_tensor_parallel)
-        tower = counts.vision_sharded + counts.vision_replicated if stage == 0 else 0
+        tower = counts.vision if stage == 0 else 0
         embedding = -(-counts.vocab_size // trainer.tensor_parallel) * counts.hidden_size
         dense += tower + (embedding if stage == 0 else 0)
         if stage == self.last:
@@ -515,7 +515,7 @@ def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> t
     # For a mixture of experts vLLM keeps both ends of the model on every stage.
     ends = 1 if counts.tied or (stages > 1 and not shape.num_experts) else 2
     embedding = -(-counts.vocab_size // tensor) * counts.hidden_size
-    tower = counts.vision_sharded + counts.vision_replicated
+    tower = counts.vision
     weights = size * (layers + ends * embedding + counts.hidden_size + tower)
     head = shape.key_width // shape.num_key_value_heads
     cached = size if rollout.kv_cache_dtype == "auto" else 1  # bytes of a value of the KV cache

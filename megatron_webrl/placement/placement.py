@@ -208,7 +208,7 @@ def place_processes(config: Config) -> Placement:
 
 def check_cluster(config: Config) -> None:
     """Raise ConfigError if the configuration cannot be placed on the machines that it describes."""
-    if config.cluster.is_configured:
+    if config.cluster != ClusterConfig():
         place_processes(config)
     else:
         check_gpu_sharing(config)

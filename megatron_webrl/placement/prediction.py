@@ -214,7 +214,7 @@ def _weights(model: ModelShape) -> tuple[int, int]:
     """Weights that a token meets: all but the experts with the output layer, and all experts."""
     counts = model.counts
     experts = sum(layer.experts for layer in counts.layers)
-    tower = counts.vision_sharded + counts.vision_replicated
+    tower = counts.vision
     embedding = 0 if counts.tied else counts.embedding_parameters  # of the input, which is looked up
     return counts.total - experts - tower - embedding, experts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,17 +142,3 @@ def test_a_frozen_vision_tower_takes_no_gradient(found: Found) -> None:
     trained = found[1, 0]["bf16"]["trained"]
     assert trained
     assert not any(key.startswith("visual.") for key in trained)
-
-
-@pytest.mark.parametrize(
-    ("field", "tensor", "message"),
-    [
-        ("position_ids", torch.zeros(26, dtype=torch.int64), r"position_ids has shape \[26\], expected \[3, 26\]"),
-        ("grids", torch.zeros(2, 2, dtype=torch.int64), r"grids has shape \[2, 2\], expected \[None, 3\]"),
-        ("cu_seqlens", torch.zeros(1, dtype=torch.int32), "needs at least one sample"),
-    ],
-)
-def test_inputs_of_wrong_shapes_are_refused(field: str, tensor: Tensor, message: str) -> None:
-    row, _ = tiny.pack([tiny.samples()["text"]])
-    with pytest.raises(ValueError, match=message):
-        replace(row, **{field: tensor})

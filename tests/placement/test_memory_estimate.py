@@ -139,7 +139,7 @@ def test_the_optimizers_state_is_shared_out_over_replicas() -> None:
 
 def test_weights_that_are_not_trained_take_neither_gradients_nor_state() -> None:
     counts = count_parameters(parameter_counts.config_sections("8B"))
-    tower = counts.vision_sharded + counts.vision_replicated
+    tower = counts.vision
     _, trained = made("8B", "trainer.tensor_parallel=4")
     _, frozen = made("8B", "trainer.tensor_parallel=4", "trainer.train_vision=false")
     assert trained.trainer[0].gradients - frozen.trainer[0].gradients == 4 * tower

@@ -17,6 +17,7 @@ from megatron.core.parallel_state import RankGenerator
 from rich.console import Console
 
 from megatron_webrl.cli import main
+from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -200,7 +201,7 @@ def devices(config: Config) -> dict[str, str | None]:
 
 def test_a_configuration_that_describes_no_machines_has_one_node_without_gpus() -> None:
     config = made("rollout.engines=3", "trainer.data_parallel=2")
-    assert not config.cluster.is_configured
+    assert config.cluster == ClusterConfig()
     assert [process.name for process in place_processes(config).on_node(0)] == [
         "trainer-0", "trainer-1", "rollout-0", "rollout-1", "rollout-2"
     ]  # fmt: skip

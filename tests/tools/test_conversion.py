@@ -63,7 +63,7 @@ def _wait_for(process: subprocess.Popen[str], target: Path) -> Path:
     """The temporary folder, as soon as weights are being written to it."""
     limit = time.monotonic() + SECONDS
     while time.monotonic() < limit:
-        for path in target.parent.glob(f".{target.name}.writing-*"):
+        for path in target.parent.glob(f".{target.name}.writing"):
             if any(path.glob("megatron/*.distcp")):
                 return path
         assert process.poll() is None, process.communicate()

@@ -1,11 +1,7 @@
-"""Files of a Megatron checkpoint, and which tensor each shard holds.
-
-Location of parameters in a distributed checkpoint, and how ranks shard them. Pure data and functions.
+"""Read and write Megatron's distributed checkpoints ("torch_dist") chunk by chunk, without process groups or a model.
 
 Megatron stores one tensor [layers, ...] for all layers of a dense model, under a key without a layer number, but one
 tensor per layer if layers are of several kinds. All experts of a layer are one tensor.
-
-Read and write Megatron's distributed checkpoints ("torch_dist") chunk by chunk, without process groups or a model.
 
 The format is that of torch.distributed.checkpoint: `.metadata` lists each tensor's chunks and their positions in the
 `.distcp` files, each in the format of `torch.save`. The writer of torch keeps the last tensor of every key until the

@@ -1,8 +1,7 @@
-"""Files of a Hugging Face checkpoint: metadata, reader, writer, files passed through.
+"""Files of a Hugging Face checkpoint: metadata, reader, writer, tensors passed through.
 
-Tensors of a Hugging Face folder that no Megatron parameter holds: heads of the released model that are not trained.
-
-A checkpoint keeps them in its folder `passthrough`, in the format of a Hugging Face folder, and an export writes them
+Passed through are tensors that no Megatron parameter holds: heads of the released model that are not trained. A
+checkpoint keeps them in its folder `passthrough`, in the format of a Hugging Face folder, and an export writes them
 back. The architecture names them (`PASSTHROUGH_PREFIXES` in architectures.py); other unknown tensors are refused.
 """
 
@@ -50,7 +49,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 OUTPUT_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.language_model.embed_tokens.weight"
-COMPARE_CHUNK_ROWS = 4096  # compared at a time, to bound memory
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -141,7 +139,7 @@ def open_tensors(folder: Path) -> Iterator[dict[str, HFTensor]]:
             try:
                 file = stack.enter_context(safe_open(str(path), framework="pt"))
             except (OSError, SafetensorError) as error:
-                raise LoadError(_unreadable(path, error)) from error
+                raise LoadError(f"{path} is not a readable safetensors file: {first_line(error)}") from error
             names = set(file.keys())
             if expected is not None and names != expected:
                 name = min(names ^ expected)
@@ -151,23 +149,6 @@ def open_tensors(folder: Path) -> Iterator[dict[str, HFTensor]]:
                 lazy = file.get_slice(name)
                 tensors[name] = HFTensor(name, path, tuple(lazy.get_shape()), lazy.get_dtype(), lazy)
         yield tensors
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    """Error message for an unreadable file; names the first incomplete tensor of a truncated one."""
-    plain = f"{path} is not a readable safetensors file: {first_line(error)}"
-    try:
-        with path.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size - 8 - header
-            content = json.loads(file.read(header)) if size >= 0 else {}
-        ends = sorted((value["data_offsets"][1], name) for name, value in content.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return plain
-    cut = next(((end, name) for end, name in ends if end > size), None)
-    if cut is None:
-        return plain
-    return f"tensor {cut[1]} of {path} is cut short: it ends at byte {cut[0]} of the data, the file after {size}"
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
@@ -210,11 +191,7 @@ def _check_tied(tensors: dict[str, HFTensor], mappings: Sequence[ParameterMappin
     if embedding is None:
         shape = next(mapping.tensor_shape for mapping in mappings if mapping.hf_param == EMBEDDING_WEIGHT)
         raise LoadError(f"tensor {EMBEDDING_WEIGHT} {list(shape)} is missing from {output.path}")
-    same = output.shape == embedding.shape and output.dtype == embedding.dtype
-    for start in range(0, output.shape[0] if same else 0, COMPARE_CHUNK_ROWS):
-        rows = slice(start, start + COMPARE_CHUNK_ROWS)
-        same = same and bitwise_equal(output[rows], embedding[rows])
-    if not same:
+    if output.shape != embedding.shape or not bitwise_equal(output[:], embedding[:]):
         raise LoadError(
             f"tensor {OUTPUT_WEIGHT} of {output.path} differs from {EMBEDDING_WEIGHT} of {embedding.path}, "
             "but config.json ties the two (tie_word_embeddings)"

@@ -1,6 +1,4 @@
-"""Packed input: segments, m-RoPE positions, images.
-
-Segments of a packed sequence that attend to common prefixes: each to the keys of its ancestors, then to its own.
+"""Packed input: segments that attend to common prefixes, m-RoPE positions, images.
 
 A segment with parent -1 begins a sequence; the children of a segment continue it. So the common prefix of several
 sequences is computed once, and each branch gets the outputs and gradients that it has as a sequence of its own: a
@@ -80,7 +78,7 @@ NOT_RECORDED = -1  # in place of each expert of a token whose experts are not kn
 
 @dataclass(frozen=True)
 class PackedInput:
-    """Packed segments, each of which attends to itself and to its ancestors. Raises ValueError for inconsistent shapes.
+    """Packed segments, each of which attends to itself and to its ancestors.
 
     A segment is a whole sample, or the part of samples after a common prefix, which is the segment's parent.
 
@@ -105,30 +103,6 @@ class PackedInput:
     experts: Tensor | None = (
         None  # int16 [T, MoE layers, top_k], experts of each token, or NOT_RECORDED; None: no token's
     )
-
-    def __post_init__(self) -> None:
-        length = self.tokens.numel()
-        for name, tensor, shape in (
-            ("tokens", self.tokens, (None,)),
-            ("position_ids", self.position_ids, (3, length)),
-            ("cu_seqlens", self.cu_seqlens, (None,)),
-            ("pixels", self.pixels, (None, None)),
-            ("grids", self.grids, (None, 3)),
-            ("scored_positions", self.scored_positions, (None,)),
-        ):
-            if not isinstance(tensor, Tensor):
-                continue
-            actual = tuple(tensor.shape)
-            fits = len(actual) == len(shape) and all(s is None or s == a for s, a in zip(shape, actual, strict=True))
-            if not fits:
-                raise ValueError(f"{name} has shape {list(actual)}, expected {list(shape)} (None: any size)")
-        if self.cu_seqlens.numel() < 2:
-            raise ValueError(
-                f"cu_seqlens has {self.cu_seqlens.numel()} entries; a packed input needs at least one sample"
-            )
-        segments = self.cu_seqlens.numel() - 1
-        if self.parents is not None and tuple(self.parents.shape) != (segments,):
-            raise ValueError(f"parents has shape {list(self.parents.shape)}, expected [{segments}]")
 
     def load_pixels(self) -> Tensor:
         """float32 [patches, dim]: `pixels`, or the result of calling it."""

@@ -20,7 +20,7 @@ def replays_routing(config: Config) -> bool:
 
 def records_experts(config: Config) -> bool:
     """Whether engines record the experts of their tokens: for a trainer that replays them."""
-    return config.trainer_feeds_engines and replays_routing(config)
+    return not config.evaluation.only and replays_routing(config)
 
 
 def check_routing_replay(config: Config, description: dict[str, Any]) -> None:

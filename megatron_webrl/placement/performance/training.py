@@ -157,7 +157,7 @@ class _Stage:
         added = experts / (trainer.expert_parallel * trainer.expert_tensor_parallel)
         if self.stage == 0:
             added += counts.embedding_parameters / trainer.tensor_parallel
-            added += counts.vision_sharded + counts.vision_replicated if trainer.train_vision else 0
+            added += counts.vision if trainer.train_vision else 0
         return (self.size + 2 * 4) * added
 
     def _delta_rule(self, layer: int) -> float:
@@ -321,7 +321,7 @@ class _State:
         self.replicas = trainer.data_parallel * trainer.context_parallel
         self.expert_copies = share // (trainer.expert_parallel * trainer.expert_tensor_parallel)
         experts = sum(layer.experts for layer in counts.layers)
-        tower = counts.vision_sharded + counts.vision_replicated
+        tower = counts.vision
         text = counts.total - experts - tower
         self.dense = text / trainer.tensor_parallel / stages + (tower if trainer.train_vision else 0)
         self.experts = experts / (trainer.expert_parallel * trainer.expert_tensor_parallel) / stages

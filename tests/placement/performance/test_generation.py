@@ -39,8 +39,7 @@ def test_a_prompt_takes_about_as_long_as_published() -> None:
 
 def test_a_single_request_reads_all_weights_and_a_mixture_reads_few_experts() -> None:
     seconds = decode_seconds(made(), EIGHT, H100, 1, 0)
-    text = EIGHT.counts.total - EIGHT.counts.embedding_parameters - EIGHT.counts.vision_sharded
-    text -= EIGHT.counts.vision_replicated
+    text = EIGHT.counts.total - EIGHT.counts.embedding_parameters - EIGHT.counts.vision
     assert seconds == pytest.approx(2 * text / (0.8 * 3.35e12) + 0.5e-3, rel=1e-6)
     mixture = ModelShape.from_description(parameter_counts.config_sections("30B-A3B"))
     alone, many = (decode_seconds(made(), mixture, H100, requests, 0) for requests in (1, 128))

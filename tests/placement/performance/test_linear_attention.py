@@ -85,6 +85,6 @@ def test_an_engine_reads_states_instead_of_a_cache_that_grows() -> None:
     assert decode(1, 101) - decode(1, 100) == pytest.approx(cache / 1e6)
     longer, shorter = (prefill_seconds(config, found, PLAIN, tokens, 0) for tokens in (2, 1))
     rule = memory_estimate.chunked_operations(found.text.linear)  # type: ignore[arg-type]
-    weights = found.counts.total - found.counts.vision_sharded - found.counts.vision_replicated
+    weights = found.counts.total - found.counts.vision
     weights -= 2 * found.counts.embedding_parameters  # a lookup, and logits of one token
     assert longer - shorter == pytest.approx((2 * weights + 8 * 4 * 2 * 16 * 256 + 24 * rule) / 1e6)

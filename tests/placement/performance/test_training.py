@@ -67,7 +67,7 @@ def test_the_parts_of_a_small_pass_are_those_by_hand() -> None:
     # Values of the hidden size, of queries and keys, and of the MLP, in two layers, 2 bytes each; and 10 bytes for each
     # weight of embedding and vision tower, whose gradients are added to buffers.
     passes = ((14 * 8 + (2 + 5) * (8 + 4) + 2 * 4 + 3 * 16), (28 * 8 + (4 + 5) * (8 + 4) + 5 * 16))
-    added = 10 * (10 * 8 + count_parameters(TINY).vision_sharded + count_parameters(TINY).vision_replicated)
+    added = 10 * (10 * 8 + count_parameters(TINY).vision)
     assert found.compute["other kernels"] == pytest.approx((2 * 2 * 5 * sum(passes) + added) / 1e6)
     tower = 4 * 4 * 4 + 2 * 4 * 8 + 3 * 4 + 4 * (4 + 8)  # a block, the patch embedding, the merger
     kernels = 3 * 4 * 2 * (26 * 4 + 4 * 8)  # bytes, 2 for a value
@@ -165,7 +165,7 @@ def test_gradients_travel_only_between_replicas() -> None:
     config = made("trainer.tensor_parallel=2", "trainer.epochs=1", "trainer.minibatches=1")
     found = predict_training(config, parameters, replace(PLAIN, nvlink=1e9), LENGTHS).parts["gradients and weights"]
     model = ModelShape.from_description(parameters)
-    tower = model.counts.vision_sharded + model.counts.vision_replicated
+    tower = model.counts.vision
     local = (model.counts.total - tower) / 2 + tower
     assert found == pytest.approx(6 * local / 2 / 1e9)  # float32 one way and bfloat16 back, half stays
 
