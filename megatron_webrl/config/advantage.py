@@ -45,11 +45,6 @@ class AnchoredConfig(AdvantageConfig):
         low=0,
     )
 
-    @property
-    def divides_anchors(self) -> bool:
-        """Whether the second advantage is divided by the deviation of its returns."""
-        return True
-
 
 @dataclass
 class GdpoConfig(AnchoredConfig):
@@ -70,10 +65,6 @@ class GroupAdvantageConfig(AnchoredConfig):
         choices=("group_std", "none", "batch_std"),
     )
     penalties: str = setting("trajectory", PENALTIES, choices=("trajectory", "step"))
-
-    @property
-    def divides_anchors(self) -> bool:
-        return self.scale == "group_std"
 
     def check(self) -> None:
         if self.anchor_weight and self.scale == "batch_std":

@@ -14,7 +14,7 @@ from megatron_webrl.types import OPTIONAL_ACTION_KINDS, TAB_ACTION_KINDS
 # Settings that only the process with the browsers reads.
 BROWSER_SERVER_SETTINGS = (
     "processes", "executable", "user", "reuse_pages", "open_web", "allow", "deny", "ports", "max_requests",
-    "max_network_mib", "record", "replay", "replay_ignore",
+    "max_network_mib", "record", "replay", "replay_ignore"
 )  # fmt: skip
 DENIED_PLACES = "write hosts such as example.com or *.example.com, addresses, or networks such as 10.0.0.0/8"
 
@@ -22,8 +22,7 @@ DENIED_PLACES = "write hosts such as example.com or *.example.com, addresses, or
 @dataclass
 class BrowserConfig:
     farm: str = setting(
-        "",
-        "Addresses of browser servers, separated by commas; empty: workers start browser servers of their own.",
+        "", "Addresses of browser servers, separated by commas; empty: workers start browser servers of their own."
     )
     processes: int = setting(1, "Browser servers that each worker starts, processes with their own Chromium.", low=1)
     executable: str = setting("", "Chromium executable; empty: the first one on PATH, or Playwright's own build.")

@@ -42,8 +42,3 @@ class ClusterConfig:
     base_port: int = setting(
         29500, "First port: the control service's, followed by one for each process of a node.", low=1, high=65535
     )
-
-    @property
-    def is_configured(self) -> bool:
-        """Whether the configuration says anything about the machines."""
-        return self != ClusterConfig()

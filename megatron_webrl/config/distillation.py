@@ -11,9 +11,7 @@ from megatron_webrl.config.setting import ConfigError, setting
 @dataclass
 class DistillationConfig:
     coefficient: float = setting(
-        0.0,
-        "Weight of the teacher's advantage of a response token, log teacher - log policy; 0: no teacher.",
-        low=0,
+        0.0, "Weight of the teacher's advantage of a response token, log teacher - log policy; 0: no teacher.", low=0
     )
     rewards: bool = setting(
         True,

@@ -1,12 +1,9 @@
-"""Checks of rollout.engine_options against the arguments of vLLM's AsyncEngineArgs, without importing vLLM."""
+"""Checks of rollout.engine_options, arguments of vLLM's AsyncEngineArgs, without importing vLLM."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from collections.abc import Iterable
 from difflib import get_close_matches
-from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
 
@@ -26,27 +23,14 @@ SETTINGS = {
     "max_num_seqs": "rollout.max_num_seqs",
 }
 """The setting that governs an argument of vLLM."""
-FIXED = {
-    "logprobs_mode": "the loss needs log-probabilities of the sampled distribution",
-    "weight_transfer_config": "weights arrive through it",
-    "worker_extension_cls": "weights arrive through it",
-    "scheduler_cls": "after an update requests are recomputed with their images",
-    "distributed_executor_backend": "the number of ranks and nodes decides it",
-    "mm_encoder_tp_mode": "every tensor-parallel rank has the whole vision tower",
-    "node_rank": "the placement decides it",
-    "master_addr": "the placement decides it",
-    "master_port": "the placement decides it",
-    "disable_log_stats": "engines log none",
-    "enable_log_requests": "engines log none",
-    "hf_token": "models are read from folders, and the configuration is stored",
-}
-"""Why the project sets an argument of vLLM itself, or gives it no effect."""
-FIXED_IN_TRAINING = {
-    "load_format": "engines read no weights",
-    "quantization": "the trainer sends unquantised weights",
-    "quantization_config": "the trainer sends unquantised weights",
-}
-"""Arguments of vLLM that only engines without a trainer (evaluation.only) can have."""
+FIXED = frozenset({
+    "logprobs_mode", "weight_transfer_config", "worker_extension_cls", "scheduler_cls", "mm_encoder_tp_mode",
+    "distributed_executor_backend", "node_rank", "master_addr", "master_port", "disable_log_stats",
+    "enable_log_requests", "hf_token"
+})  # fmt: skip
+"""Arguments of vLLM that the project sets itself, or gives no effect."""
+FIXED_IN_TRAINING = frozenset({"load_format", "quantization", "quantization_config"})
+"""Arguments of vLLM that only engines without a trainer (evaluation.only) can have: the trainer sends all weights."""
 
 
 def check_engine_options(options: Iterable[str], *, in_training: bool) -> None:
@@ -55,15 +39,8 @@ def check_engine_options(options: Iterable[str], *, in_training: bool) -> None:
         key = f"rollout.engine_options.{name}"
         if setting := SETTINGS.get(name) or ("rollout.engines" if name.startswith("data_parallel_") else ""):
             raise ConfigError(f"{key} is governed by {setting}; set that instead")
-        fixed = FIXED | FIXED_IN_TRAINING if in_training else FIXED
-        if reason := fixed.get(name):
-            raise ConfigError(f"{key} cannot be set: {reason}; leave it out")
-
-
-def check_engine_option_names(options: Iterable[str]) -> None:
-    """Refuse options that the vLLM that is installed here does not know; without one do nothing. Raises ConfigError."""
-    if options and (known := installed_arguments()) is not None:
-        refuse_unknown(options, known)
+        if name in FIXED or (in_training and name in FIXED_IN_TRAINING):
+            raise ConfigError(f"{key} cannot be set: this project or its trainer relies on its own value; leave it out")
 
 
 def refuse_unknown(options: Iterable[str], known: Iterable[str]) -> None:
@@ -74,19 +51,3 @@ def refuse_unknown(options: Iterable[str], known: Iterable[str]) -> None:
             close = get_close_matches(name, names, n=3)
             hint = f"; did you mean {' or '.join(close)}?" if close else "; leave it out"
             raise ConfigError(f"rollout.engine_options.{name} is no argument of vLLM's AsyncEngineArgs{hint}")
-
-
-def installed_arguments() -> set[str] | None:
-    """Arguments of AsyncEngineArgs, read in the source of the vLLM that is installed here; None: none is."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
-        return None
-    source = Path(found.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
-    fields = (
-        field.target.id
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    )
-    return {name for name in fields if not name.startswith("_")}

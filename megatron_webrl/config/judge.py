@@ -58,9 +58,7 @@ def check_key_variable(name: str) -> str:
 class JudgeModelConfig:
     name: str = setting("", "Model name at the endpoint; empty: that of judge.verdict.")
     url: str = setting(
-        "",
-        "OpenAI-compatible endpoint, such as http://node7:8000/v1; empty: that of judge.verdict.",
-        check=check_url,
+        "", "OpenAI-compatible endpoint, such as http://node7:8000/v1; empty: that of judge.verdict.", check=check_url
     )
     key_variable: str = setting(
         "",

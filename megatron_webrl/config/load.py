@@ -95,44 +95,29 @@ def resolve_cluster_sizes(config: Config) -> None:
         if not cluster.gpus_per_node and not rollout.engines:
             rollout.engines = max(1, cluster.nodes // max(1, rollout.pipeline_parallel))
     for section, name, gpus, size in (
-        (trainer, "data_parallel", config.trainer_gpus_per_node, replica),
-        (rollout, "engines", config.engine_gpus_per_node, config.ranks_per_engine),
+        (trainer, "trainer.data_parallel", config.trainer_gpus_per_node, replica),
+        (rollout, "rollout.engines", config.engine_gpus_per_node, config.ranks_per_engine),
     ):
-        if getattr(section, name) != 0:
+        field = name.split(".")[1]
+        if getattr(section, field) != 0:
             continue
-        key = f"{'trainer' if section is trainer else 'rollout'}.{name}"
         if cluster.gpus_per_node == 0:
             raise ConfigError(
-                f"{key}=0 asks cluster.* for a number, but cluster.gpus_per_node=0; give a number of at least 1"
+                f"{name}=0 asks cluster.* for a number, but cluster.gpus_per_node=0; give a number of at least 1"
             )
         found, left = divmod(cluster.nodes * gpus, size) if size > 0 else (0, 0)
         if found < 1 or left:
             raise ConfigError(
-                f"{key}=0: {cluster.nodes} x {gpus} GPUs (cluster.nodes, and {_gpu_settings(config)}) cannot be "
-                f"shared out by {size}; change these or the parallel sizes"
+                f"{name}=0: {cluster.nodes} x {gpus} GPUs (cluster.nodes, and cluster.engine_gpus_per_node="
+                f"{cluster.engine_gpus_per_node} of cluster.gpus_per_node={cluster.gpus_per_node}) cannot be shared "
+                f"out by {size}; change these or the parallel sizes"
             )
-        setattr(section, name, found)
-
-
-def _gpu_settings(config: Config) -> str:
-    """The settings that decide how many GPUs of a node a role has."""
-    whole = f"cluster.gpus_per_node={config.cluster.gpus_per_node}"
-    part = f"cluster.engine_gpus_per_node={config.cluster.engine_gpus_per_node}"
-    return whole if config.evaluation.only or config.cluster.colocate else f"{part} of {whole}"
+        setattr(section, field, found)
 
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as YAML that `load` reads back."""
     atomic_file.write_text(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
-
-
-def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
-    """The settings as a flat dictionary of dotted keys."""
-    result: dict[str, Any] = {}
-    for spec in dataclasses.fields(config):
-        value, key = getattr(config, spec.name), f"{prefix}{spec.name}"
-        result |= flatten_config(value, key + ".") if dataclasses.is_dataclass(value) else {key: value}
-    return result
 
 
 def all_settings(config: Any = None, prefix: str = "") -> dict[str, list[str]]:

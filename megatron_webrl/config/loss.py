@@ -25,8 +25,8 @@ class LossConfig:
         "constant",
         "Weight of a trajectory's tokens.",
         choices=(
-            "constant", "per_trajectory", "token_mean", "async_webrl_constant", "async_webrl_per_trajectory",
-        ),
+            "constant", "per_trajectory", "token_mean", "async_webrl_constant", "async_webrl_per_trajectory"
+        )
     )  # fmt: skip
     normalizer_constant: int = setting(
         10,
@@ -72,11 +72,7 @@ class OffPolicyLossConfig(LossConfig):
         only_with="decoupled",
     )
     importance_weight_floor: float = setting(
-        0.0,
-        "Smallest proximal/behaviour weight inside the bounds; 0: none.",
-        low=0,
-        high=1,
-        only_with="decoupled",
+        0.0, "Smallest proximal/behaviour weight inside the bounds; 0: none.", low=0, high=1, only_with="decoupled"
     )
     importance_weight_cap: float = setting(5.0, "Cap of the proximal/behaviour weight.", above=1, only_with="decoupled")
     importance_weight_mode: str = setting(
@@ -137,7 +133,7 @@ class SapoConfig(OffPolicyLossConfig):
 class DppoConfig(OffPolicyLossConfig):
     dppo_divergence: str = setting(
         "total_variation", "Divergence that dppo bounds, of the token against all others.",
-        choices=("total_variation", "kl"),
+        choices=("total_variation", "kl")
     )  # fmt: skip
     dppo_bound: float = setting(0.15, "Largest divergence of a token up to which dppo moves away.", above=0)
 
@@ -194,10 +190,7 @@ class RewardConfig:
         low=0,
     )
     length_window: int = setting(
-        512,
-        "Length window: the last tokens before rollout.max_new_tokens.",
-        low=1,
-        only_with="length_penalty",
+        512, "Length window: the last tokens before rollout.max_new_tokens.", low=1, only_with="length_penalty"
     )
 
     @property

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.engine_options import check_engine_options
 from megatron_webrl.config.judge import PROTOCOLS, JudgeConfig
 from megatron_webrl.config.loss import OffPolicyLossConfig
 from megatron_webrl.config.rollout import COMPACT_FORMATS, RolloutConfig
-from megatron_webrl.config.setting import ConfigError, check_sections, setting, variants
+from megatron_webrl.config.setting import ConfigError, check_sections, flatten_config, setting, variants
 from megatron_webrl.config.tasks import SOURCES, FileTasksConfig, LatencyConfig, TasksConfig
 from megatron_webrl.config.trainer import TrainerConfig
 
@@ -110,11 +108,6 @@ class EvaluationConfig:
                     f"evaluation.{name}=true repeats evaluations before and after training, of which there is none; "
                     "set evaluation.after=true as well"
                 )
-        if self.greedy and self.temperature == 0 and not self.only:
-            raise ConfigError(
-                "evaluation.greedy=true repeats what evaluation.temperature=0 evaluates already; set temperature above "
-                "0, or greedy to false"
-            )
 
 
 @dataclass
@@ -259,11 +252,6 @@ class Config:
         return 0 if self.evaluation.only else own
 
     @property
-    def trainer_feeds_engines(self) -> bool:
-        """Whether a trainer sends engines their first weights; otherwise they read those of model.path."""
-        return not self.evaluation.only
-
-    @property
     def engine_dtype(self) -> str:
         """Type of the engine's weights."""
         return self.model.dtype if self.rollout.dtype == "auto" else self.rollout.dtype
@@ -284,26 +272,24 @@ def check_combinations(config: Config) -> None:
     A configuration that only evaluates trains nothing: what is of training alone is not checked then.
     """
     check_sections(config)
-    check_engine_options(config.rollout.engine_options, in_training=config.trainer_feeds_engines)
+    check_engine_options(config.rollout.engine_options, in_training=not config.evaluation.only)
     for check in (_check_waits, _check_engines, _check_context, _check_browser, _check_evaluation):
         check(config)
     if not config.evaluation.only:
-        for check in (_check_batch, _check_loss, _check_credit, _check_distillation, _check_warm_start):
+        for check in (_check_batch, _check_loss, _check_credit, _check_distillation):
             check(config)
 
 
 def _check_waits(config: Config) -> None:
     """Check that run.hang_timeout_seconds exceeds every wait in which a role makes no progress."""
     joining = 2 * config.weights.timeout_seconds + 60  # one timeout to form a link, one to compare plans
-    for name, seconds in (
-        ("run.startup_timeout_seconds", config.run.startup_timeout_seconds),
-        ("twice weights.timeout_seconds, and 60", joining),
-    ):
-        if 0 < config.run.hang_timeout_seconds <= seconds:
-            raise ConfigError(
-                f"run.hang_timeout_seconds={config.run.hang_timeout_seconds:g} is not above {name}, {seconds:g}, for "
-                "which a role may make no progress; raise it, or set it to 0 for no limit"
-            )
+    longest = max(config.run.startup_timeout_seconds, joining)
+    if 0 < config.run.hang_timeout_seconds <= longest:
+        raise ConfigError(
+            f"run.hang_timeout_seconds={config.run.hang_timeout_seconds:g} is not above {longest:g}, the larger of "
+            "run.startup_timeout_seconds and twice weights.timeout_seconds, and 60, for which a role may make no "
+            "progress; raise it, or set it to 0 for no limit"
+        )
 
 
 def _check_engines(config: Config) -> None:
@@ -423,13 +409,19 @@ def _check_loss(config: Config) -> None:
         )
 
 
+_OF_ADVANTAGES = ("advantage.", "reward.", "zero_variance_groups", "min_valid_episodes")  # settings of the trainer
+
+
 def _check_credit(config: Config) -> None:
     """Check trainer.advantage, and what a loss or a teacher without advantages of rewards leaves without effect."""
-    trainer, advantage, usual = config.trainer, config.trainer.advantage, TrainerConfig()
+    trainer, advantage = config.trainer, config.trainer.advantage
     if cause := trainer.without_baseline:
-        for name in ("advantage", "reward", "zero_variance_groups", "min_valid_episodes"):
-            if changed := _first_changed(f"trainer.{name}", getattr(trainer, name), getattr(usual, name)):
-                raise ConfigError(f"{changed} has no effect with {cause}, which has no advantages; leave it out")
+        usual = flatten_config(TrainerConfig())
+        for name, value in flatten_config(trainer).items():
+            if name.startswith(_OF_ADVANTAGES) and value != usual.get(name):
+                raise ConfigError(
+                    f"trainer.{name}={value} has no effect with {cause}, which has no advantages; leave it out"
+                )
         if trainer.distillation.alone and trainer.loss.shuffle_advantages:
             raise ConfigError(f"trainer.loss.shuffle_advantages has no effect with {cause}; leave it at false")
         return
@@ -438,13 +430,6 @@ def _check_credit(config: Config) -> None:
         raise ConfigError(
             f"trainer.advantage.{name} has no effect with no penalty: all of trainer.reward.* are 0; leave it out"
         )
-    if _longest_episode(config.tasks) == 1:
-        for name, value in (("discount", 1.0), ("gae_lambda", CriticConfig.gae_lambda)):
-            if getattr(advantage, name, value) != value:
-                raise ConfigError(
-                    f"trainer.advantage.{name}={getattr(advantage, name)} has no effect with tasks of one step "
-                    f"(tasks.max_steps); leave it at {value}"
-                )
     if advantage.overlong == "mask" and trainer.zero_variance_groups == "keep":
         raise ConfigError(
             "trainer.advantage.overlong=mask could leave nothing to train of the groups that "
@@ -455,27 +440,6 @@ def _check_credit(config: Config) -> None:
             "trainer.loss.shuffle_advantages has no effect with a critic (trainer.advantage.name), which computes the "
             "advantages after the samples are made; leave it at false"
         )
-
-
-def _first_changed(key: str, value: Any, usual: Any) -> str:
-    """The first setting that differs from its default, with its value; empty if none does."""
-    if not is_dataclass(usual):
-        return f"{key}={value}" if value != usual else ""
-    if type(value) is not type(usual):
-        return f"{key}.name={value.name}"
-    found = (
-        _first_changed(f"{key}.{each.name}", getattr(value, each.name), getattr(usual, each.name))
-        for each in fields(usual)
-    )
-    return next(filter(None, found), "")
-
-
-def _longest_episode(tasks: TasksConfig) -> int | None:
-    """The highest step limit of training; None if a source of the user's own has its own."""
-    if tasks.from_import_path:
-        return None
-    limit = tasks.growing_steps.max if tasks.growing_steps.interval else tasks.max_steps
-    return max(limit, *tasks.max_steps_by_difficulty.values(), 1)
 
 
 def _check_distillation(config: Config) -> None:
@@ -490,14 +454,3 @@ def _check_distillation(config: Config) -> None:
             f"rollout.temperature={config.rollout.temperature} differs from the temperature of the teacher's "
             "log-probabilities, which is 1 (trainer.distillation); set it to 1"
         )
-
-
-def _check_warm_start(config: Config) -> None:
-    if config.tasks.source == "miniwob" or config.tasks.from_import_path:
-        return
-    for name, act in (("premature_submit_probability", "submit too early"), ("stall_probability", "stall")):
-        if value := getattr(config.trainer.warm_start, name):
-            raise ConfigError(
-                f"trainer.warm_start.{name}={value}, but only scripts of tasks.source=miniwob, or of an import path, "
-                f"{act}; set it to 0"
-            )

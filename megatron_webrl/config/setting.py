@@ -25,7 +25,7 @@ def setting(
     """
     limits = {
         "help": help, "low": low, "high": high, "above": above, "choices": choices, "check": check,
-        "only_with": only_with,
+        "only_with": only_with
     }  # fmt: skip
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=limits)
@@ -103,6 +103,15 @@ def _check_value(key: str, value: Any, limit: Mapping[str, Any]) -> None:
     ):
         if limit.get(name) is not None and broken(value, limit[name]):
             raise ConfigError(f"{key}={value} {words} {limit[name]}")
+
+
+def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The settings as a flat dictionary of dotted keys."""
+    result: dict[str, Any] = {}
+    for spec in dataclasses.fields(config):
+        value, key = getattr(config, spec.name), f"{prefix}{spec.name}"
+        result |= flatten_config(value, key + ".") if dataclasses.is_dataclass(value) else {key: value}
+    return result
 
 
 def default_of(spec: dataclasses.Field[Any]) -> Any:

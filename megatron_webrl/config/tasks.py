@@ -145,11 +145,6 @@ class PageTasksConfig(TasksConfig):
         sampler = self.sampler
         if not self.environments:
             raise ConfigError("tasks.environments is empty; name at least one environment")
-        if sampler.per != SamplerConfig().per:
-            raise ConfigError(
-                f"tasks.sampler.per={sampler.per} has no effect on tasks.source={self.source}, which has no task "
-                "file; leave it out"
-            )
         check_names("tasks.sampler.weights", sampler.weights, self.environments, "tasks.environments")
         if not any(sampler.weights.get(name, 1.0) for name in self.environments):
             raise ConfigError("tasks.sampler.weights is 0 for every one of tasks.environments; raise one")
@@ -178,20 +173,10 @@ class FileTasksConfig(TasksConfig):
         if self.from_import_path:
             return
         sampler = self.sampler
-        if self.latency != LatencyConfig() and not self.offline_websites:
-            raise ConfigError(
-                f"tasks.latency has no effect on tasks.source={self.source} without tasks.offline_websites=true; "
-                "leave it out"
-            )
         if sampler.weights:
             raise ConfigError(
                 f"tasks.sampler.weights={sampler.weights} are weights of environments, which tasks.source="
                 f"{self.source} does not have; use tasks.sampler.difficulty_weights"
-            )
-        if sampler.name == "ratio" and sampler.per != SamplerConfig().per:
-            raise ConfigError(
-                f"tasks.sampler.per={sampler.per} has no effect on tasks.sampler.name=ratio, which draws difficulties; "
-                "leave it out"
             )
 
 

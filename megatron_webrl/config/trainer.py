@@ -158,9 +158,7 @@ class TrainerConfig:
         choices=("drop", "keep"),
     )
     min_valid_episodes: int = setting(
-        2,
-        "Episodes of a group that must be trainable, not masked; a group with fewer is dropped and replaced.",
-        low=2,
+        2, "Episodes of a group that must be trainable, not masked; a group with fewer is dropped and replaced.", low=2
     )
     batch_timeout_seconds: float = setting(
         900.0,

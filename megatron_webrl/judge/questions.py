@@ -313,7 +313,7 @@ class Asker:
         arguments = {"max_tokens": question.max_tokens, "temperature": TEMPERATURE, "top_p": TOP_P, **model.options}
         arguments = {name: value for name, value in arguments.items() if value is not None}
         if self._settings.structured == "schema":
-            schema = {"name": form.name, "strict": True, "schema": form.schema(self._settings.max_reason_chars)}
+            schema = {"name": form.name, "strict": True, "schema": form.schema()}
             arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
         system = self._prompts.system_message(question.stage, form, self._settings.structured)
         digested = [fence_fields(question.fields)]

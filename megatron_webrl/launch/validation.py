@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.browser import check_browser_user
-from megatron_webrl.config.engine_options import check_engine_option_names
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config, check_combinations
 from megatron_webrl.config.setting import ConfigError
@@ -84,10 +83,6 @@ def _check_resume(config: Config) -> None:
 
 def _check_packages(config: Config) -> None:
     check_packages(config.trainer)
-
-
-def _check_engine_options(config: Config) -> None:
-    check_engine_option_names(config.rollout.engine_options)
 
 
 def _check_user(config: Config) -> None:
@@ -186,6 +181,6 @@ def _check_ring(config: Config) -> None:
 
 
 MACHINE_CHECKS: tuple[Callable[[Config], None], ...] = (
-    *(_check_packages, check_vllm_build, _check_engine_options, _check_start, _check_demonstrations, _check_ring),
+    *(_check_packages, check_vllm_build, _check_start, _check_demonstrations, _check_ring),
     *(_check_resume, _check_user),
 )  # of what this machine has: packages, files, shared memory, the user

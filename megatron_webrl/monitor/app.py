@@ -38,9 +38,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.setting import ConfigError, flatten_config
 from megatron_webrl.monitor.access import image_response, json_response
 from megatron_webrl.monitor.episode_index import FACETS, RANGES, SORTABLE, EpisodeIndex, EpisodeQuery, iterate
 from megatron_webrl.monitor.episode_view import TokenTexts, cut, episode_json, write_dataset

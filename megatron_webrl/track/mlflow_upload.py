@@ -17,8 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_webrl.config.load import flatten_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import flatten_config
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.metrics import UPDATES_FILE, update_metrics
 from megatron_webrl.util import atomic_file

@@ -16,7 +16,7 @@ from megatron_webrl.model.parameter_counts import config_sections, size_from_pat
 
 ROOT = Path(__file__).parents[2]
 PENALTY = "trainer.reward={format_penalty: 0.1, length_penalty: 0.1, length_window: 40}"
-TEACHER = 'trainer.distillation={coefficient: 1, url: "http://node7:8000", key_variable: KEY, clip: 2}'
+TEACHER = 'trainer.distillation={coefficient: 1, url: "http://node7:8000", key_variable: KEY}'
 OPTIONS = {
     "gspo": ["trainer.loss={name: gspo, clip_low: 3e-4, importance_weight_level: product, kl_rejection_bound: 0.1,"
              " importance_weight_floor: 0.5, max_token_lag: 1, entropy_coefficient: 0.1, kl_coefficient: 0.1}"],

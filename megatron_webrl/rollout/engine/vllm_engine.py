@@ -232,7 +232,7 @@ class VLLMEngine:
         rollout.operation_timeout_seconds (without pauses for updates), EngineDeadError if the engine is dead.
         """
         self.check_alive()
-        if self.version < 0 and self._config.trainer_feeds_engines:
+        if self.version < 0 and not self._config.evaluation.only:
             raise GenerationError(f"engine {self._worker} has no weights yet; the trainer sends them")
         try:
             grids = self.processor.grids(images)

@@ -107,7 +107,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         model=config.model.path,
         dtype=config.engine_dtype,
         # The first update brings all of them.
-        load_format=NO_WEIGHTS if config.trainer_feeds_engines else options.pop("load_format", "auto"),
+        load_format=NO_WEIGHTS if not config.evaluation.only else options.pop("load_format", "auto"),
         seed=(config.run.seed + worker + _SEED_STRIDE * (number - 1)) % 2**32,
         tensor_parallel_size=rollout.tensor_parallel,
         pipeline_parallel_size=rollout.pipeline_parallel,

@@ -43,8 +43,9 @@ def step_advantages(groups: Sequence[Group], config: Config) -> list[dict[int, n
     elif isinstance(settings, GdpoConfig):
         values = separate_advantages(members, informative, settings.discount, configured_penalties(config))
     if isinstance(settings, AnchoredConfig) and settings.anchor_weight:
+        divide = not isinstance(settings, GroupAdvantageConfig) or settings.scale == "group_std"
         for number in np.flatnonzero(informative):
-            anchors = anchor_advantages(members[number], ANCHOR_DISCOUNT, settings.divides_anchors)
+            anchors = anchor_advantages(members[number], ANCHOR_DISCOUNT, divide)
             values[number] = [a + settings.anchor_weight * b for a, b in zip(values[number], anchors, strict=True)]
     masks = settings.overlong == "mask"
     return [

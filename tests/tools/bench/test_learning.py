@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from megatron_webrl.config.advantage import ADVANTAGES
-from megatron_webrl.config.load import all_settings, flatten_config, parse_config
+from megatron_webrl.config.load import all_settings, parse_config
 from megatron_webrl.config.loss import LOSSES, RewardConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import default_of
+from megatron_webrl.config.setting import default_of, flatten_config
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.track import summary

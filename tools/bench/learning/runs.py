@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_webrl.config.load import flatten_config, parse_config
+from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import flatten_config
 from megatron_webrl.track import summary
 from megatron_webrl.track.evaluations import (
     EvaluationResult,
