@@ -11,6 +11,7 @@ import torch
 
 from megatron_webrl.config.loss import LossConfig
 from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout import contexts
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSource
@@ -37,7 +38,7 @@ def test_an_added_environment_is_solved_by_its_script(monkeypatch: pytest.Monkey
     added = example("An environment")["environments"]
     assert set(added) == {"wiki-find-founding-year"}
     monkeypatch.setitem(ENVIRONMENTS, "wiki-find-founding-year", added["wiki-find-founding-year"])
-    with SiteTaskSource(["wiki-find-founding-year"], 5) as source:
+    with SiteTaskSource(["wiki-find-founding-year"], TasksConfig(max_steps=5)) as source:
         for seed in range(3):
             task = source.make_task("wiki-find-founding-year", seed)
             client = Client(source.addresses["wiki.localhost"], source.start_episode(task))

@@ -59,7 +59,7 @@ def check_evaluators(config: Config) -> None:
 
 def _check_resumed_file(config: Config) -> None:
     """Check that the training file has the rows that it had when the run wrote its newest checkpoint."""
-    from megatron_webrl.tasks.files.digests import difference_from_checkpoint, task_file_digests
+    from megatron_webrl.tasks.files.table import difference_from_checkpoint, task_file_digests
 
     checkpoint = find_latest_checkpoint(config.run_folder)
     if checkpoint is None or not (checkpoint / "state.json").is_file():
@@ -71,7 +71,7 @@ def _check_resumed_file(config: Config) -> None:
 
 def _check_websites(config: Config, source: WebPageSource) -> None:
     """Check that pages may reach the websites of the tasks. A farm decides that itself."""
-    from megatron_webrl.tasks.offline.hosts import is_offline_host
+    from megatron_webrl.tasks.sites.websites import is_offline_host
 
     browser, tasks, public = config.browser, config.tasks, source.public_website
     if browser.farm:

@@ -36,7 +36,7 @@ from megatron_webrl.rollout.engine.weight_client import EngineLoad, TimeWeighted
 from megatron_webrl.rollout.episode_runner import Deadline, EpisodeRunner, run_with_retries
 from megatron_webrl.rollout.evaluator import Evaluator
 from megatron_webrl.rollout.generator import Generation, Generator
-from megatron_webrl.tasks.files.digests import TASK_FILES, FileDigest, difference_between_nodes, task_file_digests
+from megatron_webrl.tasks.files.table import TASK_FILES, FileDigest, difference_between_nodes, task_file_digests
 from megatron_webrl.track.episodes import TRAINING, EpisodeStore
 from megatron_webrl.track.live_rollouts import RunningEpisodes
 from megatron_webrl.track.process_memory import PeakMemory

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import FILE_SOURCES
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 WIDTH = 140  # of tables that do not go to a terminal
 
@@ -50,26 +46,15 @@ def add_tasks(commands: Any) -> None:
 def _check(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_webrl.tasks.files.conversion import resolve_task_file
     from megatron_webrl.tasks.files.report import inspect_file, render
     from megatron_webrl.tasks.files.rows import make_field_map
-    from megatron_webrl.track.tables import progress_bar
 
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ConfigError(f"--json={options.json}: {options.json.absolute().parent} is not a folder")
     fields = make_field_map(options.format, _parse_fields(options.field))
-    files = [resolve_task_file(options.file, "FILE", fields)]
-    if options.against is not None:
-        files.append(resolve_task_file(options.against, "--against", fields))
+    files = {"FILE": options.file, "--against": options.against}
+    reports = [inspect_file(name, setting, fields) for setting, name in files.items() if name is not None]
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    reports = []
-    with progress_bar(Console(stderr=True)) as bar:
-        for file in files:
-            size = file.path.stat().st_size
-            task = bar.add_task(f"reading {Path(file.name).name} (kB)", total=-(-size // 1000))
-            progress = functools.partial(_show_bytes, bar, task)
-            reports.append(inspect_file(file, fields, progress))
-            bar.update(task, completed=-(-size // 1000))
     report, *others = reports
     shared = sorted(report.websites & others[0].websites) if others else []
     for each in reports:
@@ -84,10 +69,6 @@ def _check(options: argparse.Namespace) -> int:
             content |= {"against": others[0].to_json(), "shared_websites": shared}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     return int(faulty)
-
-
-def _show_bytes(bar: Progress, task: TaskID, done: int) -> None:
-    bar.update(task, completed=done // 1000)
 
 
 def _parse_fields(arguments: list[str]) -> dict[str, str]:

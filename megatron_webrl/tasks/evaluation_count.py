@@ -5,11 +5,12 @@ The trainer asks, too: for the sources of this project no package of browsers is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import FileTasksConfig, PageTasksConfig
+from megatron_webrl.tasks.files.rows import field_map_of
+from megatron_webrl.tasks.files.table import TEST_FILE, load_tasks
+from megatron_webrl.tasks.import_path import load_source
 
 
 def evaluation_task_indices(config: Config) -> range:
@@ -18,36 +19,22 @@ def evaluation_task_indices(config: Config) -> range:
     evaluation.episodes tasks of each environment; of task files at most all rows of the test file, and all of them for
     0; a source of an import path decides. Raises ConfigError, also if there is no task.
     """
-    tasks = config.tasks
+    tasks, skip, episodes = config.tasks, config.evaluation.skip, config.evaluation.episodes
+    wanted = skip, skip + episodes if episodes else 0  # episodes before the first index, and before the end
     if isinstance(tasks, FileTasksConfig) and not tasks.from_import_path:
-        rows = _count_rows(tasks)
-        return _without_skipped(config, lambda episodes: min(episodes or rows, rows))
-    if isinstance(tasks, PageTasksConfig):
-        return _without_skipped(config, lambda episodes: episodes * len(tasks.environments))
-    from megatron_webrl.tasks.import_path import load_source
-
-    source = load_source(tasks)
-    try:
-        return _without_skipped(config, source.evaluation_tasks)
-    finally:
-        source.close()
-
-
-def _without_skipped(config: Config, count: Callable[[int], int]) -> range:
-    """`count`: number of tasks of a number of episodes."""
-    skip, episodes = config.evaluation.skip, config.evaluation.episodes
-    indices = range(count(skip) if skip else 0, count(skip + episodes if episodes else 0))
+        rows = len(load_tasks(tasks.test_file, TEST_FILE, field_map_of(tasks)))
+        start, end = (min(count or rows, rows) for count in wanted)
+    elif isinstance(tasks, PageTasksConfig):
+        start, end = (count * len(tasks.environments) for count in wanted)
+    else:
+        source = load_source(tasks)
+        try:
+            start, end = map(source.evaluation_tasks, wanted)
+        finally:
+            source.close()
+    indices = range(start if skip else 0, end)
     if skip and not indices:
-        raise ConfigError(f"evaluation.skip={skip} leaves none of the {indices.stop} held-out tasks; lower it")
+        raise ConfigError(f"evaluation.skip={skip} leaves none of the {end} held-out tasks; lower it")
     if not indices:
         raise ConfigError(f"evaluation.episodes={episodes} is no held-out task of this source; raise it")
     return indices
-
-
-def _count_rows(tasks: FileTasksConfig) -> int:
-    from megatron_webrl.tasks.files.conversion import resolve_task_file
-    from megatron_webrl.tasks.files.indexing import open_index
-    from megatron_webrl.tasks.files.rows import field_map_of
-
-    fields = field_map_of(tasks)
-    return len(open_index(resolve_task_file(tasks.test_file, "tasks.test_file", fields), fields))

@@ -11,11 +11,11 @@ from pathlib import Path
 from playwright.async_api import BrowserContext, Page
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import LatencyConfig, SamplerConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks import scripted_policies
 from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.server import FolderServer
-from megatron_webrl.tasks.source import LocalTaskSource, StepLimits, check_environments
+from megatron_webrl.tasks.source import LocalTaskSource, check_environments
 from megatron_webrl.types import Action, Task
 
 UNSUPPORTED_ENVIRONMENTS = {"hover-shape": "its page never gives a reward and never ends"}  # reason by environment
@@ -133,22 +133,13 @@ ORIGIN = f"http://{HOST}"
 class MiniWobTaskSource(LocalTaskSource):
     """Tasks of a list of MiniWoB++ environments. A context manager; close stops the server."""
 
-    def __init__(
-        self,
-        environments: Sequence[str],
-        max_steps: int,
-        latency: LatencyConfig | None = None,
-        *,
-        limits: StepLimits | None = None,
-        sampler: SamplerConfig | None = None,
-    ) -> None:
+    def __init__(self, environments: Sequence[str], tasks: TasksConfig) -> None:
         """Raises ConfigError for an unknown or unsupported environment."""
         folder = pages_folder()
         check_supported(environments)
         check_environments("MiniWoB++ has", environments, all_environments(folder))
-        difficulties = [DIFFICULTY] * len(environments)
-        super().__init__(environments, max_steps, FolderServer(folder), difficulties, limits or StepLimits(), sampler)
-        self._delays = EpisodeDelays(latency or LatencyConfig())
+        super().__init__(tasks, environments, [DIFFICULTY] * len(environments), FolderServer(folder))
+        self._delays = EpisodeDelays(tasks.latency)
         self._open: weakref.WeakKeyDictionary[BrowserContext, ResponseDelays] = weakref.WeakKeyDictionary()
 
     @property

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_webrl.config.tasks import FileTasksConfig, OwnTasksConfig, PageTasksConfig, TasksConfig
+from dataclasses import replace
+
+from megatron_webrl.config.tasks import FileTasksConfig, OwnTasksConfig, PageTasksConfig, SamplerConfig, TasksConfig
 from megatron_webrl.tasks import miniwob, scripted_policies
 from megatron_webrl.tasks.files.source import FileTaskSource
 from megatron_webrl.tasks.import_path import load_source
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.sites import site_task_source as sites
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSource
-from megatron_webrl.tasks.source import StepLimits, TaskSource
+from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import ActionKind
 
 LOCAL_SOURCES: dict[str, type[MiniWobTaskSource] | type[SiteTaskSource]] = {
@@ -22,8 +24,7 @@ LOCAL_SOURCES: dict[str, type[MiniWobTaskSource] | type[SiteTaskSource]] = {
 def make_source(tasks: TasksConfig) -> TaskSource:
     """Start the configured source; the caller closes it. Raises ConfigError."""
     if isinstance(tasks, PageTasksConfig):
-        limits, local = StepLimits.from_config(tasks), LOCAL_SOURCES[tasks.source]
-        return local(tasks.environments, tasks.max_steps, tasks.latency, limits=limits, sampler=tasks.sampler)
+        return LOCAL_SOURCES[tasks.source](tasks.environments, tasks)
     if isinstance(tasks, OwnTasksConfig):
         return load_source(tasks)
     assert isinstance(tasks, FileTasksConfig), tasks.source
@@ -34,12 +35,10 @@ def make_all_sources(tasks: TasksConfig) -> dict[str, TaskSource]:
     """Start all sources that have pages of their own, each with all of its environments, and that of an import path,
     whose tasks may be of a source by this path; the caller closes them. Raises ConfigError.
     """
-    limits = StepLimits.from_config(tasks)
+    tasks_of_all = replace(tasks, sampler=SamplerConfig())  # weights may be of environments of another source
     found: dict[str, TaskSource] = {
-        miniwob.SOURCE_NAME: MiniWobTaskSource(
-            miniwob.all_environments(), tasks.max_steps, tasks.latency, limits=limits
-        ),
-        sites.SOURCE_NAME: SiteTaskSource(tuple(ENVIRONMENTS), tasks.max_steps, tasks.latency, limits=limits),
+        miniwob.SOURCE_NAME: MiniWobTaskSource(miniwob.all_environments(), tasks_of_all),
+        sites.SOURCE_NAME: SiteTaskSource(tuple(ENVIRONMENTS), tasks_of_all),
     }
     if tasks.from_import_path:
         found[tasks.source] = load_source(tasks)

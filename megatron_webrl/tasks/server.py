@@ -70,10 +70,6 @@ class LocalServer:
                 threading.Thread(target=self._server.serve_forever, args=(0.1,), name=self._name, daemon=True).start()
             return f"127.0.0.1:{self._server.server_address[1]}"
 
-    @property
-    def connections(self) -> int:
-        return self._server.connections if self._server is not None else 0
-
     def close(self) -> None:
         """Stop answering. A second call does nothing."""
         with self._starting:
@@ -113,12 +109,7 @@ class _LocalHttpServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], respond: Callable[[PageRequest], PageResponse]) -> None:
         super().__init__(address, _Handler)
         self.respond = respond
-        self.connections = 0
         self.closing = threading.Event()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.connections += 1
-        super().process_request(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

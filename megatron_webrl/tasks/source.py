@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, Self
 
 from playwright.async_api import Page
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.samplers import draw_environment, environment_probabilities
-from megatron_webrl.tasks.sampler.step_limits import training_limit
+from megatron_webrl.tasks.sampler.step_limits import evaluation_limit, training_limit
 from megatron_webrl.tasks.server import LocalServer
 from megatron_webrl.types import Action, Task, TaskReference, TaskSite
 from megatron_webrl.util.text import close_matches
@@ -59,39 +59,16 @@ class TaskSource(TaskSite, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class StepLimits:
-    """Maximum steps of an episode where they differ from tasks.max_steps: by difficulty, or growing in training."""
-
-    training: Mapping[str, int] = field(default_factory=dict)
-    evaluation: Mapping[str, int] = field(default_factory=dict)  # a missing difficulty uses the training limit
-    growing: GrowingStepsConfig = field(default_factory=GrowingStepsConfig)
-
-    @classmethod
-    def from_config(cls, tasks: TasksConfig) -> StepLimits:
-        return cls(tasks.max_steps_by_difficulty, tasks.evaluation_max_steps_by_difficulty, tasks.growing_steps)
-
-
 class LocalTaskSource(ABC):
     """Base of sources whose pages a local server serves. A context manager; close stops the server."""
 
     def __init__(
-        self,
-        environments: Sequence[str],
-        max_steps: int,
-        server: LocalServer,
-        difficulties: Sequence[str],
-        limits: StepLimits,
-        sampler: SamplerConfig | None = None,
+        self, tasks: TasksConfig, environments: Sequence[str], difficulties: Sequence[str], server: LocalServer
     ) -> None:
-        """difficulties: [environments]; `sampler`: None draws environments uniformly. Raises ConfigError."""
-        self.environments, self.max_steps, self.limits = tuple(environments), max_steps, limits
-        self._server, self._difficulties, self._sampler = server, difficulties, sampler or SamplerConfig()
-        try:
-            self._probabilities(None)
-        except ConfigError:
-            server.close()
-            raise
+        """difficulties: [environments]. Raises ConfigError."""
+        self.environments, self._settings = tuple(environments), tasks
+        self._difficulties, self._server = difficulties, server
+        self._probabilities(None)
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +89,7 @@ class LocalTaskSource(ABC):
 
     def training_max_steps(self, difficulty: str, version: int | None = None) -> int:
         """Step limit of a training task of a ticket admitted at a policy version; None: the last limit."""
-        return training_limit(self.max_steps, self.limits.training, self.limits.growing, difficulty, version)
+        return training_limit(self._settings, difficulty, version)
 
     def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
         environment = draw_environment(self._probabilities(knowledge), seed, ticket)
@@ -121,12 +98,12 @@ class LocalTaskSource(ABC):
         return replace(task, max_steps=self.training_max_steps(task.difficulty, version))
 
     def _probabilities(self, knowledge: SamplerKnowledge | None) -> tuple[float, ...]:
-        return environment_probabilities(self._sampler, self.environments, self._difficulties, knowledge)
+        return environment_probabilities(self._settings.sampler, self.environments, self._difficulties, knowledge)
 
     def held_out_task(self, index: int) -> Task:
         environment, page_seed = held_out_environment_and_seed(index, len(self.environments))
         task = self.make_task(self.environments[environment], page_seed)
-        return replace(task, max_steps=self.limits.evaluation.get(task.difficulty, task.max_steps))
+        return replace(task, max_steps=evaluation_limit(self._settings, task.difficulty))
 
     def evaluation_tasks(self, episodes: int) -> int:
         return episodes * len(self.environments)

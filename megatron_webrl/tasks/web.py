@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -11,40 +11,26 @@ from megatron_webrl.types import Action, Task
 if TYPE_CHECKING:  # tasks of a file are read where there is no browser
     from playwright.async_api import Page
 
-    from megatron_webrl.tasks.offline.websites import OfflineWebsites
+    from megatron_webrl.tasks.sites.websites import OfflineWebsites
 
 SOURCE_NAME = "web"
 ENVIRONMENT_NAME = "page"
 RESPONSE_SECONDS = 20  # for a site to respond, as to a navigation of the agent
 
 
-class OpenWeb:
-    """Opens `Task.url`. The egress policy limits which addresses pages reach; offline websites are declared to it."""
+class WebPages:
+    """Opens `Task.url`; the pages give no reward and have no scripted policy."""
 
-    def __init__(self, max_steps: int, open_web: bool = True, offline: OfflineWebsites | None = None) -> None:
-        """`open_web`: whether tasks may begin on other hosts than those of `offline`, which `close` closes."""
-        self.environments = (ENVIRONMENT_NAME,)
-        self.max_steps = max_steps
-        self._open_web, self._offline = open_web, offline
+    environments: Sequence[str] = (ENVIRONMENT_NAME,)
 
     @property
     def origins(self) -> frozenset[str]:
-        """Origins besides public addresses: those of the offline websites."""
-        return self._offline.origins if self._offline is not None else frozenset()
+        """Origins besides public addresses, which the egress policy limits."""
+        return frozenset()
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        return self._offline.addresses if self._offline is not None else {}
-
-    def opens(self, url: str) -> bool:
-        """Whether a task may begin at a URL, as far as the kind of its host decides."""
-        return self._open_web or (self._offline is not None and self._offline.serves(url))
-
-    def make_task(self, url: str, instruction: str | None = None) -> Task:
-        return Task(
-            id=f"{SOURCE_NAME}/{urlsplit(url).netloc}", source=SOURCE_NAME, environment=ENVIRONMENT_NAME, seed=0,
-            max_steps=self.max_steps, instruction=instruction, url=url,
-        )  # fmt: skip
+        return {}
 
     def can_reuse_page(self, task: Task) -> bool:
         """False: every episode needs a new browser context."""
@@ -61,13 +47,38 @@ class OpenWeb:
         return None, False
 
     async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
-        """The next scripted action of a task of an offline website.
+        """Raises KeyError."""
+        raise KeyError(task.environment)
 
-        Raises ScriptedPolicyError, and KeyError for any other task or with `premature_submit`.
-        """
-        if self._offline is None or premature_submit:
-            raise KeyError(SOURCE_NAME)
-        return await self._offline.demonstrate(page, task)
+    def close(self) -> None:
+        """Release what the source holds."""
+
+
+class OpenWeb(WebPages):
+    """What a browser server opens by URL."""
+
+    def __init__(self, max_steps: int, open_web: bool = True, offline: OfflineWebsites | None = None) -> None:
+        """`open_web`: whether tasks may begin on other hosts than those of `offline`, which `close` closes."""
+        self.max_steps = max_steps
+        self._open_web, self._offline = open_web, offline
+
+    @property
+    def origins(self) -> frozenset[str]:
+        return self._offline.origins if self._offline is not None else frozenset()
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        return self._offline.addresses if self._offline is not None else {}
+
+    def opens(self, url: str) -> bool:
+        """Whether a task may begin at a URL, as far as the kind of its host decides."""
+        return self._open_web or (self._offline is not None and self._offline.serves(url))
+
+    def task_at(self, url: str, instruction: str | None = None) -> Task:
+        return Task(
+            id=f"{SOURCE_NAME}/{urlsplit(url).netloc}", source=SOURCE_NAME, environment=ENVIRONMENT_NAME, seed=0,
+            max_steps=self.max_steps, instruction=instruction, url=url,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Stop the offline websites."""

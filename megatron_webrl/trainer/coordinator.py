@@ -17,7 +17,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.judge.budget import restore_usage, save_usage
-from megatron_webrl.tasks.files.digests import TASK_FILES, task_file_digests
+from megatron_webrl.tasks.files.table import TASK_FILES, task_file_digests
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.track import summary
 from megatron_webrl.track.episodes import EpisodeLog

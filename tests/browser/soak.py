@@ -30,6 +30,7 @@ from megatron_webrl.browser.chromium import resident_mib
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.scripted_policies import next_scripted_action
@@ -137,7 +138,7 @@ async def soak(episodes: int, seed: int, parts: int) -> Report:
     """Run `episodes`, measuring memory after each of `parts`, which are equal."""
     started, shared = time.monotonic(), set(os.listdir("/dev/shm"))
     temporary = set(os.listdir(tempfile.gettempdir()))
-    with MiniWobTaskSource(ENVIRONMENTS, MAX_STEPS) as source:
+    with MiniWobTaskSource(ENVIRONMENTS, TasksConfig(max_steps=MAX_STEPS)) as source:
         settings = BrowserConfig(width=160, height=210)
         browser_pool.SESSIONS_PER_BROWSER = SESSIONS // BROWSERS
         async with BrowserPool(settings, {"miniwob": source}, SESSIONS, STEP_SECONDS) as pool:

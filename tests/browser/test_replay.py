@@ -17,6 +17,7 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.egress.har import HAR_MEMBER, VISIT_MEMBER, visit_path
 from megatron_webrl.browser.errors import BrowserError, NotRecorded
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Observation, Task, TaskSite
@@ -162,7 +163,7 @@ async def test_a_recording_of_https_is_replayed_without_its_host(tmp_path: Path,
 
 
 async def test_the_result_of_a_site_is_replayed_with_its_responses(tmp_path: Path) -> None:
-    with SiteTaskSource(["forms-vote"], 9) as source:
+    with SiteTaskSource(["forms-vote"], TasksConfig(max_steps=9)) as source:
         task, actions = source.make_task("forms-vote", 3), []
         async with (
             pool_on("sites", source, record=str(tmp_path)) as pool, pool.episode(task) as (session, observation),
@@ -172,7 +173,7 @@ async def test_the_result_of_a_site_is_replayed_with_its_responses(tmp_path: Pat
                 actions.append(await source.demonstrate(session.page, task))
                 observation = await session.step(actions[-1])
                 recorded.append(observation)
-    with SiteTaskSource(["forms-vote"], 9) as source:
+    with SiteTaskSource(["forms-vote"], TasksConfig(max_steps=9)) as source:
         async with pool_on("sites", source, replay=str(tmp_path)) as pool:
             seen, _ = await play(pool, task, actions)
             assert seen == recorded

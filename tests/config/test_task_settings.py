@@ -11,7 +11,7 @@ from megatron_webrl import cli
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
 from megatron_webrl.launch.validation import load_config
-from megatron_webrl.tasks.files.digests import task_file_digests
+from megatron_webrl.tasks.files.table import task_file_digests
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
 
 pytestmark = pytest.mark.usefixtures("not_root")  # pages of the open web

@@ -10,6 +10,7 @@ from typing import TypeVar
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.types import Task
 
@@ -27,7 +28,7 @@ async def pool_of(environments: Iterable[str], width: int, height: int) -> Async
     """A pool that enables all actions of the scripted policies."""
     actions = ["drag", "hover", "key", "select_option"]
     settings = BrowserConfig(width=width, height=height, screenshot="png", actions=actions)
-    with MiniWobTaskSource(tuple(environments), 20) as source:
+    with MiniWobTaskSource(tuple(environments), TasksConfig(max_steps=20)) as source:
         async with BrowserPool(settings, {"miniwob": source}, SESSIONS, 120.0) as fleet:
             yield fleet
 

@@ -104,7 +104,7 @@ class Client:
         return PageLinks(self.path, frozenset(self.page.links))
 
     def next_move(self) -> HighLevelAction:
-        return self.episode.next_scripted_action(self.view)
+        return self.episode.next_move(self.episode.goal.scripted_policy, self.view)
 
     def solve(self) -> str | None:
         """Run the scripted policy to the end of the episode; returns its answer, if any."""

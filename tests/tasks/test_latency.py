@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import LatencyConfig, tasks_config
+from megatron_webrl.config.tasks import LatencyConfig, TasksConfig, tasks_config
 from megatron_webrl.tasks import latency
 from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays, response_delay
 from megatron_webrl.tasks.registry import make_source
@@ -42,7 +42,7 @@ def test_a_zero_median_means_no_delay_and_a_zero_sigma_a_constant_one(monkeypatc
 
 def test_the_server_waits_as_long_as_the_delay_says() -> None:
     settings = LatencyConfig(median_seconds=0.05, sigma=0.5)
-    with SiteTaskSource(["shop-find-price"], 20, settings) as source:
+    with SiteTaskSource(["shop-find-price"], TasksConfig(max_steps=20, latency=settings)) as source:
         client = Client(source.addresses["shop.localhost"], source.start_episode(TASK))
         for request in range(1, 5):  # the first page was number 0
             started = time.monotonic()

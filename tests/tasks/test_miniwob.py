@@ -15,7 +15,7 @@ from PIL import Image
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import LatencyConfig, tasks_config
+from megatron_webrl.config.tasks import LatencyConfig, TasksConfig, tasks_config
 from megatron_webrl.tasks.latency import response_delay
 from megatron_webrl.tasks.miniwob import UNSUPPORTED_ENVIRONMENTS, MiniWobTaskSource, all_environments, pages_folder
 from megatron_webrl.tasks.registry import make_source
@@ -53,8 +53,8 @@ def test_every_page_of_the_package_is_supported_or_listed_as_unsupported() -> No
 def test_the_task_of_a_ticket_depends_on_seed_and_ticket_alone() -> None:
     assert training_page_seed(0, 0) == 817986456  # must stay so on every machine: a resumed run relies on it
     with (
-        MiniWobTaskSource(["click-test", "click-tab"], 4) as one,
-        MiniWobTaskSource(["click-test", "click-tab"], 4) as two,
+        MiniWobTaskSource(["click-test", "click-tab"], TasksConfig(max_steps=4)) as one,
+        MiniWobTaskSource(["click-test", "click-tab"], TasksConfig(max_steps=4)) as two,
     ):
         tasks = [one.training_task(7, ticket) for ticket in range(200)]
         assert tasks == [two.training_task(7, ticket) for ticket in range(200)]
@@ -64,7 +64,7 @@ def test_the_task_of_a_ticket_depends_on_seed_and_ticket_alone() -> None:
 
 
 def test_evaluation_never_uses_a_training_page() -> None:
-    with MiniWobTaskSource(["click-test", "click-tab"], 4) as source:
+    with MiniWobTaskSource(["click-test", "click-tab"], TasksConfig(max_steps=4)) as source:
         held_out = [source.held_out_task(index) for index in range(50)]
         assert all(source.training_task(0, ticket).seed in TRAINING_SEEDS for ticket in range(500))
     assert all(task.seed in HELD_OUT_SEEDS for task in held_out)
@@ -77,7 +77,7 @@ def test_evaluation_never_uses_a_training_page() -> None:
 async def test_the_same_seed_gives_the_same_page_in_every_server_and_browser() -> None:
     seen = []
     for seed in (5, 5, 6):
-        with MiniWobTaskSource(["click-color"], 4) as source:
+        with MiniWobTaskSource(["click-color"], TasksConfig(max_steps=4)) as source:
             async with pool_on(source) as fleet, fleet.session() as session:
                 seen.append(await session.reset(miniwob_task("click-color", seed)))
     assert seen[0] == seen[1]
@@ -86,7 +86,7 @@ async def test_the_same_seed_gives_the_same_page_in_every_server_and_browser() -
 
 
 async def test_the_screenshot_shows_the_task_area_and_never_the_reward() -> None:
-    with MiniWobTaskSource(["click-test"], 4) as source:
+    with MiniWobTaskSource(["click-test"], TasksConfig(max_steps=4)) as source:
         async with pool_on(source, width=400) as fleet, fleet.session() as session:
             first = await session.reset(miniwob_task("click-test", 1))
             last = await session.step(await next_scripted_action(session.page, "click-test"))
@@ -99,7 +99,7 @@ async def test_the_screenshot_shows_the_task_area_and_never_the_reward() -> None
 
 
 async def test_a_wrong_action_ends_without_a_positive_reward() -> None:
-    with MiniWobTaskSource(["click-test-2"], 4) as source:
+    with MiniWobTaskSource(["click-test-2"], TasksConfig(max_steps=4)) as source:
         async with pool_on(source) as fleet, fleet.session() as session:
             await session.reset(miniwob_task("click-test-2", 1))
             box = await session.page.locator("#subbtn2").bounding_box()
@@ -110,7 +110,7 @@ async def test_a_wrong_action_ends_without_a_positive_reward() -> None:
 
 
 async def test_reloading_the_page_leaves_the_episode_and_earns_nothing() -> None:
-    with MiniWobTaskSource(["click-test"], 4) as source:
+    with MiniWobTaskSource(["click-test"], TasksConfig(max_steps=4)) as source:
         async with pool_on(source) as fleet, fleet.session() as session:
             first = await session.reset(miniwob_task("click-test", 1))
             await session.step(Action("navigate", url=first.url))
@@ -121,7 +121,7 @@ async def test_reloading_the_page_leaves_the_episode_and_earns_nothing() -> None
 
 async def test_pages_answer_after_the_simulated_response_time() -> None:
     settings = LatencyConfig(median_seconds=0.4, sigma=0.5)
-    with MiniWobTaskSource(["click-test"], 4, settings) as source:
+    with MiniWobTaskSource(["click-test"], TasksConfig(max_steps=4, latency=settings)) as source:
         async with pool_on(source) as fleet, fleet.session() as session:
             for number in range(2):  # a reused page
                 seen = [await session.reset(miniwob_task("click-test", 1))]

@@ -11,6 +11,7 @@ from playwright.async_api import Error as PlaywrightError
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.click_target import COORDINATE_STEP, ScriptedPolicyError, read_page
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.scripted_policies import (
@@ -127,7 +128,7 @@ def test_only_environments_without_a_failure_lack_a_mistake() -> None:
 
 
 async def test_small_targets_of_a_large_viewport_get_exact_coordinates() -> None:
-    with MiniWobTaskSource(["grid-coordinate"], 4) as source:
+    with MiniWobTaskSource(["grid-coordinate"], TasksConfig(max_steps=4)) as source:
         async with BrowserPool(BrowserConfig(), {"miniwob": source}, 1, 20.0) as fleet, fleet.session() as session:
             seen, actions = await solve(session, "grid-coordinate", 0)
     assert seen.reward == 1.0
@@ -135,7 +136,7 @@ async def test_small_targets_of_a_large_viewport_get_exact_coordinates() -> None
 
 
 async def test_an_unexpected_page_is_a_scripted_policy_error() -> None:
-    with MiniWobTaskSource(["click-dialog"], 4) as source:
+    with MiniWobTaskSource(["click-dialog"], TasksConfig(max_steps=4)) as source:
         async with BrowserPool(BrowserConfig(), {"miniwob": source}, 1, 20.0) as fleet, fleet.session() as session:
             task = source.held_out_task(0)
             await session.reset(task)
@@ -148,7 +149,7 @@ async def test_an_unexpected_page_is_a_scripted_policy_error() -> None:
 
 async def test_a_page_that_navigates_while_it_is_read_is_read_again():
     script = "() => window.next ? 'read' : new Promise(() => {})"
-    with MiniWobTaskSource(["click-dialog"], 4) as source:
+    with MiniWobTaskSource(["click-dialog"], TasksConfig(max_steps=4)) as source:
         async with BrowserPool(BrowserConfig(), {"miniwob": source}, 1, 20.0) as fleet, fleet.session() as session:
             await session.reset(source.held_out_task(0))
             reading = asyncio.create_task(read_page(session.page, script))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_webrl.config.tasks import LatencyConfig
+from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
 from megatron_webrl.judge.evaluation import ANSWER, DONE, STEPS_EXHAUSTED, outcome
 from megatron_webrl.tasks.latency import ResponseDelays
 from megatron_webrl.tasks.server import PageRequest, PageResponse
@@ -31,7 +31,7 @@ SEEDS = range(4)
 
 @pytest.fixture(scope="module")
 def sites() -> Iterator[SiteTaskSource]:
-    with SiteTaskSource(list(ENVIRONMENTS), 20) as source:
+    with SiteTaskSource(list(ENVIRONMENTS), TasksConfig(max_steps=20)) as source:
         yield source
 
 
@@ -94,7 +94,7 @@ def test_some_of_the_wanted_effects_are_no_success(sites: SiteTaskSource, enviro
     if not wanted:
         return
     client.episode.goal = replace(client.episode.goal, effects=(*wanted, ("one", "more")))
-    while client.episode.result() == (None, False) and not client.episode._app.effects:
+    while client.episode.result() == (None, False) and not client.episode.app.effects:
         move = client.next_move()
         assert not isinstance(move, GiveAnswer)
         client.do(move)
@@ -119,7 +119,7 @@ def order(
     client = visit(sites, "shop-order-list")
     _, who, wanted_delivery, *lines = client.episode.goal.effects[0]
     wanted = {int(line.split(" x ")[0]): int(line.split(" x ")[1]) for line in lines}
-    app = client.episode._app
+    app = client.episode.app
     (leftover,) = app.cart
     if user:
         client.go("/login")
@@ -153,7 +153,7 @@ def test_an_effect_needs_the_right_target_and_text(sites: SiteTaskSource) -> Non
         ("forum-like-post", "/like/{other}", {}),
     ):
         client = visit(sites, environment)
-        app, effect = client.episode._app, client.episode.goal.effects[0]
+        app, effect = client.episode.app, client.episode.goal.effects[0]
         things = {"forum-like-post": "_posts", "calendar-cancel": "appointments", "forms-withdraw": "applications"}
         others = [id for id in getattr(app, things.get(environment, ""), {0: 0}) if str(id) != effect[1]]
         app.signed_in = True
@@ -166,7 +166,7 @@ def test_an_effect_needs_the_right_target_and_text(sites: SiteTaskSource) -> Non
 
 def test_rejected_forms_have_no_effect(sites: SiteTaskSource) -> None:
     client = visit(sites, "calendar-create")
-    app = client.episode._app
+    app = client.episode.app
     taken = app.data.appointments[0].start
     for day, time in ((taken.date().isoformat(), f"{taken:%H:%M}"), ("tomorrow", "14:00"), ("2026-03-08", "10:00"),
                       ("2026-03-05", "23:00"), ("9999-12-31", "10:00"), ("2026-03-05", "")):  # fmt: skip
@@ -174,13 +174,13 @@ def test_rejected_forms_have_no_effect(sites: SiteTaskSource) -> None:
         assert client.path == "/new"
         assert 'class="notice"' in client.html
     shop = visit(sites, "shop-buy-item")
-    item = next(item.id for item in shop.episode._app.data.items if item.in_stock)
+    item = next(item.id for item in shop.episode.app.data.items if item.in_stock)
     for quantity in ("0", "-1", "10", "two", "", "٣"):
         shop.go(f"/cart/add/{item}", {"quantity": quantity})
     shop.go("/order", {"delivery": "standard"})
-    sold_out = next(item.id for item in shop.episode._app.data.items if not item.in_stock)
+    sold_out = next(item.id for item in shop.episode.app.data.items if not item.in_stock)
     shop.go(f"/cart/add/{sold_out}", {"quantity": "1"})
-    assert not shop.episode._app.cart
+    assert not shop.episode.app.cart
     assert client.episode.result() == shop.episode.result() == (None, False)
 
 
@@ -208,7 +208,7 @@ def test_an_episode_is_accessible_only_with_its_cookie(sites: SiteTaskSource) ->
 
 
 def test_a_seed_gives_the_same_task_and_page_everywhere(sites: SiteTaskSource) -> None:
-    with SiteTaskSource(list(ENVIRONMENTS), 20) as another:
+    with SiteTaskSource(list(ENVIRONMENTS), TasksConfig(max_steps=20)) as another:
         for environment in ENVIRONMENTS:
             first, again = visit(sites, environment, 7), visit(another, environment, 7)
             assert first.html == again.html
@@ -238,7 +238,7 @@ def test_tasks_come_from_tickets_and_are_held_out_like_those_of_other_sources(si
 )
 def test_every_page_needs_only_the_site_and_reading_has_no_effect(sites: SiteTaskSource, environment: str) -> None:
     client = visit(sites, environment)
-    app = client.episode._app
+    app = client.episode.app
     client.go("/login", {"user": app.account.user, "password": app.account.password})
     left, seen = deque(["/"]), {"/"}
     while left and len(seen) < 150:
@@ -259,7 +259,7 @@ def test_every_page_needs_only_the_site_and_reading_has_no_effect(sites: SiteTas
 
 def test_user_input_is_shown_as_text(sites: SiteTaskSource) -> None:
     client = visit(sites, "forum-reply")
-    client.episode._app.signed_in = True
+    client.episode.app.signed_in = True
     client.go("/search?q=%3Cscript%3Ealert(1)%3C%2Fscript%3E%22'")
     assert "&lt;script&gt;" in client.html
     assert "<script>" not in client.html
@@ -269,7 +269,7 @@ def test_user_input_is_shown_as_text(sites: SiteTaskSource) -> None:
 
 def test_sign_in_needs_the_password_and_redirects_only_within_the_site(sites: SiteTaskSource) -> None:
     client = visit(sites, "calendar-move")
-    account = client.episode._app.account
+    account = client.episode.app.account
     assert client.path.startswith("/login?next=")
     client.go("/login", {"user": account.user, "password": "wrong"})
     assert "password is wrong" in client.html
@@ -314,7 +314,7 @@ def test_random_actions_break_nothing_and_are_rewarded_by_their_effects(
             values = {name: rng.choice(("1", "14:00", "2026-03-05", "Mara", "<&\"'")) for name in form.lines}
             client.do(SubmitForm(form.action, values | {name: rng.choice(o) for name, o in form.options.items()}))
         assert client.status in (200, 404), client.path
-        effects, wanted = client.episode._app.effects, list(client.episode.goal.effects)
+        effects, wanted = client.episode.app.effects, list(client.episode.goal.effects)
         reward, done = client.episode.result()
         if done:
             assert reward == float(sorted(effects) == sorted(wanted))

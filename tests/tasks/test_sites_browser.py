@@ -10,7 +10,7 @@ import pytest
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.config.tasks import LatencyConfig
+from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
 from megatron_webrl.judge.evaluation import ANSWER, DONE, STEPS_EXHAUSTED, outcome
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.sites.high_level_actions import SubmitForm, first_action
@@ -18,6 +18,8 @@ from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSo
 from megatron_webrl.types import Action, Observation, Task
 
 MAX_STEPS = 40
+SETTINGS = TasksConfig(max_steps=MAX_STEPS)
+SLOW = TasksConfig(max_steps=MAX_STEPS, latency=LatencyConfig(median_seconds=0.05))
 SMALL = ("shop-order-list", "forum-reply", "calendar-create", "calendar-cancel", "wiki-correct-fact", "forms-apply")
 
 
@@ -48,7 +50,7 @@ async def solve(fleet: BrowserPool, source: SiteTaskSource, task: Task) -> tuple
 
 
 async def solve_all(tasks: list[Task], width: int, height: int) -> None:
-    with SiteTaskSource(list(ENVIRONMENTS), MAX_STEPS) as source:
+    with SiteTaskSource(list(ENVIRONMENTS), SETTINGS) as source:
         async with pool_on(source, 4, width, height) as fleet:
             found = await asyncio.gather(*(solve(fleet, source, task) for task in tasks))
         failed = [(task.id, verdict, errors) for task, (verdict, _, errors) in zip(tasks, found, strict=True)
@@ -78,7 +80,7 @@ async def act(session: Session, move: SubmitForm) -> Observation:
 
 
 async def test_a_wrong_effect_ends_the_task_without_success() -> None:
-    with SiteTaskSource(["forms-vote", "forum-follow-thread", "wiki-watch"], MAX_STEPS) as source:
+    with SiteTaskSource(["forms-vote", "forum-follow-thread", "wiki-watch"], SETTINGS) as source:
         async with pool_on(source) as fleet:
             async with fleet.session() as session:
                 await session.reset(site_task("forms-vote"))
@@ -102,7 +104,7 @@ async def test_a_wrong_effect_ends_the_task_without_success() -> None:
 async def test_two_browsers_show_the_same_page_and_address_for_a_seed() -> None:
     shown = []
     for _ in range(2):
-        with SiteTaskSource(["shop-best-offer"], MAX_STEPS) as source:
+        with SiteTaskSource(["shop-best-offer"], SETTINGS) as source:
             async with pool_on(source) as fleet, fleet.session() as session:
                 shown.append(await session.reset(site_task("shop-best-offer", 3)))
     assert shown[0] == shown[1]
@@ -111,7 +113,7 @@ async def test_two_browsers_show_the_same_page_and_address_for_a_seed() -> None:
 
 
 async def test_concurrent_episodes_have_separate_carts() -> None:
-    with SiteTaskSource(["shop-buy-item"], MAX_STEPS) as source:
+    with SiteTaskSource(["shop-buy-item"], SETTINGS) as source:
         task = site_task("shop-buy-item", 5)
         async with pool_on(source, 2) as fleet, fleet.session() as one, fleet.session() as other:
             await one.reset(task)
@@ -129,7 +131,7 @@ async def test_concurrent_episodes_have_separate_carts() -> None:
 
 
 async def test_an_episode_is_dropped_with_its_browser_context() -> None:
-    with SiteTaskSource(["shop-find-price"], MAX_STEPS) as source:
+    with SiteTaskSource(["shop-find-price"], SETTINGS) as source:
         async with pool_on(source) as fleet:
             for seed in range(3):
                 async with fleet.session() as session:
@@ -143,7 +145,7 @@ async def test_an_episode_is_dropped_with_its_browser_context() -> None:
 
 
 async def test_a_slow_site_is_waited_for_and_a_dead_end_is_a_scripted_policy_error() -> None:
-    with SiteTaskSource(["forum-follow-thread"], MAX_STEPS, LatencyConfig(median_seconds=0.05)) as source:
+    with SiteTaskSource(["forum-follow-thread"], SLOW) as source:
         async with pool_on(source) as fleet:
             task = site_task("forum-follow-thread", 1)
             verdict, _, _ = await solve(fleet, source, task)

@@ -13,13 +13,12 @@ import pytest
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.judge.evaluation import ANSWER, STEPS_EXHAUSTED
 from megatron_webrl.ring.record import decode_trajectory, read_record_file
-from megatron_webrl.tasks.offline.websites import read_bar_code
 from megatron_webrl.types import Trajectory
 from tests.judge.support import judging
 from tools import make_labelled_episodes
 from tools.make_webgym_tasks import main as make_tasks
 from tools.offline.scripted_episodes import SHARES, EpisodePlan, near_answer, plan_episodes
-from tools.offline.site_truth import SiteTruth
+from tools.offline.site_truth import SiteTruth, read_bar_code
 from tools.offline.task_rows import read_tasks, read_truth
 
 EPISODES = 16

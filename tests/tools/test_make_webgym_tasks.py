@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from megatron_webrl.tasks.offline.hosts import DENYING_NUMBERS, is_offline_host, page_key_of_path
+from megatron_webrl.tasks.sites.websites import DENYING_NUMBERS, is_offline_host, page_key_of_path
 from tools.make_webgym_tasks import main
 from tools.offline.task_rows import LEVELS, level_of, read_tasks, read_truth
 

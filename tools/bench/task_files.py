@@ -31,9 +31,8 @@ import psutil
 
 from megatron_webrl.config.tasks import SamplerConfig, tasks_config
 from megatron_webrl.tasks.files.source import FileTaskSource
-from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge
+from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge, task_unit
 from megatron_webrl.tasks.sampler.row_sampler import RowSampler
-from megatron_webrl.tasks.sampler.units import task_unit
 from megatron_webrl.types import Task
 from tools.arguments import make_bench_parser, write_json
 

@@ -10,16 +10,46 @@ right answer is one of the task's forms, compared as `judge.outcome.answers_matc
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
 from megatron_webrl.judge.evaluation import answers_match
-from megatron_webrl.tasks.offline.websites import BarCode, page_digest, read_bar_code
+from megatron_webrl.tasks.sites.websites import CELL_PIXELS, COLUMNS, FORMAT, ROWS, BarCode, page_digest
 from tools.offline.task_rows import TaskTruth, read_truth
 
 VARIABLE = "WEBRL_SITE_TRUTH"
+_MARGIN = 2  # pixels of a cell's edge that are not sampled
+_DARK, _BRIGHT = 80, 175  # grey levels
 MAX_CODES = 20_000  # bar codes remembered: an episode's screenshots come with several questions
+
+
+def read_bar_code(image: bytes) -> BarCode | None:
+    """The bar code of an encoded screenshot in its original size; None without a legible one.
+
+    It is legible in JPEG screenshots of quality 80 and in any viewport of at least 160 x 224 pixels.
+    """
+    try:
+        with Image.open(io.BytesIO(image)) as opened:
+            width, height = opened.size
+            box = (width - COLUMNS * CELL_PIXELS, height - ROWS * CELL_PIXELS, width, height)
+            if min(box) < 0:
+                return None
+            pixels = np.asarray(opened.convert("L").crop(box), np.float32)
+    except OSError:
+        return None
+    cells = pixels.reshape(ROWS, CELL_PIXELS, COLUMNS, CELL_PIXELS)[:, _MARGIN:-_MARGIN, :, _MARGIN:-_MARGIN]
+    levels = cells.mean((1, 3)).ravel()
+    if ((levels > _DARK) & (levels < _BRIGHT)).any():
+        return None
+    content = np.packbits(levels >= _BRIGHT).tobytes()
+    value = int.from_bytes(content[:7], "big")
+    code = BarCode(page=(value >> 20) & 0xFFFFFFFF, effects=(value >> 4) & 0xFFFF, denied=bool(value & 1))
+    return code if value >> 52 == FORMAT and code.to_bytes() == content else None
 
 
 class SiteTruth:

@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_webrl.tasks.offline.hosts import DENYING_NUMBERS, MOODY_NUMBERS, page_key_of_path, website_host
-from megatron_webrl.tasks.offline.questions import WebsiteGoal, website_goal, website_goals
-from megatron_webrl.tasks.offline.websites import effects_digest
 from megatron_webrl.tasks.sites.content_generator import format_date
+from megatron_webrl.tasks.sites.websites import (
+    DENYING_NUMBERS,
+    MOODY_NUMBERS,
+    effects_digest,
+    page_key_of_path,
+    website_host,
+)
 from megatron_webrl.tasks.web import SOURCE_NAME
 from megatron_webrl.types import RubricFact, Task
+from tools.offline.questions import WebsiteGoal, website_goal, website_goals
 
 BENCHMARK = "Offline websites"
 DOMAINS = {

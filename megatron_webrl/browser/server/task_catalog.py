@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from megatron_webrl.browser.egress.egress_policy import EgressDenied, split_url
 from megatron_webrl.browser.server.protocol import InvalidRequest, ResetRequest
 from megatron_webrl.config.schema import Config
-from megatron_webrl.tasks.offline.hosts import offline_host
-from megatron_webrl.tasks.offline.websites import OfflineWebsites
 from megatron_webrl.tasks.registry import make_all_sources
+from megatron_webrl.tasks.sites.websites import OfflineWebsites, offline_host
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.tasks.web import SOURCE_NAME as WEB
 from megatron_webrl.tasks.web import OpenWeb
@@ -58,7 +57,7 @@ class TaskCatalog:
         if request.task is not None:
             return self._validate_task(request.task)
         if request.url is not None:
-            return self._open_web("url", request.url).make_task(request.url, request.instruction)
+            return self._open_web("url", request.url).task_at(request.url, request.instruction)
         assert request.source is not None
         if request.source == WEB:
             raise InvalidRequest(f"source: give url instead, which the source {WEB} opens")

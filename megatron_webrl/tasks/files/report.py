@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.tasks.files.conversion import TaskFile
+from megatron_webrl.tasks.files.reading import open_lines, scan
 from megatron_webrl.tasks.files.rows import FieldMap
-from megatron_webrl.tasks.files.scan import Faults, scan
 from megatron_webrl.types import DIFFICULTIES, Task
-from megatron_webrl.util.text import count_noun, first_line, shorten
+from megatron_webrl.util.text import count_noun, shorten
 
 SHOWN_FAULTS = 20
 SHOWN_NAMES = 20  # domains, and benchmarks, that the tables show
@@ -28,22 +24,22 @@ _INSTRUCTION_CHARACTERS = 60
 class FileReport:
     """Counts of one file."""
 
-    name: str
+    file: str
     tasks: int = 0
-    difficulties: Counter[str] = field(default_factory=Counter)
+    difficulties: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(DIFFICULTIES, 0)))
     domains: Counter[str] = field(default_factory=Counter)
     benchmarks: Counter[str] = field(default_factory=Counter)
     websites: set[str] = field(default_factory=set)
     facts: int = 0
     with_answer: int = 0
     other_difficulty: int = 0  # tasks whose difficulty is a number, but not that of their facts: no fault
-    duplicates: Faults = field(default_factory=lambda: Faults(SHOWN_FAULTS))  # same instruction on the same website
-    invalid: Faults = field(default_factory=lambda: Faults(SHOWN_FAULTS))
+    duplicates: list[str] = field(default_factory=list)  # messages: same instruction on the same website
+    invalid: list[str] = field(default_factory=list)  # messages
 
     @property
     def faulty(self) -> bool:
         """Whether the file has duplicates, invalid rows or no tasks."""
-        return bool(self.duplicates.count or self.invalid.count) or not self.tasks
+        return bool(self.duplicates or self.invalid) or not self.tasks
 
     def add(self, task: Task) -> None:
         """Count a task."""
@@ -58,51 +54,41 @@ class FileReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return {
-            "file": self.name,
-            "tasks": self.tasks,
-            "difficulties": {name: self.difficulties[name] for name in DIFFICULTIES},
+        return vars(self) | {
             "domains": dict(self.domains.most_common()),
             "benchmarks": dict(self.benchmarks.most_common()),
             "websites": len(self.websites),
-            "facts": self.facts,
-            "with_answer": self.with_answer,
-            "other_difficulty": self.other_difficulty,
-            "duplicates": {"count": self.duplicates.count, "messages": list(self.duplicates.messages)},
-            "invalid": {"count": self.invalid.count, "messages": list(self.invalid.messages)},
+            "duplicates": {"count": len(self.duplicates), "messages": self.duplicates[:SHOWN_FAULTS]},
+            "invalid": {"count": len(self.invalid), "messages": self.invalid[:SHOWN_FAULTS]},
         }
 
 
-def inspect_file(file: TaskFile, fields: FieldMap, progress: Callable[[int], None] | None = None) -> FileReport:
-    """Read all rows of a file. `progress` gets the bytes read so far. Raises ConfigError for an unreadable file."""
-    report = FileReport(file.name)
-    lines: dict[bytes, int] = {}
-    try:
-        for line, task, error in scan(file, fields, progress):
+def inspect_file(name: str, setting: str, fields: FieldMap) -> FileReport:
+    """Read all rows of a file. Raises ConfigError for an unreadable file, which `setting` names."""
+    report = FileReport(name)
+    lines: dict[tuple[str, str | None], int] = {}
+    with open_lines(name, setting, fields) as file:
+        for number, _, _, task, error in scan(file, name, fields):
             if task is None:
-                report.invalid.add(error)
+                report.invalid.append(error)
                 continue
             report.add(task)
-            content = f"{task.website}\0{task.instruction}".encode()
-            first = lines.setdefault(hashlib.blake2b(content, digest_size=16).digest(), line.number)
-            if first != line.number:
+            first = lines.setdefault((task.website, task.instruction), number)
+            if first != number:
                 instruction = shorten(task.instruction or "", _INSTRUCTION_CHARACTERS)
-                report.duplicates.add(f"{file.name}:{line.number}: the task of line {first} again: {instruction}")
-    except OSError as error:
-        raise ConfigError(f"{file.name} cannot be read: {first_line(error)}") from error
+                report.duplicates.append(f"{name}:{number}: the task of line {first} again: {instruction}")
     return report
 
 
 def render(report: FileReport) -> RenderableType:
     """Tables and messages of a report."""
     title = (
-        f"{report.name}: {count_noun(report.tasks, 'task')} on {count_noun(len(report.websites), 'website')}, "
+        f"{report.file}: {count_noun(report.tasks, 'task')} on {count_noun(len(report.websites), 'website')}, "
         f"{count_noun(report.facts, 'fact')}, {report.with_answer} with a reference answer"
     )
-    difficulties = [(name, report.difficulties[name]) for name in DIFFICULTIES]
     return Group(
         Text(title, style="bold"),
-        _table("difficulty", difficulties, report.tasks),
+        _table("difficulty", list(report.difficulties.items()), report.tasks),
         _table("domain", report.domains.most_common(), report.tasks),
         _table("benchmark", report.benchmarks.most_common(), report.tasks),
         _messages("rows that do not fit", report.invalid),
@@ -111,23 +97,19 @@ def render(report: FileReport) -> RenderableType:
     )
 
 
-def _table(name: str, counts: Iterable[tuple[str, int]], total: int) -> Table:
+def _table(name: str, counts: list[tuple[str, int]], total: int) -> Table:
     table = Table()
     table.add_column(name, overflow="fold")
     table.add_column("tasks", justify="right")
     table.add_column("share", justify="right")
-    rows = list(counts)
-    for label, count in rows[:SHOWN_NAMES]:
+    if rest := counts[SHOWN_NAMES:]:
+        counts = [*counts[:SHOWN_NAMES], (f"{len(rest)} others", sum(count for _, count in rest))]
+    for label, count in counts:
         table.add_row(Text(label or "(none)"), f"{count:,}", f"{count / max(1, total):.1%}")
-    if rest := [count for _, count in rows[SHOWN_NAMES:]]:
-        table.add_row(f"{len(rest)} others", f"{sum(rest):,}", f"{sum(rest) / max(1, total):.1%}")
     return table
 
 
-def _messages(name: str, faults: Faults) -> RenderableType:
-    text = Text(f"{name}: {faults.count:,}", style="red" if faults.count else "")
-    for message in faults.messages:
-        text.append(f"\n  {message}", style="default")
-    if faults.count > len(faults.messages):
-        text.append(f"\n  and {faults.count - len(faults.messages):,} more", style="default")
-    return text
+def _messages(name: str, faults: list[str]) -> RenderableType:
+    more = [f"and {len(faults) - SHOWN_FAULTS:,} more"] if len(faults) > SHOWN_FAULTS else []
+    text = Text(f"{name}: {len(faults):,}", style="red" if faults else "")
+    return text.append("".join(f"\n  {line}" for line in (*faults[:SHOWN_FAULTS], *more)), style="default")

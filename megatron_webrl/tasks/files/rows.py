@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import FILE_SOURCES, FileTasksConfig
@@ -93,6 +93,9 @@ class FieldMap:
         content = json.dumps([sorted(self.names.items()), sorted(self.required), self.benchmark, sorted(self.named)])
         return hashlib.blake2b(content.encode(), digest_size=4).hexdigest()
 
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
 
 FORMATS: dict[str, FieldMap] = {
     "webgym": FieldMap(
@@ -156,7 +159,6 @@ MOST_FACTS = {"easy": 3, "medium": 6}  # of a difficulty; hard has more
 DEFAULT_DIFFICULTY = "medium"  # of rows with neither difficulty nor facts
 MAX_DIFFICULTY = 1000
 MAX_LINE_BYTES = 16 * 2**20
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MISSING = object()
 _FOUND_CHARACTERS = 60
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
@@ -164,29 +166,6 @@ _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 
 class RowError(ValueError):
     """A row that does not fit. The message says what was expected and found, without file and line."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a file that is not blank."""
-
-    number: int  # from 1
-    offset: int  # bytes
-    data: bytes  # without the line's end
-
-
-def read_lines(file: BinaryIO) -> Iterator[Line]:
-    """The lines of a file; one that is longer than MAX_LINE_BYTES is cut right after the limit."""
-    number = offset = 0
-    while data := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        length, ended = len(data), data.endswith(b"\n")
-        while not ended and (rest := file.readline(MAX_LINE_BYTES)):
-            length, ended = length + len(rest), rest.endswith(b"\n")
-        skipped = len(BYTE_ORDER_MARK) if offset == 0 and data.startswith(BYTE_ORDER_MARK) else 0
-        if (text := data[skipped:].rstrip(b"\r\n")) and not text.isspace():
-            yield Line(number, offset + skipped, text)
-        offset += length
 
 
 def parse_line(data: bytes) -> dict[str, Any]:

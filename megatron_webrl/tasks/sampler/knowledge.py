@@ -1,10 +1,17 @@
-"""What the trainer's task sampler has learned, by which it draws the tasks of tickets."""
+"""What the trainer's task sampler has learned of units, by which it draws the tasks of tickets.
+
+Units are environments; or tasks, websites or difficulties of task files.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
+
+from megatron_webrl.config.tasks import PAGE_SOURCES, TasksConfig
+from megatron_webrl.types import Task
 
 LATEST_GROUP_WEIGHT = 0.3  # of the latest group in the moving average of a pass rate
 
@@ -43,3 +50,30 @@ class SamplerKnowledge:
     def from_state_dict(cls, state: dict[str, Any], version: int) -> Self:
         passes = {unit: PassRate(*known) for unit, known in state.get("passes", {}).items()}
         return cls(version, passes, dict(state.get("blocked", {})))
+
+
+def draws_environments(tasks: TasksConfig) -> bool:
+    """Whether a ticket draws one of tasks.environments and a page seed, rather than a row of a file."""
+    return tasks.source in PAGE_SOURCES
+
+
+def unit_kind(tasks: TasksConfig) -> str:
+    """The kind of unit whose pass rate is estimated: "environment", "task", "website" or "difficulty"."""
+    return "environment" if draws_environments(tasks) else tasks.sampler.per
+
+
+def unit_of(task: Task, kind: str) -> str:
+    """Name of the unit of a task; `kind` as `unit_kind` returns it."""
+    if kind == "task":
+        return task_unit(task_key(task.id))
+    return str(getattr(task, kind))
+
+
+def task_key(task_id: str) -> int:
+    """The 64-bit key of a task id; equal on every machine. Among 300,000 tasks two share a key by a chance of 2e-9."""
+    return int.from_bytes(hashlib.blake2b(task_id.encode(), digest_size=8).digest(), "big")
+
+
+def task_unit(key: int) -> str:
+    """The unit name of a task key: 16 hexadecimal digits."""
+    return f"{key:016x}"

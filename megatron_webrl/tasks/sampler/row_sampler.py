@@ -1,22 +1,21 @@
 """The row of a task file that a ticket draws: a pure function of knowledge, seed and ticket.
 
-A draw is made of candidates: each comes from the stream of (seed, ticket, attempt), and one on a blocked website is
-replaced by that of the next attempt. No draw copies or scans the arrays of the file, however many rows it has.
+A draw is made of candidates: the first one has its place in a permutation, the others are random, and one on a blocked
+website is replaced by the next.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from functools import cached_property
+from functools import lru_cache
 
 import numpy as np
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig
-from megatron_webrl.tasks.sampler.hashing import fraction, fractions, label_key, number, permuted
-from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
+from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge, task_unit
 from megatron_webrl.tasks.sampler.samplers import UNIFORM_FRACTION, draw_environment
-from megatron_webrl.tasks.sampler.units import task_unit
 from megatron_webrl.types import DIFFICULTIES
 
 INITIAL_PASS_RATE = 0.5  # of a unit before it is trusted
@@ -49,118 +48,112 @@ class RowSampler:
         task_keys: np.ndarray,
     ) -> None:
         """levels: uint8 [rows], indices into DIFFICULTIES; website_ids: int32 [rows], indices into `websites`;
-        task_keys: uint64 [rows]; any of them may be a np.memmap.
-
-        Raises ConfigError for weights that the file cannot follow, and ValueError for arrays of unequal or no length.
+        task_keys: uint64 [rows]. Raises ConfigError for weights that the file cannot follow.
         """
-        if not len(levels) == len(website_ids) == len(task_keys) or not len(levels):
-            raise ValueError(f"a sampler of {len(levels)} levels, {len(website_ids)} websites, {len(task_keys)} keys")
         self._settings, self._websites = settings, websites
-        self._levels, self._website_ids, self._task_keys = map(np.asarray, (levels, website_ids, task_keys))
-        self._weights = _level_weights(settings, np.bincount(self._levels, minlength=len(DIFFICULTIES)))
-        self._search: tuple[frozenset[str], np.ndarray] | None = None  # rows of other websites than these
+        self._levels, self._website_ids, self._task_keys = levels, website_ids, task_keys
+        self._weights = _level_weights(settings, np.bincount(levels, minlength=len(DIFFICULTIES)))
+        self._by_level = _Strata(levels)
+        unit_of_row = {"website": website_ids, "difficulty": levels}.get(settings.per)
+        self._uniform = _Strata(np.zeros(len(levels), np.uint8) if unit_of_row is None else unit_of_row)
 
     def draw(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> int:
         """The row of a ticket. If all rows are blocked, the first candidate is drawn all the same."""
-        knowledge = knowledge or SamplerKnowledge()
-        blocked = frozenset(knowledge.blocked)
-        first = row = self._candidate(seed, ticket, 0, knowledge)
-        for attempt in range(1, ATTEMPTS):
+        knowledge, rng = knowledge or SamplerKnowledge(), _generator("draw", seed, ticket)
+        blocked = knowledge.blocked
+        first = row = self._candidate(seed, ticket, rng, knowledge)
+        for _ in range(ATTEMPTS):
             if not blocked or self._websites[self._website_ids[row]] not in blocked:
                 return row
-            row = self._candidate(seed, ticket, attempt, knowledge)
-        allowed = self._allowed_rows(blocked)
-        return int(allowed[permuted(label_key(seed, "allowed"), ticket, len(allowed))]) if len(allowed) else first
+            row = self._candidate(seed, None, rng, knowledge)
+        sites = np.fromiter((name not in blocked for name in self._websites), bool, len(self._websites))
+        allowed = np.flatnonzero(sites[self._website_ids] & (np.array(self._weights) > 0)[self._levels])
+        return int(rng.choice(allowed)) if len(allowed) else first
 
-    def _candidate(self, seed: int, ticket: int, attempt: int, knowledge: SamplerKnowledge) -> int:
-        name, stream = self._settings.name, number(number(label_key(seed, "stream"), ticket), attempt)
-        if attempt:
-            ticket = number(stream, -1)  # the place of another ticket in the permutations
+    def _candidate(self, seed: int, ticket: int | None, rng: np.random.Generator, known: SamplerKnowledge) -> int:
+        """`ticket`: whose place in the permutations is taken; None: a random one."""
+        name = self._settings.name
         if name == "ratio":
-            return self._row_by_ratio(seed, ticket)
-        if name == "uniform" or fraction(stream, 0) < UNIFORM_FRACTION:
-            return self._uniform_row(seed, ticket)
+            level = draw_environment(self._weights, seed, int(rng.integers(2**62)) if ticket is None else ticket)
+            return self._by_level.row(seed, level, ticket, rng)
+        if name == "uniform" or rng.random() < UNIFORM_FRACTION:
+            return self._uniform_row(seed, ticket, rng)
         if name == "curriculum":
-            return self._row_by_variance(seed, ticket, stream, knowledge)
-        return self._row_near_target(stream, knowledge)
+            return self._row_by_variance(seed, ticket, rng, known)
+        return self._row_near_target(rng, known)
 
-    def _uniform_row(self, seed: int, ticket: int) -> int:
-        per = self._settings.per
-        if per == "task":
-            return permuted(label_key(seed, "rows"), ticket, len(self._levels))
-        strata = self._by_website if per == "website" else self._by_level
-        visit, key = ticket // len(strata.ids), label_key(seed, per)
-        return strata.row(seed, strata.ids[permuted(key, ticket, len(strata.ids))], visit)
+    def _uniform_row(self, seed: int, ticket: int | None, rng: np.random.Generator) -> int:
+        strata = self._uniform
+        if ticket is None:
+            return strata.row(seed, int(rng.choice(strata.ids)), None, rng)
+        stratum = int(strata.ids[_permuted(seed, "strata", ticket, len(strata.ids))])
+        return strata.row(seed, stratum, ticket // len(strata.ids), rng)
 
-    def _row_by_ratio(self, seed: int, ticket: int) -> int:
-        return self._by_level.row(seed, draw_environment(self._weights, seed, ticket), ticket)
-
-    def _row_by_variance(self, seed: int, ticket: int, stream: int, knowledge: SamplerKnowledge) -> int:
+    def _row_by_variance(self, seed: int, ticket: int | None, rng: np.random.Generator, known: SamplerKnowledge) -> int:
         """Rejection sampling: a uniform row is accepted with the probability 4 p (1 - p)."""
         best, best_row = -1.0, 0
         for trial in range(TRIALS):
-            row = self._uniform_row(seed, number(stream, 2 * trial + 1) if trial else ticket)
-            [rate] = self._pass_rates(np.array([row]), knowledge)
+            row = self._uniform_row(seed, None if trial else ticket, rng)
+            [rate] = self._pass_rates(np.array([row]), known)
             accepted = 4 * rate * (1 - rate)
-            if fraction(stream, 2 * trial + 2) < accepted:
+            if rng.random() < accepted:
                 return row
             if accepted > best:
                 best, best_row = accepted, row
         return best_row
 
-    def _row_near_target(self, stream: int, knowledge: SamplerKnowledge) -> int:
-        noise = fractions(stream, 1, 2 * CANDIDATES)
-        places = (np.arange(CANDIDATES) + noise[:CANDIDATES]) * (len(self._levels) / CANDIDATES)
+    def _row_near_target(self, rng: np.random.Generator, known: SamplerKnowledge) -> int:
+        places = (np.arange(CANDIDATES) + rng.random(CANDIDATES)) * (len(self._levels) / CANDIDATES)
         rows = self._by_level.order[np.minimum(places.astype(np.int64), len(self._levels) - 1)]
-        rates = np.array(self._pass_rates(rows, knowledge))
-        distances = np.round(np.abs(rates - self._settings.target), 6)  # equal ones are equal
-        kept = np.lexsort((noise[CANDIDATES:], distances))[:KEPT]  # among equal distances by chance
-        return int(rows[kept[int(fraction(stream, 2 * CANDIDATES + 1) * KEPT)]])
+        distances = np.abs(np.array(self._pass_rates(rows, known)) - self._settings.target)
+        ties = rng.random(CANDIDATES)  # among equal distances by chance
+        return int(rows[rng.choice(np.lexsort((ties, np.round(distances, 6)))[:KEPT])])
 
-    def _units(self, rows: np.ndarray) -> list[str]:
-        """Names of the units of rows, [rows]."""
-        if self._settings.per == "website":
-            return [self._websites[website] for website in self._website_ids[rows].tolist()]
-        if self._settings.per == "difficulty":
-            return [DIFFICULTIES[level] for level in self._levels[rows].tolist()]
-        return [task_unit(key) for key in self._task_keys[rows].tolist()]
-
-    def _pass_rates(self, rows: np.ndarray, knowledge: SamplerKnowledge) -> list[float]:
+    def _pass_rates(self, rows: np.ndarray, known: SamplerKnowledge) -> list[float]:
         """The pass rates of the rows' units, [rows]."""
-        return knowledge.pass_rates(self._units(rows), INITIAL_PASS_RATE, TRUSTED_GROUPS)
-
-    def _allowed_rows(self, blocked: frozenset[str]) -> np.ndarray:
-        """The rows that may be drawn while `blocked` websites may not: int32 [allowed], kept for the next draw."""
-        if self._search is None or self._search[0] != blocked:
-            sites = np.fromiter((name not in blocked for name in self._websites), bool, len(self._websites))
-            allowed = sites[self._website_ids] & (np.array(self._weights) > 0)[self._levels]
-            self._search = blocked, np.flatnonzero(allowed).astype(np.int32)
-        return self._search[1]
-
-    @cached_property
-    def _by_level(self) -> _Strata:
-        return _Strata(self._levels, len(DIFFICULTIES))
-
-    @cached_property
-    def _by_website(self) -> _Strata:
-        return _Strata(self._website_ids, len(self._websites))
+        if self._settings.per == "website":
+            units = [self._websites[website] for website in self._website_ids[rows].tolist()]
+        elif self._settings.per == "difficulty":
+            units = [DIFFICULTIES[level] for level in self._levels[rows].tolist()]
+        else:
+            units = [task_unit(key) for key in self._task_keys[rows].tolist()]
+        return known.pass_rates(units, INITIAL_PASS_RATE, TRUSTED_GROUPS)
 
 
 class _Strata:
     """Rows by stratum."""
 
-    def __init__(self, strata: np.ndarray, count: int) -> None:
-        """strata: [rows], within 0..count-1."""
-        counts = np.bincount(strata, minlength=count)
+    def __init__(self, strata: np.ndarray) -> None:
+        """strata: integers, [rows]."""
+        counts = np.bincount(strata)
         self.order = np.argsort(strata, kind="stable").astype(np.int32)  # [rows], rows of stratum 0 first
-        self.starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)  # [count + 1], indices into `order`
-        self.ids = np.flatnonzero(counts).astype(np.int32)  # strata that have rows
+        self.ids = np.flatnonzero(counts)  # strata that have rows
+        self._ends = np.cumsum(counts)  # [strata], indices into `order`
+        self._counts = counts
 
-    def row(self, seed: int, stratum: int, visit: int) -> int:
-        """The row of a visit: every row of the stratum once in as many consecutive visits, in another order each."""
-        start, end = int(self.starts[stratum]), int(self.starts[stratum + 1])
-        key = number(label_key(seed, "stratum"), int(stratum))
-        return int(self.order[start + permuted(key, visit, end - start)])
+    def row(self, seed: int, stratum: int, visit: int | None, rng: np.random.Generator) -> int:
+        """The row of a visit: every row of the stratum once in as many consecutive visits, in another order each.
+
+        `visit` None: a random row.
+        """
+        count = int(self._counts[stratum])
+        place = rng.integers(count) if visit is None else _permuted(seed, f"stratum {stratum}", visit, count)
+        return int(self.order[self._ends[stratum] - count + place])
+
+
+def _permuted(seed: int, label: str, index: int, count: int) -> int:
+    """Element `index % count` of a permutation of range(count) that depends on the pass, index // count."""
+    return int(_permutation(seed, label, index // count, count)[index % count])
+
+
+@lru_cache(maxsize=8)
+def _permutation(seed: int, label: str, turn: int, count: int) -> np.ndarray:
+    return _generator(label, seed, turn).permutation(count).astype(np.int32)
+
+
+def _generator(*key: object) -> np.random.Generator:
+    """Random numbers that depend on the key alone."""
+    return np.random.default_rng(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=16).digest(), "big"))
 
 
 def _level_weights(settings: SamplerConfig, counts: np.ndarray) -> tuple[float, ...]:

@@ -1,10 +1,8 @@
-"""Step limits of training, which may grow with the policy version."""
+"""Step limits of episodes, which may differ by difficulty, and grow with the policy version in training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from megatron_webrl.config.tasks import GrowingStepsConfig
+from megatron_webrl.config.tasks import GrowingStepsConfig, TasksConfig
 
 
 def growing_limit(settings: GrowingStepsConfig, version: int | None) -> int | None:
@@ -19,15 +17,16 @@ def growing_limit(settings: GrowingStepsConfig, version: int | None) -> int | No
     return settings.initial + int(done * (settings.max - settings.initial) / increases)
 
 
-def training_limit(
-    max_steps: int, by_difficulty: Mapping[str, int], growing: GrowingStepsConfig, difficulty: str, version: int | None
-) -> int:
+def training_limit(tasks: TasksConfig, difficulty: str, version: int | None) -> int:
     """The step limit of a training task: that of its difficulty, else the common one, which a growing limit replaces.
 
     Of a growing limit and that of the difficulty the smaller one holds. `version` as in `growing_limit`.
     """
-    current = growing_limit(growing, version)
-    limit = by_difficulty.get(difficulty)
-    if current is None:
-        return max_steps if limit is None else limit
-    return current if limit is None else min(current, limit)
+    current = growing_limit(tasks.growing_steps, version)
+    limit = tasks.max_steps_by_difficulty.get(difficulty, tasks.max_steps if current is None else current)
+    return limit if current is None else min(current, limit)
+
+
+def evaluation_limit(tasks: TasksConfig, difficulty: str) -> int:
+    """The step limit of an evaluation task; where the settings give none, the last one of training."""
+    return tasks.evaluation_max_steps_by_difficulty.get(difficulty, training_limit(tasks, difficulty, None))

@@ -7,19 +7,26 @@ import secrets
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from playwright.async_api import BrowserContext, Page, Response
 
-from megatron_webrl.config.tasks import LatencyConfig, SamplerConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.tasks.sites import calendar, forms, forum, shop, wiki
 from megatron_webrl.tasks.sites.app import App
 from megatron_webrl.tasks.sites.goal import SITE_ERROR_RESULT, Environment, Goal, reward_and_done
-from megatron_webrl.tasks.sites.high_level_actions import HighLevelAction, PageLinks, first_action, read_page_links
-from megatron_webrl.tasks.source import LocalTaskSource, StepLimits, check_environments
+from megatron_webrl.tasks.sites.high_level_actions import (
+    HighLevelAction,
+    PageLinks,
+    ScriptedPolicy,
+    first_action,
+    read_page_links,
+)
+from megatron_webrl.tasks.source import LocalTaskSource, check_environments
 from megatron_webrl.types import Action, Task
 
 ENVIRONMENTS: dict[str, Environment] = {
@@ -44,36 +51,49 @@ SESSION_COOKIE = "session"
 RESULT_HEADER = "webrl-result"  # reward of an episode that has ended, in the response that ended it and later ones
 
 
-class SiteEpisode:
-    """One episode's copy of a site, identified by a secret cookie of its browser context."""
+class SiteVisit:
+    """One browser context's copy of a site, which a secret cookie identifies. Thread-safe."""
 
-    def __init__(self, goal: Goal, site: str, delays: ResponseDelays) -> None:
-        self.goal, self.site = goal, site
-        self.secret = secrets.token_urlsafe(18)
-        assert goal.make_app is not None, "the goal was not made by an Environment"
-        self._app = goal.make_app()
-        self._delays = delays
-        self._failed = False
-        self._replayed_reward: float | None = None
-        self._lock = threading.Lock()
+    def __init__(self, app: App, delays: ResponseDelays) -> None:
+        self.app, self.secret = app, secrets.token_urlsafe(18)
+        self._delays, self._lock = delays, threading.Lock()
 
     def handle_request(self, request: PageRequest) -> PageResponse:
-        """Answer a request. Thread-safe."""
         with self._lock:
-            delay = self._delays.next()
-            self._failed = True  # unless the site answers
-            response = self._app.handle_request(request)
-            self._failed = False
-            reward, done = reward_and_done(self.goal, self._app.effects)
-        headers = {**response.headers, RESULT_HEADER: str(reward)} if done else response.headers
-        return PageResponse(response.status, response.body, response.content_type, headers, delay)
+            return replace(self._answer(request), delay=self._delays.next())
+
+    def _answer(self, request: PageRequest) -> PageResponse:
+        return self.app.handle_request(request)
+
+    def next_move(self, policy: ScriptedPolicy, view: PageLinks) -> HighLevelAction:
+        """The next action of a scripted policy on a page. Raises ScriptedPolicyError."""
+        with self._lock:
+            return policy(self.app, view)
+
+
+class SiteEpisode(SiteVisit):
+    """One episode's copy of a site."""
+
+    def __init__(self, goal: Goal, site: str, delays: ResponseDelays) -> None:
+        assert goal.make_app is not None, "the goal was not made by an Environment"
+        super().__init__(goal.make_app(), delays)
+        self.goal, self.site = goal, site
+        self._failed = False
+        self._replayed_reward: float | None = None
+
+    def _answer(self, request: PageRequest) -> PageResponse:
+        self._failed = True  # unless the site answers
+        response = self.app.handle_request(request)
+        self._failed = False
+        reward, done = reward_and_done(self.goal, self.app.effects)
+        return replace(response, headers={**response.headers, RESULT_HEADER: str(reward)}) if done else response
 
     def result(self) -> tuple[float | None, bool]:
         """Reward and end, from the effects so far. A replay has none: then from the recorded responses."""
         with self._lock:
             if self._failed:
                 return SITE_ERROR_RESULT
-            reward, done = reward_and_done(self.goal, self._app.effects)
+            reward, done = reward_and_done(self.goal, self.app.effects)
         return (self._replayed_reward, True) if not done and self._replayed_reward is not None else (reward, done)
 
     def see_response(self, response: Response) -> None:
@@ -81,30 +101,16 @@ class SiteEpisode:
         if (reward := response.headers.get(RESULT_HEADER)) is not None:
             self._replayed_reward = float(reward)
 
-    def next_scripted_action(self, view: PageLinks) -> HighLevelAction:
-        """The next action of the scripted policy on a page. Raises ScriptedPolicyError."""
-        with self._lock:
-            return self.goal.scripted_policy(self._app, view)
-
 
 class SiteTaskSource(LocalTaskSource):
     """Tasks of a list of site environments. A context manager; close stops the server."""
 
-    def __init__(
-        self,
-        environments: Sequence[str],
-        max_steps: int,
-        latency: LatencyConfig | None = None,
-        *,
-        limits: StepLimits | None = None,
-        sampler: SamplerConfig | None = None,
-    ) -> None:
+    def __init__(self, environments: Sequence[str], tasks: TasksConfig) -> None:
         """Raises ConfigError for an unknown environment."""
         check_environments("the sites have", environments, list(ENVIRONMENTS))
         difficulties = [ENVIRONMENTS[name].difficulty for name in environments]
-        server = LocalServer(self._respond, "sites-server")
-        super().__init__(environments, max_steps, server, difficulties, limits or StepLimits(), sampler)
-        self._delays = EpisodeDelays(latency or LatencyConfig())
+        super().__init__(tasks, environments, difficulties, LocalServer(self._respond, "sites-server"))
+        self._delays = EpisodeDelays(tasks.latency)
         self._lock = threading.Lock()
         # An episode is kept as long as its browser context, or any other reference to it, exists.
         self._episodes: weakref.WeakValueDictionary[str, SiteEpisode] = weakref.WeakValueDictionary()
@@ -158,7 +164,10 @@ class SiteTaskSource(LocalTaskSource):
         if premature_submit:
             raise KeyError(task.environment)
         try:
-            return await first_action(page, self._open[page.context].next_scripted_action(await read_page_links(page)))
+            episode = self._open[page.context]
+            return await first_action(
+                page, episode.next_move(episode.goal.scripted_policy, await read_page_links(page))
+            )
         except ScriptedPolicyError as error:
             raise ScriptedPolicyError(f"{task.id}: {error}") from error
 

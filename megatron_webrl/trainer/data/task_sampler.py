@@ -13,12 +13,18 @@ from typing import Any
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.tasks import FileTasksConfig, PageTasksConfig
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.tasks.files.digests import FileDigest, difference_from_checkpoint
-from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
+from megatron_webrl.tasks.files.table import FileDigest, difference_from_checkpoint
+from megatron_webrl.tasks.sampler.knowledge import (
+    SamplerKnowledge,
+    draws_environments,
+    task_key,
+    task_unit,
+    unit_kind,
+    unit_of,
+)
 from megatron_webrl.tasks.sampler.row_sampler import INITIAL_PASS_RATE
 from megatron_webrl.tasks.sampler.samplers import ADAPTIVE_SAMPLERS, environment_probabilities, initial_pass_rate
 from megatron_webrl.tasks.sampler.step_limits import growing_limit
-from megatron_webrl.tasks.sampler.units import draws_environments, task_key, task_unit, unit_kind, unit_of
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.types import BLOCKED, DIFFICULTIES, Group, Task, TaskReference
 from megatron_webrl.util import history

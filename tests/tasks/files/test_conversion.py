@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import logging
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,8 @@ import pytest
 from pyarrow import parquet
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.tasks.files.conversion import TaskFile, resolve_task_file
-from megatron_webrl.tasks.files.indexing import InvalidRows, open_index
 from megatron_webrl.tasks.files.rows import FORMATS
-from megatron_webrl.tasks.files.source import FileTaskSource
+from megatron_webrl.tasks.files.table import TaskTable, load_tasks
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
 
 WEBGYM = FORMATS["webgym"]
@@ -30,39 +25,29 @@ ROWS = [webgym_row(number) for number in range(2500)]
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
 
 
-def resolve(text: str | Path) -> TaskFile:
-    return resolve_task_file(str(text), "tasks.train_file", WEBGYM)
+def load(text: str | Path) -> TaskTable:
+    return load_tasks(str(text), "tasks.train_file", WEBGYM)
 
 
 def ids_of(text: str | Path) -> list[str]:
     """The ids of the tasks of a training file, in the order of its rows."""
-    source = FileTaskSource(tasks_config(source="webgym", train_file=str(text)))
-    assert source.training is not None
-    found = [source.training[row].id for row in range(len(source.training))]
-    assert source.training[3].facts[0].fact == f"It costs {source.training[3].answer}"
-    source.close()
-    return found
+    table = load(text)
+    assert table[3].facts[0].fact == f"It costs {table[3].answer}"
+    return [table[row].id for row in range(len(table))]
 
 
 EXPECTED = [row["task_id"] for row in ROWS]
 
 
-def test_a_parquet_file_is_converted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+def test_a_parquet_file_is_read_as_rows(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
-    extra = {"screenshot": [b"\x00" * 10] * len(ROWS)}  # of no field of a task: it is not read
     table = pyarrow.Table.from_pylist(ROWS)
-    parquet.write_table(table.append_column("screenshot", pyarrow.array(extra["screenshot"])), path)
+    # A column of no field of a task, which is not read: JSON has no bytes.
+    parquet.write_table(table.append_column("screenshot", pyarrow.array([b"\x00" * 10] * len(ROWS))), path)
     assert ids_of(path) == EXPECTED
-    assert ids_of(path) == EXPECTED
-    assert sum(record.message.startswith("converting") for record in caplog.records) == 1
-    converted = resolve(path).path
-    assert converted.parent == tmp_path / "cache" / "megatron_webrl" / "tasks"
-    assert "screenshot" not in json.loads(converted.read_text().splitlines()[0])
     parquet.write_table(table.slice(0, 10), path)
     assert ids_of(path) == EXPECTED[:10]
 
@@ -71,8 +56,8 @@ def test_rows_of_a_parquet_file_are_named_by_its_name_and_their_number(tmp_path:
     path = tmp_path / "train.parquet"
     rows = [*ROWS[:4], {**ROWS[4], "website": "Amazon"}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with pytest.raises(InvalidRows, match=rf"\n{path}:5: field website: expected .* found \"Amazon\"$"):
-        open_index(resolve(path), WEBGYM)
+    with pytest.raises(ConfigError, match=rf"\n{path}:5: field website: expected .* found \"Amazon\"$"):
+        load(path)
 
 
 def test_a_json_array_is_read_as_rows(tmp_path: Path) -> None:
@@ -81,7 +66,7 @@ def test_a_json_array_is_read_as_rows(tmp_path: Path) -> None:
     assert ids_of(path) == EXPECTED[:20]
     path.write_text("[{}")
     with pytest.raises(ConfigError, match=r"tasks\.json:1: expected a JSON array, found invalid JSON: Expecting ','"):
-        resolve(path)
+        load(path)
     for text, message in (
         (b'[\n{"task_id": 1},\n{"a": "caf\xe9"}]', ":3: expected UTF-8, found byte 0xe9 at column 11"),
         (b"[" * 100_000, ": expected a JSON array, found invalid JSON: maximum recursion depth exceeded"),
@@ -90,9 +75,8 @@ def test_a_json_array_is_read_as_rows(tmp_path: Path) -> None:
     ):
         path.write_bytes(text)
         with pytest.raises(ConfigError) as caught:
-            resolve(path)
+            load(path)
         assert str(caught.value).startswith(f"{path}{message}")
-    assert not [each for each in (tmp_path / "cache").rglob("*") if "lock" in each.name or each.name.startswith(".")]
 
 
 def test_a_saved_dataset_is_read_with_or_without_splits(tmp_path: Path) -> None:
@@ -103,9 +87,9 @@ def test_a_saved_dataset_is_read_with_or_without_splits(tmp_path: Path) -> None:
     splits.save_to_disk(tmp_path / "both")
     assert ids_of(f"{tmp_path / 'both'}:test") == EXPECTED[1200:1300]
     with pytest.raises(ConfigError, match=r"both has several splits; name one, such as .*both:train$"):
-        resolve(tmp_path / "both")
+        load(tmp_path / "both")
     with pytest.raises(ConfigError, match=r"both has no split dev; name one, such as .*both:train$"):
-        resolve(f"{tmp_path / 'both'}:dev")
+        load(f"{tmp_path / 'both'}:dev")
 
 
 def test_a_folder_of_data_files_is_read_as_the_hub_would_give_it(tmp_path: Path) -> None:
@@ -115,28 +99,15 @@ def test_a_folder_of_data_files_is_read_as_the_hub_would_give_it(tmp_path: Path)
     write_rows(folder / "data" / "test.jsonl", ROWS[30:40])
     assert ids_of(f"{folder}:test") == EXPECTED[30:40]
     with pytest.raises(ConfigError, match=r"is a folder of data files; name its split, such as .*:train$"):
-        resolve(folder)
+        load(folder)
     with pytest.raises(ConfigError, match=r"^tasks\.train_file=.*repository:dev cannot be read: "):
-        resolve(f"{folder}:dev")
-
-
-def test_a_dataset_of_the_hub_is_converted_once_and_needs_no_network_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "org" / "name"
-    folder.mkdir(parents=True)
-    write_rows(folder / "train.jsonl", ROWS[:20])
-    monkeypatch.setattr(Path, "is_dir", lambda path: os.path.isdir(path) and not path.is_relative_to("org"))
-    monkeypatch.chdir(tmp_path)  # where `datasets` finds a repository of that name
-    assert ids_of("org/name:train") == EXPECTED[:20]
-    (folder / "train.jsonl").unlink()
-    assert ids_of("org/name:train") == EXPECTED[:20]
+        load(f"{folder}:dev")
 
 
 def test_a_name_that_is_nothing_is_refused() -> None:
     for text in ("train.jsn", "/data/train:test", "a/b/c:train"):
         with pytest.raises(ConfigError, match=rf"^tasks\.train_file={text} is neither a file nor a folder here; give"):
-            resolve(text)
+            load(text)
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +116,9 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"needs the package pyarrow; pip install 'megatron_webrl\[datasets\]'$"):
-        resolve(path)
+        load(path)
     with pytest.raises(ConfigError, match=r"^org/name needs the package datasets; pip install"):
-        resolve("org/name:train")
+        load("org/name:train")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +137,7 @@ def test_a_value_that_json_does_not_have_is_refused_by_file_row_and_field(
     rows = [{**ROWS[0], "task_name": None}, {**ROWS[1], "task_name": value}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(ConfigError) as caught:
-        resolve(path)
+        load(path)
     expected = "text, numbers, true, false, null, lists or structures of them"
     assert str(caught.value) == f"{path}:2: field task_name: expected {expected}, found {found}"
 
@@ -176,14 +147,12 @@ def test_nan_of_a_column_is_a_missing_value(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     for name in ("train.parquet", "saved"):
-        source = FileTaskSource(tasks_config(source="webgym", train_file=str(tmp_path / name)))
-        assert source.training is not None
-        assert [source.training[row].answer for row in range(2)] == ["1.5", None]
-        source.close()
+        table = load(tmp_path / name)
+        assert [table[row].answer for row in range(2)] == ["1.5", None]
     needed = pyarrow.Table.from_pylist([{**ROWS[0], "difficulty": math.nan}])
     parquet.write_table(needed, tmp_path / "train.parquet")
-    with pytest.raises(InvalidRows, match=r"train\.parquet:1: field difficulty: expected an integer .* found null"):
-        open_index(resolve(tmp_path / "train.parquet"), WEBGYM)
+    with pytest.raises(ConfigError, match=r"train\.parquet:1: field difficulty: expected an integer .* found null"):
+        load(tmp_path / "train.parquet")
 
 
 def test_a_dataset_without_any_wanted_column_names_what_it_has(tmp_path: Path) -> None:
@@ -194,4 +163,4 @@ def test_a_dataset_without_any_wanted_column_names_what_it_has(tmp_path: Path) -
     write_rows(tmp_path / "hub" / "train.jsonl", rows)
     for name in ("train.parquet", "saved", "hub:train"):
         with pytest.raises(ConfigError, match=r"has the columns goal, page, but none of task_id, .*tasks\.fields$"):
-            resolve(tmp_path / name)
+            load(tmp_path / name)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.tasks.files.conversion import TaskFile
-from megatron_webrl.tasks.files.indexing import InvalidRows, open_index
 from megatron_webrl.tasks.files.rows import FORMATS, RowError, make_field_map, parse_line, parse_task, parse_website
+from megatron_webrl.tasks.files.table import load_tasks
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.types import RubricFact, Task
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
@@ -131,7 +130,7 @@ def test_what_is_no_web_address_is_refused(text: str) -> None:
         parse_task(webgym_row(0, website=text), WEBGYM)
 
 
-def test_ten_kinds_of_broken_rows_have_ten_messages(tmp_path: Path) -> None:
+def test_ten_kinds_of_broken_rows_have_ten_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = json.dumps(webgym_row(0))
     missing = webgym_row(3)
     del missing["task_name"]
@@ -150,8 +149,9 @@ def test_ten_kinds_of_broken_rows_have_ten_messages(tmp_path: Path) -> None:
     ]
     path = tmp_path / "tasks.jsonl"
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(InvalidRows) as caught:
-        open_index(TaskFile("tasks.jsonl", path), WEBGYM)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_tasks("tasks.jsonl", "tasks.train_file", WEBGYM)
     column = lines[10].index(b"\xfc") + 1
     assert str(caught.value).splitlines() == [
         "tasks.jsonl: 10 of 11 rows do not fit; `webrl tasks check` lists more",
@@ -167,20 +167,18 @@ def test_ten_kinds_of_broken_rows_have_ten_messages(tmp_path: Path) -> None:
         "tasks.jsonl:10: field evaluator_reference[0].facts[1]: expected text, found 2",
         f"tasks.jsonl:11: expected UTF-8, found byte 0xfc at column {column}",
     ]  # fmt: skip
-    assert [each.name for each in tmp_path.iterdir()] == ["tasks.jsonl"]  # no index of a file that does not fit
 
 
 def test_every_start_lists_the_first_ten_rows_that_do_not_fit_and_refuses_the_file(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "tasks.jsonl", [webgym_row(n, task_name=17 if n % 2 else "Go") for n in range(30)])
     for _ in range(2):
-        with pytest.raises(InvalidRows) as caught:
+        with pytest.raises(ConfigError) as caught:
             make_source(tasks_config(source="webgym", train_file=str(path)))
         assert str(caught.value).splitlines() == [
             f"{path}: 15 of 30 rows do not fit; `webrl tasks check` lists more",
             *(f"{path}:{line}: field task_name: expected text, found 17" for line in range(2, 21, 2)),
             "and 5 more",
         ]
-    assert [each.name for each in tmp_path.iterdir()] == ["tasks.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -290,10 +288,3 @@ def test_fields_of_a_file_of_ones_own_are_mapped() -> None:
 def test_an_impossible_field_map_is_refused(source: str, fields: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_field_map(source, fields)
-
-
-def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "tasks.jsonl", [webgym_row(1)])
-    path.write_bytes(b"\xef\xbb\xbf\r\n \n" + path.read_bytes().replace(b"\n", b"\r\n") + b"\n\n")
-    index = open_index(TaskFile("tasks.jsonl", path), WEBGYM)
-    assert (len(index), index.lines.tolist()) == (1, [3])

@@ -8,7 +8,7 @@ import re
 import numpy as np
 from PIL import Image
 
-from megatron_webrl.tasks.offline.websites import CELL_PIXELS, COLUMNS, ROWS, BarCode, draw_bar_code
+from megatron_webrl.tasks.sites.websites import CELL_PIXELS, COLUMNS, ROWS, BarCode, draw_bar_code
 
 
 def painted(code: BarCode, width: int, height: int, seed: int = 0) -> bytes:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_webrl.tasks.offline.hosts import page_key_of_path
-from megatron_webrl.tasks.offline.websites import COLUMNS, ROWS, BarCode, effects_digest, page_digest, read_bar_code
+from megatron_webrl.tasks.sites.websites import COLUMNS, ROWS, BarCode, effects_digest, page_digest, page_key_of_path
 from tests.tasks.offline.painted import jpeg, painted
+from tools.offline.site_truth import read_bar_code
 
 
 @pytest.mark.parametrize(("width", "height"), [(160, 224), (161, 227), (640, 480), (1280, 767)])

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.server.client import BrowserClient
-from megatron_webrl.browser.server.local_servers import local_servers
 from megatron_webrl.browser.server.protocol import InvalidRequest
 from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.judge.evaluation import answers_match
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
-from megatron_webrl.tasks.offline.hosts import DENYING_NUMBERS, page_key_of_path, website_host
-from megatron_webrl.tasks.offline.questions import WebsiteGoal, website_goals
-from megatron_webrl.tasks.offline.websites import BarCode, OfflineWebsites, effects_digest, page_digest, read_bar_code
+from megatron_webrl.tasks.sites.high_level_actions import first_action
+from megatron_webrl.tasks.sites.websites import (
+    DENYING_NUMBERS,
+    BarCode,
+    OfflineWebsites,
+    effects_digest,
+    page_digest,
+    page_key_of_path,
+    website_host,
+)
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Task
+from tools.offline.questions import WebsiteGoal, next_move, website_goals
+from tools.offline.site_truth import read_bar_code
 
 KINDS = ("shop-save-item", "forum-last-word", "calendar-find-time", "wiki-birthplace", "forms-vote")
 MAX_STEPS = 25
@@ -42,7 +45,8 @@ def code_of(host: str, path: str, *effects: tuple[str, ...], denied: bool = Fals
 
 @pytest.mark.parametrize(("kind", "width", "height"), [("wiki-is-mayor", 160, 224), ("wiki-correct-fact", 640, 480)])
 async def test_a_screenshot_says_which_page_it_shows(kind: str, width: int, height: int) -> None:
-    web = OpenWeb(MAX_STEPS, open_web=False, offline=OfflineWebsites())
+    websites = OfflineWebsites()
+    web = OpenWeb(MAX_STEPS, open_web=False, offline=websites)
     settings = BrowserConfig(width=width, height=height, deny=["wiki-5.localhost"] if width == 640 else [])
     try:
         async with BrowserPool(settings, {"web": web}, 1, 60.0) as pool:
@@ -51,7 +55,7 @@ async def test_a_screenshot_says_which_page_it_shows(kind: str, width: int, heig
             async with pool.episode(task) as (session, seen):
                 assert read_bar_code(seen.screenshot) == code_of(wanted.host, wanted.goal.start_path)
                 for _ in range(MAX_STEPS):
-                    action = await web.demonstrate(session.page, task)
+                    action = await first_action(session.page, await next_move(websites, session.page, task))
                     if action.kind == "answer":
                         break
                     seen = await session.step(action)
@@ -63,7 +67,7 @@ async def test_a_screenshot_says_which_page_it_shows(kind: str, width: int, heig
                 seen = await session.step(Action("navigate", url=f"http://{denying}/poll"))
                 assert read_bar_code(seen.screenshot) == code_of(denying, "/poll", denied=True)
                 with pytest.raises(ScriptedPolicyError, match=f"is not a page of {wanted.host}"):
-                    await web.demonstrate(session.page, task)
+                    await next_move(websites, session.page, task)
                 for host in ("wiki.localhost", "wiki-x.localhost", "other.example", "wiki-5.localhost"):
                     seen = await session.step(Action("navigate", url=f"http://{host}/"))
                     reached = read_bar_code(seen.screenshot) == code_of(host, "/")
@@ -89,31 +93,3 @@ def test_a_catalog_opens_what_its_settings_permit() -> None:
         if catalog.web is not None:
             with pytest.raises(RuntimeError, match="was closed"):
                 _ = catalog.web.addresses
-
-
-async def test_a_browser_server_demonstrates_tasks_of_offline_websites(tmp_path: Path) -> None:
-    config = Config(
-        browser=BrowserConfig(width=640, height=480), tasks=tasks_config(offline_websites=True),
-        rollout=RolloutConfig(operation_timeout_seconds=30),
-    )  # fmt: skip
-    async with (
-        local_servers(config, 1, tmp_path) as servers,
-        BrowserClient(servers.poll_addresses, servers.token, step_seconds=30) as browsers,
-        browsers.session() as session,
-    ):
-        for kind in KINDS:
-            wanted = goal_of(kind)
-            seen = await session.reset(task_of(wanted))
-            assert seen.instruction == wanted.goal.instruction
-            action = await session.demonstration()
-            while action.kind != "answer":
-                seen = await session.step(action)
-                action = await session.demonstration()
-            assert answers_match(action.text or "", wanted.answer)
-            assert (seen.reward, seen.done) == (None, False)
-            code = read_bar_code(seen.screenshot)
-            assert code is not None
-            assert code.effects == effects_digest(wanted.goal.effects)
-        await session.reset(Task("x", "web", "page", 0, 1, "Another task.", url=goal_of(KINDS[0]).url))
-        with pytest.raises(ScriptedPolicyError, match="has no scripted policy"):
-            await session.demonstration()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import http.client
 from urllib.parse import urlencode
 
-from megatron_webrl.tasks.offline.questions import WebsiteGoal
-from megatron_webrl.tasks.offline.websites import VISITOR_COOKIE, OfflineWebsites, Visitor
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, HighLevelAction
+from megatron_webrl.tasks.sites.websites import VISITOR_COOKIE, OfflineWebsites, Visitor
 from tests.tasks.site_client import MAX_MOVES, Client
+from tools.offline.questions import WebsiteGoal
 
 
 class VisitorClient(Client):
@@ -46,7 +46,7 @@ class VisitorClient(Client):
         return answer.status, answer.headers, body
 
     def next_move(self) -> HighLevelAction:
-        return self.visitor.next_move(self.wanted.goal, self.view)
+        return self.visitor.next_move(self.wanted.goal.scripted_policy, self.view)
 
     def solve(self) -> str:
         """Run the script to its answer."""

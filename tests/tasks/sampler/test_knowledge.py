@@ -7,8 +7,15 @@ import json
 import pytest
 
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge
-from megatron_webrl.tasks.sampler.units import draws_environments, task_key, task_unit, unit_kind, unit_of
+from megatron_webrl.tasks.sampler.knowledge import (
+    PassRate,
+    SamplerKnowledge,
+    draws_environments,
+    task_key,
+    task_unit,
+    unit_kind,
+    unit_of,
+)
 from megatron_webrl.types import Task
 
 

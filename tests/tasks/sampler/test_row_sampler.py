@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig
-from megatron_webrl.tasks.sampler.hashing import fraction, fractions, permuted
-from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge
+from megatron_webrl.tasks.sampler.knowledge import PassRate, SamplerKnowledge, task_unit
 from megatron_webrl.tasks.sampler.row_sampler import RowSampler
 from megatron_webrl.tasks.sampler.step_limits import growing_limit
-from megatron_webrl.tasks.sampler.units import task_unit
 from megatron_webrl.types import DIFFICULTIES
 
 ROWS, SITES = 600, 24
@@ -48,24 +45,6 @@ def known(rates: dict[str, float], blocked: Sequence[str] = (), groups: int = 2)
 def draws(settings: SamplerConfig, tickets: range, knowledge: SamplerKnowledge | None = None, seed: int = 3) -> list:
     made = sampler(settings)
     return [made.draw(seed, ticket, knowledge) for ticket in tickets]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 1000])
-def test_every_pass_is_a_permutation_of_its_own(count: int) -> None:
-    passes = [[permuted(11, turn * count + index, count) for index in range(count)] for turn in range(8)]
-    assert all(sorted(each) == list(range(count)) for each in passes)
-    assert count < 3 or len(set(map(tuple, passes))) > 1
-    assert count < 16 or len(set(map(tuple, passes))) == 8
-
-
-def test_the_first_element_of_a_permutation_is_any_of_them_as_often() -> None:
-    for count in (3, 10):
-        counts = np.bincount([permuted(key * 7919, 0, count) for key in range(3000)], minlength=count)
-        assert np.abs(counts - 3000 / count).max() < 5 * (3000 / count) ** 0.5
-
-
-def test_arrays_of_random_numbers_are_those_of_single_ones() -> None:
-    assert fractions(2**64 - 5, 3, 4).tolist() == [fraction(2**64 - 5, index) for index in range(3, 7)]
 
 
 @BY_NAME
@@ -198,31 +177,19 @@ def test_weights_must_fit_the_file() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             RowSampler(SamplerConfig("ratio", difficulty_weights=weights), easy, SITE_OF_ROW, NAMES, KEYS)
-    with pytest.raises(ValueError, match="600 levels, 600 websites, 599 keys"):
-        RowSampler(SamplerConfig(), easy, SITE_OF_ROW, NAMES, KEYS[1:])
 
 
 @pytest.mark.parametrize("name", ["uniform", "ratio", "curriculum", "near_target"])
-def test_a_thousand_draws_among_300_000_mapped_rows_take_a_second(name: str, tmp_path: Path) -> None:
+def test_a_thousand_draws_among_300_000_rows_take_a_second(name: str) -> None:
     rows, random = 300_000, np.random.default_rng(0)
-    made = (
+    keys = random.integers(0, 2**63, rows, dtype=np.uint64)
+    knowledge = known({task_unit(int(key)): 0.9 for key in keys[:20_000]}, [f"site{number}" for number in range(100)])
+    sampler = RowSampler(
+        SamplerConfig(name, difficulty_weights={"easy": 2.0} if name == "ratio" else {}),
         np.sort(random.integers(0, 3, rows).astype(np.uint8)),
         random.integers(0, 50_000, rows).astype(np.int32),
-        random.integers(0, 2**63, rows, dtype=np.uint64),
-    )
-    arrays = []
-    for number, array in enumerate(made):
-        np.save(tmp_path / f"{number}.npy", array)
-        arrays.append(np.load(tmp_path / f"{number}.npy", mmap_mode="r"))
-    rates = {task_unit(int(key)): 0.9 for key in made[2][:20_000]}
-    knowledge = known(rates, [f"site{number}" for number in range(100)])
-    weights = {"easy": 2.0} if name == "ratio" else {}
-    sampler = RowSampler(
-        SamplerConfig(name, difficulty_weights=weights),
-        arrays[0],
-        arrays[1],
-        [f"site{i}" for i in range(50_000)],
-        arrays[2],
+        [f"site{number}" for number in range(50_000)],
+        keys,
     )
     sampler.draw(0, 0, knowledge)
     started = time.process_time()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.config.tasks import GrowingStepsConfig, tasks_config
+from megatron_webrl.config.tasks import GrowingStepsConfig, TasksConfig, tasks_config
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.step_limits import growing_limit, training_limit
@@ -36,7 +36,8 @@ def test_the_smaller_of_the_growing_and_the_difficultys_limit_holds(
     by_difficulty: dict[str, int], growing: int, version: int | None, limit: int
 ) -> None:
     settings = GROWING if growing else GrowingStepsConfig()
-    assert training_limit(12, by_difficulty, settings, "easy", version) == limit
+    tasks = TasksConfig(max_steps=12, max_steps_by_difficulty=by_difficulty, growing_steps=settings)
+    assert training_limit(tasks, "easy", version) == limit
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.tasks.sampler import knowledge, samplers
 from megatron_webrl.tasks.source import referenced_task
@@ -63,7 +64,7 @@ class _Run:
         self.config.run_folder.mkdir()
         (self.config.run_folder / "config.yaml").touch()
         self.folder = folder
-        self.source = MiniWobTaskSource(list(SKILL), 4, sampler=self.config.tasks.sampler)
+        self.source = MiniWobTaskSource(list(SKILL), TasksConfig(max_steps=4, sampler=self.config.tasks.sampler))
         self.tasks: dict[int, set[str]] = {}  # ticket -> its task ids
         self.versions: dict[int, int] = {}  # ticket -> policy version at its draw
         self.drawn: dict[int, str] = {}  # ticket -> environment

@@ -14,7 +14,7 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig, tasks_config
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.tasks.files.digests import FileDigest
+from megatron_webrl.tasks.files.table import FileDigest
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.sampler import knowledge, samplers
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge

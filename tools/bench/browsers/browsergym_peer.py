@@ -16,6 +16,7 @@ from typing import Any
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.miniwob import HOST, MiniWobTaskSource
 from megatron_webrl.types import COORDINATE_RANGE, Action, Task
 from tools.bench.browsers.bare_playwright import BrowserBenchSize, rotated
@@ -45,7 +46,7 @@ async def measure_browsergym(amount: BrowserBenchSize, seed: int, interpreter: P
     """
     settings = BrowserConfig(width=WIDTH, height=HEIGHT, screenshot="png")
     found = defaultdict[str, list[float]](list)
-    with MiniWobTaskSource(ENVIRONMENTS, len(CLICKS)) as source:
+    with MiniWobTaskSource(ENVIRONMENTS, TasksConfig(max_steps=len(CLICKS))) as source:
         async with (
             BrowserPool(settings, {"miniwob": source}, 1) as plain,
             BrowserPool(replace(settings, marks=True), {"miniwob": source}, 1) as marked,

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.config.tasks import LatencyConfig
+from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
 from megatron_webrl.tasks.latency import MAX_DELAY_SECONDS
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSource
 from megatron_webrl.types import Task
@@ -37,7 +37,7 @@ async def measure_memory(amount: BrowserBenchSize, seed: int) -> Section:
     """Measure the proportional set size of driver and Chromium by number of sessions, each with its own page."""
     points: list[tuple[int, float]] = []
     sizes = [2**power for power in range(amount.max_sessions.bit_length())]
-    with SiteTaskSource(list(ENVIRONMENTS), MAX_STEPS) as source:
+    with SiteTaskSource(list(ENVIRONMENTS), TasksConfig(max_steps=MAX_STEPS)) as source:
         for repeat in range(min(amount.rounds, 2)):
             async with (
                 BrowserPool(BrowserConfig(), {"sites": source}, amount.max_sessions) as pool,
@@ -209,7 +209,7 @@ async def measure_waiting(amount: BrowserBenchSize, seed: int) -> Section:
     )
     environments = [name for name, found in ENVIRONMENTS.items() if found.difficulty != "hard"]
     settings, stats = BrowserConfig(width=WIDTH, height=HEIGHT), dict[str, ScheduleStats]()
-    with SiteTaskSource(environments, MAX_STEPS, latency) as source:
+    with SiteTaskSource(environments, TasksConfig(max_steps=MAX_STEPS, latency=latency)) as source:
         async with BrowserPool(settings, {"sites": source}, amount.waiting_sessions) as pool:
             tasks = (source.training_task(seed, ticket) for ticket in itertools.count())
             sessions = [

@@ -19,6 +19,7 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSource
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Observation, Task, TaskSite
@@ -72,7 +73,7 @@ async def play(
 ) -> PlayedRun:
     """Play episodes: those of `earlier` again, or live ones with scripted actions."""
     web = OpenWeb(MAX_ACTIONS) if earlier is not None else ChangingWeb(MAX_ACTIONS)
-    with SiteTaskSource(list(ENVIRONMENTS), MAX_ACTIONS) as sites:
+    with SiteTaskSource(list(ENVIRONMENTS), TasksConfig(max_steps=MAX_ACTIONS)) as sites:
         catalog: dict[str, TaskSite] = {"sites": sites, "web": web}
         actions = {episode.number: episode.actions for episode in earlier or ()}
         episodes: list[PlayedEpisode] = []

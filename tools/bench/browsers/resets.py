@@ -12,6 +12,7 @@ from playwright.async_api import Browser, async_playwright
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.chromium import find_chromium, launch_arguments, use_sandbox
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.types import Action
 from tools.bench.browsers.bare_playwright import (
@@ -35,7 +36,7 @@ async def measure_resets(amount: BrowserBenchSize, seed: int) -> Section:
     """Measure the same episodes in warm contexts, in new contexts, and in a new Chromium each."""
     settings, found = BrowserConfig(), defaultdict[str, list[float]](list)
     unseen: list[float] = []  # CPU seconds of ended browser processes
-    with MiniWobTaskSource(ENVIRONMENTS, len(CLICKS)) as source:
+    with MiniWobTaskSource(ENVIRONMENTS, TasksConfig(max_steps=len(CLICKS))) as source:
         tasks = (source.training_task(seed, ticket) for ticket in itertools.count())
         arguments = launch_arguments(CLOSED_PORT)
 

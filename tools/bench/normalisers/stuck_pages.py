@@ -13,7 +13,7 @@ from playwright.async_api import Page
 
 from megatron_webrl.config.tasks import PageTasksConfig
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
-from megatron_webrl.tasks.source import HELD_OUT_SEEDS, StepLimits
+from megatron_webrl.tasks.source import HELD_OUT_SEEDS
 from megatron_webrl.types import Action, Task
 
 SOURCE = "tools.bench.normalisers.stuck_pages:StuckPages"
@@ -27,8 +27,7 @@ class StuckPages(MiniWobTaskSource):
 
     def __init__(self, tasks: PageTasksConfig) -> None:
         """Raises ConfigError as its base."""
-        limits = StepLimits.from_config(tasks)
-        super().__init__(tasks.environments, tasks.max_steps, tasks.latency, limits=limits, sampler=tasks.sampler)
+        super().__init__(tasks.environments, tasks)
         self._random = random.Random(0)
 
     def make_task(self, environment: str, seed: int) -> Task:

@@ -1,0 +1,231 @@
+"""Offline websites: many hosts with the pages of the sites, for tasks that begin at a URL.
+
+A host decides content, initial state and behaviour of its website. Its pages have a bar code, which says which page a
+screenshot shows, and what has been done there: a strip of 16 x 4 black and white cells of 8 x 8 pixels at the bottom
+right of the viewport, above everything else. 64 bits, from the top left, row by row, white is 1:
+
+    4 format | 32 page digest | 16 effects digest | 3 reserved, 0 | 1 access denied | 8 checksum of the other 56
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import random
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from megatron_webrl.config.tasks import LatencyConfig
+from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
+from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
+from megatron_webrl.tasks.sites.app import App, Effect, Html, InitialSiteState
+from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS, SiteVisit
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
+
+NUMBERS = range(10_000)  # of the websites of each site
+DENYING_NUMBERS = range(9_000, 9_500)  # websites that deny access to everyone
+MOODY_NUMBERS = range(9_500, 10_000)  # websites that deny access to half of their visitors
+VISITOR_COOKIE = "visitor"
+MAX_VISITORS = 1024  # the one that has been idle longest is forgotten first
+MAX_COUNTED_HOSTS = 4096
+_HOST = re.compile(rf"({'|'.join(SITE_APPS)})-(0|[1-9][0-9]{{0,3}})\.localhost")
+_GENERATORS = {entry.app_class.name: entry.generate_data for entry in ENVIRONMENTS.values()}
+_DENIED = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Access denied</title>
+<link rel="icon" href="data:,"><style>body{font:16px/1.5 "DejaVu Sans",Arial,sans-serif;margin:40px auto;
+max-width:560px;padding:0 20px}.check{border:1px solid #b9c1c7;padding:14px 18px;border-radius:4px}</style></head>
+<body><h1>Access denied</h1><p>Our systems have detected unusual traffic from your network. Confirm that you are not a
+robot to continue.</p><p class="check">&#9744; I am not a robot</p><p>The CAPTCHA could not be loaded.</p></body></html>
+"""
+
+
+@dataclass(frozen=True)
+class Website:
+    """One website, as every visitor finds it."""
+
+    host: str
+    app_class: type[App]
+    data: Any  # content of the site
+    start: InitialSiteState
+    denial_probability: float  # of a visitor
+
+
+def website_host(site: str, number: int) -> str:
+    """The host of a website. Raises ValueError for a number outside NUMBERS, KeyError for an unknown site."""
+    if number not in NUMBERS:
+        raise ValueError(f"website number {number} is not within 0..{NUMBERS.stop - 1}")
+    return f"{SITE_APPS[site].name}-{number}.localhost"
+
+
+def is_offline_host(host: str) -> bool:
+    """Whether a host, in lower case, is that of an offline website."""
+    return _HOST.fullmatch(host) is not None
+
+
+def offline_host(url: str | None) -> str | None:
+    """The host of a URL, if it is that of an offline website at its usual port, by HTTP; else None."""
+    try:
+        parts = urlsplit(url or "")
+        usual = parts.scheme == "http" and parts.port in (None, 80)
+    except ValueError:
+        return None
+    host = (parts.hostname or "").removesuffix(".")
+    return host if usual and is_offline_host(host) else None
+
+
+@lru_cache(maxsize=256)
+def get_website(host: str) -> Website:
+    """The website of a host: a pure function of the name. Raises KeyError for another host."""
+    if not is_offline_host(host):
+        raise KeyError(host)
+    site, _, number = host.removesuffix(".localhost").partition("-")
+    rng = random.Random(f"offline/{host}")
+    data = _GENERATORS[site](rng)
+    signed_in, banner = rng.random() < 0.5, rng.random() < 0.2
+    popup_after_views = rng.choice((0, 0, 0, 0, 3))
+    denial = 1.0 if int(number) in DENYING_NUMBERS else 0.5 if int(number) in MOODY_NUMBERS else 0.0
+    return Website(host, SITE_APPS[site], data, InitialSiteState(signed_in, banner, popup_after_views), denial)
+
+
+def page_key(host: str, path: str, query: Mapping[str, str]) -> str:
+    """What identifies a page: host, path and query, without values that make no difference.
+
+    Left out are empty values and page=1; parameters are sorted, and search words compared without case.
+    """
+    kept = sorted((name, value) for name, value in query.items() if value != "" and (name, value) != ("page", "1"))
+    plain = [(name, " ".join(value.lower().split()) if name == "q" else value) for name, value in kept]
+    return f"{host}{path}?{urlencode(plain)}" if plain else f"{host}{path}"
+
+
+def page_key_of_path(host: str, path: str) -> str:
+    """The same for a path with its query."""
+    parts = urlsplit(path)
+    return page_key(host, parts.path, dict(parse_qsl(parts.query)))
+
+
+COLUMNS, ROWS, CELL_PIXELS = 16, 4, 8
+FORMAT = 0b1010
+
+
+@dataclass(frozen=True)
+class BarCode:
+    """The content of a bar code."""
+
+    page: int  # `page_digest`
+    effects: int  # `effects_digest`
+    denied: bool = False  # the website has refused the agent
+
+    def to_bytes(self) -> bytes:
+        """The 64 bits."""
+        value = (((FORMAT << 32 | self.page) << 16 | self.effects) << 4) | int(self.denied)
+        content = value.to_bytes(7, "big")
+        return content + bytes([binascii.crc_hqx(content, 0x5A) & 0xFF])  # not 0: plain areas of a colour do not pass
+
+
+def page_digest(page: str) -> int:
+    """32 bits of a page's key: host, path and query."""
+    return _digest(page, 4)
+
+
+def effects_digest(effects: Iterable[Effect]) -> int:
+    """16 bits of a multiset of effects; 0 if there are none."""
+    listed = sorted("\x1f".join(effect) for effect in effects)
+    return (_digest("\x1e".join(listed), 2) or 1) if listed else 0
+
+
+def draw_bar_code(code: BarCode) -> Html:
+    """The bar code as SVG that takes no clicks and that assistive technology does not see."""
+    bits = "".join(f"{byte:08b}" for byte in code.to_bytes())
+    path = "".join(f"M{n % COLUMNS} {n // COLUMNS}h1v1h-1z" for n, bit in enumerate(bits) if bit == "0")
+    width, height = COLUMNS * CELL_PIXELS, ROWS * CELL_PIXELS
+    return Html(
+        '<svg aria-hidden="true" style="position:fixed;right:0;bottom:0;z-index:2147483647;pointer-events:none" '
+        f'width="{width}" height="{height}" viewBox="0 0 {COLUMNS} {ROWS}" shape-rendering="crispEdges">'
+        f'<rect width="{COLUMNS}" height="{ROWS}" fill="#fff"/><path d="{path}" fill="#000"/></svg>'
+    )
+
+
+def _digest(text: str, size: int) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "big")
+
+
+class Visitor(SiteVisit):
+    """One browser context's copy of a website; pages carry a bar code."""
+
+    def __init__(self, website: Website, delays: ResponseDelays) -> None:
+        """A refusal is a function of the name of the episode, as the delays are."""
+        super().__init__(website.app_class(website.data, website.start), delays)
+        self.website = website
+        self.denied = _digest(delays.episode, 7) / 2**56 < website.denial_probability
+
+    def _answer(self, request: PageRequest) -> PageResponse:
+        response = PageResponse(403, _DENIED.encode()) if self.denied else self.app.handle_request(request)
+        before, end, after = response.body.rpartition(b"</body>")
+        if not end:  # without a page
+            return response
+        page = page_digest(page_key(self.website.host, request.path, request.query))
+        code = draw_bar_code(BarCode(page, effects_digest(self.app.effects), self.denied))
+        return replace(response, body=b"".join((before, code.encode(), end, after)))
+
+
+class OfflineWebsites:
+    """All offline websites behind one local server, which starts when `addresses` is first read; `close` stops it."""
+
+    def __init__(self, latency: LatencyConfig | None = None) -> None:
+        self._server = LocalServer(self._respond, "offline-websites")
+        self._delays = EpisodeDelays(latency or LatencyConfig(), MAX_COUNTED_HOSTS)
+        self._lock = threading.Lock()
+        self._visitors: OrderedDict[str, Visitor] = OrderedDict()  # by secret, longest idle first
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """The origins of all websites, with `*` in place of their numbers."""
+        return frozenset(f"http://{site}-*.localhost" for site in SITE_APPS)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {f"{site}-*.localhost": self._server.address for site in SITE_APPS}
+
+    def serves(self, url: str) -> bool:
+        """Whether a URL is of one of these websites."""
+        return offline_host(url) is not None
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.close()
+
+    async def visitor_of(self, page: Page, host: str) -> Visitor | None:
+        """The visitor of a host that a page's browser context is; None if it has not been there."""
+        for cookie in await page.context.cookies(f"http://{host}/"):
+            if cookie.get("name") == VISITOR_COOKIE:
+                with self._lock:
+                    return self._visitors.get(cookie.get("value", ""))
+        return None
+
+    def _respond(self, request: PageRequest) -> PageResponse:
+        if not is_offline_host(request.host):
+            return PageResponse(404, b"There is no website here.", "text/plain; charset=utf-8")
+        with self._lock:
+            visitor = self._visitors.get(request.cookies.get(VISITOR_COOKIE, ""))
+            if visitor is not None and visitor.website.host == request.host:
+                self._visitors.move_to_end(visitor.secret)
+            else:
+                visitor = None
+        if visitor is not None:
+            return visitor.handle_request(request)
+        website = get_website(request.host)
+        with self._lock:
+            visitor = Visitor(website, self._delays.start(request.host))
+            self._visitors[visitor.secret] = visitor
+            if len(self._visitors) > MAX_VISITORS:
+                self._visitors.popitem(last=False)
+        response = visitor.handle_request(request)
+        cookie = f"{VISITOR_COOKIE}={visitor.secret}; Path=/; HttpOnly"
+        return replace(response, headers={**response.headers, "Set-Cookie": cookie})
