@@ -54,6 +54,7 @@ START_SCRIPT = """async ({seed, today, unfoldingMs}) => {
     document.activeElement.blur();
     if (window.jQuery?.datepicker) {
       jQuery.fx.off = true;
+      jQuery(":animated").finish();  // else the calendar would hide once it has unfolded
       jQuery(".hasDatepicker").datepicker("hide").datepicker("setDate", null);
       jQuery.fx.off = false;
     }

@@ -141,4 +141,10 @@ async def test_a_restarted_calendar_is_like_a_new_one(environment: str) -> None:
             for steps in (4, 1):  # a date is chosen; a calendar is open
                 await look(session, SEED + 1, steps)
                 assert await look(session, SEED, 4) == new
+            unfolding = f"""async (given) => {{
+                jQuery('#datepicker').datepicker('show');
+                await ({miniwob.START_SCRIPT})(given);
+                return jQuery('#ui-datepicker-div').is(':visible');
+            }}"""
+            assert not await session.page.evaluate(unfolding, miniwob.start_arguments(environment, SEED))
             assert await session.page.evaluate("() => window.opened")  # never loaded again

@@ -35,7 +35,9 @@ class FileTaskSource(WebPageSource):
         self._by_domain = all(table.domains for table in tables.values())
         domains = {name for table in tables.values() for name in table.domains}
         self.environments = tuple(sorted(domains)) if self._by_domain else (ENVIRONMENT_NAME,)
-        self._sampler = RowSampler(tasks.sampler, self._training) if self._training else None
+        self._sampler = None
+        if rows := self._training:
+            self._sampler = RowSampler(tasks.sampler, rows.levels, rows.website_ids, rows.websites, rows.task_keys)
 
     @property
     def public_website(self) -> str:

@@ -38,7 +38,8 @@ class TaskTable:
         levels, task_keys = array("B"), array("Q")
         websites: dict[str, int] = {}
         domains: set[str] = set()
-        rows, faults = hashlib.blake2b(digest_size=8), []
+        faults: list[str] = []
+        rows = hashlib.blake2b(digest_size=8)
         for number, offset, data, task, error in scan(file, name, fields):
             if task is None:
                 faults.append(error)
@@ -84,13 +85,16 @@ class TaskTable:
 
 def load_tasks(text: str, setting: str, fields: FieldMap) -> TaskTable:
     """The tasks of what `open_lines` opens; read once in a process, unless the file changes. Raises ConfigError."""
-    path = Path(text)
-    status = path.stat() if path.exists() else None
-    return _load(text, setting, fields, (status.st_ino, status.st_size, status.st_mtime_ns) if status else None)
+    try:
+        status = Path(text).stat()
+        version = (status.st_ino, status.st_size, status.st_mtime_ns)
+    except (OSError, ValueError):  # no file
+        version = (0, 0, 0)
+    return _load(text, setting, fields, version)
 
 
 @lru_cache(maxsize=4)
-def _load(text: str, setting: str, fields: FieldMap, status: Any) -> TaskTable:
+def _load(text: str, setting: str, fields: FieldMap, version: tuple[int, int, int]) -> TaskTable:
     started = time.monotonic()
     table = TaskTable(open_lines(text, setting, fields), text, fields)
     log.info("read %s: %d tasks in %.1f s", text, len(table), time.monotonic() - started)

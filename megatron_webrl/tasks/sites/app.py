@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, ClassVar, NewType, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, urlencode
 
 from megatron_webrl.tasks.server import PageRequest, PageResponse
@@ -116,21 +116,17 @@ def stylesheet(site: str) -> str:
     return _SHEET.replace("ACCENT", accent).replace("GROUND", ground)
 
 
-Html = NewType("Html", str)
+class Html(str):
+    """Markup. Whatever else becomes part of a page is escaped."""
 
 
-def text(value: object) -> Html:
-    """A value as escaped text."""
-    return Html(escape(str(value)))
+def join(parts: Iterable[object]) -> Html:
+    return Html("".join(part if isinstance(part, Html) else escape(str(part)) for part in parts))
 
 
-def join(parts: Iterable[Html]) -> Html:
-    return Html("".join(parts))
-
-
-def tag(name: str, *children: Html, css: str = "") -> Html:
+def tag(name: str, *children: object, css: str = "") -> Html:
     style = f' class="{escape(css)}"' if css else ""
-    return Html(f"<{name}{style}>{''.join(children)}</{name}>")
+    return Html(f"<{name}{style}>{join(children)}</{name}>")
 
 
 def build_path(path: str, /, **query: str | int) -> str:
@@ -181,14 +177,14 @@ def radio_group(name: str, label: str, options: Sequence[tuple[str, str]], chose
     return Html(f'<fieldset class="field"><legend>{escape(label)}</legend>{inputs}</fieldset>')
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[Html]]) -> Html:
-    head = join(tag("th", text(name)) for name in heads)
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
+    head = join(tag("th", name) for name in heads)
     body = join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
     return Html(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
 
-def definition_list(rows: Iterable[tuple[str, Html]]) -> Html:
-    return tag("dl", *(join((tag("dt", text(name)), tag("dd", value))) for name, value in rows), css="facts")
+def definition_list(rows: Iterable[tuple[str, object]]) -> Html:
+    return tag("dl", *(join((tag("dt", name), tag("dd", value))) for name, value in rows), css="facts")
 
 
 def pager(path: str, page: int, pages: int, /, **query: str | int) -> Html:
@@ -197,14 +193,14 @@ def pager(path: str, page: int, pages: int, /, **query: str | int) -> Html:
         return Html("")
     parts = [link(build_path(path, **query, page=page - 1), "Previous")] if page > 1 else []
     for n in range(1, pages + 1):
-        parts.append(tag("b", text(n)) if n == page else link(build_path(path, **query, page=n), str(n)))
+        parts.append(tag("b", n) if n == page else link(build_path(path, **query, page=n), str(n)))
     if page < pages:
         parts.append(link(build_path(path, **query, page=page + 1), "Next"))
     return tag("nav", *parts, css="pager")
 
 
 def dialog(title: str, body: Html, *buttons: Html) -> Html:
-    inner = tag("div", tag("h2", text(title)), body, tag("div", *buttons, css="buttons"), css="dialog")
+    inner = tag("div", tag("h2", title), body, tag("div", *buttons, css="buttons"), css="dialog")
     return tag("div", inner, css="veil")
 
 
@@ -296,18 +292,23 @@ class App:
             return interrupt.response
         return self.not_found()
 
-    def render_page(self, title: str, *body: Html, status: int = 200) -> PageResponse:
-        """A page in the site's layout, with notice, cookie banner and popup."""
+    def render_page(
+        self, heading: str, *body: object, crumbs: Sequence[object] = (), status: int = 200
+    ) -> PageResponse:
+        """A page in the site's layout, with notice, cookie banner and popup. `crumbs`: above the heading."""
         self._views += 1
         self.visited_paths.add(self._current_path)
-        notice = tag("p", text(self._notice), css="notice") if self._notice else Html("")
+        notice = tag("p", self._notice, css="notice") if self._notice else Html("")
+        path = tag("div", *crumbs, css="crumbs") if crumbs else Html("")
         self._notice = ""
         overlays = self._overlays()
         html = (
-            f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)} - {self.title}</title>"
+            "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+            f"<title>{escape(heading)} - {self.title}</title>"
             f"<link rel='icon' href='data:,'><meta name='viewport' content='width=device-width'>"
             f"<style>{stylesheet(self.name)}</style></head><body>{self._header()}"
-            f"<main>{notice}{''.join(body)}</main><footer>{self.title}</footer>{overlays}</body></html>"
+            f"<main>{notice}{path}{tag('h1', heading)}{join(body)}</main><footer>{self.title}</footer>{overlays}"
+            "</body></html>"
         )
         return PageResponse(status, html.encode(), headers={"Cache-Control": "no-store"})
 
@@ -317,9 +318,7 @@ class App:
         return PageResponse(303, headers={"Location": quote(path, safe="/?&=%+-_.~"), "Cache-Control": "no-store"})
 
     def not_found(self) -> PageResponse:
-        return self.render_page(
-            "Not found", tag("h1", text("Page not found")), link("/", "To the start page"), status=404
-        )
+        return self.render_page("Page not found", link("/", "To the start page"), status=404)
 
     def find(self, items: Mapping[K, V], key: K) -> V:
         """The item of a key; an unknown key interrupts with `not_found`."""
@@ -343,7 +342,6 @@ class App:
     def login_page(self, request: PageRequest) -> PageResponse:
         return self.render_page(
             "Sign in",
-            tag("h1", text("Sign in")),
             form(
                 "/login",
                 hidden_field("next", local_path(request.query.get("next", "/"))),
@@ -398,7 +396,7 @@ class App:
             'required><button type="submit">Search</button></form>'
         )
         if self.signed_in:
-            user = join((tag("span", text(self.account.name)), form("/logout", button="Sign out", css="plain")))
+            user = join((tag("span", self.account.name), form("/logout", button="Sign out", css="plain")))
         else:
             user = link("/login", "Sign in")
         nav = join(link(href, label) for href, label in self.navigation_links())
@@ -407,13 +405,13 @@ class App:
     def _overlays(self) -> Html:
         parts = []
         if self.cookie_banner:
-            message = tag("p", text("We use cookies to keep this site working. By staying you agree to them."))
+            message = tag("p", "We use cookies to keep this site working. By staying you agree to them.")
             back = hidden_field("back", self._current_path)
             parts.append(tag("div", message, form("/consent", back, button="Accept cookies"), css="banner"))
         if self.is_popup_shown:
             title, message_text = self.popup
             close = form("/dismiss", hidden_field("back", self._current_path), button="No, thanks")
-            parts.append(dialog(title, tag("p", text(message_text)), close))
+            parts.append(dialog(title, tag("p", message_text), close))
         return join(parts)
 
 

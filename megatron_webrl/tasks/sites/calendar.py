@@ -25,7 +25,6 @@ from megatron_webrl.tasks.sites.app import (
     search_paths,
     table,
     tag,
-    text,
     text_field,
 )
 from megatron_webrl.tasks.sites.content_generator import draw_account, draw_names, draw_pairs, draw_weekday
@@ -120,7 +119,7 @@ class Calendar(App):
         keep = link(f"/event/{id}", "Keep it")
         box = dialog(
             "Cancel this appointment?",
-            tag("p", text(f"{event.title} with {event.person}, {_when(event)}. This cannot be undone.")),
+            tag("p", f"{event.title} with {event.person}, {_when(event)}. This cannot be undone."),
             form(f"/event/{id}/cancel", button="Yes, cancel it"),
             keep,
         )
@@ -136,11 +135,10 @@ class Calendar(App):
     def move_page(self, request: PageRequest, id: str) -> PageResponse:
         event = self.find(self.appointments, int(id))
         return self.render_page(
-            "Move",
-            tag("div", link(f"/event/{id}", event.title), css="crumbs"),
-            tag("h1", text(f"Move {event.title}")),
-            tag("p", text(f"Until now: {_when(event)}")),
+            f"Move {event.title}",
+            tag("p", f"Until now: {_when(event)}"),
             form(f"/event/{id}/move", *_when_fields(), button="Move appointment", css="sheet"),
+            crumbs=(link(f"/event/{id}", event.title),),
         )
 
     @route("POST", r"/event/(\d{1,6})/move")
@@ -164,11 +162,7 @@ class Calendar(App):
             text_field("title", "Title", "What it is about"),
             *_when_fields(),
         )
-        return self.render_page(
-            "New appointment",
-            tag("h1", text("New appointment")),
-            form("/new", *fields, button="Save appointment", css="sheet"),
-        )
+        return self.render_page("New appointment", form("/new", *fields, button="Save appointment", css="sheet"))
 
     @route("POST", "/new")
     def new(self, request: PageRequest) -> PageResponse:
@@ -193,11 +187,9 @@ class Calendar(App):
             for event in sorted(self.appointments.values(), key=lambda event: event.start)
             if matches_query(request, f"{event.title} {event.person}")
         ][:20]
-        rows = [(text(_when(event)), link(f"/event/{event.id}", event.title), text(event.person)) for event in found]
+        rows = [(_when(event), link(f"/event/{event.id}", event.title), event.person) for event in found]
         return self.render_page(
-            "Search",
-            tag("h1", text(f'{len(found)} appointments match "{query_text(request)}"')),
-            table(("When", "Appointment", "With"), rows),
+            f'{len(found)} appointments match "{query_text(request)}"', table(("When", "Appointment", "With"), rows)
         )
 
     def _week(self, start: date) -> PageResponse:
@@ -207,13 +199,9 @@ class Calendar(App):
             link(week_path(start + timedelta(days=7)), "Week after"),
         )
         title = f"{days[0].day} {days[0]:%B} to {days[4].day} {days[4]:%B %Y}"
-        today = tag("p", text(f"Today is {self.data.today:%A}, {self.data.today.isoformat()}."), css="muted")
+        today = tag("p", f"Today is {self.data.today:%A}, {self.data.today.isoformat()}.", css="muted")
         return self.render_page(
-            title,
-            tag("h1", text(title)),
-            today,
-            tag("div", *week_links, css="tabs"),
-            tag("div", *(self._day(day) for day in days), css="week"),
+            title, today, tag("div", *week_links, css="tabs"), tag("div", *(self._day(day) for day in days), css="week")
         )
 
     def _day(self, day: date) -> Html:
@@ -221,20 +209,20 @@ class Calendar(App):
         boxes = join(
             tag(
                 "div",
-                tag("span", text(f"{e.start:%H:%M} to {e.end:%H:%M}")),
+                tag("span", f"{e.start:%H:%M} to {e.end:%H:%M}"),
                 link(f"/event/{e.id}", e.title),
                 css="event",
             )
             for e in events
         )
-        return tag("div", tag("h2", text(f"{day:%a} {day.isoformat()}")), boxes, css="day")
+        return tag("div", tag("h2", f"{day:%a} {day.isoformat()}"), boxes, css="day")
 
     def _event_page(self, event: Appointment, *overlays: Html) -> PageResponse:
         rows = (
-            ("When", text(_when(event))),
-            ("Duration", text(f"{event.minutes} minutes")),
-            ("With", text(event.person)),
-            ("Where", text(event.room)),
+            ("When", _when(event)),
+            ("Duration", f"{event.minutes} minutes"),
+            ("With", event.person),
+            ("Where", event.room),
         )
         buttons = (
             link(f"/event/{event.id}/move", "Move", "button"),
@@ -242,10 +230,9 @@ class Calendar(App):
         )
         return self.render_page(
             event.title,
-            tag("div", link(week_path(event.start.date()), "Week"), css="crumbs"),
-            tag("h1", text(event.title)),
             tag("div", definition_list(rows), tag("div", *buttons, css="buttons"), css="sheet"),
             *overlays,
+            crumbs=(link(week_path(event.start.date()), "Week"),),
         )
 
     def _refusal(self, event: Appointment) -> str:

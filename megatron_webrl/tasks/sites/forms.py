@@ -27,7 +27,6 @@ from megatron_webrl.tasks.sites.app import (
     route,
     table,
     tag,
-    text,
     text_field,
 )
 from megatron_webrl.tasks.sites.content_generator import (
@@ -170,37 +169,36 @@ class Forms(App):
     @route("GET", "/")
     def home(self, request: PageRequest) -> PageResponse:
         shown, links = paginate(request, self.data.services, SERVICES_PER_PAGE, "/")
-        return self.render_page("Services", tag("h1", text("All services")), _service_table(shown), links)
+        return self.render_page("All services", _service_table(shown), links)
 
     @route("GET", "/offices")
     def offices(self, request: PageRequest) -> PageResponse:
-        rows = [(link(office_path(name), name), text(len(self.data.services_of(name)))) for name in _OFFICES]
-        return self.render_page("Offices", tag("h1", text("Offices")), table(("Office", "Services"), rows))
+        rows = [(link(office_path(name), name), len(self.data.services_of(name))) for name in _OFFICES]
+        return self.render_page("Offices", table(("Office", "Services"), rows))
 
     @route("GET", r"/office/([a-z-]+)")
     def office(self, request: PageRequest, slug: str) -> PageResponse:
         name = next((name for name in _OFFICES if office_path(name) == f"/office/{slug}"), None)
         if name is None:
             return self.not_found()
-        return self.render_page(name, tag("h1", text(name)), _service_table(self.data.services_of(name)))
+        return self.render_page(name, _service_table(self.data.services_of(name)))
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
         found = [service for service in self.data.services if matches_query(request, service.title)]
-        return self.render_page("Search", tag("h1", text(f"{len(found)} services found")), _service_table(found))
+        return self.render_page(f"{len(found)} services found", _service_table(found))
 
     @route("GET", r"/service/([a-z-]+)")
     def service(self, request: PageRequest, slug: str) -> PageResponse:
         service = self.find(self._services, slug)
         rows = (
             ("Office", link(office_path(service.office), service.office)),
-            ("Fee", text(f"${service.fee}")),
-            ("Decided within", text(f"{service.days} days")),
+            ("Fee", f"${service.fee}"),
+            ("Decided within", f"{service.days} days"),
         )
         return self.render_page(
             service.title,
-            tag("h1", text(service.title)),
-            tag("p", text("Apply here or at the counter. You can look at everything again before you send it.")),
+            tag("p", "Apply here or at the counter. You can look at everything again before you send it."),
             tag("div", definition_list(rows), link(form_step_path(service, 1), "Apply now", "button"), css="sheet"),
         )
 
@@ -218,10 +216,9 @@ class Forms(App):
             for entry in step
         ]
         return self.render_page(
-            service.title,
-            tag("div", link(f"/service/{slug}", service.title), css="crumbs"),
-            tag("h1", text(f"{service.title}: step {number} of {len(service.form_steps)}")),
+            f"{service.title}: step {number} of {len(service.form_steps)}",
             form(form_step_path(service, int(number)), *fields, button="Continue", css="sheet"),
+            crumbs=(link(f"/service/{slug}", service.title),),
         )
 
     @route("POST", r"/service/([a-z-]+)/step/(\d)")
@@ -243,11 +240,8 @@ class Forms(App):
         if missing := self._unfinished(service):
             return self.redirect(form_step_path(service, missing), "Please fill in this step first.")
         return self.render_page(
-            "Review",
-            tag("h1", text(f"{service.title}: is this right?")),
-            tag(
-                "div", definition_list((entry.label, text(draft[entry.name])) for entry in service.fields), css="sheet"
-            ),
+            f"{service.title}: is this right?",
+            tag("div", definition_list((entry.label, draft[entry.name]) for entry in service.fields), css="sheet"),
             form(f"/service/{slug}/send", button="Send application"),
             tag("p", link(form_step_path(service, 1), "Change something"), css="buttons"),
         )
@@ -266,16 +260,8 @@ class Forms(App):
         self.require_login()
         applications = list(self.applications.values())
         shown, links = paginate(request, applications, APPLICATIONS_PER_PAGE, "/applications")
-        rows = [
-            (link(application_path(a), f"No. {a.id}"), text(a.service.title), text(format_date(a.day)), text(a.state))
-            for a in shown
-        ]
-        return self.render_page(
-            "Applications",
-            tag("h1", text("Your applications")),
-            table(("Application", "Service", "Sent on", "State"), rows),
-            links,
-        )
+        rows = [(link(application_path(a), f"No. {a.id}"), a.service.title, format_date(a.day), a.state) for a in shown]
+        return self.render_page("Your applications", table(("Application", "Service", "Sent on", "State"), rows), links)
 
     @route("GET", r"/application/(\d{1,6})")
     def application(self, request: PageRequest, id: str) -> PageResponse:
@@ -287,7 +273,7 @@ class Forms(App):
             int(id),
             dialog(
                 "Withdraw this application?",
-                tag("p", text("The fee is not paid back. This cannot be undone.")),
+                tag("p", "The fee is not paid back. This cannot be undone."),
                 form(f"/application/{id}/withdraw", button="Yes, withdraw it"),
                 link(f"/application/{id}", "Keep it"),
             ),
@@ -303,7 +289,7 @@ class Forms(App):
     def poll(self, request: PageRequest) -> PageResponse:
         question, options = self.data.poll
         box = form("/vote", radio_group("option", "Your choice", [(o, o) for o in options]), button="Vote", css="sheet")
-        return self.render_page("Poll", tag("h1", text(question)), box)
+        return self.render_page(question, box)
 
     @route("POST", "/vote")
     def vote(self, request: PageRequest) -> PageResponse:
@@ -322,18 +308,17 @@ class Forms(App):
         self.require_login()
         found = self.find(self.applications, id)
         rows = [
-            ("Service", text(found.service.title)),
-            ("Sent on", text(format_date(found.day))),
-            ("State", text(found.state)),
+            ("Service", found.service.title),
+            ("Sent on", format_date(found.day)),
+            ("State", found.state),
         ]
-        rows += [(entry.label, text(found.values[entry.name])) for entry in found.service.fields]
+        rows += [(entry.label, found.values[entry.name]) for entry in found.service.fields]
         tools = link(f"{application_path(found)}/withdraw", "Withdraw application", "button")
         return self.render_page(
-            f"Application {id}",
-            tag("div", link("/applications", "My applications"), css="crumbs"),
-            tag("h1", text(f"Application No. {id}")),
+            f"Application No. {id}",
             tag("div", definition_list(rows), join((tools,)), css="sheet"),
             *overlays,
+            crumbs=(link("/applications", "My applications"),),
         )
 
 
@@ -368,7 +353,7 @@ def service_list_path(page: int) -> str:
 
 
 def _service_table(services: Sequence[Service]) -> Html:
-    return table(("Service", "Office"), [(link(f"/service/{s.slug}", s.title), text(s.office)) for s in services])
+    return table(("Service", "Office"), [(link(f"/service/{s.slug}", s.title), s.office) for s in services])
 
 
 def find_fee(rng: random.Random, data: FormsData) -> Goal:

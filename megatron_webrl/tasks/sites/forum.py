@@ -27,7 +27,6 @@ from megatron_webrl.tasks.sites.app import (
     search_paths,
     table,
     tag,
-    text,
     text_area,
 )
 from megatron_webrl.tasks.sites.content_generator import draw_account, draw_names, draw_pairs, draw_weekday, format_date
@@ -143,8 +142,8 @@ class Forum(App):
         rows = []
         for board, threads in self.data.boards.items():
             open_to = "Members only" if board == LOUNGE else "Everyone"
-            rows.append((link(board_path(board), board), text(len(threads)), text(open_to)))
-        return self.render_page("Boards", tag("h1", text("Boards")), table(("Board", "Threads", "Open to"), rows))
+            rows.append((link(board_path(board), board), len(threads), open_to))
+        return self.render_page("Boards", table(("Board", "Threads", "Open to"), rows))
 
     @route("GET", r"/board/([a-z-]+)")
     def board(self, request: PageRequest, slug: str) -> PageResponse:
@@ -155,9 +154,7 @@ class Forum(App):
             self.require_login()
         threads = self.data.boards[board]
         shown, links = paginate(request, threads, THREADS_PER_PAGE, board_path(board))
-        return self.render_page(
-            board, tag("div", link("/", "Boards"), css="crumbs"), tag("h1", text(board)), _thread_table(shown), links
-        )
+        return self.render_page(board, _thread_table(shown), links, crumbs=(link("/", "Boards"),))
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
@@ -167,9 +164,7 @@ class Forum(App):
             for thread in threads
             if board != LOUNGE and matches_query(request, thread.title)
         ]
-        return self.render_page(
-            "Search", tag("h1", text(f'{len(found)} threads match "{query_text(request)}"')), _thread_table(found)
-        )
+        return self.render_page(f'{len(found)} threads match "{query_text(request)}"', _thread_table(found))
 
     @route("GET", r"/thread/(\d{1,6})")
     def thread(self, request: PageRequest, id: str) -> PageResponse:
@@ -181,25 +176,23 @@ class Forum(App):
         replies = self._replies.get(thread.id, []) if shown[-1] is thread.posts[-1] else []
         return self.render_page(
             thread.title,
-            tag("div", link("/", "Boards"), text(" / "), link(board_path(board), board), css="crumbs"),
-            tag("h1", text(thread.title)),
             form(f"/follow/{id}", button="Follow this thread", css="quiet") if self.signed_in else Html(""),
             Html("<br>"),
             join(self._post(post) for post in shown),
-            join(
-                tag("div", tag("b", text(self.account.name)), tag("div", text(reply)), css="post") for reply in replies
-            ),
+            join(tag("div", tag("b", self.account.name), tag("div", reply), css="post") for reply in replies),
             links,
             self._reply_form(thread),
+            crumbs=(
+                link("/", "Boards"),
+                " / ",
+                link(board_path(board), board),
+            ),
         )
 
     @route("GET", "/members")
     def members(self, request: PageRequest) -> PageResponse:
-        rows = [
-            (text(name), text(town), text(format_date(since)))
-            for name, (town, since) in sorted(self.data.members.items())
-        ]
-        return self.render_page("Members", tag("h1", text("Members")), table(("Name", "Town", "Member since"), rows))
+        rows = [(name, town, format_date(since)) for name, (town, since) in sorted(self.data.members.items())]
+        return self.render_page("Members", table(("Name", "Town", "Member since"), rows))
 
     @route("POST", r"/follow/(\d{1,6})")
     def follow(self, request: PageRequest, id: str) -> PageResponse:
@@ -226,11 +219,11 @@ class Forum(App):
 
     def _post(self, post: Post) -> Html:
         likes = post.likes + (post.id in self._liked)
-        foot = [tag("span", text(f"{likes} likes"), css="muted")]
+        foot = [tag("span", f"{likes} likes", css="muted")]
         if self.signed_in:
             foot.append(form(f"/like/{post.id}", button="Like", css="quiet"))
-        author = tag("div", tag("b", text(post.author)), tag("div", text(format_date(post.day)), css="muted"))
-        return tag("div", author, tag("div", tag("p", text(post.text)), tag("div", *foot, css="foot")), css="post")
+        author = tag("div", tag("b", post.author), tag("div", format_date(post.day), css="muted"))
+        return tag("div", author, tag("div", tag("p", post.text), tag("div", *foot, css="foot")), css="post")
 
     def _reply_form(self, thread: Thread) -> Html:
         if not self.signed_in:
@@ -254,8 +247,8 @@ def post_path(thread: Thread, id: int) -> str:
 
 def _thread_table(threads: Sequence[Thread]) -> Html:
     rows = [
-        (link(thread_path(thread), thread.title), text(thread.posts[0].author), text(len(thread.posts) - 1),
-         text(format_date(thread.posts[-1].day)))
+        (link(thread_path(thread), thread.title), thread.posts[0].author, len(thread.posts) - 1,
+         format_date(thread.posts[-1].day))
         for thread in threads
     ]  # fmt: skip
     return table(("Thread", "Started by", "Replies", "Latest"), rows)

@@ -28,7 +28,6 @@ from megatron_webrl.tasks.sites.app import (
     search_paths,
     table,
     tag,
-    text,
     text_field,
 )
 from megatron_webrl.tasks.sites.content_generator import draw_account, draw_weekday, format_date
@@ -153,14 +152,13 @@ class Shop(App):
     def home(self, request: PageRequest) -> PageResponse:
         counts = [(name, f"{len(self.data.items_in_category(name))} items") for name in self.data.categories]
         categories = join(
-            tag("div", link(category_path(name), name), tag("div", text(count), css="muted"), css="card")
+            tag("div", link(category_path(name), name), tag("div", count, css="muted"), css="card")
             for name, count in counts
         )
         return self.render_page(
-            "Home",
-            tag("h1", text("Good things for every day")),
+            "Good things for every day",
             tag("div", categories, css="grid"),
-            tag("h2", text("Popular this week")),
+            tag("h2", "Popular this week"),
             _cards(self.data.popular_items),
         )
 
@@ -174,33 +172,32 @@ class Shop(App):
         items = self.data.items_in_category(name, sort)
         shown, links = paginate(request, items, ITEMS_PER_PAGE, f"/category/{slug}", sort=sort)
         tabs = join(
-            tag("b", text(label)) if key == sort else link(category_path(name, key), label)
-            for key, label in SORT_OPTIONS
+            tag("b", label) if key == sort else link(category_path(name, key), label) for key, label in SORT_OPTIONS
         )
-        return self.render_page(name, tag("h1", text(name)), tag("div", tabs, css="tabs"), _cards(shown), links)
+        return self.render_page(name, tag("div", tabs, css="tabs"), _cards(shown), links)
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
         found = [item for item in self.data.items if matches_query(request, item.name)]
         title = f'{len(found)} results for "{query_text(request)}"'
-        return self.render_page("Search", tag("h1", text(title)), _cards(found))
+        return self.render_page(title, _cards(found))
 
     @route("GET", r"/item/(\d{1,6})")
     def item(self, request: PageRequest, id: str) -> PageResponse:
         item = self.find(self._items, int(id))
         buy = form(f"/cart/add/{id}", text_field("quantity", "Quantity", value="1"), button="Add to cart")
         details = (
-            ("Rating", text(f"{item.rating / 10:.1f} of 5 ({item.reviews} reviews)")),
-            ("Availability", text("In stock" if item.in_stock else "Sold out")),
-            ("Article", text(f"No. {item.id}")),
+            ("Rating", f"{item.rating / 10:.1f} of 5 ({item.reviews} reviews)"),
+            ("Availability", "In stock" if item.in_stock else "Sold out"),
+            ("Article", f"No. {item.id}"),
         )
         right = tag(
-            "div", tag("h1", text(item.name)), tag("p", text(format_price(item.price)), css="price"),
+            "div", tag("p", format_price(item.price), css="price"),
             definition_list(details), buy if item.in_stock else Html(""),
             form(f"/save/{id}", button="Save to wish list", css="quiet"),
         )  # fmt: skip
-        crumbs = tag("div", link(category_path(item.category), item.category), css="crumbs")
-        return self.render_page(item.name, crumbs, tag("div", _picture(item), right, css="split"))
+        crumbs = (link(category_path(item.category), item.category),)
+        return self.render_page(item.name, tag("div", _picture(item), right, css="split"), crumbs=crumbs)
 
     @route("POST", r"/save/(\d{1,6})")
     def save(self, request: PageRequest, id: str) -> PageResponse:
@@ -226,20 +223,19 @@ class Shop(App):
     @route("GET", "/cart")
     def show_cart(self, request: PageRequest) -> PageResponse:
         if not self.cart:
-            return self.render_page("Cart", tag("h1", text("Your cart is empty")), link("/", "Go shopping"))
+            return self.render_page("Your cart is empty", link("/", "Go shopping"))
         rows = [
             (
-                link(f"/item/{id}", self._items[id].name), text(count),
-                text(format_price(self._items[id].price * count)),
+                link(f"/item/{id}", self._items[id].name), count,
+                format_price(self._items[id].price * count),
                 form(f"/cart/remove/{id}", button="Remove", css="quiet"),
             )
             for id, count in self.cart.items()
         ]  # fmt: skip
         return self.render_page(
-            "Cart",
-            tag("h1", text("Your cart")),
+            "Your cart",
             table(("Item", "Quantity", "Price", ""), rows),
-            tag("h2", text(f"Total: {format_price(self._total())}")),
+            tag("h2", f"Total: {format_price(self._total())}"),
             link("/checkout", "Go to check-out", "button"),
         )
 
@@ -248,13 +244,12 @@ class Shop(App):
         if not self.cart:
             return self.redirect("/cart")
         customer = f"Ordering as {self.account.name}." if self.signed_in else "Ordering as a guest."
-        lines = [(text(self._items[id].name), text(count)) for id, count in self.cart.items()]
+        lines = [(self._items[id].name, count) for id, count in self.cart.items()]
         return self.render_page(
             "Check-out",
-            tag("h1", text("Check-out")),
-            tag("p", text(customer)),
+            tag("p", customer),
             table(("Item", "Quantity"), lines),
-            tag("h2", text(f"Total: {format_price(self._total())}")),
+            tag("h2", f"Total: {format_price(self._total())}"),
             form(
                 "/order",
                 radio_group("delivery", "Delivery", DELIVERY_OPTIONS, "standard"),
@@ -274,14 +269,14 @@ class Shop(App):
 
     @route("GET", "/thanks")
     def thanks(self, request: PageRequest) -> PageResponse:
-        return self.render_page("Thank you", tag("h1", text("Thank you for your order")), link("/", "Go on shopping"))
+        return self.render_page("Thank you for your order", link("/", "Go on shopping"))
 
     @route("GET", "/orders")
     def orders(self, request: PageRequest) -> PageResponse:
         self.require_login()
         orders, links = paginate(request, self.data.orders, ORDERS_PER_PAGE, "/orders")
         boxes = join(_order_box(order) for order in orders)
-        return self.render_page("Orders", tag("h1", text("Your orders")), boxes, links)
+        return self.render_page("Your orders", boxes, links)
 
     def _total(self) -> int:
         return sum(self._items[id].price * count for id, count in self.cart.items())
@@ -296,9 +291,9 @@ def category_path(category: str, sort: str = "", page: int = 1) -> str:
 
 
 def _order_box(order: PastOrder) -> Html:
-    lines = join(tag("div", text(f"{count} x {item.name}")) for item, count in order.lines)
-    head = tag("div", text(f"Order {order.id} of {format_date(order.day)}"), css="muted")
-    return tag("div", head, lines, tag("div", text(f"Total {format_price(order.total)}"), css="price"), css="box")
+    lines = join(tag("div", f"{count} x {item.name}") for item, count in order.lines)
+    head = tag("div", f"Order {order.id} of {format_date(order.day)}", css="muted")
+    return tag("div", head, lines, tag("div", f"Total {format_price(order.total)}", css="price"), css="box")
 
 
 def _cards(items: Sequence[Item]) -> Html:
@@ -309,8 +304,8 @@ def _card(item: Item) -> Html:
     stock = "" if item.in_stock else " · sold out"
     return tag(
         "div", _picture(item), link(f"/item/{item.id}", item.name),
-        tag("div", text(format_price(item.price)), css="price"),
-        tag("div", text(f"{item.rating / 10:.1f} of 5{stock}"), css="muted"), css="card",
+        tag("div", format_price(item.price), css="price"),
+        tag("div", f"{item.rating / 10:.1f} of 5{stock}", css="muted"), css="card",
     )  # fmt: skip
 
 

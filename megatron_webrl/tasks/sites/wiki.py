@@ -26,7 +26,6 @@ from megatron_webrl.tasks.sites.app import (
     route,
     table,
     tag,
-    text,
     text_field,
 )
 from megatron_webrl.tasks.sites.content_generator import (
@@ -180,10 +179,9 @@ class Wiki(App):
     def home(self, request: PageRequest) -> PageResponse:
         featured = self.data.articles_in("Towns")[0]
         return self.render_page(
-            "Main page",
-            tag("h1", text("Welcome to the Island Almanac")),
-            tag("p", text(f"{len(self._articles)} articles on the island's towns, rivers and people.")),
-            tag("div", tag("h2", text("Article of the day")), tag("p", self._with_links(featured.paragraphs[0])),
+            "Welcome to the Island Almanac",
+            tag("p", f"{len(self._articles)} articles on the island's towns, rivers and people."),
+            tag("div", tag("h2", "Article of the day"), tag("p", self._with_links(featured.paragraphs[0])),
                 link(article_path(featured), "Read on"), css="sheet"),
         )  # fmt: skip
 
@@ -214,26 +212,24 @@ class Wiki(App):
         )
         return self.render_page(
             article.title,
-            tag("div", link(category_path(article.category), article.category), css="crumbs"),
-            tag("h1", text(article.title)),
             tag("div", *tools, css="tools"),
-            tag("div", tag("b", text(article.title)), box, css="box infobox"),
+            tag("div", tag("b", article.title), box, css="box infobox"),
             *(tag("p", self._with_links(paragraph)) for paragraph in article.paragraphs),
-            *(join((tag("h2", text(heading)), tag("p", text(body)))) for heading, body in article.sections),
-        )  # fmt: skip
+            *(join((tag("h2", heading), tag("p", body))) for heading, body in article.sections),
+            crumbs=(link(category_path(article.category), article.category),),
+        )
 
     @route("GET", r"/article/([a-z-]+)/history")
     def history(self, request: PageRequest, slug: str) -> PageResponse:
         article = self.find(self._articles, slug)
         self.require_login()
         shown, links = paginate(request, article.history, REVISIONS_PER_PAGE, history_path(article))
-        rows = [(text(r.number), text(format_date(r.day)), text(r.editor), text(r.summary)) for r in shown]
+        rows = [(r.number, format_date(r.day), r.editor, r.summary) for r in shown]
         return self.render_page(
-            "History",
-            tag("div", link(article_path(article), article.title), css="crumbs"),
-            tag("h1", text(f"History of {article.title}")),
+            f"History of {article.title}",
             table(("Revision", "Date", "Editor", "Summary"), rows),
             links,
+            crumbs=(link(article_path(article), article.title),),
         )
 
     @route("GET", r"/article/([a-z-]+)/edit")
@@ -242,26 +238,24 @@ class Wiki(App):
         self.require_login()
         rows = [
             (
-                text(label),
+                label,
                 self._with_links(self._value(article, label)),
                 link(f"/article/{slug}/edit/{number}", "Change"),
             )
             for number, (label, _) in enumerate(article.facts)
         ]
         return self.render_page(
-            f"Edit {article.title}",
-            tag("div", link(article_path(article), article.title), css="crumbs"),
-            tag("h1", text(f"Edit the facts of {article.title}")),
+            f"Edit the facts of {article.title}",
             table(("Fact", "Value", ""), rows),
+            crumbs=(link(article_path(article), article.title),),
         )
 
     @route("GET", r"/article/([a-z-]+)/edit/(\d)")
     def edit_page(self, request: PageRequest, slug: str, number: str) -> PageResponse:
         article, label = self._find_fact(slug, number)
         return self.render_page(
-            f"Edit {article.title}",
-            tag("h1", text(f"{article.title}: {label}")),
-            tag("p", text("Until now: "), self._with_links(self._value(article, label))),
+            f"{article.title}: {label}",
+            tag("p", "Until now: ", self._with_links(self._value(article, label))),
             form(
                 f"/article/{slug}/edit/{number}",
                 text_field("value", "New value"),
@@ -295,8 +289,8 @@ class Wiki(App):
 
     def _list(self, request: PageRequest, title: str, path: str, articles: list[Article]) -> PageResponse:
         shown, links = paginate(request, articles, ARTICLES_PER_PAGE, path)
-        rows = [(link(article_path(article), article.title), text(article.category)) for article in shown]
-        return self.render_page(title, tag("h1", text(title)), table(("Article", "Category"), rows), links)
+        rows = [(link(article_path(article), article.title), article.category) for article in shown]
+        return self.render_page(title, table(("Article", "Category"), rows), links)
 
     def _value(self, article: Article, label: str) -> str:
         return self._changed.get((article.slug, label), dict(article.facts)[label])
@@ -306,7 +300,7 @@ class Wiki(App):
         parts = _LINK.split(source)  # text, title, text, title, ..., text
         articles = self.data.articles
         return join(
-            link(article_path(articles[part]), part) if index % 2 and part in articles else text(part)
+            link(article_path(articles[part]), part) if index % 2 and part in articles else part
             for index, part in enumerate(parts)
         )
 
