@@ -9,7 +9,7 @@
 # MIN_GIB_PER_SECOND  GiB/s that a node must exchange with a neighbour to pass the check (default: 0, any)
 # STEP_EXIT_SECONDS   limit for both steps to exit after the end of the job (default: 120)
 # GRACE_SECONDS       limit for the checkpoint after a signal (default: until 45 s before Slurm ends the job, at most 7200)
-# FARM_PORT           train_split.sh: port of the browser servers (default: 8700)
+# BROWSER_SERVER_PORT train_split.sh: port of the browser servers (default: 8700)
 # GPU_CHECK_OPTIONS   gpu_check.sh: options of `webrl check gpu`, such as "--section links"
 # DRY_RUN             1: print each process with its node and command, and start nothing; needs no Slurm
 # STUB_COMMAND        command that replaces every trainer rank and rollout worker, on the same cores and devices
@@ -21,7 +21,7 @@ set -euo pipefail
 umask 077 # what a job writes is its owner's
 
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
-FARM_STEPS=()
+BROWSER_SERVER_STEPS=()
 STEP_EXIT_SECONDS=${STEP_EXIT_SECONDS:-120}
 
 log() { echo "job: $*"; }
@@ -103,14 +103,14 @@ start_browser_servers() {
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
     export WEBRL_BROWSERS_TOKEN=${WEBRL_BROWSERS_TOKEN:-$(head -c 24 /dev/urandom | base64)}
     for node in "${nodes[@]}"; do
-        addresses+=("http://$(address_of "$node"):${FARM_PORT:-8700}")
+        addresses+=("http://$(address_of "$node"):${BROWSER_SERVER_PORT:-8700}")
     done
-    FARM=$(IFS=,; echo "${addresses[*]}")
+    BROWSER_SERVERS=$(IFS=,; echo "${addresses[*]}")
     log "browsers on ${#nodes[@]} nodes: $SLURM_JOB_NODELIST_HET_GROUP_1"
     GROUP=1 create_containers "${nodes[*]}"
     # Workers do without a server that has ended.
-    GROUP=1 SRUN_OPTIONS=--kill-on-bad-exit=0 run_on "${nodes[*]}" node browsers "$@" --servers "$FARM" &
-    FARM_STEPS=($!)
+    GROUP=1 SRUN_OPTIONS=--kill-on-bad-exit=0 run_on "${nodes[*]}" node browsers "$@" --servers "$BROWSER_SERVERS" &
+    BROWSER_SERVER_STEPS=($!)
 }
 
 # job_field FIELD: prints a field of this job from scontrol; nothing if Slurm does not answer.
@@ -232,9 +232,9 @@ run_processes() {
     done
     while kill -0 "$CONTROL" 2>/dev/null; do # a signal would interrupt `wait`
         [ -z "$NOTICE" ] || ((SECONDS < DEADLINE)) || deadline_passed
-        if one_ended "${FARM_STEPS[@]}" &&
+        if one_ended "${BROWSER_SERVER_STEPS[@]}" &&
             run_on "$FIRST" node stop "$SETTINGS" --lost "all browser servers ended"; then
-            FARM_STEPS=() # otherwise again: the control service may only be starting
+            BROWSER_SERVER_STEPS=() # otherwise again: the control service may only be starting
         fi
         sleep 1
     done
@@ -283,7 +283,7 @@ run_job() {
         return
     fi
     begin_job
-    SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare "$@" "${STUB_ARGUMENTS[@]}" ${FARM:+--farm "$FARM"} | tail -n 1) ||
+    SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare "$@" "${STUB_ARGUMENTS[@]}" ${BROWSER_SERVERS:+--servers "$BROWSER_SERVERS"} | tail -n 1) ||
         exit_unprepared "$?"
     choose_nodes
     run_processes rollout trainer

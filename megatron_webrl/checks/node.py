@@ -179,8 +179,8 @@ def check_ports(config: Config, placement: Placement) -> str:
 
 
 def check_browser(config: Config, placement: Placement) -> str:
-    """Chromium starts and loads a page, unless the job uses a farm."""
-    if config.browser.farm:
+    """Chromium starts and loads a page, unless browser.servers names others'."""
+    if config.browser.servers:
         return ""
     try:
         program = find_chromium(config.browser.executable)

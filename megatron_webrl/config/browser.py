@@ -21,8 +21,9 @@ DENIED_PLACES = "write hosts such as example.com or *.example.com, addresses, or
 
 @dataclass
 class BrowserConfig:
-    farm: str = setting(
-        "", "Addresses of browser servers, separated by commas; empty: workers start browser servers of their own."
+    servers: str = setting(
+        "",
+        "Addresses of browser servers, separated by commas; empty: workers start browser servers of their own.",
     )
     processes: int = setting(1, "Browser servers that each worker starts, processes with their own Chromium.", low=1)
     executable: str = setting("", "Chromium executable; empty: the first one on PATH, or Playwright's own build.")
@@ -93,20 +94,20 @@ class BrowserConfig:
             raise ConfigError(
                 f"browser.reuse_pages={self.reuse_pages}, but with browser.{name} no page serves twice; set it to 0"
             )
-        if self.farm:
-            self._check_farm()
+        if self.servers:
+            self._check_servers()
         if self.executable and not shutil.which(self.executable):
             raise ConfigError(
                 f"browser.executable={self.executable} is not an executable file; leave it empty to search for Chromium"
             )
 
-    def _check_farm(self) -> None:
-        parse_farm_addresses(self.farm)
+    def _check_servers(self) -> None:
+        parse_server_addresses(self.servers)
         usual = BrowserConfig()
         for name in BROWSER_SERVER_SETTINGS:
             if (value := getattr(self, name)) != getattr(usual, name):
                 raise ConfigError(
-                    f"browser.{name}={value} has no effect with browser.farm={self.farm}: its servers have settings of "
+                    f"browser.{name}={value} has no effect with browser.servers={self.servers}: they have settings of "
                     "their own; leave it out"
                 )
 
@@ -131,7 +132,7 @@ def parse_denied_network(text: str) -> IPv4Network | IPv6Network:
         raise ConfigError(f"browser.deny contains {text!r}: {error}; {DENIED_PLACES}") from None
 
 
-def parse_farm_addresses(text: str) -> tuple[str, ...]:
+def parse_server_addresses(text: str) -> tuple[str, ...]:
     """The addresses of a setting, separated by commas. Raises ConfigError."""
     found = []
     for part in text.split(","):
@@ -143,6 +144,6 @@ def parse_farm_addresses(text: str) -> tuple[str, ...]:
         except ValueError:
             plain = False
         if not plain:
-            raise ConfigError(f"{part.strip()!r} is not an address such as http://node7:8700 (browser.farm)")
+            raise ConfigError(f"{part.strip()!r} is not an address such as http://node7:8700 (browser.servers)")
         found.append(address)
     return tuple(found)

@@ -347,9 +347,9 @@ def _check_browser(config: Config) -> None:
             "coordinates; set demonstrations to 0, or browser.marks=false"
         )
     for name, usual in (("latency", LatencyConfig()), ("offline_websites", False)):
-        if browser.farm and getattr(tasks, name) != usual:
+        if browser.servers and getattr(tasks, name) != usual:
             raise ConfigError(
-                f"tasks.{name} has no effect with browser.farm={browser.farm}: give it to the browser servers instead"
+                f"tasks.{name} has no effect with browser.servers={browser.servers}: give it to those servers instead"
             )
 
 

@@ -32,7 +32,7 @@ def check_tasks_and_browser(config: Config, *, require_browser: bool = True) -> 
         from megatron_webrl.rollout.demonstrations import check_scripted_policies
 
         check_scripted_policies(config)
-    if config.browser.farm or not require_browser:
+    if config.browser.servers or not require_browser:
         return
     from megatron_webrl.browser.chromium import find_chromium
     from megatron_webrl.browser.errors import BrowserMissing
@@ -70,11 +70,11 @@ def _check_resumed_file(config: Config) -> None:
 
 
 def _check_websites(config: Config, source: WebPageSource) -> None:
-    """Check that pages may reach the websites of the tasks. A farm decides that itself."""
+    """Check that pages may reach the websites of the tasks. Servers of `browser.servers` decide that themselves."""
     from megatron_webrl.tasks.sites.websites import is_offline_host
 
     browser, tasks, public = config.browser, config.tasks, source.public_website
-    if browser.farm:
+    if browser.servers:
         return
     if public and not browser.open_web:
         raise ConfigError(

@@ -151,7 +151,7 @@ async def write_demonstrations(
 
     Records successful episodes; where trainer.warm_start makes scripts submit too early or stall, every episode with a
     verdict.
-    `name` identifies the process to a farm, and in log file names. Raises ConfigError for an environment without a
+    `name` identifies the process to servers and in log file names. Raises ConfigError for an environment without a
     scripted policy, ProcessError or BrowserError without a browser, RuntimeError if too many episodes fail.
     """
     check_scripted_policies(config)

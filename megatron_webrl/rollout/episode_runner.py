@@ -356,14 +356,14 @@ def _step(
 
 @asynccontextmanager
 async def open_browsers(config: Config, sessions: int, name: str) -> AsyncIterator[BrowserClient]:
-    """Browsers for `sessions` concurrent episodes; `name` identifies the worker to a farm, and in log file names.
+    """Browsers for `sessions` concurrent episodes; `name` identifies the worker to servers and in log file names.
 
-    Raises ProcessError (a local server), BrowserError (farm unreachable), ConfigError (farm with other settings).
+    Raises ProcessError (a local server), BrowserError (no server answers), ConfigError (one has other settings).
     """
     rollout = config.rollout
-    if config.browser.farm:
+    if config.browser.servers:
         async with BrowserClient(
-            config.browser.farm,
+            config.browser.servers,
             step_seconds=rollout.operation_timeout_seconds,
             wait_seconds=rollout.episode_timeout_seconds,
             spec=SessionSpec.from_config(config.browser),

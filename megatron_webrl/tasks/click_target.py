@@ -73,7 +73,9 @@ class ScriptedPolicyError(RuntimeError):
 
 async def read_page(page: Page, script: str, arguments: Any = None) -> Any:
     """Result of a script; repeated for RETRY_SECONDS while the page navigates. Raises Playwright's Error."""
-    from playwright.async_api import Error as PlaywrightError  # clients of a farm import this module without it
+    from playwright.async_api import (
+        Error as PlaywrightError,
+    )  # clients of browser servers import this module without it
 
     deadline = time.monotonic() + RETRY_SECONDS
     while True:

@@ -67,8 +67,8 @@ def test_a_browser_that_shows_nothing_is_named(tmp_path: Path) -> None:
         look("browser", "browser.executable=/nowhere")
 
 
-def test_browsers_of_a_farm_are_not_checked() -> None:
-    look("browser", "browser.executable=/nowhere", "browser.farm=http://head:8701")
+def test_browsers_of_other_servers_are_not_checked() -> None:
+    look("browser", "browser.executable=/nowhere", "browser.servers=http://head:8701")
 
 
 def test_a_port_that_is_taken_is_named() -> None:

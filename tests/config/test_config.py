@@ -94,7 +94,7 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
         ("browser.executable=no-such-browser", "browser.executable=no-such-browser"),
         ("browser.actions=[hover,juggle]", "browser.actions=juggle is not one of hover, double_click"),
         ("browser.actions=[new_tab]", "browser.actions=new_tab has tabs but no switch_tab; add it"),
-        ("browser.farm=node7:8700", "'node7:8700' is not an address such as http://node7:8700 (browser.farm)"),
+        ("browser.servers=node7:8700", "'node7:8700' is not an address such as http://node7:8700 (browser.servers)"),
         ("browser.processes=0", "browser.processes=0 must be at least 1"),
         ("run.name=a/b", "run.name='a/b'"),
         ("run.resume=true", "holds no complete checkpoint"),
@@ -177,11 +177,11 @@ def test_what_does_not_fit_a_mixture_of_experts_is_named(
         "tasks.offline_websites=true",
     ],
 )
-def test_settings_of_a_farms_nodes_have_no_effect_here_and_are_refused(config_file: Path, setting: str) -> None:
-    farm = "browser.farm=http://node7:8700"
-    with pytest.raises(ConfigError, match=r"has no effect with browser.farm=http://node7:8700"):
-        load_config(config_file, ["tasks.source=sites", "tasks.environments=[forms-vote]", farm, setting])
-    assert load_config(config_file, [farm, "browser.width=640"]).browser.farm == "http://node7:8700"
+def test_settings_of_browser_servers_have_no_effect_here_and_are_refused(config_file: Path, setting: str) -> None:
+    servers = "browser.servers=http://node7:8700"
+    with pytest.raises(ConfigError, match=r"has no effect with browser.servers=http://node7:8700"):
+        load_config(config_file, ["tasks.source=sites", "tasks.environments=[forms-vote]", servers, setting])
+    assert load_config(config_file, [servers, "browser.width=640"]).browser.servers == "http://node7:8700"
 
 
 def test_recording_and_replay_exclude_each_other(config_file: Path) -> None:

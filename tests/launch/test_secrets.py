@@ -15,7 +15,7 @@ import pytest
     [
         "tracking.uri=http://someone:canary-password@mlflow:5000",
         "tracking.uri=https://canary-password@mlflow",
-        "browser.farm=http://someone:canary-password@node7:8700",
+        "browser.servers=http://someone:canary-password@node7:8700",
         "judge.verdict.url=http://someone:canary-password@judge/v1",
         "judge.verdict.options={extra_headers: {Authorization: canary-password}}",
         "judge.verdict.options={extra_body: {api_key: canary-password}}",

@@ -1,4 +1,4 @@
-"""Episodes of a worker with local browser servers, and with a farm."""
+"""Episodes of a worker with local browser servers, and with those of others."""
 
 from __future__ import annotations
 
@@ -58,17 +58,19 @@ async def test_local_servers_write_their_logs_into_the_run_folder(config: Config
     assert not server_processes()
 
 
-async def test_a_farm_gives_the_same_episodes_as_local_servers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_servers_give_the_same_episodes_as_local_ones(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = await play(config, range(2))
     async with local_servers(config, 2) as nodes:
         monkeypatch.setenv(TOKEN_VARIABLE, nodes.token)
-        config.browser.farm = ",".join(nodes.addresses())
-        farm = await play(config, range(2))
+        config.browser.servers = ",".join(nodes.addresses())
+        others = await play(config, range(2))
         config.browser.marks = True
         with pytest.raises(ConfigError, match=r"has browser.marks=False instead of True"):
             await play(config, range(1))
-    assert [each.outcome for each in farm] == ["success"] * 2
-    for one, other in zip(own, farm, strict=True):
+    assert [each.outcome for each in others] == ["success"] * 2
+    for one, other in zip(own, others, strict=True):
         assert (one.task, one.instruction, one.images) == (other.task, other.instruction, other.images)
         assert [step.action for step in one.steps] == [step.action for step in other.steps]
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,15 +16,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.server import protocol
-from megatron_webrl.browser.server.browser_server import (
-    BrowserServer,
-    LeaseExpired,
-    NoCapacity,
-    NoEpisode,
-    NoScriptedPolicy,
-    OperationConflict,
-    WaitForDisconnect,
-)
+from megatron_webrl.browser.server.browser_server import BrowserServer, RequestRefused, WaitForDisconnect
 from megatron_webrl.browser.server.metrics import CONTENT_TYPE
 from megatron_webrl.browser.server.protocol import API_PREFIX, ErrorResponse, InvalidRequest
 from megatron_webrl.control.http.auth_middleware import AuthMiddleware
@@ -39,7 +30,6 @@ log = logging.getLogger(__name__)
 CLIENT = "client"  # role of a token
 RETRY_AFTER_SECONDS = 1  # value of Retry-After while every session is leased
 REFRESH_SECONDS = 2  # of the status page
-T = TypeVar("T")
 Responses = dict[int | str, dict[str, Any]]
 
 DESCRIPTION = (
@@ -78,12 +68,6 @@ _OBSERVATION: Responses = {
 _IMAGE: Responses = {
     200: {"description": "The latest screenshot", "content": dict.fromkeys(IMAGE_TYPES.values(), _BINARY)}
 }
-_STATUSES: dict[type[Exception], int] = {
-    LeaseExpired: protocol.STATUS_LEASE_EXPIRED, NoCapacity: protocol.STATUS_BUSY, NoEpisode: 409,
-    OperationConflict: 409, ScriptedPolicyError: 409, NoScriptedPolicy: 404, InvalidRequest: 400,
-    BrowserError: protocol.STATUS_BROWSER_FAILED,
-}  # fmt: skip
-"""Exceptions whose message is one sentence for the client."""
 
 
 def server_app(server: BrowserServer, token: Token | None) -> FastAPI:
@@ -98,10 +82,9 @@ def server_app(server: BrowserServer, token: Token | None) -> FastAPI:
         role_of=lambda path: CLIENT if f"{path}/".startswith(f"{API_PREFIX}/") else None,
         error_body=lambda message: protocol.dump(ErrorResponse(message)),
     )  # fmt: skip
-    for kind, handle in ((RequestValidationError, _invalid), (HTTPException, _http_error), (Exception, _unexpected)):
-        app.add_exception_handler(kind, handle)
-    for kind in _STATUSES:
-        app.add_exception_handler(kind, _refuse)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    for kind in (RequestRefused, InvalidRequest, ScriptedPolicyError, BrowserError, HTTPException, Exception):
+        app.add_exception_handler(kind, _failed)
     routes = APIRouter(prefix=API_PREFIX, responses=COMMON_RESPONSES)
     if token is not None:  # the middleware checks it; this documents it
         value = f"The value of {token.variable}"
@@ -122,7 +105,7 @@ def _add_leases(routes: APIRouter, server: BrowserServer) -> None:
     @routes.get("/leases/{lease}", responses=_ENDED)
     async def look(lease: str) -> protocol.LeaseState:
         """State of a lease: state, task, page, steps, time left, refused requests."""
-        return server.lease_state(lease)
+        return server.find_lease(lease).describe()
 
     @routes.post("/leases/{lease}/renew", responses=_ENDED)
     async def renew(lease: str) -> protocol.Lease:
@@ -171,19 +154,18 @@ def _add_episodes(routes: APIRouter, server: BrowserServer) -> None:
 
 
 def _add_public(app: FastAPI, server: BrowserServer) -> None:
-    """Add the paths that need no token: many requests at a time cost little more than one."""
-    check, render = shared(server.health_problem), shared(lambda: run_in_threadpool(server.metrics.render))
+    """Add the paths that need no token."""
 
     @app.get("/healthz", response_class=PlainTextResponse, responses={503: {"description": "The reason"}})
     async def health() -> Response:
         """Whether the server can provide sessions."""
-        problem = await check()
+        problem = await server.health_problem()
         return PlainTextResponse(f"{problem or 'ok'}\n", 200 if problem is None else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Prometheus metrics."""
-        return Response(await render(), media_type=CONTENT_TYPE)
+        return Response(await run_in_threadpool(server.metrics.render), media_type=CONTENT_TYPE)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def status_page() -> Response:
@@ -194,23 +176,10 @@ def _add_public(app: FastAPI, server: BrowserServer) -> None:
         )
 
 
-def shared(work: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Awaitable[T]]:
-    """The same function, but concurrent calls share one run."""
-    running: asyncio.Task[T] | None = None
-
-    async def call() -> T:
-        nonlocal running
-        if running is None or running.done():
-            running = asyncio.get_running_loop().create_task(work())
-        return await asyncio.shield(running)
-
-    return call
-
-
 def _observation(request: Request, observation: Observation) -> Response:
     if protocol.OBSERVATION_MEDIA_TYPE in request.headers.get("accept", ""):
         return Response(protocol.encode_observation(observation), media_type=protocol.OBSERVATION_MEDIA_TYPE)
-    return Response(protocol.observation_json(observation), media_type="application/json")
+    return Response(protocol.dump(observation), media_type="application/json")
 
 
 def _disconnected(request: Request) -> WaitForDisconnect:
@@ -221,17 +190,25 @@ def _disconnected(request: Request) -> WaitForDisconnect:
     return disconnected
 
 
-# Errors
-
-
-def _error_response(status: int, message: str, outcome: str | None = None, headers: Any = None) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
+    """The response to an exception, whose message is one sentence for the client."""
+    status, message, outcome, headers = 500, str(error), None, None
+    if isinstance(error, RequestRefused):
+        status = error.status
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == protocol.STATUS_BUSY else None
+    elif isinstance(error, InvalidRequest):
+        status = 400
+    elif isinstance(error, ScriptedPolicyError):
+        status = protocol.STATUS_CONFLICT
+    elif isinstance(error, BrowserError):
+        status, outcome = protocol.STATUS_BROWSER_FAILED, error.outcome
+    elif isinstance(error, HTTPException):
+        status, headers = error.status_code, error.headers
+        message = f"{request.method} {request.url.path}: {error.detail}"
+    else:
+        log.error("%s failed", request.method, exc_info=error)
+        message = f"{type(error).__name__} on the server; see its log"
     return Response(protocol.dump(ErrorResponse(message, outcome)), status, headers, media_type="application/json")
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    status = next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
-    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == protocol.STATUS_BUSY else None
-    return _error_response(status, str(error), getattr(error, "outcome", None), headers)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -239,18 +216,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     location = ".".join(str(part) for part in first["loc"][1:] if first["type"] != "json_invalid") or "body"
     reason = "is not JSON" if first["type"] == "json_invalid" else first["msg"]
-    return _error_response(400, f"{location}: {reason}")
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return _error_response(error.status_code, message, headers=error.headers)
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    log.error("%s failed", request.method, exc_info=error)
-    return _error_response(500, f"{type(error).__name__} on the server; see its log")
+    return await _failed(request, InvalidRequest(f"{location}: {reason}"))
 
 
 # Status page: plain HTML without scripts or external resources
@@ -264,7 +230,7 @@ _STYLE = (
 
 def _status_page(server: BrowserServer) -> str:
     """Sessions of a browser server. Needs no token, so it shows neither lease ids nor page addresses."""
-    leases = [server.describe_lease(lease) for lease in server.leases.active()]
+    leases = [lease.describe() for lease in server.active_leases()]
     rows: list[Sequence[str]] = [("session", "state", "owner", "task", "steps", "failure", "expires in")]
     rows += [
         (
@@ -275,7 +241,7 @@ def _status_page(server: BrowserServer) -> str:
         for number, state in enumerate(leases, 1)
     ]  # fmt: skip
     table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    text = f"{len(leases)} of {server.leases.capacity} sessions leased. Clients reach this server at {server.url}."
+    text = f"{len(leases)} of {server.limits.sessions} sessions leased. Clients reach this server at {server.url}."
     return (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
         f"<title>Browser server</title><style>{_STYLE}</style><h1>Browser server</h1><p>{escape(text)}</p>"

@@ -1,4 +1,4 @@
-"""The browsers of one machine, used by lease: at most `capacity` leases, each with a lifetime and one episode."""
+"""The browsers of one machine, used by lease: a limited number of leases, each with a lifetime and one episode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from playwright.async_api import Error as PlaywrightError
 
@@ -22,136 +22,48 @@ from megatron_webrl.browser.server.protocol import InvalidRequest
 from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.schema import Config
-from megatron_webrl.tasks.source import TaskSource
-from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Observation, Task
 from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 
-DEFAULT_LEASE_SECONDS, MAX_LEASE_SECONDS = 60.0, 3600.0
-SECRET_BYTES = 18
+SECRET_BYTES = 18  # of a lease id, so that nobody can guess it
 MAX_ENDED_LEASES = 4096  # ended leases whose reason is remembered
 SWEEP_SECONDS = 0.25
 HEALTH_CHECK_SECONDS = 5.0
-MAX_OWNER_CHARS = 200
 T = TypeVar("T")
 WaitForDisconnect = Callable[[], Awaitable[object]]  # returns when the client of a request has disconnected
 
 
-class NoCapacity(Exception):
-    """All sessions are leased."""
+class RequestRefused(Exception):
+    """A request that the state of the server does not permit; the message is one sentence for the client."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-class LeaseExpired(Exception):
-    """The lease is unknown or has ended; the message is one sentence."""
+def no_episode(reason: str = "there is no episode") -> RequestRefused:
+    return RequestRefused(protocol.STATUS_CONFLICT, f"{reason}; reset begins one")
 
 
-class NoEpisode(Exception):
-    """There was no reset yet, or the browser has failed; the message is one sentence."""
+@dataclass(frozen=True)
+class LeaseLimits:
+    """Number of leases at a time, and their lifetimes."""
 
-
-class OperationConflict(Exception):
-    """Another operation of the lease is running, or this one was cancelled; the message is one sentence."""
-
-
-class NoScriptedPolicy(Exception):
-    """The environment has no scripted policy; the message is one sentence."""
-
-
-@dataclass
-class ActiveLease(Generic[T]):
-    """One lease and its resource."""
-
-    id: str
-    seconds: float  # lifetime from the last use
-    owner: str
-    resource: T
-    deadline: float  # of the clock of Leases
-    running: asyncio.Future[Any] | None = None  # operation; the lease does not expire during it
-
-
-class Leases(Generic[T]):
-    """At most `capacity` leases; one neither used nor renewed for its lifetime has expired, even before
-    `release_expired`. An id is a secret, so that nobody can guess it.
-    """
-
-    def __init__(
-        self, capacity: int, default_seconds: float = DEFAULT_LEASE_SECONDS, max_seconds: float = MAX_LEASE_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self.capacity, self.default_seconds, self.max_seconds = capacity, default_seconds, max_seconds
-        self._clock = clock
-        self._active: dict[str, ActiveLease[T]] = {}
-        self._ended: OrderedDict[str, str] = OrderedDict()  # reason by id
-
-    @property
-    def free(self) -> int:
-        """Number of sessions without a lease."""
-        return self.capacity - len(self._active)
-
-    def active(self) -> list[ActiveLease[T]]:
-        """All leases, oldest first, with those that have expired but are not released yet."""
-        return list(self._active.values())
-
-    def grant(self, seconds: float | None, owner: str, resource: T) -> ActiveLease[T]:
-        """Grant a lease of `seconds`; None: the default lifetime. Raises InvalidRequest, NoCapacity."""
-        lifetime = self.default_seconds if seconds is None else seconds
-        if not 0 < lifetime <= self.max_seconds:
-            raise InvalidRequest(
-                f"seconds: {lifetime:g} is not between 0 and {self.max_seconds:g}, the maximum lifetime"
-            )
-        if not self.free:
-            raise NoCapacity(f"all {self.capacity} sessions of this server are leased")
-        id = secrets.token_urlsafe(SECRET_BYTES)
-        lease = self._active[id] = ActiveLease(id, lifetime, owner, resource, self._clock() + lifetime)
-        return lease
-
-    def find(self, lease_id: str) -> ActiveLease[T]:
-        """The lease, unless it has ended. Raises LeaseExpired."""
-        lease = self._active.get(lease_id)
-        if lease is None:
-            raise LeaseExpired(self._ended.get(lease_id, "this server knows no such lease"))
-        if self._is_expired(lease):
-            raise LeaseExpired(_expiry_message(lease))
-        return lease
-
-    def renew(self, lease: ActiveLease[T]) -> None:
-        """Restart the lease's lifetime."""
-        lease.deadline = self._clock() + lease.seconds
-
-    def seconds_left(self, lease: ActiveLease[T]) -> float:
-        """Seconds until the lease expires if unused; the full lifetime during an operation."""
-        return lease.seconds if lease.running else max(0.0, lease.deadline - self._clock())
-
-    def release(self, lease: ActiveLease[T], reason: str) -> bool:
-        """End the lease; False if it had ended before."""
-        if self._active.pop(lease.id, None) is None:
-            return False
-        self._ended[lease.id] = reason
-        if len(self._ended) > MAX_ENDED_LEASES:
-            self._ended.popitem(last=False)
-        return True
-
-    def release_expired(self) -> list[ActiveLease[T]]:
-        """End the expired leases and return them."""
-        expired = [lease for lease in self._active.values() if self._is_expired(lease)]
-        for lease in expired:
-            self.release(lease, _expiry_message(lease))
-        return expired
-
-    def _is_expired(self, lease: ActiveLease[T]) -> bool:
-        return lease.running is None and self._clock() >= lease.deadline
-
-
-def _expiry_message(lease: ActiveLease[T]) -> str:
-    return f"the lease has expired: neither used nor renewed for {lease.seconds:g} s"
+    sessions: int
+    seconds: float = 60.0  # default
+    max_seconds: float = 3600.0
 
 
 class LeaseSession:
-    """Life cycle: reset -> step, step, ... -> reset -> ... -> end_episode. The caller runs one operation at a time."""
+    """One lease. Life cycle: reset -> step, step, ... -> reset -> ... -> end_episode, one operation at a time."""
 
-    def __init__(self, pool: BrowserPool, step_seconds: float) -> None:
+    def __init__(self, pool: BrowserPool, step_seconds: float, seconds: float, owner: str) -> None:
+        """`seconds`: lifetime from the last use."""
+        self.id = secrets.token_urlsafe(SECRET_BYTES)
+        self.seconds, self.owner = seconds, owner
+        self.running: asyncio.Future[Any] | None = None  # operation; the lease does not expire during it
         self.state: protocol.SessionState = "idle"
         self.task: Task | None = None
         self.observation: Observation | None = None
@@ -160,11 +72,29 @@ class LeaseSession:
         self._pool, self._step_seconds = pool, step_seconds
         self._session: Session | None = None
         self._open = AsyncExitStack()
+        self.renew()
+
+    def renew(self) -> None:
+        """Restart the lifetime."""
+        self._deadline = time.monotonic() + self.seconds
 
     @property
-    def refused_requests(self) -> dict[str, int]:
-        """Number of page requests of this episode that the egress policy refused, by reason."""
-        return {} if self._session is None else dict(self._session.network.refused)
+    def seconds_left(self) -> float:
+        """Seconds until the lease expires if unused; the full lifetime during an operation."""
+        return self.seconds if self.running else max(0.0, self._deadline - time.monotonic())
+
+    @property
+    def expiry_message(self) -> str:
+        return f"the lease has expired: neither used nor renewed for {self.seconds:g} s"
+
+    def describe(self) -> protocol.LeaseState:
+        """The state of lease and episode."""
+        seen = self.observation
+        return protocol.LeaseState(
+            state=self.state, seconds_left=round(self.seconds_left, 3), owner=self.owner, task=self.task,
+            url=seen.url if seen else None, title=seen.title if seen else None, steps=self.steps, outcome=self.outcome,
+            refused_requests={} if self._session is None else dict(self._session.network.refused),
+        )  # fmt: skip
 
     async def reset(self, task: Task) -> Observation:
         """End the previous episode and begin one in a fresh browser context. Raises BrowserError."""
@@ -179,13 +109,13 @@ class LeaseSession:
         return observation
 
     async def step(self, action: Action) -> Observation:
-        """Execute an action. Raises BrowserError, which ends the episode; ValueError, NoEpisode."""
-        session, self.state = self._running(), "acting"
+        """Execute an action. Raises BrowserError, which ends the episode; InvalidRequest, RequestRefused."""
+        session, self.state = self._running_session(), "acting"
         try:
             self.observation = await session.step(action)
-        except ValueError:
+        except ValueError as error:  # the action lacks a required field
             self.state = "waiting"
-            raise
+            raise InvalidRequest(f"{action.kind}: {error}") from error
         except BaseException as error:
             await self._fail(error)
             raise
@@ -193,13 +123,16 @@ class LeaseSession:
         self.steps += 1
         return self.observation
 
-    async def demonstration(self, site: TaskSource | OpenWeb, premature_submit: bool) -> Action:
-        """The scripted policy's next action. Raises BrowserError, NoEpisode, ScriptedPolicyError; KeyError if none."""
-        session, task = self._running(), self.task
+    async def demonstration(self, catalog: TaskCatalog, premature_submit: bool) -> Action:
+        """The scripted policy's next action. Raises BrowserError, RequestRefused, ScriptedPolicyError."""
+        session, task = self._running_session(), self.task
         assert task is not None
         try:
             async with asyncio.timeout(self._step_seconds):
-                return await site.demonstrate(session.page, task, premature_submit)
+                return await catalog.sites[task.source].demonstrate(session.page, task, premature_submit)
+        except KeyError:
+            missing = f"{task.source} has no scripted policy for {task.environment}"
+            raise RequestRefused(protocol.STATUS_NOT_FOUND, missing) from None
         except TimeoutError:
             limit = f"{self._step_seconds} s (rollout.operation_timeout_seconds)"
             raise BrowserTimeout(f"the scripted policy did not read the page within {limit}") from None
@@ -212,10 +145,9 @@ class LeaseSession:
         self.state, self.steps = "idle", 0
         await self._open.aclose()
 
-    def _running(self) -> Session:
+    def _running_session(self) -> Session:
         if self._session is None:
-            ended = f"the episode ended with {self.outcome}" if self.outcome else "there is no episode"
-            raise NoEpisode(f"{ended}; reset begins one")
+            raise no_episode(f"the episode ended with {self.outcome}") if self.outcome else no_episode()
         return self._session
 
     async def _fail(self, error: BaseException) -> None:
@@ -228,16 +160,14 @@ class LeaseSession:
 class BrowserServer:
     """Leases and sessions, in one event loop. `async with` ends every episode; the caller closes pool and catalog."""
 
-    def __init__(
-        self, config: Config, catalog: TaskCatalog, pool: BrowserPool, sessions: int, url: str,
-        lease_seconds: float = DEFAULT_LEASE_SECONDS, max_lease_seconds: float = MAX_LEASE_SECONDS,
-    ) -> None:  # fmt: skip
-        """`pool` runs up to `sessions` episodes of the catalog's sites; clients reach the server at `url`."""
-        self.url, self.catalog, self.pool = url, catalog, pool
-        self.leases: Leases[LeaseSession] = Leases(sessions, lease_seconds, max_lease_seconds)
-        self.metrics = ServerMetrics(sessions, lambda: len(self.leases.active()), pool)
+    def __init__(self, config: Config, catalog: TaskCatalog, pool: BrowserPool, limits: LeaseLimits, url: str) -> None:
+        """`pool` runs as many episodes of the catalog's sites; clients reach the server at `url`."""
+        self.url, self.catalog, self.pool, self.limits = url, catalog, pool, limits
+        self.metrics = ServerMetrics(limits.sessions, lambda: len(self._leases), pool)
         self._step_seconds = config.rollout.operation_timeout_seconds
         self._spec = protocol.SessionSpec.from_config(config.browser)
+        self._leases: dict[str, LeaseSession] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()  # reason by id
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> BrowserServer:
@@ -248,89 +178,74 @@ class BrowserServer:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
-        await asyncio.gather(*(self._end_lease(lease, "the server has shut down") for lease in self.leases.active()))
+        await asyncio.gather(*(self._end_lease(lease, "the server has shut down") for lease in self.active_leases()))
 
     # Leases
 
+    def active_leases(self) -> list[LeaseSession]:
+        """All leases, oldest first, with those that have expired but are not released yet."""
+        return list(self._leases.values())
+
     def create_lease(self, request: protocol.LeaseRequest) -> protocol.Lease:
-        """Grant a lease. Raises NoCapacity, InvalidRequest."""
-        if len(request.owner) > MAX_OWNER_CHARS or not request.owner.isprintable():
-            raise InvalidRequest(f"owner: not a line of at most {MAX_OWNER_CHARS} characters")
-        try:
-            lease = self.leases.grant(request.seconds, request.owner, LeaseSession(self.pool, self._step_seconds))
-        except NoCapacity:
+        """Grant a lease. Raises RequestRefused, InvalidRequest."""
+        seconds, limits = self.limits.seconds if request.seconds is None else request.seconds, self.limits
+        if not 0 < seconds <= limits.max_seconds:
+            raise InvalidRequest(
+                f"seconds: {seconds:g} is not between 0 and {limits.max_seconds:g}, the maximum lifetime"
+            )
+        if len(self._leases) >= limits.sessions:
             self.metrics.refused_leases.inc()
-            raise
+            raise RequestRefused(protocol.STATUS_BUSY, f"all {limits.sessions} sessions of this server are leased")
         self.metrics.granted_leases.inc()
+        lease = LeaseSession(self.pool, self._step_seconds, seconds, request.owner)
+        self._leases[lease.id] = lease
         return self._describe_grant(lease)
 
+    def find_lease(self, lease_id: str) -> LeaseSession:
+        """The lease, unless it has ended or expired. Raises RequestRefused."""
+        lease = self._leases.get(lease_id)
+        if lease is None or not lease.seconds_left:
+            reason = lease.expiry_message if lease else self._ended.get(lease_id, "this server knows no such lease")
+            raise RequestRefused(protocol.STATUS_LEASE_EXPIRED, reason)
+        return lease
+
     def renew_lease(self, lease_id: str) -> protocol.Lease:
-        """Restart the lease's lifetime. Raises LeaseExpired."""
-        lease = self.leases.find(lease_id)
-        self.leases.renew(lease)
+        """Restart the lease's lifetime. Raises RequestRefused."""
+        lease = self.find_lease(lease_id)
+        lease.renew()
         return self._describe_grant(lease)
 
     async def release_lease(self, lease_id: str) -> None:
-        """End the lease and cancel its running operation. Raises LeaseExpired."""
-        await self._end_lease(self.leases.find(lease_id), "the lease has been released")
-
-    def lease_state(self, lease_id: str) -> protocol.LeaseState:
-        """The state of a lease. Raises LeaseExpired."""
-        return self.describe_lease(self.leases.find(lease_id))
-
-    def describe_lease(self, lease: ActiveLease[LeaseSession]) -> protocol.LeaseState:
-        """The state of a lease."""
-        session, observation = lease.resource, lease.resource.observation
-        return protocol.LeaseState(
-            state=session.state, seconds_left=round(self.leases.seconds_left(lease), 3), owner=lease.owner,
-            task=session.task, url=observation.url if observation else None,
-            title=observation.title if observation else None, steps=session.steps, outcome=session.outcome,
-            refused_requests=session.refused_requests,
-        )  # fmt: skip
+        """End the lease and cancel its running operation. Raises RequestRefused."""
+        await self._end_lease(self.find_lease(lease_id), "the lease has been released")
 
     def state(self) -> protocol.ServerState:
         """The state of the server."""
-        leases = tuple(lease.id for lease in self.leases.active())
-        return protocol.ServerState(self.leases.capacity, self.leases.free, self._spec, leases)
+        return protocol.ServerState(self.limits.sessions, self._free, self._spec, tuple(self._leases))
 
     # Episodes
 
     async def reset(
         self, lease_id: str, request: protocol.ResetRequest, disconnected: WaitForDisconnect
     ) -> Observation:
-        """Begin an episode. Raises BrowserError, LeaseExpired, OperationConflict, InvalidRequest."""
-        lease = self.leases.find(lease_id)
+        """Begin an episode. Raises BrowserError, RequestRefused, InvalidRequest."""
+        lease = self.find_lease(lease_id)
         task = self.catalog.resolve_task(request)
-        observation = await self._timed("reset", lease, lambda session: session.reset(task), disconnected)
+        observation = await self._timed("reset", lease, lease.reset(task), disconnected)
         self.metrics.episodes.labels(task.source).inc()
         return observation
 
     async def step(self, lease_id: str, action: Action, disconnected: WaitForDisconnect) -> Observation:
-        """Execute an action. Raises BrowserError, LeaseExpired, NoEpisode, OperationConflict, InvalidRequest."""
-        lease = self.leases.find(lease_id)
-        protocol.validate_action(action)
-        try:
-            observation = await self._timed("step", lease, lambda session: session.step(action), disconnected)
-        except ValueError as error:  # the action lacks a required field
-            raise InvalidRequest(f"{action.kind}: {error}") from error
+        """Execute an action. Raises BrowserError, RequestRefused, InvalidRequest."""
+        lease = self.find_lease(lease_id)
+        observation = await self._timed("step", lease, lease.step(action), disconnected)
         self.metrics.steps.inc()
         return observation
 
     async def demonstration(self, lease_id: str, premature_submit: bool, disconnected: WaitForDisconnect) -> Action:
-        """The next action of the task's scripted policy. Raises BrowserError, LeaseExpired, NoEpisode,
-        OperationConflict, ScriptedPolicyError, NoScriptedPolicy.
-        """
-        lease = self.leases.find(lease_id)
-        task = lease.resource.task
-        if task is None:
-            raise NoEpisode("there is no episode; reset begins one")
-        site = self.catalog.sites[task.source]
-        try:
-            return await self._operate(
-                lease, lambda session: session.demonstration(site, premature_submit), disconnected
-            )
-        except KeyError:
-            raise NoScriptedPolicy(f"{task.source} has no scripted policy for {task.environment}") from None
+        """The next action of the task's scripted policy. Raises BrowserError, RequestRefused, ScriptedPolicyError."""
+        lease = self.find_lease(lease_id)
+        return await self._operate(lease, lease.demonstration(self.catalog, premature_submit), disconnected)
 
     async def health_problem(self) -> str | None:
         """Why the server cannot work; None if it can."""
@@ -341,17 +256,16 @@ class BrowserServer:
         return None
 
     def latest_observation(self, lease_id: str) -> Observation:
-        """The latest observation of a lease's episode. Raises LeaseExpired, NoEpisode."""
-        lease = self.leases.find(lease_id)
-        self.leases.renew(lease)
-        if lease.resource.observation is None:
-            raise NoEpisode("there is no screenshot yet; reset begins an episode")
-        return lease.resource.observation
+        """The latest observation of a lease's episode. Raises RequestRefused."""
+        lease = self.find_lease(lease_id)
+        lease.renew()
+        if lease.observation is None:
+            raise no_episode()
+        return lease.observation
 
     async def _timed(
-        self, name: str, lease: ActiveLease[LeaseSession], work: Callable[[LeaseSession], Coroutine[Any, Any, T]],
-        disconnected: WaitForDisconnect,
-    ) -> T:  # fmt: skip
+        self, name: str, lease: LeaseSession, work: Coroutine[Any, Any, T], disconnected: WaitForDisconnect
+    ) -> T:
         started = time.monotonic()
         try:
             result = await self._operate(lease, work, disconnected)
@@ -362,17 +276,16 @@ class BrowserServer:
         self.metrics.operation_seconds.labels(name).observe(time.monotonic() - started)
         return result
 
-    async def _operate(
-        self, lease: ActiveLease[LeaseSession], work: Callable[[LeaseSession], Coroutine[Any, Any, T]],
-        disconnected: WaitForDisconnect,
-    ) -> T:  # fmt: skip
+    async def _operate(self, lease: LeaseSession, work: Coroutine[Any, Any, T], disconnected: WaitForDisconnect) -> T:
         """Run one operation of a lease; cancel it if the client disconnects or the lease is released. The lease's
         lifetime restarts when it begins and when it ends, but not when its client has disconnected.
         """
         if lease.running:
-            raise OperationConflict("another operation of this lease is running; wait for its response")
-        self.leases.renew(lease)
-        running = lease.running = asyncio.ensure_future(work(lease.resource))
+            work.close()
+            message = "another operation of this lease is running; wait for its response"
+            raise RequestRefused(protocol.STATUS_CONFLICT, message)
+        lease.renew()
+        running = lease.running = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(disconnected())
         try:
             await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -380,10 +293,10 @@ class BrowserServer:
                 running.cancel()
                 await asyncio.wait({running})  # a session ends at once
             else:
-                self.leases.renew(lease)
+                lease.renew()
             if running.cancelled():
-                self.leases.find(lease.id)  # raises if the lease has ended
-                raise OperationConflict("the operation was cancelled")
+                self.find_lease(lease.id)  # raises if the lease has ended
+                raise RequestRefused(protocol.STATUS_CONFLICT, "the operation was cancelled")
             return running.result()
         finally:
             leaving.cancel()
@@ -393,21 +306,29 @@ class BrowserServer:
 
     # End of leases
 
-    async def _end_lease(self, lease: ActiveLease[LeaseSession], reason: str) -> None:
-        if not self.leases.release(lease, reason):
+    async def _end_lease(self, lease: LeaseSession, reason: str) -> None:
+        if self._leases.pop(lease.id, None) is None:
             return
+        self._ended[lease.id] = reason
+        if len(self._ended) > MAX_ENDED_LEASES:
+            self._ended.popitem(last=False)
         if (running := lease.running) is not None:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-        await lease.resource.end_episode()
+        await lease.end_episode()
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            for lease in self.leases.release_expired():
-                self.metrics.expired_leases.inc()
-                log.info("a lease of %s has expired", lease.owner or "an unnamed owner")
-                await lease.resource.end_episode()
+            for lease in self.active_leases():
+                if not lease.seconds_left:
+                    self.metrics.expired_leases.inc()
+                    log.info("a lease of %s has expired", lease.owner or "an unnamed owner")
+                    await self._end_lease(lease, lease.expiry_message)
 
-    def _describe_grant(self, lease: ActiveLease[LeaseSession]) -> protocol.Lease:
-        return protocol.Lease(lease.id, lease.seconds, self.leases.free)
+    @property
+    def _free(self) -> int:
+        return self.limits.sessions - len(self._leases)
+
+    def _describe_grant(self, lease: LeaseSession) -> protocol.Lease:
+        return protocol.Lease(lease.id, lease.seconds, self._free)

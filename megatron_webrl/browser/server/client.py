@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import random
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -20,11 +19,10 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
-from pydantic import TypeAdapter
 
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserMissing, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.server import protocol
-from megatron_webrl.config.browser import parse_farm_addresses
+from megatron_webrl.config.browser import parse_server_addresses
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.http.tls import client_context
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
@@ -39,21 +37,11 @@ REQUEST_TIMEOUT_SECONDS = 15.0  # of a short request: lease, renewal, release, s
 CONNECT_TIMEOUT_SECONDS = 5.0
 AWAY_SECONDS = 5.0  # for which a server that did not answer gets no request for a lease
 KEEPALIVE_SECONDS = 10.0  # of idle connections; servers keep theirs longer, lest a closed one looks like a dead server
-TCP_OPTIONS = (
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    # Only probes detect a machine that lost power.
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-)
 INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 5.0
 
 T = TypeVar("T")
 AddressProvider = Callable[[], Sequence[str]]  # returns the current addresses, which change if servers are restarted
 
-_error, _lease = TypeAdapter(protocol.ErrorResponse), TypeAdapter(protocol.Lease)
-_server_state, _lease_state = TypeAdapter(protocol.ServerState), TypeAdapter(protocol.LeaseState)
 _BY_OUTCOME: dict[str, type[BrowserError]] = {
     kind.outcome: kind for kind in (BrowserError, BrowserMissing, BrowserCrashed, PageCrashed, BrowserTimeout)
 }
@@ -95,7 +83,7 @@ class BrowserClient:
         the server's status page. Raises ConfigError for an invalid address.
         """
         if isinstance(addresses, str):
-            fixed = parse_farm_addresses(addresses)
+            fixed = parse_server_addresses(addresses)
             self._addresses: AddressProvider = lambda: fixed
         else:
             self._addresses = addresses
@@ -112,7 +100,7 @@ class BrowserClient:
     async def __aenter__(self) -> BrowserClient:
         network.use_own_threads()
         connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=KEEPALIVE_SECONDS, socket_factory=_make_socket, ttl_dns_cache=60,
+            limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=60,
             ssl=client_context(os.environ.get(protocol.CA_VARIABLE, ""), protocol.CA_VARIABLE),
         )  # fmt: skip
         # Servers set no cookies, and the proxies of the environment are for the web.
@@ -157,7 +145,7 @@ class BrowserClient:
 
     async def server_state(self, address: str) -> protocol.ServerState:
         """The state of a browser server. Raises BrowserError, ConfigError."""
-        return _parse(_server_state, await self.request("GET", address, "/state"), address)
+        return _parse(protocol.ServerState, await self.request("GET", address, "/state"), address)
 
     async def acquire_lease(self) -> tuple[protocol.Lease, str]:
         """A lease and the address of its server; waits for a free session. Raises BrowserBusy, ConfigError."""
@@ -256,7 +244,7 @@ class BrowserClient:
     async def _request_lease(self, address: str) -> protocol.Lease:
         await self._check(address)
         body = await self.request("POST", address, "/leases", protocol.dump(self._request))
-        lease = _parse(_lease, body, address)
+        lease = _parse(protocol.Lease, body, address)
         self._free[address] = lease.free
         return lease
 
@@ -326,11 +314,11 @@ class RemoteSession:
         Raises ScriptedPolicyError, also if the task has no scripted policy, and BrowserError.
         """
         body = await self._call("GET", f"/demonstration?premature_submit={str(premature_submit).lower()}")
-        return _parse(protocol.action_adapter, body, self.address)
+        return _parse(Action, body, self.address)
 
     async def lease_state(self) -> protocol.LeaseState:
         """The state of the lease on its server. Raises BrowserError."""
-        return _parse(_lease_state, await self._call("GET", ""), self.address)
+        return _parse(protocol.LeaseState, await self._call("GET", ""), self.address)
 
     async def spec(self) -> protocol.SessionSpec:
         """The session spec of the lease's server. Raises BrowserError."""
@@ -391,7 +379,7 @@ def to_browser_error(error: protocol.ErrorResponse) -> BrowserError:
 def _failure(server: str, path: str, status: int, content: bytes, retry_after: str | None) -> Exception:
     """The exception for a response with an error status."""
     try:
-        error = protocol.load(_error, content)
+        error = protocol.load(protocol.ErrorResponse, content)
     except protocol.ProtocolError:
         text = content[:200].decode("utf-8", "replace").strip()
         error = protocol.ErrorResponse(text.splitlines()[0] if text else "no reason given")
@@ -414,10 +402,10 @@ def _failure(server: str, path: str, status: int, content: bytes, retry_after: s
     return ValueError(text) if status < 500 else BrowserError(text)
 
 
-def _parse(adapter: TypeAdapter[T], body: bytes, sender: str) -> T:
+def _parse(kind: type[T], body: bytes, sender: str) -> T:
     """Parse the body of a response from `sender`. Raises BrowserError."""
     try:
-        return protocol.load(adapter, body)
+        return protocol.load(kind, body)
     except protocol.ProtocolError as error:
         raise BrowserError(f"{sender} sent an invalid response: {error}") from error
 
@@ -430,10 +418,3 @@ def _backoff(attempt: int) -> float:
     """Seconds before the next attempt: doubles up to the maximum; the random half spreads clients over time."""
     half = min(INITIAL_BACKOFF_SECONDS * 2.0 ** min(attempt, 10), MAX_BACKOFF_SECONDS) / 2
     return half + random.uniform(0.0, half)
-
-
-def _make_socket(address: tuple[Any, ...]) -> socket.socket:
-    made = socket.socket(*address[:3])
-    for option in TCP_OPTIONS:
-        made.setsockopt(*option)
-    return made

@@ -54,6 +54,7 @@ def add_browsers(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    from megatron_webrl.browser.server.browser_server import LeaseLimits
     from megatron_webrl.browser.server.server_main import BrowserServerOptions, run_server
     from megatron_webrl.control.http.connections import ConnectionLimits
     from megatron_webrl.control.http.http_service import ListenAddress
@@ -62,9 +63,6 @@ def _serve(options: argparse.Namespace) -> int:
     config = settings.pop(0) if settings and "=" not in settings[0] else None
     limits = ConnectionLimits(options.max_connections, options.max_connections_per_address)
     address = ListenAddress(options.host, options.port, None, options.address_file, limits, tls_files(options))
-    return run_server(
-        BrowserServerOptions(
-            config, tuple(settings), address, options.sessions, options.die_with_parent, options.token_file,
-            options.lease_seconds, options.max_lease_seconds,
-        )
-    )  # fmt: skip
+    leases = LeaseLimits(options.sessions, options.lease_seconds, options.max_lease_seconds)
+    die_with_parent, token_file = options.die_with_parent, options.token_file
+    return run_server(BrowserServerOptions(config, tuple(settings), address, leases, die_with_parent, token_file))

@@ -2,16 +2,17 @@
 
 import gymnasium
 import megatron_webrl.browser.server.gym  # registers the environments
-env = gymnasium.make("webrl/miniwob.click-test-v0", farm_url="http://node7:8700")
+env = gymnasium.make("webrl/miniwob.click-test-v0", servers="http://node7:8700")
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
+import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any, TypeVar
 
@@ -19,7 +20,6 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from PIL import Image
-from pydantic import TypeAdapter
 
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.page.keys import is_key_chord
@@ -47,7 +47,6 @@ from megatron_webrl.types import (
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
 _KEYS = ("Enter", "Tab", "Escape", "ArrowDown", "ArrowUp")
-_step = TypeAdapter(protocol.StepRequest)
 _REQUIRED: dict[str, tuple[str, ...]] = {  # fields by action kind
     **dict.fromkeys(("left_click", "click", "double_click", "right_click", "hover"), ("start",)),
     **dict.fromkeys(("type", "answer", "key"), ("text",)),
@@ -56,8 +55,6 @@ _REQUIRED: dict[str, tuple[str, ...]] = {  # fields by action kind
 }  # fmt: skip
 _POINTS = {"start": ("coordinate", "element_id"), "end": ("end_coordinate", "end_element_id")}
 MAX_SAMPLE_CHARACTERS = 32  # of a sampled text
-SERVER_POLL_SECONDS = 0.25
-RESET_ATTEMPTS = 2
 T = TypeVar("T")
 
 
@@ -102,12 +99,8 @@ class ActionSpace(TextSpace):
     def sample(self, mask: None = None, probability: None = None) -> str:
         """A random action. With marks, its element may not exist; the observation then has an error."""
         kind = self.kinds[self.np_random.integers(len(self.kinds))]
-        fields: dict[str, Any] = {"kind": kind}
-        for field in _REQUIRED.get(kind, ()):
-            fields |= self._sample_field(field, kind)
-        if kind == "wait":
-            fields["time"] = 0.0
-        return _step.dump_json(protocol.StepRequest(**fields), exclude_none=True).decode()
+        fields = {name: value for field in _REQUIRED.get(kind, ()) for name, value in self._sample_field(field, kind)}
+        return json.dumps({"kind": kind, **({"time": 0.0} if kind == "wait" else {}), **fields})
 
     def contains(self, x: Any) -> bool:
         """Whether `x` is the JSON of an executable action."""
@@ -121,26 +114,28 @@ class ActionSpace(TextSpace):
         """Parse and validate an action. Raises ValueError that names the invalid field."""
         if not isinstance(text, str):
             raise ValueError(f"an action is the JSON of one, not a {type(text).__name__}")
-        action = protocol.load(_step, text.encode())
+        action = protocol.load(protocol.StepRequest, text.encode())
         if action.kind not in self.kinds:
             raise ValueError(f"kind: {action.kind} is not one of {', '.join(self.kinds)}")
         for field in _REQUIRED.get(action.kind, ()):
             names = _POINTS.get(field, (field,))
             if all(getattr(action, name) is None for name in names):
                 raise ValueError(f"{' or '.join(names)}: {action.kind} needs it")
-        return protocol.validate_action(action)
+        return action
 
-    def _sample_field(self, field: str, kind: str) -> dict[str, Any]:
+    def _sample_field(self, field: str, kind: str) -> Iterator[tuple[str, Any]]:
         if field in _POINTS:
             coordinate, element = _POINTS[field]
             if self.marks:
-                return {element: int(self.np_random.integers(1, MAX_MARKS + 1))}
-            return {coordinate: tuple(int(n) for n in self.np_random.integers(COORDINATE_RANGE + 1, size=2))}
-        if field == "tab":
-            return {field: int(self.np_random.integers(1, MAX_TABS + 1))}
-        texts: Sequence[str] = _KEYS if kind == "key" else _LETTERS
-        choices = {"direction": ("up", "down"), "url": ("http://example.com/",), "text": texts}[field]
-        return {field: choices[int(self.np_random.integers(len(choices)))]}
+                yield element, int(self.np_random.integers(1, MAX_MARKS + 1))
+            else:
+                yield coordinate, self.np_random.integers(COORDINATE_RANGE + 1, size=2).tolist()
+        elif field == "tab":
+            yield field, int(self.np_random.integers(1, MAX_TABS + 1))
+        else:
+            texts: Sequence[str] = _KEYS if kind == "key" else _LETTERS
+            choices = {"direction": ("up", "down"), "url": ("http://example.com/",), "text": texts}[field]
+            yield field, choices[int(self.np_random.integers(len(choices)))]
 
     def __repr__(self) -> str:
         return f"ActionSpace({', '.join(self.kinds)})"
@@ -175,12 +170,12 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 1}  # noqa: RUF012
 
     def __init__(
-        self, source: str = "miniwob", environment: str = "click-test", *, farm_url: str | None = None,
+        self, source: str = "miniwob", environment: str = "click-test", *, servers: str | None = None,
         token: str | None = None, max_steps: int = 10, step_seconds: float = 60.0, wait_seconds: float = 600.0,
         render_mode: str | None = None, **browser: Any,
     ) -> None:  # fmt: skip
-        """`farm_url`: addresses as for `BrowserClient`, with their token; None starts a local browser server.
-        `browser`: settings of `BrowserConfig`; a farm must agree. Raises ConfigError, BrowserError, ProcessError.
+        """`servers`: addresses as for `BrowserClient`, with their token; None starts a local browser server.
+        `browser`: settings of `BrowserConfig`; servers must agree. Raises ConfigError, BrowserError, ProcessError.
         """
         if render_mode not in (None, "rgb_array"):
             raise ConfigError(f"render_mode={render_mode!r} is not rgb_array")
@@ -190,19 +185,23 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         self._steps = 0
         self._observation: Observation | None = None
         self._instruction = ""
-        self._servers: LocalServers | None = None
+        self._local: LocalServers | None = None
         self._exit_stack = ExitStack()
-        self._loop = _EventLoopThread()
-        self._exit_stack.callback(self._loop.close)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="webrl-gym", daemon=True)
+        self._thread.start()
+        self._exit_stack.callback(self._stop_loop)
         try:
-            addresses = farm_url if farm_url is not None else self._start_server(browser, step_seconds)
-            if self._servers is not None:
-                token = self._servers.token
+            addresses: str | Callable[[], list[str]] | None = servers
+            if addresses is None:
+                self._local = self._start_server(browser, step_seconds)
+                self._wait_for_local_server()
+                addresses, token = self._local.addresses, self._local.token
             self._session = self._run(self._enter(BrowserClient(
                 addresses, token, step_seconds=step_seconds, wait_seconds=wait_seconds, owner=f"{source}/{environment}"
             )))  # fmt: skip
             spec = self._run(self._session.spec())
-            if farm_url is not None:
+            if self._local is None:
                 _check_spec(spec, browser, self._session.address)
         except BaseException:
             self.close()
@@ -218,14 +217,8 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         drawn = int(self.np_random.integers(len(TRAINING_SEEDS)))
         request = protocol.ResetRequest(source=self._request.source, environment=self._request.environment, seed=drawn)
         self._observation = None
-        for attempt in range(RESET_ATTEMPTS):
-            try:
-                self._observation = self._run(self._session.reset(request))
-                break
-            except BrowserError:
-                if attempt + 1 == RESET_ATTEMPTS:
-                    raise
-        assert self._observation is not None
+        self._wait_for_local_server()
+        self._observation = self._run(self._session.reset(request))
         self._instruction, self._steps = self._observation.instruction or "", 0
         return self._fields(self._observation), self._info()
 
@@ -263,29 +256,40 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         """Release the session and end the local server, if there is one. A second call does nothing."""
         self._exit_stack.close()
 
-    def _start_server(self, browser: dict[str, Any], step_seconds: float) -> Callable[[], list[str]]:
+    def _start_server(self, browser: dict[str, Any], step_seconds: float) -> LocalServers:
         config = Config(browser=BrowserConfig(**browser), rollout=RolloutConfig(operation_timeout_seconds=step_seconds))
         check_sections(config)
         check_browser_user(config.browser)
-        servers = LocalServers(config, sessions=1)
-        self._exit_stack.callback(servers.close)
-        servers.start()
-        while not servers.poll_addresses():
+        server = LocalServers(config, sessions=1)
+        self._exit_stack.callback(server.close)
+        server.start()
+        return server
+
+    def _wait_for_local_server(self) -> None:
+        """Restart the local server if it has ended. Raises ProcessError."""
+        while self._local is not None and not self._local.poll_addresses():
             time.sleep(POLL_SECONDS)
-        self._servers = servers
-        return servers.addresses
 
     async def _enter(self, browsers: BrowserClient) -> RemoteSession:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(browsers)
             session = await stack.enter_async_context(browsers.session())
             opened = stack.pop_all()
-            self._exit_stack.callback(lambda: self._loop.run(opened.aclose(), lambda: None))
+            self._exit_stack.callback(lambda: self._run(opened.aclose()))
         return session
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` in the event loop; this thread polls the local server meanwhile, as LocalServers requires."""
-        return self._loop.run(work, self._servers.poll if self._servers is not None else lambda: None)
+        """Run `work`, which has timeouts of its own, in the thread of the event loop, which renews the lease."""
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result()
+        finally:
+            running.cancel()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def _info(self) -> dict[str, Any]:
         task = self._session.task
@@ -312,46 +316,16 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         return fields
 
 
-class _EventLoopThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="webrl-gym", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T], poll: Callable[[], object]) -> T:
-        """Run `work`, which has timeouts of its own; this thread calls `poll` every SERVER_POLL_SECONDS."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            while True:
-                try:
-                    return future.result(SERVER_POLL_SECONDS)
-                except TimeoutError:
-                    if future.done():
-                        raise
-                    poll()
-        finally:
-            future.cancel()
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
 def register() -> None:
     """Register every environment of the installed sources with Gymnasium, as webrl/<source>.<name>-v0."""
     environments_by_source = {"sites": list(ENVIRONMENTS)}
-    with suppress(ConfigError):  # not installed; WebEnv can still open them on a farm
+    with suppress(ConfigError):  # not installed; WebEnv can still open them on browser servers
         environments_by_source[miniwob.SOURCE_NAME] = miniwob.all_environments()
     for source, environments in environments_by_source.items():
         for environment in environments:
-            name = f"webrl/{source}.{environment}-v0"
-            if name not in gymnasium.registry:
-                chosen = {"source": source, "environment": environment}
-                gymnasium.register(name, entry_point="megatron_webrl.browser.server.gym:WebEnv", kwargs=chosen)
+            chosen = {"source": source, "environment": environment}
+            entry_point = "megatron_webrl.browser.server.gym:WebEnv"
+            gymnasium.register(f"webrl/{source}.{environment}-v0", entry_point=entry_point, kwargs=chosen)
 
 
 def _check_spec(spec: protocol.SessionSpec, browser: dict[str, Any], server: str) -> None:

@@ -1,4 +1,4 @@
-"""Browser servers as child processes on loopback, which end with their parent; local browsers are used like a farm."""
+"""Browser servers as child processes on loopback, which end with their parent."""
 
 from __future__ import annotations
 

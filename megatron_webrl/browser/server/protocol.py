@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import struct
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action, Observation, Task
@@ -20,14 +20,19 @@ OBSERVATION_MEDIA_TYPE = "application/vnd.webrl.observation"
 """Length of the JSON (uint32, little endian), JSON, image; other clients request the image separately."""
 _LENGTH = struct.Struct("<I")
 
-STATUS_BUSY, STATUS_LEASE_EXPIRED, STATUS_BROWSER_FAILED = 503, 410, 502
-"""Retry after `Retry-After` seconds; the lease is unknown or has expired; `ErrorResponse.outcome` names the failure."""
+STATUS_NOT_FOUND, STATUS_CONFLICT = 404, 409
+STATUS_LEASE_EXPIRED = 410  # or the lease is unknown
+STATUS_BROWSER_FAILED = 502  # `ErrorResponse.outcome` names the failure
+STATUS_BUSY = 503  # retry after `Retry-After` seconds
 
 SessionState = Literal["idle", "resetting", "waiting", "acting", "crashed"]
 """State of a lease: no episode; a reset runs; the server waits for the client; a step runs; the browser has failed."""
 
 _STRICT = ConfigDict(extra="forbid")  # an unknown field is an error, not silently ignored
+Point = tuple[Annotated[int, Field(ge=0, le=COORDINATE_RANGE)], Annotated[int, Field(ge=0, le=COORDINATE_RANGE)]]
+OwnerLine = Annotated[str, Field(max_length=200, pattern=r"^\P{C}*$")]  # no control characters
 T = TypeVar("T")
+with_config(ConfigDict(ser_json_inf_nan="strings"))(Observation)  # a reward may be no finite number
 
 
 class ProtocolError(ValueError):
@@ -52,7 +57,7 @@ class LeaseRequest:
 
     __pydantic_config__ = _STRICT
     seconds: float | None = None  # lifetime without renewal; None: the server's default
-    owner: str = ""  # shown on the server's status page
+    owner: OwnerLine = ""  # shown on the server's status page
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,8 @@ class StepRequest(Action):
     """An action to execute, with the fields of `types.Action`."""
 
     __pydantic_config__ = _STRICT
+    coordinate: Point | None = None
+    end_coordinate: Point | None = None
 
 
 @dataclass(frozen=True)
@@ -140,61 +147,39 @@ class ServerState:
     leases: tuple[str, ...] = ()
 
 
-action_adapter = TypeAdapter(Action)
-_observation_adapter = TypeAdapter(with_config(ConfigDict(ser_json_inf_nan="strings"))(Observation))
-_fields = TypeAdapter(dict[str, Any])
-
-
-def validate_action(action: Action) -> Action:
-    """The action, if its coordinates are in range. Raises InvalidRequest."""
-    for name in ("coordinate", "end_coordinate"):
-        point = getattr(action, name)
-        if point is not None and not all(0 <= number <= COORDINATE_RANGE for number in point):
-            raise InvalidRequest(f"{name}: {list(point)} is not within 0..{COORDINATE_RANGE}")
-    return action
-
-
-def dump(value: Any) -> bytes:
-    """A dataclass of this module or of `types` as JSON; observations have functions of their own."""
-    return _adapter(cast(Any, type(value))).dump_json(value)
-
-
 @functools.cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(kind)
 
 
-def load(adapter: TypeAdapter[T], text: bytes) -> T:
+def dump(value: Any) -> bytes:
+    """A dataclass of this module or of `types` as JSON, an observation without its screenshot."""
+    return _adapter(type(value)).dump_json(value, exclude={"screenshot"})
+
+
+def load(kind: type[T], text: bytes) -> T:
     """Parse JSON into a value. Raises ProtocolError that names the field."""
     try:
-        return adapter.validate_json(text)
+        return _adapter(kind).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         location = ".".join(str(part) for part in first["loc"]) or "body"
         raise ProtocolError(f"{location}: {first['msg']}") from error
 
 
-def observation_json(observation: Observation) -> bytes:
-    """An observation without its screenshot."""
-    return _observation_adapter.dump_json(dataclasses.replace(observation, screenshot=b""), exclude={"screenshot"})
-
-
 def encode_observation(observation: Observation) -> bytes:
     """An observation with its screenshot, of OBSERVATION_MEDIA_TYPE."""
-    text = observation_json(observation)
+    text = dump(observation)
     return b"".join((_LENGTH.pack(len(text)), text, observation.screenshot))
 
 
 def decode_observation(body: bytes) -> Observation:
     """Parse a body of OBSERVATION_MEDIA_TYPE. Raises ProtocolError."""
-    if len(body) < _LENGTH.size:
-        raise ProtocolError(f"observation of {len(body)} bytes is too short")
-    (length,) = _LENGTH.unpack_from(body)
-    end = _LENGTH.size + length
+    end = _LENGTH.size + (_LENGTH.unpack_from(body)[0] if len(body) >= _LENGTH.size else 0)
     if len(body) < end:
-        raise ProtocolError(f"observation of {len(body)} bytes announces {length} bytes of JSON")
-    fields = load(_fields, body[_LENGTH.size : end])
+        raise ProtocolError(f"observation of {len(body)} bytes announces {end} bytes before its image")
+    fields = load(dict[str, Any], body[_LENGTH.size : end])
     try:
-        return _observation_adapter.validate_python(fields | {"screenshot": body[end:]})
+        return _adapter(Observation).validate_python(fields | {"screenshot": body[end:]})
     except ValidationError as error:
         raise ProtocolError(f"observation: {error.errors()[0]['msg']}") from error

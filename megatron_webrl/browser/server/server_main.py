@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.server.api import CLIENT, server_app
-from megatron_webrl.browser.server.browser_server import DEFAULT_LEASE_SECONDS, MAX_LEASE_SECONDS, BrowserServer
+from megatron_webrl.browser.server.browser_server import BrowserServer, LeaseLimits
 from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
-from megatron_webrl.browser.server.session_limits import check_session_limits
 from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.config.browser import check_browser_user
 from megatron_webrl.config.load import parse_config
@@ -22,6 +24,10 @@ from megatron_webrl.control.http.tokens import Token, read_token, reason_for_tok
 
 log = logging.getLogger(__name__)
 
+# Measured with small pages, so lower bounds: a server that lacks them cannot lease all of its sessions.
+TASKS_OF_SERVER, TASKS_PER_SESSION = 90, 15  # processes and threads: server, driver, Chromium with its renderers
+FILES_OF_PROCESS, FILES_PER_SESSION = 64, 5  # of the server and of Chromium's browser process
+
 
 @dataclass(frozen=True)
 class BrowserServerOptions:
@@ -30,40 +36,37 @@ class BrowserServerOptions:
     config: str | None
     overrides: tuple[str, ...]
     address: ListenAddress
-    sessions: int
+    leases: LeaseLimits
     die_with_parent: bool
     token_file: Path | None = None  # None: the environment has the token
-    lease_seconds: float = DEFAULT_LEASE_SECONDS
-    max_lease_seconds: float = MAX_LEASE_SECONDS
 
 
 def run_server(options: BrowserServerOptions) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises ConfigError."""
-    if options.sessions < 1:
-        raise ConfigError(f"--sessions={options.sessions} must be at least 1")
-    if not 0 < options.lease_seconds <= options.max_lease_seconds:
+    leases = options.leases
+    if leases.sessions < 1:
+        raise ConfigError(f"--sessions={leases.sessions} must be at least 1")
+    if not 0 < leases.seconds <= leases.max_seconds:
         raise ConfigError(
-            f"--lease-seconds={options.lease_seconds:g} must be greater than 0 and at most "
-            f"--max-lease-seconds={options.max_lease_seconds:g}"
+            f"--lease-seconds={leases.seconds:g} must be greater than 0 and at most "
+            f"--max-lease-seconds={leases.max_seconds:g}"
         )
     needed = reason_for_token(options.address.host)
     token = read_token(CLIENT, TOKEN_VARIABLE, "--token-file", options.token_file, needed)
     config = parse_config(options.config, list(options.overrides))
     check_sections(config)
     check_browser_user(config.browser)
-    check_session_limits(options.sessions, options.address.limits.max_connections)
+    check_session_limits(leases.sessions)
     listener = Listener(options.address)
-    return run_process("browser-server", _run(options, config, token, listener), options.die_with_parent)
+    return run_process("browser-server", _run(leases, config, token, listener), options.die_with_parent)
 
 
-async def _run(options: BrowserServerOptions, config: Config, token: Token | None, listener: Listener) -> int:
+async def _run(leases: LeaseLimits, config: Config, token: Token | None, listener: Listener) -> int:
     catalog, timeout = TaskCatalog.from_config(config), config.rollout.operation_timeout_seconds
     try:
         async with (
-            BrowserPool(config.browser, catalog.sites, options.sessions, timeout) as pool,
-            BrowserServer(
-                config, catalog, pool, options.sessions, listener.url, options.lease_seconds, options.max_lease_seconds
-            ) as server,
+            BrowserPool(config.browser, catalog.sites, leases.sessions, timeout) as pool,
+            BrowserServer(config, catalog, pool, leases, listener.url) as server,
             run_http_server(server_app(server, token), listener) as ended,
         ):
             await ended.wait()
@@ -73,3 +76,41 @@ async def _run(options: BrowserServerOptions, config: Config, token: Token | Non
     finally:
         catalog.close()
     return 1  # the HTTP server ended by itself
+
+
+def check_session_limits(sessions: int) -> None:
+    """Compare limits of this machine and process with the needs of the sessions. Raises ConfigError."""
+    tasks = TASKS_OF_SERVER + TASKS_PER_SESSION * sessions
+    for problem in pids_problems(tasks):
+        raise ConfigError(
+            f"--sessions={sessions} needs {tasks} processes and threads, but {problem}; raise it, or lower --sessions"
+        )
+    files, (_, hard) = FILES_OF_PROCESS + FILES_PER_SESSION * sessions, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and files > hard:
+        raise ConfigError(
+            f"--sessions={sessions} needs {files} open files of a process, but ulimit -Hn is {hard}; raise it "
+            "(LimitNOFILE of systemd, docker run --ulimit), or lower --sessions"
+        )
+
+
+def pids_problems(
+    tasks: int, groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[str]:
+    """For each control group of this process that is too small for more `tasks`: its limit. Reads cgroup v1 and v2."""
+    for line in groups.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "pids"):
+            continue
+        mount = root / "pids" if controllers else root
+        group = mount / path.lstrip("/")
+        # In a container the path may be that of the host, while the mount shows the container's group as its root.
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(mount):
+                break
+            with suppress(OSError, ValueError):  # the root group has no limit, and "max" is none
+                limit, used = int((folder / "pids.max").read_text()), int((folder / "pids.current").read_text())
+                if used + tasks > limit:
+                    yield (
+                        f"pids.max of {folder} is {limit}, of which {used} are used (TasksMax of systemd, docker run "
+                        "--pids-limit, podPidsLimit of Kubernetes)"
+                    )

@@ -1,4 +1,4 @@
-"""Validation of a client's reset request: the task to open."""
+"""What a browser server can open, and the task that a client's reset request names."""
 
 from __future__ import annotations
 
@@ -54,34 +54,33 @@ class TaskCatalog:
         given = [name for name in ("task", "source", "url") if getattr(request, name) is not None]
         if len(given) != 1:
             raise InvalidRequest(f"task, source, url: give one of them, not {' and '.join(given) or 'none'}")
-        if request.task is not None:
-            return self._validate_task(request.task)
         if request.url is not None:
             return self._open_web("url", request.url).task_at(request.url, request.instruction)
-        assert request.source is not None
-        if request.source == WEB:
-            raise InvalidRequest(f"source: give url instead, which the source {WEB} opens")
-        _check_name("source", request.source, sorted(self.sources))
-        source = self.sources[request.source]
-        _check_name("environment", request.environment or "", source.environments)
-        _check_seed("seed", request.seed)
-        return source.make_task(request.environment or "", request.seed)
-
-    def _validate_task(self, task: Task) -> Task:
-        if task.source == WEB:
+        task, prefix = request.task, "" if request.task is None else "task."
+        named = request if task is None else task
+        source, environment = named.source or "", named.environment or ""
+        if source == WEB:
+            if task is None:
+                raise InvalidRequest(f"source: give url instead, which the source {WEB} opens")
             self._open_web("task.url", task.url or "")
             return task
-        _check_name("task.source", task.source, sorted(self.sources))
-        _check_name("task.environment", task.environment, self.sources[task.source].environments)
-        _check_seed("task.seed", task.seed)
-        return task
+        _check_name(f"{prefix}source", source, sorted(self.sources))
+        _check_name(f"{prefix}environment", environment, self.sources[source].environments)
+        if named.seed not in ALLOWED_SEEDS:
+            raise InvalidRequest(f"{prefix}seed: {named.seed} is not within 0..{ALLOWED_SEEDS.stop - 1}")
+        return task or self.sources[source].make_task(environment, named.seed)
 
     def _open_web(self, field: str, url: str) -> OpenWeb:
         """The source that opens a URL."""
         if self.web is None:
             setting = "browser.open_web" if offline_host(url) is None else "tasks.offline_websites"
             raise InvalidRequest(f"{field}: this server opens no web pages; start it with {setting}=true")
-        _check_web_address(field, url)
+        try:
+            scheme, _, _ = split_url(url)
+        except EgressDenied as refused:
+            raise InvalidRequest(f"{field}: {refused}") from None
+        if scheme not in ("http", "https"):
+            raise InvalidRequest(f"{field}: {scheme}: is not one of http, https")
         if not self.web.opens(url):
             raise InvalidRequest(
                 f"{field}: {url[:80]!r} is on none of the offline websites; start the server with browser.open_web=true"
@@ -90,21 +89,6 @@ class TaskCatalog:
 
 
 def _check_name(field: str, name: str, known: Sequence[str]) -> None:
-    if name in known:
-        return
-    hint = close_matches(name, known) or f"; one of {', '.join(sorted(known)[:4])}, ..."
-    raise InvalidRequest(f"{field}: {name[:80]!r} is not known here{hint}")
-
-
-def _check_seed(field: str, seed: int) -> None:
-    if seed not in ALLOWED_SEEDS:
-        raise InvalidRequest(f"{field}: {seed} is not within 0..{ALLOWED_SEEDS.stop - 1}")
-
-
-def _check_web_address(field: str, url: str) -> None:
-    try:
-        scheme, _, _ = split_url(url)
-    except EgressDenied as refused:
-        raise InvalidRequest(f"{field}: {refused}") from None
-    if scheme not in ("http", "https"):
-        raise InvalidRequest(f"{field}: {scheme}: is not one of http, https")
+    if name not in known:
+        hint = close_matches(name, known) or f"; one of {', '.join(sorted(known)[:4])}, ..."
+        raise InvalidRequest(f"{field}: {name[:80]!r} is not known here{hint}")

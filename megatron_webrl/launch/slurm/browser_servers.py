@@ -6,8 +6,9 @@ import math
 import socket
 from urllib.parse import urlsplit
 
+from megatron_webrl.browser.server.browser_server import LeaseLimits
 from megatron_webrl.browser.server.server_main import BrowserServerOptions, run_server
-from megatron_webrl.config.browser import parse_farm_addresses
+from megatron_webrl.config.browser import parse_server_addresses
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -18,12 +19,12 @@ def serve_browsers(path: str, overrides: list[str], servers: str) -> int:
     """Serve at the one of the addresses `servers` that this machine has, until SIGTERM; returns the exit code. The
     token comes from the environment. Raises ConfigError.
     """
-    addresses = parse_farm_addresses(servers)
+    addresses = parse_server_addresses(servers)
     config = parse_config(path, overrides)
     return run_server(
         BrowserServerOptions(
-            path, tuple(overrides), own_listen_address(addresses), sessions_per_server(config, len(addresses)),
-            die_with_parent=True,
+            path, tuple(overrides), own_listen_address(addresses),
+            LeaseLimits(sessions_per_server(config, len(addresses))), die_with_parent=True,
         )
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ def add_node(commands: Any) -> None:
     for part, run in ((prepare, _prepare), (listing, _commands)):
         part.add_argument("config", help="YAML file, such as configs/8b_32node.yaml")
         part.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
-        part.add_argument("--farm", metavar="URLS", help="use these browser servers instead of the job's own")
+        part.add_argument("--servers", metavar="URLS", help="use these browser servers instead of the job's own")
         _add_stub_command(part)
         part.set_defaults(run=run)
 
@@ -153,9 +153,9 @@ def _report(message: str) -> None:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    from megatron_webrl.launch.slurm.prepare import farm_overrides
+    from megatron_webrl.launch.slurm.prepare import browser_server_overrides
 
-    return options.overrides + (farm_overrides(options.farm) if options.farm else [])
+    return options.overrides + (browser_server_overrides(options.servers) if options.servers else [])
 
 
 def _browsers(options: argparse.Namespace) -> int:

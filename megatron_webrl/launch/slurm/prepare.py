@@ -159,11 +159,11 @@ def resume_overrides(path: str, overrides: list[str], environment: Mapping[str, 
     return ["run.resume=true"] if own and latest_checkpoint_name(folder) else []
 
 
-def farm_overrides(url: str) -> list[str]:
-    """Overrides that replace a job's own browsers by a farm; settings of browser servers return to their defaults."""
+def browser_server_overrides(url: str) -> list[str]:
+    """Overrides that replace a job's own browsers by those of `url`; their settings return to defaults."""
     defaults = BrowserConfig()
     return [
-        f"browser.farm={url}",
+        f"browser.servers={url}",
         *(f"browser.{name}={json.dumps(getattr(defaults, name))}" for name in BROWSER_SERVER_SETTINGS),
     ]
 

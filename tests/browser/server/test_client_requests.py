@@ -18,7 +18,7 @@ from aiohttp import web
 from megatron_webrl.browser.errors import BrowserError, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.server import client, protocol
 from megatron_webrl.browser.server.client import BrowserBusy, BrowserClient, ServerUnreachable, to_browser_error
-from megatron_webrl.config.browser import BrowserConfig, parse_farm_addresses
+from megatron_webrl.config.browser import BrowserConfig, parse_server_addresses
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.types import Action, Observation
 from tests.browser.server.servers import LIMIT
@@ -199,8 +199,8 @@ def test_outcomes_become_browser_errors() -> None:
 
 @pytest.mark.parametrize("address", ["", "node7:8700", "http://", "ftp://node7", "http://node7/v1", "http://node7:x"])
 def test_an_invalid_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not an address such as http://node7:8700 \(browser.farm\)"):
-        parse_farm_addresses(f"http://fine:1,{address}")
+    with pytest.raises(ConfigError, match=r"is not an address such as http://node7:8700 \(browser.servers\)"):
+        parse_server_addresses(f"http://fine:1,{address}")
 
 
 def test_a_client_needs_neither_playwright_nor_torch() -> None:

@@ -1,4 +1,4 @@
-"""The Gymnasium environment, with a local server and on a farm."""
+"""The Gymnasium environment, with a local server and on a browser server of others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from megatron_webrl.browser.server import gym, protocol
+from megatron_webrl.browser.server import protocol
 from megatron_webrl.browser.server.gym import ActionSpace, WebEnv
 from megatron_webrl.browser.server.local_servers import LocalServers
 from megatron_webrl.config.setting import ConfigError
@@ -24,7 +24,7 @@ WAIT = json.dumps({"kind": "wait", "time": 0})
 
 
 @pytest.fixture(scope="module")
-def farm() -> Iterator[LocalServers]:
+def servers() -> Iterator[LocalServers]:
     """A server with numbered elements."""
     servers = LocalServers(config_for(marks=True, actions=["switch_tab"]), sessions=2)
     servers.start()
@@ -37,19 +37,19 @@ def farm() -> Iterator[LocalServers]:
         servers.close()
 
 
-def on(farm: LocalServers, environment: str = "click-test", source: str = "miniwob", **settings: object) -> WebEnv:
-    return WebEnv(source, environment, farm_url=farm.addresses()[0], token=farm.token, **settings)  # type: ignore[arg-type]
+def on(servers: LocalServers, environment: str = "click-test", source: str = "miniwob", **settings: object) -> WebEnv:
+    return WebEnv(source, environment, servers=servers.addresses()[0], token=servers.token, **settings)  # type: ignore[arg-type]
 
 
-def test_an_environment_of_a_farm_passes_gymnasiums_checks(farm: LocalServers) -> None:
-    env = on(farm, render_mode="rgb_array")
+def test_an_environment_of_a_server_passes_gymnasiums_checks(servers: LocalServers) -> None:
+    env = on(servers, render_mode="rgb_array")
     try:
         check_env(env)
     finally:
         env.close()
 
 
-def test_an_environment_without_a_farm_starts_a_local_server() -> None:
+def test_an_environment_without_servers_starts_a_local_server() -> None:
     before = server_processes()
     env = gymnasium.make("webrl/miniwob.click-test-v0", width=160, height=210)
     try:
@@ -64,8 +64,8 @@ def test_an_environment_without_a_farm_starts_a_local_server() -> None:
     assert server_processes() == before
 
 
-def test_a_click_ends_the_episode_with_the_pages_reward(farm: LocalServers) -> None:
-    env = on(farm, marks=True)
+def test_a_click_ends_the_episode_with_the_pages_reward(servers: LocalServers) -> None:
+    env = on(servers, marks=True)
     try:
         seen, info = env.reset(seed=1)
         [button] = [one for one in seen["elements"] if one["role"] == "button"]
@@ -79,8 +79,8 @@ def test_a_click_ends_the_episode_with_the_pages_reward(farm: LocalServers) -> N
         env.close()
 
 
-def test_an_answer_is_compared_with_the_tasks_answer(farm: LocalServers) -> None:
-    env = on(farm, "wiki-look-up", "sites")
+def test_an_answer_is_compared_with_the_tasks_answer(servers: LocalServers) -> None:
+    env = on(servers, "wiki-look-up", "sites")
     try:
         for right in (True, False):
             env.reset(seed=2)
@@ -93,8 +93,8 @@ def test_an_answer_is_compared_with_the_tasks_answer(farm: LocalServers) -> None
         env.close()
 
 
-def test_the_last_step_and_a_browser_failure_truncate(farm: LocalServers) -> None:
-    env = on(farm, max_steps=2)
+def test_the_last_step_and_a_browser_failure_truncate(servers: LocalServers) -> None:
+    env = on(servers, max_steps=2)
     try:
         env.reset(seed=1)
         assert env.step(WAIT)[2:4] == (False, False)
@@ -112,12 +112,12 @@ def test_the_last_step_and_a_browser_failure_truncate(farm: LocalServers) -> Non
         env.close()
 
 
-def test_settings_that_differ_from_the_farms_are_refused(farm: LocalServers) -> None:
+def test_settings_that_differ_from_the_servers_are_refused(servers: LocalServers) -> None:
     with pytest.raises(ConfigError, match=r"has browser.marks=True, not False; start one with it"):
-        on(farm, marks=False)
+        on(servers, marks=False)
     with pytest.raises(ConfigError, match=r"browser.open_web is a setting of browser server"):
-        on(farm, open_web=True)
-    env = on(farm, "click-tset")
+        on(servers, open_web=True)
+    env = on(servers, "click-tset")
     try:
         with pytest.raises(ValueError, match=r"click-tset.*near: click-test"):
             env.reset()
@@ -145,7 +145,7 @@ def test_sampled_actions_of_every_kind_are_valid(marks: bool) -> None:
         ('{"kind": "juggle"}', "kind"),
         ('{"kind": "hover", "coordinate": [1, 1]}', "kind: hover is not one of left_click"),
         ('{"kind": "left_click"}', "coordinate or element_id: left_click needs it"),
-        ('{"kind": "left_click", "coordinate": [1, 1001]}', r"coordinate: \[1, 1001\] is not within 0..1000"),
+        ('{"kind": "left_click", "coordinate": [1, 1001]}', "coordinate.1: Input should be less than or equal to 1000"),
         ('{"kind": "wait", "seconds": 3}', "seconds"),
     ],
 )
@@ -160,19 +160,17 @@ def test_every_environment_is_registered() -> None:
     names = [name for name in gymnasium.registry if name.startswith("webrl/")]
     assert "webrl/sites.forms-vote-v0" in names
     assert len([name for name in names if name.startswith("webrl/miniwob.")]) > 100
-    gym.register()
-    assert len([name for name in gymnasium.registry if name.startswith("webrl/")]) == len(names)
 
 
 def test_the_example_of_the_documentation_runs(
-    farm: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    servers: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (code,) = blocks_run_by(__file__, "docs/browser.md", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     script = tmp_path / "ten_lines.py"
     assert "http://127.0.0.1:8700" in code
-    script.write_text(code.replace("http://127.0.0.1:8700", farm.addresses()[0]))
-    monkeypatch.setenv(protocol.TOKEN_VARIABLE, farm.token)
+    script.write_text(code.replace("http://127.0.0.1:8700", servers.addresses()[0]))
+    monkeypatch.setenv(protocol.TOKEN_VARIABLE, servers.token)
     ran = runpy.run_path(str(script))
     assert isinstance(ran["observation"]["screenshot"], np.ndarray)
     assert ran["info"]["steps"] >= 1

@@ -111,7 +111,7 @@ async def test_every_path_of_the_api_needs_the_token(guarded: Server, client: ai
     for path in ("/healthz", "/metrics", "/", "/openapi.json"):
         assert (await http("GET", path)).status in (200, 503)
     assert (await http("GET", "/openapi.json")).json["paths"]["/v1/state"]["get"]["security"] == [{"client": []}]
-    assert (await http("GET", "/v1/state", headers={**BEARER, "Host": "farm.example"})).status == 200
+    assert (await http("GET", "/v1/state", headers={**BEARER, "Host": "browsers.example"})).status == 200
 
 
 async def test_without_a_token_only_loopback_hosts_and_own_pages_are_accepted(

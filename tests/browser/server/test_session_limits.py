@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
 
-from megatron_webrl.browser.server.session_limits import (
+from megatron_webrl.browser.server.server_main import (
     FILES_OF_PROCESS,
     FILES_PER_SESSION,
     TASKS_OF_SERVER,
@@ -22,7 +19,6 @@ from megatron_webrl.browser.server.session_limits import (
 )
 from tests.browser.server.conftest import LIMIT, ROOT, SMALL, Http, browser_server
 
-PIDS = Path("/sys/fs/cgroup/pids")
 SERVE = [sys.executable, "-m", "megatron_webrl", "browsers", "serve", "--port", "0", "--sessions", "20", *SMALL]
 
 
@@ -35,28 +31,7 @@ def refusal(prefix: str) -> str:
     return done.stderr
 
 
-@contextmanager
-def pids_group(limit: int) -> Iterator[Path]:
-    folder = PIDS / f"webrl-test-{os.getpid()}"
-    folder.mkdir()
-    (folder / "pids.max").write_text(str(limit))
-    try:
-        yield folder
-    finally:
-        folder.rmdir()
-
-
-@pytest.mark.skipif(not (PIDS / "cgroup.procs").exists() or os.getuid() != 0, reason="needs root and a pids cgroup v1")
-def test_a_control_group_with_too_few_processes_is_refused() -> None:
-    with pids_group(380) as folder:
-        said = refusal(f"echo $$ > {folder}/cgroup.procs &&")
-    assert f"--sessions=20 needs 390 processes and threads, but pids.max of {folder} is 380, of which" in said
-    assert "raise it, or lower --sessions" in said
-
-
-@pytest.mark.parametrize(
-    ("mount", "line"), [("", "0::/a/b"), ("unified", "0::/a/b"), ("pids", "7:pids:/a/b"), ("", "0::/of/the/host/a/b")]
-)
+@pytest.mark.parametrize(("mount", "line"), [("", "0::/a/b"), ("pids", "7:pids:/a/b"), ("", "0::/of/the/host/a/b")])
 def test_every_group_above_this_process_counts(tmp_path: Path, mount: str, line: str) -> None:
     groups, root = tmp_path / "groups", tmp_path / "root"
     groups.write_text(f"3:memory:/x\n{line}\n")
@@ -65,7 +40,7 @@ def test_every_group_above_this_process_counts(tmp_path: Path, mount: str, line:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "pids.max").write_text(f"{limit}\n")
         (folder / "pids.current").write_text(f"{used}\n")
-    assert pids_problems(70, groups, root) == []
+    assert list(pids_problems(70, groups, root)) == []
     assert [problem.partition(" (")[0] for problem in pids_problems(71, groups, root)] == [
         f"pids.max of {above} is 100, of which 30 are used"
     ]
@@ -74,14 +49,6 @@ def test_every_group_above_this_process_counts(tmp_path: Path, mount: str, line:
 def test_too_few_open_files_are_refused() -> None:
     said = refusal("ulimit -n 150;")
     assert "--sessions=20 needs 164 open files of a process, but ulimit -Hn is 150; raise it" in said
-
-
-def test_too_few_processes_of_a_user_are_refused() -> None:
-    drop = "" if os.getuid() else "setpriv --reuid=65534 --clear-groups --inh-caps=-all "
-    command = ["bash", "-c", f'ulimit -u 300; exec {drop}"$@"', "bash", sys.executable, "-c"]
-    code = "from megatron_webrl.browser.server.session_limits import check_session_limits; check_session_limits(20, 64)"
-    done = subprocess.run([*command, code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert "--sessions=20 needs 390 processes and threads, but ulimit -u is 300, of which this user has" in done.stderr
 
 
 async def test_the_assumed_needs_are_those_of_small_pages(client: aiohttp.ClientSession) -> None:

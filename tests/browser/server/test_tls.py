@@ -35,7 +35,7 @@ def authority(folder: Path, name: str = "127.0.0.1") -> tuple[Path, TlsFiles]:
 async def test_a_server_works_with_tls_and_refuses_clients_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ca, files = authority(tmp_path / "farm")
+    ca, files = authority(tmp_path / "server")
     tls = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
     environment = {"WEBRL_BROWSERS_TOKEN": secrets.token_urlsafe(24), "WEBRL_BROWSERS_CA": str(ca)}
     with browser_server(*tls, sessions=1, **environment) as server:
@@ -58,7 +58,7 @@ async def test_a_server_works_with_tls_and_refuses_clients_without_it(
 
 
 async def test_stalled_tls_handshakes_delay_nobody_and_count_as_connections(tmp_path: Path) -> None:
-    ca, files = authority(tmp_path / "farm")
+    ca, files = authority(tmp_path / "server")
     tls = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
     with browser_server(*tls, "--max-connections-per-address", "3", WEBRL_BROWSERS_TOKEN="") as server:
         port = urlsplit(server.url).port
@@ -76,7 +76,7 @@ async def test_stalled_tls_handshakes_delay_nobody_and_count_as_connections(tmp_
 
 
 def test_unusable_files_are_named(tmp_path: Path) -> None:
-    _, files = authority(tmp_path / "farm")
+    _, files = authority(tmp_path / "server")
     _, others = authority(tmp_path / "other")
     broken = tmp_path / "broken.pem"
     broken.write_text("no certificate")

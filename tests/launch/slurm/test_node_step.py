@@ -23,7 +23,7 @@ from megatron_webrl.launch.roles import ProcessSpec, process_specs
 from megatron_webrl.launch.run_folder import config_path, control_address_path, write_job
 from megatron_webrl.launch.slurm.browser_servers import own_listen_address, sessions_per_server
 from megatron_webrl.launch.slurm.commands import node_number
-from megatron_webrl.launch.slurm.prepare import farm_overrides, plan_job, prepare_job, resume_overrides
+from megatron_webrl.launch.slurm.prepare import browser_server_overrides, plan_job, prepare_job, resume_overrides
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.placement.cores import format_cores
 from megatron_webrl.placement.placement import place_processes
@@ -181,13 +181,13 @@ def test_a_requeued_job_resumes_from_its_checkpoint(tmp_path: Path, tiny_model: 
     assert (folder / "checkpoints" / "latest").is_file()
 
 
-def test_a_farm_replaces_the_jobs_own_browsers(tmp_path: Path, tiny_model: Path) -> None:
+def test_browser_servers_replace_the_jobs_own_browsers(tmp_path: Path, tiny_model: Path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("{}\n")
     more = settings(tmp_path, tiny_model, "tasks.environments=[click-test]", "browser.processes=2", "browser.width=320")
-    path = prepare_job(str(empty), [*more, *farm_overrides("http://head:8700")], False, print)
+    path = prepare_job(str(empty), [*more, *browser_server_overrides("http://head:8700")], False, print)
     browser = load_config(path).browser
-    assert (browser.farm, browser.processes, browser.width) == ("http://head:8700", 1, 320)
+    assert (browser.servers, browser.processes, browser.width) == ("http://head:8700", 1, 320)
 
 
 # A role that says what it may use, and then waits for the end of the job, or fails.

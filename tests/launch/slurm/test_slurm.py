@@ -138,7 +138,7 @@ def test_a_job_trains_with_browsers_on_nodes_of_their_own(four: Cluster, tmp_pat
     job = four.submit(
         f"--chdir={ROOT}", f"--output={tmp_path}/job.log", *cpu, ":", *cpu, str(SCRIPTS / "train_split.sh"),
         *overrides(tmp_path, name), "trainer.updates=1", PYTHON=sys.executable, SLURM_SUBMIT_DIR=str(ROOT),
-        CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0", FARM_PORT=str(free_ports(1)),
+        CONFIG=str(path), MLFLOW_TRACKING_URI="", PREFLIGHT="0", BROWSER_SERVER_PORT=str(free_ports(1)),
     )  # fmt: skip
     assert four.wait(job, 500) == "COMPLETED", log(tmp_path)
     summary = json.loads((tmp_path / name / "summary.json").read_text())
