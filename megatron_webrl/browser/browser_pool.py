@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_webrl.browser.chromium import Chromium, find_chromium, launch_arguments, pids_by_process_group
+from megatron_webrl.browser.chromium import Chromium, find_chromium, launch_arguments
 from megatron_webrl.browser.egress.egress_policy import declared_endpoints
 from megatron_webrl.browser.egress.egress_proxy import REPLAY_KEY_DIGEST, EgressProxy
 from megatron_webrl.browser.egress.har import check_har_settings
@@ -23,17 +21,13 @@ from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import Observation, Task, TaskSite
 from megatron_webrl.util import child_process
-from megatron_webrl.util.supervised_process import RestartPolicy
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-ACQUIRE_ATTEMPTS = 3
-RESET_ATTEMPTS = 2
-SESSIONS_PER_WARM_CONTEXT = 4  # one context is kept ready for this many sessions
+SESSION_ATTEMPTS = 2  # to prepare a session, and to reset one for an episode; a cached one does not count
 SESSIONS_PER_BROWSER = 16  # more browsers cost memory, mostly for drivers; a crash costs all sessions of a browser
-LAUNCH_RETRIES = 2  # of one launch; a browser that ran and ended is replaced without a limit
 HEALTH_CHECK_SECONDS = 10.0  # between two checks of all browsers
-RECYCLE_EPISODES = 2000  # a browser that has served this many is replaced
 RECYCLE_MIB = 6144  # a browser grown by more since its launch, driver and open sessions included, is replaced
 PAGE_MIB = 2048  # memory limit of a renderer process: the page crashes beyond it
 
@@ -46,7 +40,6 @@ class BrowserPoolCounters:
     failed_launches: int = 0
     crashes: int = 0  # browsers that ended unexpectedly, or whose driver did
     hangs: int = 0  # browsers killed because they did not answer
-    recycled_by_episodes: int = 0
     recycled_by_memory: int = 0
     recycled_by_stuck_contexts: int = 0  # browsers replaced because a context did not open or close
     sessions: int = 0  # handed out
@@ -58,45 +51,22 @@ class BrowserPoolCounters:
 
 
 class BrowserInstance:
-    """One Chromium of the pool and its sessions, prepared ahead or in use: hands out sessions (`acquire`, `release`)
-    until it drains or fails; `close` ends the browser.
-    """
+    """One Chromium of the pool and its sessions in use; it serves until it drains or fails, and `close` ends it."""
 
-    def __init__(self, chromium: Chromium, warm: int, prepare: Callable[[Chromium], Awaitable[Session]]) -> None:
-        """`prepare` opens a session on the Chromium; `warm` sessions are kept ready."""
+    def __init__(self, chromium: Chromium) -> None:
         self.chromium = chromium
-        self.episodes_served = 0
         self.load = 0  # sessions in use, including those a caller is waiting for
         self.sessions: set[Session] = set()  # in use
-        self.replacement_started = False  # a successor is being launched or runs
         self.draining = self.failed = False
         self._checking: asyncio.Task[bool] | None = None
-        self._warm: deque[asyncio.Task[Session]] = deque()
-        self._warm_count, self._prepare = warm, prepare
 
-    @property
-    def ready_count(self) -> int:
-        """Sessions that can be acquired without waiting."""
-        return sum(task.done() and not _has_failed(task) for task in self._warm)
-
-    def refill(self) -> None:
-        """Start preparing the missing warm sessions."""
-        while len(self._warm) < self._warm_count and not self.draining:
-            self._warm.append(self._start_preparing())
-
-    async def acquire(self) -> Session:
-        """Take a session into use. Raises BrowserError if none can be prepared."""
+    async def open(self, prepare: Callable[[Chromium], Awaitable[Session]]) -> Session:
+        """Prepare a session and take it into use. Raises BrowserError."""
         self.load += 1
-        preparing = None
         try:
-            await self.discard_failed()
-            preparing = self._warm.popleft() if self._warm else self._start_preparing()
-            self.refill()
-            session = await asyncio.shield(preparing)
+            session = await prepare(self.chromium)
         except BaseException:
             self.load -= 1
-            if preparing is not None and not _has_failed(preparing):
-                self._warm.appendleft(preparing)  # the caller was cancelled; the next one gets this session
             raise
         self.sessions.add(session)
         return session
@@ -117,25 +87,7 @@ class BrowserInstance:
 
     async def close(self) -> None:
         """End the browser, gracefully unless it has failed."""
-        self.draining = True
-        warm, self._warm = list(self._warm), deque()
-        for task in warm:
-            task.cancel()
-        for result in await asyncio.gather(*warm, return_exceptions=True):
-            if isinstance(result, Session):  # its context ends with the browser
-                await result.network.close()
         await self.chromium.close(graceful=not self.failed)
-
-    async def discard_failed(self) -> None:
-        """Remove warm sessions that could not be prepared or were lost before use."""
-        failed = [task for task in self._warm if _has_failed(task)]
-        for task in failed:
-            self._warm.remove(task)
-        for result in await asyncio.gather(*failed, return_exceptions=True):
-            if isinstance(result, Session):
-                await result.close()
-            elif isinstance(result, BrowserError):
-                log.warning("a session could not be prepared: %s", result)
 
     async def is_responsive(self) -> bool:
         """Whether the browser answers; concurrent callers share one check."""
@@ -143,24 +95,13 @@ class BrowserInstance:
             self._checking = asyncio.ensure_future(self.chromium.is_responsive())
         return await asyncio.shield(self._checking)
 
-    def _start_preparing(self) -> asyncio.Task[Session]:
-        return asyncio.ensure_future(self._prepare(self.chromium))
-
-
-def _has_failed(task: asyncio.Task[Session]) -> bool:
-    """Whether preparing failed, or the prepared session was lost before use."""
-    if not task.done():
-        return False
-    return task.cancelled() or task.exception() is not None or task.result().lost.done()
-
 
 class BrowserPool:
     """At most `sessions` concurrent episodes, spread over the browsers by load.
 
     Example: `async with pool.episode(task) as (session, observation): await session.step(action)`. A browser that
     crashes or hangs loses its sessions, which raise BrowserCrashed, and is replaced at once; the others continue. One
-    that is old, has grown or cannot close a context serves until its successor runs, then drains, and ends with its
-    last session.
+    that has grown or cannot close a context is replaced, too, and ends with its last session.
     """
 
     def __init__(
@@ -176,7 +117,6 @@ class BrowserPool:
         self._isolation = Isolation.from_config(settings)
         self._declared = {name: declared_endpoints(site.origins, site.addresses) for name, site in sites.items()}
         self._count = -(-sessions // SESSIONS_PER_BROWSER)
-        self._warm_each = -(-sessions // (SESSIONS_PER_WARM_CONTEXT * self._count))
         self._serving: list[BrowserInstance] = []
         self._draining: set[BrowserInstance] = set()  # each ends with its last session
         self._cached: dict[Session, BrowserInstance] = {}  # idle, for a later episode in the same page; oldest first
@@ -187,7 +127,7 @@ class BrowserPool:
         self._closed_port: socket.socket | None = None
 
     async def start(self) -> None:
-        """Remove leftovers of killed processes, launch the browsers and prepare contexts. Raises BrowserError."""
+        """Remove leftovers of killed processes, and launch the browsers. Raises BrowserError."""
         removed = await asyncio.to_thread(lambda: child_process.sweep_orphans() + child_process.sweep_scratch())
         if removed:
             log.info("removed leftovers of killed processes: %s", ", ".join(removed))
@@ -248,7 +188,7 @@ class BrowserPool:
     async def episode(self, task: Task) -> AsyncIterator[tuple[Session, Observation]]:
         """A session, fresh or reused (browser.reuse_pages), and the first observation of the task.
 
-        Waits while `sessions` are in use. A reset that fails because of the browser is tried RESET_ATTEMPTS times, but
+        Waits while `sessions` are in use. A reset that fails because of the browser is tried again, but
         not after a time limit that the site may have caused. Raises BrowserError, KeyError for an unknown source.
         """
         async with self._limit:
@@ -256,7 +196,7 @@ class BrowserPool:
             try:
                 yield session, observation
             finally:
-                if self._settings.reuse_pages and self._is_staying(browser) and session.reusable:
+                if self._settings.reuse_pages and not self._closing and not browser.draining and session.reusable:
                     self._cached[session] = browser
                     for evicted in list(self._cached)[: max(0, len(self._cached) - self._settings.reuse_pages)]:
                         self._start_release(self._cached.pop(evicted), evicted)
@@ -278,7 +218,6 @@ class BrowserPool:
         return {
             "sessions_in_use": float(sum(browser.load for browser in browsers) - len(self._cached)),
             "sessions_cached": float(len(self._cached)),
-            "sessions_warm": float(sum(browser.ready_count for browser in self._serving)),
             "browsers": float(len(self._serving)),
             "browsers_draining": float(len(self._draining)),
             "resident_mib": sum(browser.chromium.resident_mib for browser in browsers),
@@ -287,36 +226,31 @@ class BrowserPool:
     # Sessions
 
     async def _begin(self, task: Task) -> tuple[BrowserInstance, Session, Observation]:
-        cached, attempts = self._take_cached(task), 0
+        attempts = 0
         while True:
+            cached = self._take_cached(task)
+            attempts += cached is None
             browser, session = cached or await self._acquire()
-            attempts += not cached
             try:
                 observation = await session.reset(task)
             except BaseException as error:
                 self._start_release(browser, session)
-                if cached:
-                    final = not isinstance(error, BrowserError)
-                else:
-                    final = attempts == RESET_ATTEMPTS or not await self._is_browser_fault(browser, error)
-                if final:
+                stale = cached is not None and isinstance(error, BrowserError)
+                if not stale and (attempts == SESSION_ATTEMPTS or not await self._is_browser_fault(browser, error)):
                     raise
                 self.counters.retries += 1
                 log.warning("reset of %s failed; trying another session: %s", task.id, error)
-                cached = None
                 continue
             if cached:
+                self.counters.sessions += 1
                 self.counters.sessions_reused += 1
-                self._count_session(browser)
             return browser, session, observation
 
     def _take_cached(self, task: Task) -> tuple[BrowserInstance, Session] | None:
         """Take a session last used for the task's environment, else for its source; None if there is neither."""
         same_source = [session for session in self._cached if session.task and session.task.source == task.source]
-        same_environment = [s for s in same_source if s.task and s.task.environment == task.environment]
-        for session in (*same_environment, *same_source):
-            return self._cached.pop(session), session
-        return None
+        same_source.sort(key=lambda session: session.task is None or session.task.environment != task.environment)
+        return (self._cached.pop(same_source[0]), same_source[0]) if same_source else None
 
     async def _is_browser_fault(self, browser: BrowserInstance, error: BaseException) -> bool:
         if isinstance(error, BrowserTimeout):
@@ -335,23 +269,28 @@ class BrowserPool:
             raise
 
     async def _acquire(self) -> tuple[BrowserInstance, Session]:
-        last_error: BrowserError | None = None
-        for _ in range(ACQUIRE_ATTEMPTS):
+        attempts = 0
+        while True:
             browser = await self._least_loaded()
+            attempts += 1
+            opening = self._run_in_background(browser.open(self._prepare))
             try:
-                session = await browser.acquire()
+                session = await asyncio.shield(opening)
             except BrowserError as error:
-                last_error = error
+                await self._replace_stuck(browser, str(error))
+                if attempts == SESSION_ATTEMPTS:
+                    raise
                 self.counters.retries += 1
                 log.warning("%s; trying again", error)
-                await self._replace_stuck(browser, str(error))
                 continue
+            except asyncio.CancelledError:
+                self._run_in_background(self._discard(browser, opening))
+                raise
             finally:
                 self._close_if_drained(browser)
             session.lost.add_done_callback(partial(self._on_lost, browser, session))
-            self._count_session(browser)
+            self.counters.sessions += 1
             return browser, session
-        raise BrowserCrashed(f"no session in {ACQUIRE_ATTEMPTS} attempts; last error: {last_error}") from last_error
 
     async def _least_loaded(self) -> BrowserInstance:
         """The browser with the fewest sessions; waits for a launch if none is serving. Raises BrowserCrashed."""
@@ -364,7 +303,13 @@ class BrowserPool:
             failures = [task.exception() for task in launching if task.done()]
             if not self._serving and failures and failures[0] is not None:
                 raise failures[0]
-        return min(self._serving, key=lambda browser: (browser.load, -browser.ready_count))
+        return min(self._serving, key=lambda browser: browser.load)
+
+    async def _discard(self, browser: BrowserInstance, opening: asyncio.Task[Session]) -> None:
+        """Release a session whose caller was cancelled while it was prepared."""
+        with suppress(BrowserError):
+            await self._release(browser, await opening)
+        self._close_if_drained(browser)
 
     def _start_release(self, browser: BrowserInstance, session: Session) -> None:
         self._run_in_background(self._release(browser, session))  # takes time; no caller waits
@@ -394,83 +339,54 @@ class BrowserPool:
         if isinstance(lost.result(), BrowserTimeout):
             self._run_in_background(self._check(browser))
 
-    def _run_in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine that `close` waits for."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     # Launch
 
     def _launch_missing(self) -> None:
         while len(self._serving) + len(self._launching) < self._count and not self._closing:
-            self._start_launch(None)
+            task = asyncio.get_running_loop().create_task(self._launch(), name="browser launch")
+            self._launching.add(task)
+            task.add_done_callback(self._launching.discard)
+            task.add_done_callback(_log_failure)
 
-    def _start_launch(self, predecessor: BrowserInstance | None) -> None:
-        task = asyncio.get_running_loop().create_task(self._launch(predecessor), name="browser launch")
-        self._launching.add(task)
-
-        def on_launched(task: asyncio.Task[None]) -> None:
-            self._launching.discard(task)
-            if task.exception() is None:
-                self._launch_missing()  # other browsers may have ended in the meantime
-            elif predecessor is not None:
-                predecessor.replacement_started = False  # it keeps serving
-
-        task.add_done_callback(on_launched)
-        task.add_done_callback(_log_failure)
-
-    async def _launch(self, predecessor: BrowserInstance | None) -> None:
-        """Launch a browser, then drain its predecessor. Raises BrowserCrashed."""
+    async def _launch(self) -> None:
+        """Launch a browser. Raises BrowserCrashed."""
         assert self._closed_port is not None, "start() must come before session()"
         arguments = launch_arguments(
             self._closed_port.getsockname()[1], still_images=bool(self._settings.record or self._settings.replay),
             trusted_key=REPLAY_KEY_DIGEST if self._settings.replay else "",
         )  # fmt: skip
-        chromium, retries = None, RestartPolicy(LAUNCH_RETRIES)
-        while chromium is None:
-            try:
-                self.counters.launches += 1
-                chromium = await Chromium.launch(self._executable, arguments, PAGE_MIB, self._isolation)
-            except BrowserCrashed as error:
-                self.counters.failed_launches += 1
-                if (retry_at := retries.next_restart(time.monotonic(), str(error))) is None:
-                    raise
-                await asyncio.sleep(retry_at - time.monotonic())
-        browser = BrowserInstance(chromium, self._warm_each, self._prepare)
+        self.counters.launches += 1
+        try:
+            chromium = await Chromium.launch(self._executable, arguments, PAGE_MIB, self._isolation)
+        except BrowserCrashed:
+            self.counters.failed_launches += 1
+            raise
+        browser = BrowserInstance(chromium)
         self._serving.append(browser)
         chromium.on_exit(partial(self._on_exit, browser))
-        browser.refill()
-        if predecessor is not None:
-            self._drain(predecessor)
 
     # Replacement
 
-    def _is_staying(self, browser: BrowserInstance) -> bool:
-        """Whether a browser serves and is not about to be replaced."""
-        return browser in self._serving and not browser.replacement_started and not self._closing
-
     def _replace(self, browser: BrowserInstance, reason: str) -> bool:
-        """Launch a successor of a working browser; False if a replacement has already started."""
-        if not self._is_staying(browser):
+        """Drain a working browser and launch another; False if it drains already."""
+        if browser.draining or self._closing:
             return False
         log.info("replacing a browser: %s", reason)
-        browser.replacement_started = True
-        self._start_launch(browser)
+        self._drain(browser)
+        self._launch_missing()
         return True
 
     async def _replace_stuck(self, browser: BrowserInstance, reason: str) -> None:
         """Replace a browser that answers but did not open or close a context."""
         if await self._check(browser) and self._replace(browser, reason):
             self.counters.recycled_by_stuck_contexts += 1
-
-    def _count_session(self, browser: BrowserInstance) -> None:
-        """Count a session handed out on a browser; after RECYCLE_EPISODES replace the browser."""
-        self.counters.sessions += 1
-        browser.episodes_served += 1
-        old = browser.episodes_served >= RECYCLE_EPISODES and not self._launching
-        if old and self._replace(browser, f"it has served {browser.episodes_served} episodes"):
-            self.counters.recycled_by_episodes += 1
 
     def _replace_largest(self) -> None:
         """Replace the browser that has grown most if it exceeds RECYCLE_MIB; one at a time."""
@@ -482,7 +398,6 @@ class BrowserPool:
             self.counters.recycled_by_memory += 1
 
     def _on_exit(self, browser: BrowserInstance, reason: str) -> None:
-        """Handle the end of a browser or its driver, expected or not."""
         if browser in self.browsers:
             self.counters.crashes += 1
             self._fail(browser, reason)
@@ -504,7 +419,6 @@ class BrowserPool:
         self._close_if_drained(browser)
 
     def _close_if_drained(self, browser: BrowserInstance) -> None:
-        """Close a draining browser that has failed or has no session left."""
         if browser in self._draining and (browser.failed or not browser.load):
             self._draining.discard(browser)
             self._run_in_background(browser.close())
@@ -530,21 +444,12 @@ class BrowserPool:
             await asyncio.sleep(HEALTH_CHECK_SECONDS)
             browsers = self.browsers
             await asyncio.gather(*(self._check(browser) for browser in browsers))
-            await asyncio.to_thread(_measure_memory, [browser.chromium for browser in browsers])
+            for browser in browsers:
+                await asyncio.to_thread(browser.chromium.measure_memory)
             self._replace_largest()
             self._launch_missing()
-            for browser in list(self._serving):
-                await browser.discard_failed()
-                browser.refill()
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    """Log the exception of a task that no caller may be waiting for."""
     if not task.cancelled() and task.exception() is not None:
         log.error("%s failed: %s", task.get_name(), task.exception())
-
-
-def _measure_memory(browsers: list[Chromium]) -> None:
-    groups = pids_by_process_group()
-    for chromium in browsers:
-        chromium.measure_memory(groups)

@@ -8,12 +8,10 @@ import os
 import re
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
 
 import psutil
 from playwright._impl import transport
@@ -28,7 +26,6 @@ from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 EXECUTABLE_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 """In order of preference: the headless shell starts three times as fast and uses a third of the memory."""
 PLAYWRIGHT_BUILDS = ("chromium_headless_shell-*/*/chrome-headless-shell", "chromium-*/*/chrome")
@@ -140,125 +137,88 @@ def _driver_environment() -> dict[str, str]:
     return {**passed, **_environment.get({})}
 
 
-class PlaywrightDriver:
-    """A driver process with its own temporary folder, which is removed when the driver stops.
+async def _start_playwright(folder: Path) -> Playwright:
+    """Start a driver with a temporary folder of its own. Raises BrowserCrashed.
 
     The environment names this process as owner: what outlives it, `sweep_orphans` and `sweep_scratch` remove.
     """
+    # Playwright has no setting; os.environ would affect other children.
+    transport.get_driver_env = _driver_environment
+    # Pages must not depend on the machine's time zone.
+    token = _environment.set({**child_process.owner_environment(), "TMPDIR": str(folder), "TZ": "UTC"})
+    try:
+        return await async_playwright().start()
+    except Exception as error:  # Playwright has no class of its own for a driver that ends while it starts
+        raise BrowserCrashed(f"the browser's driver does not start: {error}") from error
+    finally:
+        _environment.reset(token)
 
-    def __init__(self, playwright: Playwright, process: psutil.Process, folder: Path) -> None:
-        self.playwright, self.process, self.folder = playwright, process, folder
-        self._pidfd: int | None = None
 
-    @classmethod
-    async def start(cls) -> PlaywrightDriver:
-        """Start a driver. Raises BrowserCrashed. Cancellation, for example by a timeout, leaves nothing behind."""
-        # Playwright has no setting; os.environ would affect other children.
-        transport.get_driver_env = _driver_environment
-        folder = child_process.make_scratch_folder()
-        # Pages must not depend on the machine's time zone.
-        token = _environment.set({**child_process.owner_environment(), "TMPDIR": str(folder), "TZ": "UTC"})
-        try:
-            try:
-                playwright = await async_playwright().start()
-            except Exception as error:  # Playwright has no class of its own for a driver that ends while it starts
-                raise BrowserCrashed(f"the browser's driver does not start: {error}") from error
-            for process in await asyncio.to_thread(_processes, folder):
-                return cls(playwright, process, folder)
-            raise BrowserCrashed("the browser's driver ended as soon as it was started")
-        except BaseException:
-            await asyncio.to_thread(_remove_folder, folder)
-            raise
-        finally:
-            _environment.reset(token)
-
-    def on_exit(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the process ends; Playwright reports that only to pending calls."""
-        loop = asyncio.get_running_loop()
-        try:
-            self._pidfd = os.pidfd_open(self.process.pid)
-        except ProcessLookupError:
-            loop.call_soon(callback)
-        else:
-            loop.add_reader(self._pidfd, self._on_readable, callback)
-
-    async def stop(self, *, graceful: bool = True) -> None:
-        """End the driver and its child processes, and remove its folder."""
-        self._stop_watching()
-        stopping = asyncio.ensure_future(self.playwright.stop())
-        try:
-            if not graceful:
-                await asyncio.to_thread(_kill_driver, self.folder)
+async def _stop_playwright(playwright: Playwright | None, folder: Path, graceful: bool) -> None:
+    """End a driver and its child processes, and remove its folder."""
+    stopping = asyncio.ensure_future(playwright.stop()) if playwright is not None else None
+    try:
+        if not graceful:
+            await asyncio.to_thread(_kill_driver, folder)
+        if stopping is not None:
             async with asyncio.timeout(STOP_SECONDS):
                 await stopping
-        except (PlaywrightError, TimeoutError) as error:
-            log.warning("the browser's driver did not stop gracefully: %s", error or f"{STOP_SECONDS} s")
-        finally:
-            await asyncio.to_thread(_remove_folder, self.folder)
-
-    def _on_readable(self, callback: Callable[[], None]) -> None:
-        self._stop_watching()
-        callback()
-
-    def _stop_watching(self) -> None:
-        if self._pidfd is not None:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+    except (PlaywrightError, TimeoutError) as error:
+        log.warning("the browser's driver did not stop gracefully: %s", error or f"{STOP_SECONDS} s")
+    finally:
+        await asyncio.to_thread(_kill_driver, folder)
+        await asyncio.to_thread(_remove, folder)
 
 
-def _processes(folder: Path) -> list[psutil.Process]:
-    """The driver and its child processes, found by TMPDIR in their environment."""
-    processes = []
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.environ().get("TMPDIR") == str(folder):
-                processes.append(process)
-    return processes
-
-
-def _remove_folder(folder: Path) -> None:
-    _kill_driver(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+def _remove(folder: Path | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill_driver(folder: Path) -> None:
-    """Kill a driver with its child processes and their process groups."""
-    processes = _processes(folder)
-    groups = {child_process.process_group(process.pid) for process in processes} - {0, os.getpgrp()}
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    for group in groups:
+    """Kill the processes with this TMPDIR, which are a driver and its child processes, and their process groups."""
+    groups = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("TMPDIR") == str(folder):
+                groups.add(child_process.process_group(process.pid))
+                process.kill()
+    for group in groups - {0, os.getpgrp()}:
         child_process.kill_process_group(group)
 
 
 class Chromium:
-    """Driver and browser, started and ended together; after a crash either may be gone."""
+    """Browser and driver, started and ended together; after a crash either may be gone."""
 
     def __init__(
-        self, driver: PlaywrightDriver, browser: Browser, control: CDPSession, pid: int, home: Path | None
+        self, playwright: Playwright, browser: Browser, control: CDPSession, pid: int, folder: Path, home: Path | None
     ) -> None:
-        """`home`: the browser's own folder, if it runs isolated; removed at the end."""
+        """`pid` of the browser process; `folder` of the driver; `home` of the browser, if it runs isolated."""
         self.browser, self.pid = browser, pid
         self.resident_mib = 0.0  # at the latest measurement, driver included
         self._launched_mib = 0.0  # after the launch
-        self._driver, self._control, self._home = driver, control, home
+        self._playwright, self._control, self._folder, self._home = playwright, control, folder, home
         self._connected = True
         self._group = os.getpgid(pid)  # its leader may be a shell script: Debian's chromium is one
         self._group_started = child_process.start_time(self._group)
+        self._driver = psutil.Process(psutil.Process(self._group).ppid())
+        self._pidfd: int | None = None  # of the driver
 
     @classmethod
     async def launch(
         cls, executable: str, arguments: list[str], page_mib: int, isolation: Isolation | None = None
     ) -> Chromium:
-        """Start both within START_SECONDS; each renderer may use `page_mib` MiB. Raises BrowserCrashed."""
-        started, driver = time.monotonic(), None
+        """Start both within START_SECONDS; each renderer may use `page_mib` MiB. Raises BrowserCrashed.
+
+        Cancellation leaves nothing behind.
+        """
+        started, playwright = time.monotonic(), None
         home = isolation.make_home(executable) if isolation is not None else None
+        folder = child_process.make_scratch_folder()
         try:
             async with asyncio.timeout(START_SECONDS):
-                driver = await PlaywrightDriver.start()
-                browser = await driver.playwright.chromium.launch(
+                playwright = await _start_playwright(folder)
+                browser = await playwright.chromium.launch(
                     executable_path=executable if home is None else home / "chromium",
                     args=arguments,
                     chromium_sandbox=use_sandbox() or isolation is not None,
@@ -266,14 +226,15 @@ class Chromium:
                     timeout=START_SECONDS * 1000,
                 )  # fmt: skip
                 control = await browser.new_browser_cdp_session()
-                chromium = cls(driver, browser, control, await _pid(control), home)
+                processes = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
+                pid = next(int(process["id"]) for process in processes if process["type"] == "browser")
+                chromium = cls(playwright, browser, control, pid, folder, home)
                 await asyncio.to_thread(limit_page_memory, chromium.pid, page_mib)
-                chromium.measure_memory(await asyncio.to_thread(pids_by_process_group))
+                await asyncio.to_thread(chromium.measure_memory)
                 chromium._launched_mib = chromium.resident_mib
         except BaseException as error:
-            if driver is not None:
-                await driver.stop(graceful=False)
-            await asyncio.to_thread(_remove_home, home)
+            await _stop_playwright(playwright, folder, graceful=False)
+            await asyncio.to_thread(_remove, home)
             if not isinstance(error, PlaywrightError | TimeoutError | ProcessLookupError | psutil.NoSuchProcess):
                 raise
             reason = f"not started within {START_SECONDS} s" if isinstance(error, TimeoutError) else first_line(error)
@@ -293,15 +254,21 @@ class Chromium:
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with the reason when the browser or the driver ends; possibly once for each."""
+        loop = asyncio.get_running_loop()
 
         def on_driver_exit() -> None:
+            self._stop_watching()
             self._connected = False
             callback("the browser's driver has ended")
 
         self.browser.on("disconnected", lambda browser: callback("Chromium has ended"))
-        self._driver.on_exit(on_driver_exit)
+        try:
+            self._pidfd = os.pidfd_open(self._driver.pid)  # Playwright reports the end only to pending calls
+            loop.add_reader(self._pidfd, on_driver_exit)
+        except ProcessLookupError:
+            loop.call_soon(on_driver_exit)
         if not self.browser.is_connected():
-            asyncio.get_running_loop().call_soon(callback, "Chromium has ended")
+            loop.call_soon(callback, "Chromium has ended")
 
     async def is_responsive(self) -> bool:
         """Whether the browser's main thread answers a ping."""
@@ -317,9 +284,11 @@ class Chromium:
                 return False
         return False
 
-    def measure_memory(self, groups: Mapping[int, Sequence[int]]) -> None:
-        """Update `resident_mib`; `groups` from `pids_by_process_group`. Takes milliseconds per process."""
-        self.resident_mib = resident_mib([*groups.get(self._group, ()), self._driver.process.pid])
+    def measure_memory(self) -> None:
+        """Update `resident_mib`. Takes milliseconds per process."""
+        with suppress(psutil.NoSuchProcess):
+            processes = [self._driver, *self._driver.children(recursive=True)]
+            self.resident_mib = resident_mib(process.pid for process in processes)
 
     async def close(self, *, graceful: bool = True) -> None:
         """End both, gracefully for at most CLOSE_SECONDS, then by SIGKILL."""
@@ -332,38 +301,22 @@ class Chromium:
             graceful = False
             log.warning("Chromium did not close gracefully: %s", error or f"{CLOSE_SECONDS} s")
         finally:
+            self._stop_watching()
             if not graceful:
                 await asyncio.to_thread(self._kill)
-            await self._driver.stop(graceful=graceful)
+            await _stop_playwright(self._playwright, self._folder, graceful)
             await asyncio.to_thread(self._kill)
-            await asyncio.to_thread(_remove_home, self._home)
+            await asyncio.to_thread(_remove, self._home)
 
     def _kill(self) -> None:
         if child_process.start_time(self._group) in (0, self._group_started):  # else the id was reused
             child_process.kill_process_group(self._group)
 
-
-def _remove_home(home: Path | None) -> None:
-    if home is not None:
-        shutil.rmtree(home, ignore_errors=True)
-
-
-async def _pid(control: CDPSession) -> int:
-    processes: list[dict[str, Any]] = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
-    return next(int(process["id"]) for process in processes if process["type"] == "browser")
-
-
-# Memory
-
-
-def pids_by_process_group() -> dict[int, list[int]]:
-    """Process ids by process group."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with suppress(ProcessLookupError, PermissionError):
-                groups[os.getpgid(int(entry))].append(int(entry))
-    return groups
+    def _stop_watching(self) -> None:
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
 
 
 def resident_mib(pids: Iterable[int]) -> float:
@@ -372,15 +325,13 @@ def resident_mib(pids: Iterable[int]) -> float:
 
 
 def _proportional(pid: int) -> int:
-    """Proportional set size in bytes; 0 for a process that has ended."""
-    with suppress(FileNotFoundError, ProcessLookupError):
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
         try:
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
-        except PermissionError:
-            _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-            return (int(resident) - int(shared)) * _PAGE_BYTES
+            return process.memory_full_info().pss
+        except psutil.AccessDenied:
+            memory = process.memory_info()
+            return memory.rss - memory.shared
     return 0
 
 

@@ -54,16 +54,12 @@ class Session:
         self._recording: HARRecorder | None = None
         self._messages = StepMessages()
         self._completed = True  # the last operation was not interrupted
-        self._lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
+        # Done, with the reason, once the session is unusable.
+        self.lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
         limit = MAX_TABS if "switch_tab" in settings.actions else 1
         self._tabs = Tabs(context, self._messages, limit, self.mark_lost)
         self._executor = ActionExecutor(self._tabs, settings, self._messages, network)
         self._observer = PageObserver(self._tabs, settings, self._messages, network)
-
-    @property
-    def lost(self) -> asyncio.Future[BrowserError]:
-        """Done, with the reason, once the session is unusable."""
-        return self._lost
 
     @property
     def reusable(self) -> bool:
@@ -74,13 +70,12 @@ class Session:
             and self._sites[self.task.source].can_reuse_page(self.task)
             and not (settings.record or settings.replay)
             and self._completed
-            and not self._lost.done()
+            and not self.lost.done()
             and self._tabs.has_single_tab
         )
 
     @property
     def page(self) -> Page:
-        """The page of the active tab."""
         return self._tabs.active.page
 
     @classmethod
@@ -130,8 +125,8 @@ class Session:
 
     def mark_lost(self, error: BrowserError) -> None:
         """Fail the current and all later operations with an error; the first error counts."""
-        if not self._lost.done():
-            self._lost.set_result(error)
+        if not self.lost.done():
+            self.lost.set_result(error)
 
     async def close(self) -> bool:
         """Close the context; returns False after a timeout. A crashed browser has no context to close."""
@@ -151,15 +146,12 @@ class Session:
             await self.network.close()
         return True
 
-    async def _reset_state(self) -> None:
-        self.network.reset()
-        await self._observer.reset()
-        await self.page.mouse.move(0, 0)  # away from elements with a hover effect
-
     async def _open(self, site: TaskSite, task: Task, reused: bool) -> Observation:
         started = time.monotonic()
         if reused:
-            await self._reset_state()
+            self.network.reset()
+            await self._observer.reset()
+            await self.page.mouse.move(0, 0)  # away from elements with a hover effect
         if self._settings.record or self._settings.replay:
             instruction = await self._open_repeatably(site, task)
         else:
@@ -225,22 +217,22 @@ class Session:
         watching = asyncio.ensure_future(
             terminate_endless_scripts(self._tabs, self._messages, self._step_seconds * SCRIPT_TIMEOUT_FRACTION)
         )
-        either: set[asyncio.Future[Any]] = {running, self._lost}
+        either: set[asyncio.Future[Any]] = {running, self.lost}
         try:
             await asyncio.wait(either, timeout=self._step_seconds, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 result = running.result()
                 self._completed = True
                 return result
-            if self._lost.done():
-                raise self._lost.result()
+            if self.lost.done():
+                raise self.lost.result()
             reason = BrowserTimeout(f"{name} took more than {self._step_seconds} s (rollout.operation_timeout_seconds)")
             self.mark_lost(reason)
             raise reason
         except PlaywrightError as error:
-            await asyncio.wait({self._lost}, timeout=ERROR_GRACE_SECONDS)
-            if self._lost.done():
-                raise self._lost.result() from error
+            await asyncio.wait({self.lost}, timeout=ERROR_GRACE_SECONDS)
+            if self.lost.done():
+                raise self.lost.result() from error
             reasons = "; ".join([first_line(error), *self.network.take_errors("")])  # the proxy knows more
             raise BrowserError(f"{name} failed: {reasons}") from error
         finally:

@@ -113,8 +113,7 @@ class Soak:
     async def _measure(self) -> None:
         def is_idle() -> bool:
             gauges = self._pool.gauges()
-            names = ("sessions_in_use", "browsers", "browsers_draining", "sessions_warm")
-            return [gauges[name] for name in names] == [0, BROWSERS, 0, BROWSERS]
+            return [gauges[name] for name in ("sessions_in_use", "browsers", "browsers_draining")] == [0, BROWSERS, 0]
 
         await eventually(is_idle, IDLE_SECONDS)
         gc.collect()

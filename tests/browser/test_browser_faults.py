@@ -21,7 +21,7 @@ from megatron_webrl.browser import browser_pool as pool_module
 from megatron_webrl.browser import chromium as process_module
 from megatron_webrl.browser import session as session_module
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.chromium import find_chromium, pids_by_process_group, resident_mib
+from megatron_webrl.browser.chromium import find_chromium, resident_mib
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
@@ -298,8 +298,7 @@ async def test_a_reset_is_tried_twice_and_raises_the_cause() -> None:
             async with pool.episode(page_task("stores")):
                 raise AssertionError("the episode must not begin")
         assert site.openings == 2
-        await eventually(lambda: pool.gauges()["sessions_warm"] == 1)
-        assert pool.gauges()["sessions_in_use"] == 0
+        await eventually(lambda: (pool.gauges()["browsers"], pool.gauges()["sessions_in_use"]) == (1, 0))
     site.server.close()
 
 
@@ -312,21 +311,14 @@ async def test_a_reset_that_fails_because_of_the_site_is_not_retried(counting: C
         assert (counting.openings, pool.counters.retries) == (1, 0)
 
 
-async def test_a_failed_launch_is_reported_and_retried_later(
-    site: FolderSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_launch_is_reported_and_retried_later(site: FolderSite, tmp_path: Path) -> None:
     broken, script = tmp_path / "broken", tmp_path / "chromium"
     script.write_text(f'#!/bin/sh\n[ -e {broken} ] && exit 1\nexec {find_chromium()} "$@"\n')
     script.chmod(0o755)
-    monkeypatch.setattr(pool_module, "RECYCLE_EPISODES", 2)
     async with pool_on(site, executable=str(script)) as pool:
         broken.touch()
-        for _ in range(3):  # without a successor the old browser keeps serving
-            async with pool.episode(page_task("first")) as (_, seen):
-                assert seen.title == "First"
-        await eventually(lambda: pool.counters.failed_launches >= 3)
         os.kill(browser_pids("browser")[0], signal.SIGKILL)
-        await eventually(lambda: pool.counters.crashes == 1)
+        await eventually(lambda: pool.counters.failed_launches >= 1)
         with pytest.raises(BrowserCrashed, match="chromium does not start"):
             await pool.episode(page_task("first")).__aenter__()
         broken.unlink()
@@ -334,7 +326,7 @@ async def test_a_failed_launch_is_reported_and_retried_later(
             assert seen.title == "Second"
 
 
-async def test_a_session_of_a_cancelled_caller_serves_the_next_one(site: FolderSite) -> None:
+async def test_a_session_of_a_cancelled_caller_is_released(site: FolderSite) -> None:
     async with pool_on(site) as pool:
         for _ in range(3):
             taking = asyncio.ensure_future(pool._acquire())
@@ -351,12 +343,10 @@ def test_resident_memory_counts_private_memory_and_shares_of_shared_memory() -> 
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        assert pids_by_process_group()[holder.pid] == [holder.pid]
         assert 64 < resident_mib([holder.pid]) < 64 + 40
         holder.kill()
         holder.wait()
         assert resident_mib([holder.pid]) == 0
-        assert holder.pid not in pids_by_process_group()
 
 
 OWNER = """

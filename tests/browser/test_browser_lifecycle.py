@@ -16,7 +16,6 @@ import psutil
 import pytest
 from playwright.async_api import async_playwright
 
-from megatron_webrl.browser import browser_pool
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserMissing
 from megatron_webrl.types import Action
@@ -129,24 +128,6 @@ async def test_a_killed_browser_fails_its_sessions_and_is_relaunched(site: Folde
         async with pool.session() as session:
             assert (await session.reset(page_task("second"))).title == "Second"
         assert pool.counters.launches == 2
-
-
-async def test_an_old_browser_is_replaced_once_its_sessions_have_ended(
-    site: FolderSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(browser_pool, "RECYCLE_EPISODES", 3)
-    async with pool_on(site, sessions=2) as pool:
-        old = psutil.Process(browser_pids("browser")[0])
-        async with pool.session() as first:
-            await first.reset(page_task("first"))
-            for _ in range(2):
-                async with pool.session() as other:
-                    assert (await other.reset(page_task("second"))).title == "Second"
-            assert pool.counters.launches == 2
-            assert (await first.step(Action("wait", time=0))).title == "First"
-            assert old.is_running()
-        await asyncio.to_thread(psutil.wait_procs, [old], timeout=15)
-        assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.alone

@@ -144,7 +144,7 @@ async def test_other_actions_than_the_recorded_ones_are_answered_or_counted(
         elsewhere = replace(task, url=f"{PAPER}/story/999")
         with pytest.raises(NotRecorded, match=r"the first page of web/paper/1, .*/story/999, was not recorded"):
             await play(pool, elsewhere, [])
-    assert dict(pool.egress_proxy.refused) == {"not_recorded": 2}
+    assert dict(pool.egress_proxy.totals.refused) == {"not_recorded": 2}
 
 
 async def test_a_recording_of_https_is_replayed_without_its_host(tmp_path: Path, changing_web: ChangingWeb) -> None:
@@ -159,7 +159,7 @@ async def test_a_recording_of_https_is_replayed_without_its_host(tmp_path: Path,
     assert again == text
     assert [each.screenshot for each in seen] == [each.screenshot for each in recorded]  # its cache serves as before
     assert {each.url.split("/")[2] for each in seen} == {"news.example"}
-    assert dict(pool.egress_proxy.refused) == {}
+    assert dict(pool.egress_proxy.totals.refused) == {}
 
 
 async def test_the_result_of_a_site_is_replayed_with_its_responses(tmp_path: Path) -> None:

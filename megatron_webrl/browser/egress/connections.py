@@ -10,7 +10,7 @@ import codecs
 import html
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
 
 import h11
 
@@ -26,7 +26,7 @@ from megatron_webrl.browser.egress.har import (
     FAILED_STATUS,
     FRAMING_HEADERS,
     HOP_BY_HOP_HEADERS,
-    ReplayedResponse,
+    RecordedResponse,
     ReplayRequest,
 )
 from megatron_webrl.browser.errors import HostUnreachable, NotRecorded
@@ -50,18 +50,16 @@ class HTTPStream:
 
     def __init__(
         self, role: type[h11.CLIENT] | type[h11.SERVER], reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-        count_bytes: Callable[[int], None],
+        count_bytes: Callable[[int], None], endpoint: Endpoint | None = None,
     ) -> None:  # fmt: skip
-        """`role`: this process's. `count_bytes` is called with the number of bytes of each read."""
+        """`role`: this process's. `count_bytes` is called with the number of bytes of each read. `endpoint`: the peer
+        of a client.
+        """
+        self.endpoint = endpoint
         self.connection = h11.Connection(role, MAX_HEAD_BYTES)
         self.reader, self.writer = reader, writer
         self._count_bytes = count_bytes
         self._method = b""  # of the current request
-
-    @property
-    def can_respond(self) -> bool:
-        """Whether a server has not begun a response."""
-        return self.connection.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
     async def receive(self) -> h11.Event:
         """The next event; ConnectionClosed if the peer closes before a message. Raises h11.RemoteProtocolError."""
@@ -181,7 +179,6 @@ class BrowserConnection:
         """Close what the connection has opened."""
 
     async def _accept_tunnel(self) -> None:
-        """Answer a request for a tunnel, whose head has been received."""
         if not isinstance(await self._browser.receive(), h11.EndOfMessage):
             raise ConnectionError("a request for a tunnel with a body")
         await self._browser.send(h11.Response(status_code=200, reason="Connection established", headers=[]))
@@ -192,14 +189,6 @@ class BrowserConnection:
             await asyncio.sleep(THROTTLE_SECONDS)
 
 
-@dataclass(frozen=True)
-class UpstreamConnection:
-    """An open connection to a server."""
-
-    endpoint: Endpoint
-    http: HTTPStream
-
-
 class ProxyConnection(BrowserConnection):
     """Forwards requests and tunnels.
 
@@ -208,12 +197,12 @@ class ProxyConnection(BrowserConnection):
     """
 
     def __init__(
-        self, network: NetworkAccess, connect: Callable[[NetworkAccess, Endpoint], Awaitable[UpstreamConnection]],
+        self, network: NetworkAccess, connect: Callable[[NetworkAccess, Endpoint], Awaitable[HTTPStream]],
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
     ) -> None:  # fmt: skip
         super().__init__(network, reader, writer)
         self._connect = connect
-        self._upstream: UpstreamConnection | None = None
+        self._upstream: HTTPStream | None = None
         self._reused = False  # the upstream connection has served an earlier request
         self._host = self._url = ""  # of the current request; no URL: a tunnel
 
@@ -234,7 +223,7 @@ class ProxyConnection(BrowserConnection):
 
     def _end(self) -> None:
         if self._upstream is not None:
-            self._upstream.http.writer.transport.abort()  # closing would wait for a server that no longer reads
+            self._upstream.writer.transport.abort()  # closing would wait for a server that no longer reads
             self._upstream = None
 
     async def _next(self) -> bool:
@@ -246,7 +235,9 @@ class ProxyConnection(BrowserConnection):
         except TimeoutError:
             return False
         except h11.RemoteProtocolError as error:
-            await self._send_error_page(400, "Bad Request", f"the request is not understood: {_shown(error)}")
+            await self._send_error_page(
+                400, "Bad Request", f"the request is not understood: {shorten(str(error), MAX_ERROR)}"
+            )
             return False
         if not isinstance(request, h11.Request):
             return False  # the browser has closed the connection
@@ -265,7 +256,7 @@ class ProxyConnection(BrowserConnection):
         if self._browser.connection.our_state is h11.SWITCHED_PROTOCOL:
             await self._tunnel(upstream)
             return False
-        if not upstream.http.next_message():
+        if not upstream.next_message():
             self._end()
         return self._browser.next_message()
 
@@ -281,16 +272,16 @@ class ProxyConnection(BrowserConnection):
         await self._accept_tunnel()
         await self._tunnel(upstream)
 
-    async def _forward(self, request: h11.Request, endpoint: Endpoint, path: str) -> UpstreamConnection:
+    async def _forward(self, request: h11.Request, endpoint: Endpoint, path: str) -> HTTPStream:
         """Forward a request and its response; returns the connection to the server."""
         upgrade = UPGRADE if "websocket" in header_values(request.headers, "upgrade") else []
         fields = [field for field in end_to_end_headers(request) if field[0].lower() not in (b"host", b"expect")]
         host = str(endpoint).removesuffix(":80").encode()
         upstream = await self._upstream_for(endpoint)
-        await upstream.http.send(
+        await upstream.send(
             h11.Request(method=request.method, target=path, headers=[(b"Host", host), *fields, *upgrade])
         )
-        sending = asyncio.ensure_future(_relay_body(self._browser, upstream.http))
+        sending = asyncio.ensure_future(_relay_body(self._browser, upstream))
         responding = asyncio.ensure_future(self._relay_response(upstream))
         try:
             # A server may respond, and close the connection, before it has read the whole request.
@@ -304,64 +295,61 @@ class ProxyConnection(BrowserConnection):
                 task.cancel()
             await asyncio.gather(sending, responding, return_exceptions=True)
 
-    async def _relay_response(self, upstream: UpstreamConnection) -> None:
+    async def _relay_response(self, upstream: HTTPStream) -> None:
         try:
-            while isinstance(head := await upstream.http.receive(), h11.InformationalResponse):
+            while isinstance(head := await upstream.receive(), h11.InformationalResponse):
                 upgrade = UPGRADE if head.status_code == 101 else []
                 await self._browser.send(_response(head, [*end_to_end_headers(head), *upgrade]))
                 if upgrade:
                     return
         except h11.RemoteProtocolError as error:
-            raise HostUnreachable(f"{upstream.endpoint} sent no valid HTTP: {_shown(error)}") from None
+            raise HostUnreachable(f"{upstream.endpoint} sent no valid HTTP: {shorten(str(error), MAX_ERROR)}") from None
         if isinstance(head, h11.ConnectionClosed) and self._reused:
             raise ConnectionError("the server has closed an idle connection")  # browsers retry on their own
         if not isinstance(head, h11.Response):
             raise HostUnreachable(f"{upstream.endpoint} ended the connection without an answer")
         await self._browser.send(_response(head, end_to_end_headers(head)))
-        await _relay_body(upstream.http, self._browser)
+        await _relay_body(upstream, self._browser)
 
-    async def _upstream_for(self, endpoint: Endpoint) -> UpstreamConnection:
+    async def _upstream_for(self, endpoint: Endpoint) -> HTTPStream:
         """The previous request's connection if it has the same endpoint and is open; else a new one."""
         upstream = self._upstream
-        self._reused = upstream is not None and upstream.endpoint == endpoint and await upstream.http.is_silent()
+        self._reused = upstream is not None and upstream.endpoint == endpoint and await upstream.is_silent()
         if upstream is None or not self._reused:
             self._end()
             upstream = self._upstream = await self._connect(self._network, endpoint)
         return upstream
 
-    async def _tunnel(self, upstream: UpstreamConnection) -> None:
+    async def _tunnel(self, upstream: HTTPStream) -> None:
         """Relay bytes in both directions until either side closes or IDLE_SECONDS pass without any."""
         loop = asyncio.get_running_loop()
-        last = loop.time()
 
         async def pump(source: HTTPStream, sink: HTTPStream) -> None:
-            nonlocal last
             piece = source.connection.trailing_data[0]  # what came with the head
             while piece or (piece := await source.reader.read(BUFFER_BYTES)):
-                last = loop.time()
+                idle.reschedule(loop.time() + IDLE_SECONDS)
                 self._network.count_bytes(len(piece))
                 sink.writer.write(piece)
                 await sink.writer.drain()
                 piece = b""
 
-        pumps = {
-            asyncio.ensure_future(pump(self._browser, upstream.http)),
-            asyncio.ensure_future(pump(upstream.http, self._browser)),
-        }
-        try:
-            while (left := last + IDLE_SECONDS - loop.time()) > 0:
-                done, _ = await asyncio.wait(pumps, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if done:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_SECONDS) as idle:
+                pumps = [
+                    asyncio.ensure_future(pump(*ends))
+                    for ends in ((self._browser, upstream), (upstream, self._browser))
+                ]
+                try:
+                    done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
                     done.pop().result()
-                    return
-        finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+                finally:
+                    for task in pumps:
+                        task.cancel()
+                    await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _send_error_page(self, code: int, reason: str, sentence: str) -> None:
         """Send a short page as the response; abort the connection if a response has begun."""
-        if not self._browser.can_respond:
+        if self._browser.connection.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self._browser.writer.transport.abort()
             return
         headers, text = error_page(sentence)
@@ -370,12 +358,10 @@ class ProxyConnection(BrowserConnection):
             self._browser.writer.write_eof()
         except OSError:
             return  # the browser has closed the connection
-        try:  # closing with unread bytes resets the connection, and the browser would lose the page
+        with suppress(TimeoutError):  # closing with unread bytes resets the connection: the browser would lose the page
             async with asyncio.timeout(LINGER_SECONDS):
                 while await self._browser.reader.read(BUFFER_BYTES):
                     pass
-        except TimeoutError:
-            pass  # the browser still sends: it does not read the page
 
 
 async def _relay_body(source: HTTPStream, sink: HTTPStream) -> None:
@@ -388,10 +374,6 @@ def _response(head: h11.Response | h11.InformationalResponse, headers: Headers) 
     if head.status_code < 200 or head.status_code == 204:  # never with a body
         headers = [field for field in headers if field[0].lower().decode() not in FRAMING_HEADERS]
     return type(head)(status_code=head.status_code, reason=head.reason, headers=headers)
-
-
-def _shown(error: h11.ProtocolError) -> str:
-    return shorten(str(error), MAX_ERROR)
 
 
 class ReplayConnection(BrowserConnection):
@@ -447,7 +429,6 @@ class ReplayConnection(BrowserConnection):
         await self._serve(f"https://{str(endpoint).removesuffix(':443')}")
 
     async def _answer(self, request: h11.Request, url: str) -> None:
-        """Answer a request."""
         host = ""
         try:
             host = split_url(url)[1].host
@@ -467,7 +448,7 @@ class ReplayConnection(BrowserConnection):
                 headers = encode_headers([*response.headers, *length])
                 await self._browser.respond(response.status, response.reason, headers, response.body)
 
-    async def _response(self, request: h11.Request, url: str) -> ReplayedResponse:
+    async def _response(self, request: h11.Request, url: str) -> RecordedResponse:
         """The response to a request. Raises EgressDenied, NotRecorded."""
         network = self._network
         network.count_connection()
@@ -485,7 +466,7 @@ class ReplayConnection(BrowserConnection):
             raise _not_recorded("WebSocket" if is_socket else method, url)
         return response
 
-    async def _hold(self, response: ReplayedResponse) -> None:
+    async def _hold(self, response: RecordedResponse) -> None:
         """Send what came before the page gave up, and wait until it gives up again, REQUEST_SECONDS at most."""
         if response.status != FAILED_STATUS:
             headers = encode_headers(response.headers)
@@ -503,7 +484,7 @@ def _not_recorded(kind: str, url: str) -> EgressDenied:
     return EgressDenied(NOT_RECORDED, f"{kind} {shorten(url, MAX_URL)} was not recorded (browser.replay)")
 
 
-def _preflight_response(method: str, fields: dict[str, str]) -> ReplayedResponse | None:
+def _preflight_response(method: str, fields: dict[str, str]) -> RecordedResponse | None:
     """The permission that a page of another origin asks for; browsers ask on their own, and HAR omits it."""
     if method != "OPTIONS" or "access-control-request-method" not in fields:
         return None
@@ -514,4 +495,4 @@ def _preflight_response(method: str, fields: dict[str, str]) -> ReplayedResponse
         "headers": fields.get("access-control-request-headers", "*"),
     }
     allowed = [(f"access-control-allow-{name}", value) for name, value in headers.items()]
-    return ReplayedResponse(204, "No Content", (*allowed, ("access-control-max-age", str(PREFLIGHT_SECONDS))), b"")
+    return RecordedResponse(204, "No Content", (*allowed, ("access-control-max-age", str(PREFLIGHT_SECONDS))))

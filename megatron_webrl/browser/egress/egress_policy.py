@@ -6,11 +6,10 @@ The egress proxy applies them before it connects.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import re
 import socket
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import TYPE_CHECKING
@@ -64,7 +63,7 @@ _EMBEDDING = tuple(ip_network(text) for text in ("::ffff:0:0/96", "64:ff9b::/96"
 _LOCAL_NAT64 = ip_network("64:ff9b:1::/48")
 JOB_ADDRESSES_VARIABLE = "WEBRL_JOB_ADDRESSES"  # of the job's nodes, separated by commas; the job's script sets it
 _LABEL = re.compile(r"[a-z0-9_-]{1,63}")
-_WILDCARD_LABEL = "_any_"  # takes the place of `*` while a declared host is parsed
+_WILDCARD = "_any_"  # takes the place of `*` while a declared host is parsed
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#\\]*)([^\\]*)", re.IGNORECASE | re.DOTALL)
 NOT_RECORDED = "not_recorded"  # reason of a refusal during replay
@@ -98,24 +97,24 @@ def normalize_host(text: str) -> str:
 
     Accepts percent-encoding, IDNA, IPv4 in 1 to 4 decimal, octal or hex parts, [IPv6]. Raises EgressDenied (bad_host).
     """
-    if text.startswith("[") and text.endswith("]"):
-        try:
-            return str(IPv6Address(_without_zone(text[1:-1])))
-        except ValueError:
-            raise _bad_host(text) from None
     try:
+        if text.startswith("[") and text.endswith("]") and "%" not in text:  # without a zone
+            return str(IPv6Address(text[1:-1]))
         plain = unquote_to_bytes(text).decode()
         if not plain.isascii():
             plain = idna.uts46_remap(plain, std3_rules=False, transitional=False)
         labels = plain.lower().removesuffix(".").split(".")
         labels = [label if label.isascii() else idna.alabel(label).decode() for label in labels]
-    except (UnicodeError, idna.IDNAError):
+    except (ValueError, idna.IDNAError):
         raise _bad_host(text) from None
     if not all(_LABEL.fullmatch(label) for label in labels) or sum(map(len, labels)) + len(labels) > 254:
         raise _bad_host(text)
-    if _NUMBER.fullmatch(labels[-1]):
-        return str(_ipv4(labels, text))
-    return ".".join(labels)
+    if not _NUMBER.fullmatch(labels[-1]):
+        return ".".join(labels)
+    try:  # one to four decimal, octal or hex numbers; the last fills all remaining bytes
+        return str(IPv4Address(socket.inet_aton(".".join("0" if label == "0x" else label for label in labels))))
+    except OSError:
+        raise _bad_host(text) from None
 
 
 def parse_endpoint(authority: str, default_port: int | None = None) -> Endpoint:
@@ -135,60 +134,40 @@ def split_url(url: str) -> tuple[str, Endpoint, str]:
     """Scheme, endpoint and the rest (path and query, at least "/"). Raises EgressDenied (bad_host, scheme)."""
     match = _URL.fullmatch(url)
     if not match:
-        raise EgressDenied("scheme", f"{_quoted(url)} is not a web address")
+        raise EgressDenied("scheme", f"{url[:100]!a} is not a web address")
     scheme, authority, rest = match[1].lower(), match[2], match[3].partition("#")[0]
     if scheme not in DEFAULT_PORTS:
         raise EgressDenied("scheme", f"{scheme}: is not one of {', '.join(DEFAULT_PORTS)}")
     return scheme, parse_endpoint(authority, DEFAULT_PORTS[scheme]), rest if rest.startswith("/") else f"/{rest}"
 
 
-class DeclaredEndpoints(Mapping[Endpoint, Endpoint]):
-    """Endpoints that sources declare, with the endpoints to use in their place.
-
-    A `*` in a declared host stands for one or more characters of a label: a look-up of shop-17.localhost:80 finds
-    shop-*.localhost:80. Iteration yields the endpoints as declared.
-    """
-
-    def __init__(self, targets: Mapping[Endpoint, Endpoint]) -> None:
-        self._targets = dict(targets)
-        self._patterns = [
-            (re.compile(re.escape(endpoint.host).replace(r"\*", "[a-z0-9_-]+")), endpoint.port, target)
-            for endpoint, target in targets.items()
-            if "*" in endpoint.host
-        ]
-
-    def __getitem__(self, endpoint: Endpoint) -> Endpoint:
-        if endpoint in self._targets:
-            return self._targets[endpoint]
-        for pattern, port, target in self._patterns:
-            if port == endpoint.port and pattern.fullmatch(endpoint.host):
-                return target
-        raise KeyError(endpoint)
-
-    def __iter__(self) -> Iterator[Endpoint]:
-        return iter(self._targets)
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-
-def declared_endpoints(origins: Iterable[str], addresses: Mapping[str, str]) -> DeclaredEndpoints:
+def declared_endpoints(origins: Iterable[str], addresses: Mapping[str, str]) -> dict[Endpoint, Endpoint]:
     """Map origins to the endpoints to use, which `addresses` may override. Raises EgressDenied (bad_host, scheme).
 
     The first label of a host may contain one `*`, as in http://shop-*.localhost.
     """
-    targets = {_declared_host(host): address for host, address in addresses.items()}
+    targets = {normalize_host(host.replace("*", _WILDCARD, 1)): address for host, address in addresses.items()}
     declared = {}
     for origin in origins:
-        _, endpoint, _ = split_url(origin.replace("*", _WILDCARD_LABEL, 1))
-        endpoint = Endpoint(endpoint.host.replace(_WILDCARD_LABEL, "*", 1), endpoint.port)
+        _, endpoint, _ = split_url(origin.replace("*", _WILDCARD, 1))
         target = targets.get(endpoint.host)
+        endpoint = Endpoint(endpoint.host.replace(_WILDCARD, "*", 1), endpoint.port)
         declared[endpoint] = endpoint if target is None else parse_endpoint(target, endpoint.port)
-    return DeclaredEndpoints(declared)
+    return declared
 
 
-def _declared_host(host: str) -> str:
-    return normalize_host(host.replace("*", _WILDCARD_LABEL, 1)).replace(_WILDCARD_LABEL, "*", 1)
+def declared_target(declared: Mapping[Endpoint, Endpoint], endpoint: Endpoint) -> Endpoint | None:
+    """The endpoint to use in place of a declared one; None if it is not declared.
+
+    A `*` in a declared host stands for one or more characters of a label: shop-17.localhost is shop-*.localhost.
+    """
+    if endpoint in declared:
+        return declared[endpoint]
+    for each, target in declared.items():
+        pattern = re.escape(each.host).replace(r"\*", "[a-z0-9_-]+")
+        if each.port == endpoint.port and re.fullmatch(pattern, endpoint.host):
+            return endpoint if target == each else target
+    return None
 
 
 @dataclass(frozen=True)
@@ -230,7 +209,7 @@ class EgressPolicy:
             self.check_address(address, endpoint, declared)
         elif _matches(self.deny, host):
             raise EgressDenied("denied", f"{host} is on the list of denied hosts (browser.deny)")
-        if endpoint in declared:
+        if declared_target(declared, endpoint) is not None:
             return
         if not self.open_web:
             allowed = ", ".join(sorted(map(str, declared))) or "none"
@@ -256,7 +235,7 @@ class EgressPolicy:
             raise EgressDenied("metadata", f"{endpoint.host} leads to {address}, a cloud metadata service")
         if any(each in network for each in readings for network in self.deny_networks):
             raise EgressDenied("denied", f"{address} is on the list of denied hosts (browser.deny)")
-        if endpoint in declared:
+        if declared_target(declared, endpoint) is not None:
             return
         if (kind := special_address_kind(readings[0])) is not None:
             raise EgressDenied(kind, f"{endpoint.host} leads to {_unwrapped(readings[0])}, which is a {kind} address")
@@ -342,34 +321,8 @@ def _unwrapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
     return address
 
 
-def _ipv4(labels: list[str], text: str) -> IPv4Address:
-    """The address of one to four decimal, octal or hex numbers; the last number fills all remaining bytes."""
-    try:
-        return IPv4Address(socket.inet_aton(".".join("0" if label == "0x" else label for label in labels)))
-    except OSError:
-        raise _bad_host(text) from None
-
-
-def _without_zone(text: str) -> str:
-    if "%" in text:
-        raise ipaddress.AddressValueError(text)
-    return text
-
-
 def _bad_host(text: str) -> EgressDenied:
-    return EgressDenied("bad_host", f"{_quoted(text)} is not a host that can be reached")
-
-
-def _quoted(text: str) -> str:
-    return ascii(text[:100])
-
-
-@dataclass(frozen=True)
-class NetworkError:
-    """A refused request or an unreachable server."""
-
-    host: str  # or empty
-    message: str
+    return EgressDenied("bad_host", f"{text[:100]!a} is not a host that can be reached")
 
 
 @dataclass
@@ -395,7 +348,7 @@ class NetworkAccess:
         self.unrecorded_urls: set[str] = set()  # requested during replay
         self.refused_urls: set[str] = set()  # of plain requests, which got an error page
         self.refused: Counter[str] = Counter()
-        self.errors: deque[NetworkError] = deque(maxlen=MAX_ERRORS)  # not yet reported
+        self.errors: deque[tuple[str, str]] = deque(maxlen=MAX_ERRORS)  # host, or empty, and message: not yet reported
         self.lookup_semaphore = asyncio.Semaphore(MAX_LOOKUPS)
         self.connections: set[asyncio.Task[None]] = set()
         self.server: asyncio.Server | None = None
@@ -432,7 +385,6 @@ class NetworkAccess:
             raise EgressDenied("connections", f"the episode has {MAX_CONNECTIONS} connections open")
 
     def count_replayed(self) -> None:
-        """Count a request that a recording answered."""
         self.replayed += 1
         self._totals.replayed += 1
 
@@ -443,8 +395,7 @@ class NetworkAccess:
         self.record_error(host, str(refused))
 
     def record_error(self, host: str, message: str) -> None:
-        """Keep the message of a failed connection for the agent."""
-        self.errors.append(NetworkError(host, message))
+        self.errors.append((host, message))
 
     def take_errors(self, url: str) -> list[str]:
         """Messages since the last call about the host of `url`; for an error page, messages about all hosts."""
@@ -452,7 +403,7 @@ class NetworkAccess:
             host = split_url(url)[1].host
         except EgressDenied:
             host = ""
-        messages = [error.message for error in self.errors if not host or error.host in ("", host)]
+        messages = [message for place, message in self.errors if not host or place in ("", host)]
         self.errors.clear()
         return list(dict.fromkeys(reversed(messages)))[:MAX_REPORTED_ERRORS]
 

@@ -14,7 +14,6 @@ import socket
 import ssl
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -27,7 +26,6 @@ from megatron_webrl.browser.egress.connections import (
     HTTPStream,
     ProxyConnection,
     ReplayConnection,
-    UpstreamConnection,
 )
 from megatron_webrl.browser.egress.egress_policy import (
     JOB_ADDRESSES_VARIABLE,
@@ -35,6 +33,7 @@ from megatron_webrl.browser.egress.egress_policy import (
     EgressTotals,
     Endpoint,
     NetworkAccess,
+    declared_target,
 )
 from megatron_webrl.browser.errors import HostUnreachable
 from megatron_webrl.config.browser import BrowserConfig
@@ -64,11 +63,6 @@ class EgressProxy:
         self._resolve = resolve or self._look_up
         self._lookups: set[asyncio.Future[list[str]]] = set()
 
-    @property
-    def refused(self) -> Counter[str]:
-        """Refused requests of all episodes, by reason."""
-        return self.totals.refused
-
     async def open_port(
         self, declared: Mapping[Endpoint, Endpoint], listener: socket.socket | None = None
     ) -> NetworkAccess:
@@ -97,19 +91,20 @@ class EgressProxy:
         for lookup in self._lookups:
             lookup.cancel()
 
-    async def connect(self, network: NetworkAccess, endpoint: Endpoint) -> UpstreamConnection:
+    async def connect(self, network: NetworkAccess, endpoint: Endpoint) -> HTTPStream:
         """Connect to an address that the policy permits. Raises EgressDenied, HostUnreachable."""
         network.egress_policy.check_endpoint(endpoint, network.declared)
         self.totals.connections += 1
-        target = network.declared.get(endpoint, endpoint)
+        declared = declared_target(network.declared, endpoint)
+        target = declared or endpoint
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                addresses = await self._addresses(network, target.host, endpoint in network.declared)
+                addresses = await self._addresses(network, target.host, declared is not None)
                 # One forbidden address denies the name: no legitimate name mixes public and private addresses.
                 for address in addresses:
                     network.egress_policy.check_address(address, endpoint, network.declared)
                 reader, writer = await _first_connection(endpoint, target.port, addresses[:CONNECT_ATTEMPTS])
-                return UpstreamConnection(endpoint, HTTPStream(h11.CLIENT, reader, writer, network.count_bytes))
+                return HTTPStream(h11.CLIENT, reader, writer, network.count_bytes, endpoint)
         except TimeoutError:
             raise HostUnreachable(f"{endpoint} did not answer within {CONNECT_SECONDS} s") from None
 

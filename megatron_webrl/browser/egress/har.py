@@ -24,7 +24,7 @@ from email.utils import format_datetime, parsedate_to_datetime
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urldefrag, urlencode, urlsplit, urlunsplit
 
 from playwright.async_api import BrowserContext
@@ -59,8 +59,7 @@ _DATES = frozenset({"date", "expires", "last-modified"})  # they decide how long
 _EXPIRES = re.compile(r"(;\s*expires\s*=\s*)([^;]+)", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class RequestKey:
+class RequestKey(NamedTuple):
     """Requests with equal keys are the same request."""
 
     method: str
@@ -71,14 +70,15 @@ class RequestKey:
 
 @dataclass(frozen=True)
 class RecordedResponse:
-    """A response of a visit; `read_body` of its visit returns the body."""
+    """A response of a visit, and with `body` one that is ready to be sent."""
 
-    status: int  # or FAILED_STATUS
-    reason: str
-    headers: tuple[tuple[str, str], ...]
-    body_file: str | None  # member of the ZIP; None: no body
-    visit: int
+    status: int  # FAILED_STATUS: the request got no response
+    reason: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+    visit: int = 0
+    body_file: str | None = None  # member of the visit's ZIP; None: no body
     given_up: bool = False  # the page did not wait for the end of the body, or, with FAILED_STATUS, for any response
+    body: bytes = b""  # once it is read
 
     @property
     def complete(self) -> bool:
@@ -97,15 +97,17 @@ class ReplayRequest:
 
     @cached_property
     def key(self) -> RequestKey:
-        return request_key(self.method, self.url, self.content_type, self.body, self.byte_range)
+        """The random boundary of multipart forms is ignored."""
+        digest, body = UNKNOWN_BODY, self.body
+        if body is not None:
+            if match := _BOUNDARY.search(self.content_type):
+                body = body.replace(match[1].encode(), b"boundary")
+            digest = hashlib.blake2b(body, digest_size=16).hexdigest()
+        url = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", urldefrag(self.url).url)
+        return RequestKey(self.method, url, self.byte_range, digest)
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """A request of a visit and its response."""
-
-    request: ReplayRequest
-    response: RecordedResponse
+Exchange = tuple[ReplayRequest, RecordedResponse]
 
 
 class Visit:
@@ -168,8 +170,8 @@ class Visit:
                     latest[key] = response
                 if response.complete and sent:
                     served.add(key)
-                found.append((sent or response.status == FAILED_STATUS, Exchange(request, response)))
-        return tuple(exchange for counts, exchange in found if counts or exchange.request.key not in served)
+                found.append((sent or response.status == FAILED_STATUS, (request, response)))
+        return tuple(exchange for counts, exchange in found if counts or exchange[0].key not in served)
 
     def _unreadable(self, error: Exception) -> NotRecorded:
         return NotRecorded(
@@ -215,28 +217,17 @@ def open_visits(folder: Path, task: Task) -> list[Visit]:
     return visits
 
 
-def request_key(method: str, url: str, content_type: str, body: bytes | None, byte_range: str = "") -> RequestKey:
-    """Key of a request; the random boundary of multipart forms is ignored. Body None: unknown."""
-    digest = UNKNOWN_BODY
-    if body is not None:
-        if match := _BOUNDARY.search(content_type):
-            body = body.replace(match[1].encode(), b"boundary")
-        digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-    plain = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", urldefrag(url).url)
-    return RequestKey(method, plain, byte_range, digest)
-
-
 def _recorded_response(response: Mapping[str, Any], visit: int) -> RecordedResponse | None:
     """None: it was not recorded, because its body was lost."""
     status, content = response["status"], response.get("content", {})
     failure = response.get("_failureText", "")
     if status <= 0:  # without a failure: the visit ended first
         given_up = not failure or "ERR_ABORTED" in failure
-        return RecordedResponse(FAILED_STATUS, "", (), None, visit, given_up)
+        return RecordedResponse(FAILED_STATUS, visit=visit, given_up=given_up)
     headers = tuple((each["name"].lower(), each["value"]) for each in response["headers"])
     fields = dict(headers)
     if fields.get("content-type", "").startswith("text/event-stream"):
-        return RecordedResponse(204, "No Content", (), None, visit)  # a stream never ends; 204 tells pages not to retry
+        return RecordedResponse(204, "No Content", visit=visit)  # a stream never ends; 204 tells pages not to retry
     if status < 200:
         return None  # a WebSocket
     # An empty body that the page does not read counts as given up in Chromium.
@@ -244,7 +235,7 @@ def _recorded_response(response: Mapping[str, Any], visit: int) -> RecordedRespo
     given_up = "_file" not in content and not bodiless
     if given_up and "ERR_ABORTED" not in failure:
         return None
-    return RecordedResponse(status, response.get("statusText", ""), headers, content.get("_file"), visit, given_up)
+    return RecordedResponse(status, response.get("statusText", ""), headers, visit, content.get("_file"), given_up)
 
 
 class HARRecorder:
@@ -300,17 +291,6 @@ class HARRecorder:
         return json.dumps(har)
 
 
-@dataclass(frozen=True)
-class ReplayedResponse:
-    """A recorded response, ready to be sent."""
-
-    status: int  # FAILED_STATUS: the recorded request got no response
-    reason: str
-    headers: tuple[tuple[str, str], ...]
-    body: bytes
-    given_up: bool = False  # by the page: the rest of the response, or all of it with FAILED_STATUS, does not come
-
-
 class HARReplayer:
     """The recorded responses of a task's visits, looked up request by request. `close` closes the files.
 
@@ -322,18 +302,18 @@ class HARReplayer:
         self.clock_ms = visits[0].clock_ms
         self._visits, self._ignored = visits, tuple(ignored)
         self.seconds_ago = int(time.time() - self.clock_ms / 1000)  # age of the recording: dates are moved by it
-        self._exact, self._reduced = _ResponseIndex(), _ResponseIndex()
+        self._exact, self._rest = _ResponseIndex(), _ResponseIndex()
         for visit in visits:
-            self._exact.add((each.request.key, each.response) for each in visit.exchanges)
+            self._exact.add((request.key, response) for request, response in visit.exchanges)
             if ignored:
-                self._reduced.add((self._reduced_key(each.request), each.response) for each in visit.exchanges)
+                self._rest.add((self._reduced(request).key, response) for request, response in visit.exchanges)
 
     @classmethod
     async def open(cls, folder: Path, task: Task, ignored: Sequence[str] = ()) -> HARReplayer:
         """Read the visits of a task. Raises NotRecorded."""
         return await asyncio.to_thread(lambda: cls(open_visits(folder, task), ignored))
 
-    async def find(self, request: ReplayRequest) -> ReplayedResponse | None:
+    async def find(self, request: ReplayRequest) -> RecordedResponse | None:
         """The next response to a request; None if it was not recorded. Raises NotRecorded for a damaged file."""
         response = self._next(request)
         if response is None and request.body:
@@ -341,8 +321,7 @@ class HARReplayer:
         if response is None:
             return None
         body = await asyncio.to_thread(self._visits[response.visit].read_body, response)
-        headers = self._headers(response, request.method)
-        return ReplayedResponse(response.status, response.reason, headers, body, response.given_up)
+        return replace(response, headers=self._headers(response, request.method), body=body)
 
     def close(self) -> None:
         """Close the files. A second call does nothing."""
@@ -352,15 +331,16 @@ class HARReplayer:
     def _next(self, request: ReplayRequest) -> RecordedResponse | None:
         response = self._exact.next(request.key)
         if response is None and self._ignored:
-            response = self._reduced.next(self._reduced_key(request))
+            response = self._rest.next(self._reduced(request).key)
         return response
 
-    def _reduced_key(self, request: ReplayRequest) -> RequestKey:
+    def _reduced(self, request: ReplayRequest) -> ReplayRequest:
+        """The request without the ignored parameters."""
         parts, body = urlsplit(request.url), request.body
         url = urlunsplit(parts._replace(query=self._reduced_query(parts.query)))
         if body and request.content_type.split(";")[0].strip().lower() == FORM_TYPE:
             body = self._reduced_query(body.decode(errors="replace")).encode()
-        return request_key(request.method, url, request.content_type, body, request.byte_range)
+        return replace(request, url=url, body=body)
 
     def _reduced_query(self, query: str) -> str:
         pairs = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
@@ -399,7 +379,6 @@ class _ResponseIndex:
         self._asked: Counter[RequestKey] = Counter()
 
     def add(self, exchanges: Iterable[tuple[RequestKey, RecordedResponse]]) -> None:
-        """Add the exchanges of the next visit."""
         added: dict[RequestKey, list[RecordedResponse]] = {}
         for key, response in exchanges:
             added.setdefault(key, []).append(response)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from playwright.async_api import Error as PlaywrightError
@@ -51,13 +50,6 @@ class ActionExecutor:
         basic = {*COORDINATE_ACTION_KINDS, *(MARK_ACTION_KINDS if settings.marks else ())}
         self._enabled = basic | set(settings.actions)
         self._marks: Marks | None = None
-        self._handlers: dict[str, Callable[[Action], Awaitable[None]]] = {
-            "left_click": self._click, "click": self._click, "double_click": self._click, "right_click": self._click,
-            "type": self._type, "hover": self._hover, "drag": self._drag, "key": self._key, "scroll": self._scroll,
-            "select_option": self._select, "wait": self._wait, "go_back": self._go_back, "navigate": self._navigate,
-            "new_tab": self._new_tab, "switch_tab": self._switch_tab, "close_tab": self._close_tab,
-            "answer": self._answer,
-        }  # fmt: skip
 
     async def execute(self, action: Action, marks: Marks | None) -> None:
         """Execute an action on observed `marks`. Raises ValueError (missing argument), PlaywrightError (page lost)."""
@@ -66,12 +58,49 @@ class ActionExecutor:
             return
         self._marks, tab = marks, self._tabs.active
         try:
-            await self._handlers[action.kind](action)
+            await self._dispatch(action)
         except ElementUnavailable as error:
             self._messages.add(str(error))
         except PlaywrightError:
             if not await self._tabs.was_closed(tab):
                 raise
+
+    async def _dispatch(self, action: Action) -> None:
+        match action.kind:
+            case "left_click" | "click" | "double_click" | "right_click":
+                await self._click(action)
+            case "hover":
+                await self._page.mouse.move(*await self._required_point(action))
+            case "drag":
+                await self._drag(action)
+            case "scroll":
+                await self._scroll(action)
+            case "type":
+                await self._type(action)
+            case "key":
+                if action.text is None or not is_key_chord(action.text):
+                    raise ValueError(f"{action} needs the name of a key, such as Enter or Control+a")
+                await self._page.keyboard.press(action.text)
+            case "select_option":
+                await self._select(action)
+            case "wait":
+                await asyncio.sleep(min(WAIT_SECONDS if action.time is None else action.time, MAX_WAIT_SECONDS))
+            case "go_back":
+                await self._go_back()
+            case "navigate":
+                url = _required(action, action.url)
+                if self._is_allowed(url):
+                    await self._open_url(url)
+            case "new_tab":
+                allowed = action.url is None or self._is_allowed(action.url)
+                if allowed and await self._tabs.open_tab() is not None and action.url is not None:
+                    await self._open_url(action.url)
+            case "switch_tab":
+                await self._tabs.switch_to(_required(action, action.tab))
+            case "close_tab":
+                await self._tabs.close_tab(action.tab)
+            case "answer":
+                pass  # ends the episode without acting on the page
 
     # Mouse
 
@@ -82,9 +111,6 @@ class ActionExecutor:
             button="right" if action.kind == "right_click" else "left",
             click_count=2 if action.kind == "double_click" else 1,
         )  # fmt: skip
-
-    async def _hover(self, action: Action) -> None:
-        await self._page.mouse.move(*await self._required_point(action))
 
     async def _drag(self, action: Action) -> None:
         start = await self._required_point(action)
@@ -122,11 +148,6 @@ class ActionExecutor:
         await self._page.keyboard.type(text)
         await self._page.keyboard.press("Enter")
 
-    async def _key(self, action: Action) -> None:
-        if action.text is None or not is_key_chord(action.text):
-            raise ValueError(f"{action} needs the name of a key, such as Enter or Control+a")
-        await self._page.keyboard.press(action.text)
-
     async def _select(self, action: Action) -> None:
         text = _required(action, action.text)
         x, y = await self._required_point(action)
@@ -147,15 +168,9 @@ class ActionExecutor:
         if problem:
             self._messages.add(f'"{shorten(text, 80)}" was not selected: {problem}')
 
-    # Time, history and tabs
+    # History and tabs
 
-    async def _wait(self, action: Action) -> None:
-        await asyncio.sleep(min(WAIT_SECONDS if action.time is None else action.time, MAX_WAIT_SECONDS))
-
-    async def _answer(self, action: Action) -> None:
-        """Do nothing: an answer ends the episode without acting on the page."""
-
-    async def _go_back(self, action: Action) -> None:
+    async def _go_back(self) -> None:
         history = await self._tabs.active.cdp.send("Page.getNavigationHistory")
         if history["currentIndex"] <= 0:
             self._messages.add("there is no earlier page")
@@ -166,23 +181,6 @@ class ActionExecutor:
         except TimeoutError:
             await self._tabs.active.cdp.send("Page.stopLoading")
             self._messages.add(f"the earlier page did not answer within {COMMIT_SECONDS:g} s")
-
-    async def _navigate(self, action: Action) -> None:
-        url = _required(action, action.url)
-        if self._is_allowed(url):
-            await self._open_url(url)
-
-    async def _new_tab(self, action: Action) -> None:
-        if action.url is not None and not self._is_allowed(action.url):
-            return
-        if await self._tabs.open_tab() is not None and action.url is not None:
-            await self._open_url(action.url)
-
-    async def _switch_tab(self, action: Action) -> None:
-        await self._tabs.switch_to(_required(action, action.tab))
-
-    async def _close_tab(self, action: Action) -> None:
-        await self._tabs.close_tab(action.tab)
 
     def _is_allowed(self, url: str) -> bool:
         refusal = self._network.refusal_reason(url)
@@ -213,7 +211,7 @@ class ActionExecutor:
         if self._marks is None:
             raise ElementUnavailable(f"element {element_id} is not in the observation: nothing is numbered in it")
         try:
-            return await self._marks.click_point(element_id)
+            return await self._marks.renderer_tree.click_point(self._marks.node(element_id))
         except ElementUnavailable as error:
             raise ElementUnavailable(f"element {element_id} {error}") from None
 

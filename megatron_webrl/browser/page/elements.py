@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 from playwright.async_api import CDPSession
@@ -21,23 +20,12 @@ from megatron_webrl.types import Element
 ELEMENT_NODE, TEXT_NODE = 1, 3  # DOM node types
 MAX_OPTIONS = 20
 MAX_CHARACTERS = 400
-_ROLES = {
-    "A": "link", "AREA": "link", "BUTTON": "button", "INPUT": "textbox", "TEXTAREA": "textbox", "SELECT": "combobox",
-    "SUMMARY": "disclosuretriangle",
-}  # fmt: skip
-_NAMING = ("aria-label", "placeholder", "title", "alt", "value")
 MAX_FRAMES = 30  # inspected; a page with more is full of advertisements
 MAX_NODES = 60_000  # larger documents are not inspected: that would take seconds of CPU time at each step
 MIN_SIDE = 2.0  # pixels; smaller elements cannot be hit
 Box = tuple[float, float, float, float]  # x, y, width, height in pixels of the viewport
 Point = tuple[float, float]
-_EMPTY: dict[str, Any] = {
-    "frameId": -1,
-    "nodes": {"parentIndex": [], "backendNodeId": [], "nodeType": [], "nodeName": [], "nodeValue": []},
-    "layout": {"nodeIndex": [], "bounds": []},
-}  # fmt: skip
 MAX_NAME = 80  # characters of a name, value or option
-MAX_TREE_NODES = 20_000  # larger documents are searched by markup: reading the accessibility tree takes seconds
 CANDIDATES_PER_MARK = 4  # examined per available number; the rest of a huge page is skipped
 INTERACTIVE_ROLES = frozenset({
     "button", "popupbutton", "togglebutton", "link", "tab", "treeitem", "disclosuretriangle",
@@ -69,15 +57,18 @@ class DOMSnapshot:
         self._strings: list[str] = captured["strings"]
         self._documents: list[dict[str, Any]] = captured["documents"]
         self.parent: dict[int, int] = {}
+        self._children: dict[int, list[int]] = {}
+        self._names: dict[int, str] = {}  # of tags, upper case
+        self._texts: dict[int, str] = {}  # of text nodes
         self.document_order: dict[int, int] = {}  # index in document order
-        self.clickable: list[int] = []  # elements with mouse listeners
-        self.clickable_frame_ids: dict[int, str] = {}  # by clickable element
-        self.boxes: dict[int, tuple[float, float, float, float]] = {}  # x, y, width, height in its frame's viewport
-        owners = {
-            document: self._ids(outer)[node]
-            for outer in self._documents
-            for node, document in zip(*_pairs(outer["nodes"].get("contentDocumentIndex")), strict=True)
-        }
+        self.clickable: dict[int, str] = {}  # frame id by element with mouse listeners
+        self.boxes: dict[int, Box] = {}  # in its frame's viewport
+        owners = {}  # frame element by index of its document
+        for outer in self._documents:
+            inner = outer["nodes"].get("contentDocumentIndex", {"index": (), "value": ()})
+            owners |= {
+                document: self._ids(outer)[node] for node, document in zip(inner["index"], inner["value"], strict=True)
+            }
         for index, document in enumerate(self._documents):
             self._read(document, owners.get(index))
         root = self._documents[0]
@@ -92,7 +83,12 @@ class DOMSnapshot:
 
     def text(self, node: int) -> str:
         """The text of an element in document order, shortened."""
-        return " ".join(self._texts(node))[:MAX_CHARACTERS]
+        text = ""
+        for child in self._descendants(node):
+            text = f"{text} {' '.join(self._texts.get(child, '').split())}".strip()
+            if len(text) > MAX_CHARACTERS:
+                break
+        return text[:MAX_CHARACTERS]
 
     def options(self, node: int) -> tuple[str, ...]:
         """The first MAX_OPTIONS labels of a <select>; empty for other elements."""
@@ -101,30 +97,22 @@ class DOMSnapshot:
         options = [child for child in self._descendants(node) if self._names.get(child) == "OPTION"]
         return tuple(self.text(option).strip() for option in options[:MAX_OPTIONS])
 
-    def elements_by_markup(self) -> Iterator[tuple[int, str, str, str]]:
-        """Yield node, frame, role and name of the elements that tag or role attribute mark as interactive."""
-        for document in self._documents:
-            frame = self._string(document["frameId"])
-            for node, flat in zip(self._ids(document), document["nodes"].get("attributes", ()), strict=False):
-                attributes = {self._string(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
-                role = self._string(attributes.get("role", -1)) or _ROLES.get(self._names[node], "")
-                if role:
-                    name = next((self._string(attributes[key]) for key in _NAMING if key in attributes), "")
-                    yield node, frame, role, name
-
     def _read(self, document: dict[str, Any], owner: int | None) -> None:
         nodes, ids = document["nodes"], self._ids(document)
         first = len(self.document_order)
         for index, (node, parent) in enumerate(zip(ids, nodes["parentIndex"], strict=True)):
             self.document_order[node] = first + index
+            self._names[node] = self._string(nodes["nodeName"][index]).upper()
+            if nodes["nodeType"][index] == TEXT_NODE:
+                self._texts[node] = self._string(nodes["nodeValue"][index])
             above = ids[parent] if parent >= 0 else owner
             if above is not None:
                 self.parent[node] = above
+                self._children.setdefault(above, []).append(node)
         frame = self._string(document["frameId"])
         for index in nodes.get("isClickable", {}).get("index", ()):
             if nodes["nodeType"][index] == ELEMENT_NODE:
-                self.clickable.append(ids[index])
-                self.clickable_frame_ids[ids[index]] = frame
+                self.clickable[ids[index]] = frame
         left, top = document.get("scrollOffsetX", 0), document.get("scrollOffsetY", 0)
         layout = document["layout"]
         for index, (x, y, width, height) in zip(layout["nodeIndex"], layout["bounds"], strict=True):
@@ -137,52 +125,12 @@ class DOMSnapshot:
     def _string(self, index: int) -> str:
         return self._strings[index] if index >= 0 else ""
 
-    @cached_property
-    def _names(self) -> dict[int, str]:
-        return {
-            node: self._string(name).upper()
-            for document in self._documents
-            for node, name in zip(self._ids(document), document["nodes"]["nodeName"], strict=True)
-        }
-
-    @cached_property
-    def _values(self) -> dict[int, str]:
-        return {
-            node: self._string(value)
-            for document in self._documents
-            for node, kind, value in zip(
-                self._ids(document), document["nodes"]["nodeType"], document["nodes"]["nodeValue"], strict=True
-            )
-            if kind == TEXT_NODE
-        }
-
-    @cached_property
-    def _children(self) -> dict[int, list[int]]:
-        children: dict[int, list[int]] = {}
-        for node in sorted(self.parent, key=self.document_order.__getitem__):
-            children.setdefault(self.parent[node], []).append(node)
-        return children
-
     def _descendants(self, node: int) -> Iterator[int]:
         stack = [node]
         while stack:
             current = stack.pop()
             yield current
             stack += reversed(self._children.get(current, ()))
-
-    def _texts(self, node: int) -> Iterator[str]:
-        length = 0
-        for child in self._descendants(node):
-            text = " ".join(self._values.get(child, "").split())
-            if text:
-                yield text
-                length += len(text)
-            if length > MAX_CHARACTERS:
-                return
-
-
-def _pairs(sparse: dict[str, list[int]] | None) -> tuple[list[int], list[int]]:
-    return (sparse["index"], sparse["value"]) if sparse else ([], [])
 
 
 class ElementUnavailable(Exception):
@@ -210,13 +158,16 @@ class RendererView:
         self.cdp, self.parent = cdp, parent
         self.children: dict[int, RendererView] = {}  # by the backend node id of the frame element
         self.left = self.top = 0.0  # of its viewport within the page's
-        self.loader_ids: dict[str, str] = {}  # by frame id
-        self.root_frame_id = ""
-        self.snapshot = DOMSnapshot({"strings": [], "documents": [_EMPTY]})
+        self.loader_ids: dict[str, str]  # by frame id
+        self.root_frame_id: str
+        self.snapshot: DOMSnapshot
 
     async def refresh(self) -> None:
         """Capture the documents. Raises PageTooLarge, PlaywrightError if the renderer or its frame element is gone."""
-        await self._check_size()
+        if await self._count_nodes() > MAX_NODES:
+            await self.cdp.send("HeapProfiler.collectGarbage")  # nodes of closed documents do not count
+            if (nodes := await self._count_nodes()) > MAX_NODES:
+                raise PageTooLarge(f"elements cannot be found in a page of {nodes} nodes; {MAX_NODES} are the most")
         tree, captured = await asyncio.gather(
             self.cdp.send("Page.getFrameTree"), self.cdp.send("DOMSnapshot.captureSnapshot", {"computedStyles": []})
         )
@@ -229,14 +180,7 @@ class RendererView:
             self.left, self.top = self.parent.left + x, self.parent.top + y
             self.parent.children[owner] = self
 
-    async def _check_size(self) -> None:
-        if await self._nodes() > MAX_NODES:
-            await self.cdp.send("HeapProfiler.collectGarbage")  # nodes of closed documents do not count
-            nodes = await self._nodes()
-            if nodes > MAX_NODES:
-                raise PageTooLarge(f"elements cannot be found in a page of {nodes} nodes; {MAX_NODES} are the most")
-
-    async def _nodes(self) -> int:
+    async def _count_nodes(self) -> int:
         return int((await self.cdp.send("Memory.getDOMCounters"))["nodes"])
 
     async def boxes(self, node: int) -> list[Box]:
@@ -288,16 +232,16 @@ class RendererTree:
                 views[frame] = parent
                 continue
             view = RendererView(session, parent)
-            tree.views.append(view)
             try:
                 await view.refresh()
-                views[frame] = view
-            except (PlaywrightError, PageTooLarge):
-                continue  # not displayed, closed in the meantime, or too large
+            except (PlaywrightError, PageTooLarge):  # not displayed, closed in the meantime, or too large
+                await asyncio.gather(session.detach(), return_exceptions=True)
+                continue
+            tree.views.append(view)
+            views[frame] = view
         return tree
 
     async def close(self) -> None:
-        """Detach from the other renderers."""
         await asyncio.gather(*(view.cdp.detach() for view in self.views[1:]), return_exceptions=True)
 
     async def hit_test(self, x: float, y: float) -> DOMNode | None:
@@ -332,8 +276,7 @@ class RendererTree:
     async def click_point(self, node: DOMNode) -> Point:
         """A point at which an element can be hit now. Raises ElementUnavailable with a message for the agent."""
         try:
-            for view in reversed(list(_outwards(node.view))):  # the position of a frame depends on its parent's
-                await view.refresh()
+            await _refresh_inwards(node.view)
         except PageTooLarge:
             raise ElementUnavailable("cannot be found again: the page has grown too large") from None
         except PlaywrightError:
@@ -381,15 +324,13 @@ class RendererTree:
         return left, top, right - left, bottom - top
 
 
-def _outwards(view: RendererView) -> Iterator[RendererView]:
-    current: RendererView | None = view
-    while current is not None:
-        yield current
-        current = current.parent
+async def _refresh_inwards(view: RendererView) -> None:
+    if view.parent is not None:
+        await _refresh_inwards(view.parent)  # the position of a frame depends on its parent's
+    await view.refresh()
 
 
 def _points(box: Box) -> Sequence[Point]:
-    """The centre of a box, then the centres of its quarters."""
     x, y, width, height = box
     quarters = [(x + width * a, y + height * b) for b in (0.25, 0.75) for a in (0.25, 0.75)]
     return [(x + width / 2, y + height / 2), *quarters]
@@ -411,11 +352,6 @@ class _Candidate:
     value: str
     states: tuple[str, ...]
 
-    @property
-    def lacks_role(self) -> bool:
-        """Whether it is a candidate only because of a mouse listener or because it can be focused."""
-        return self.role not in INTERACTIVE_ROLES
-
 
 class Marks:
     """The numbered elements of one observation; numbers are valid for that observation only."""
@@ -429,14 +365,6 @@ class Marks:
         if number not in self._nodes:
             raise ElementUnavailable("is not in the observation")
         return self._nodes[number]
-
-    async def click_point(self, number: int) -> Point:
-        """A point in pixels at which an element can be hit now. Raises ElementUnavailable."""
-        return await self.renderer_tree.click_point(self.node(number))
-
-    async def close(self) -> None:
-        """Detach from the renderers."""
-        await self.renderer_tree.close()
 
 
 async def find_marks(tab: Tab, size: tuple[int, int], limit: int) -> Marks:
@@ -461,20 +389,9 @@ async def find_marks(tab: Tab, size: tuple[int, int], limit: int) -> Marks:
 
 async def _view_candidates(view: RendererView) -> list[_Candidate]:
     """The candidates of a view, by accessibility tree and mouse listeners, in document order."""
-    if len(view.snapshot.document_order) > MAX_TREE_NODES:
-        return await asyncio.to_thread(_candidates, view, _from_markup(view))
     frames = list(view.loader_ids)[:MAX_FRAMES]
     trees = await asyncio.gather(*(_tree(view, frame) for frame in frames))
     return await asyncio.to_thread(_candidates, view, dict(zip(frames, trees, strict=True)))
-
-
-def _from_markup(view: RendererView) -> dict[str, list[dict[str, Any]]]:
-    """Substitute for the accessibility trees, by frame: entries built from the markup."""
-    trees: dict[str, list[dict[str, Any]]] = {}
-    for node, frame, role, name in view.snapshot.elements_by_markup():
-        entry = {"backendDOMNodeId": node, "role": {"value": role}, "name": {"value": name}}
-        trees.setdefault(frame, []).append(entry)
-    return trees
 
 
 def _candidates(view: RendererView, trees: dict[str, list[dict[str, Any]]]) -> list[_Candidate]:
@@ -488,11 +405,9 @@ def _candidates(view: RendererView, trees: dict[str, list[dict[str, Any]]]) -> l
             entries[node] = entry
             if not entry.get("ignored") and _is_interactive(entry):
                 candidates[node] = _candidate(view, frame, node, entry)
-    for node in view.snapshot.clickable:
-        if node not in candidates:
-            entry = entries.get(node, {})
-            if _role(entry) not in _NEVER:
-                candidates[node] = _candidate(view, view.snapshot.clickable_frame_ids[node], node, entry)
+    for node, frame in view.snapshot.clickable.items():
+        if node not in candidates and _role(entries.get(node, {})) not in _NEVER:
+            candidates[node] = _candidate(view, frame, node, entries.get(node, {}))
     order = view.snapshot.document_order
     return sorted(candidates.values(), key=lambda candidate: order[candidate.node.backend_node_id])
 
@@ -538,7 +453,7 @@ def _without_containers(
     return [
         (candidate, box)
         for candidate, box in visible
-        if not candidate.lacks_role
+        if candidate.role in INTERACTIVE_ROLES
         or ((id(candidate.node.view), candidate.node.backend_node_id) not in containers and box[2] * box[3] <= large)
     ]
 
@@ -546,8 +461,10 @@ def _without_containers(
 def _element(number: int, candidate: _Candidate, box: Box) -> Element:
     x, y, width, height = (round(side) for side in box)
     options = candidate.node.view.snapshot.options(candidate.node.backend_node_id)
-    element = Element(number, candidate.role, candidate.name, (x, y, width, height), candidate.value, candidate.states)
-    return replace(element, options=tuple(shorten(option, MAX_NAME) for option in options))
+    return Element(
+        number, candidate.role, candidate.name, (x, y, width, height), candidate.value, candidate.states,
+        tuple(shorten(option, MAX_NAME) for option in options),
+    )  # fmt: skip
 
 
 def _role(entry: dict[str, Any]) -> str:

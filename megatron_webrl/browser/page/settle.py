@@ -130,10 +130,10 @@ async def wait_until_idle(tab: Tab, until: float | None = None, still: bool = Fa
             return SettledPage(title, url, Scroll(*scroll), loading=not loaded)
         if not tab.loaded.is_set():
             continue
-        if tab.pending_requests.idle.is_set() or network_seconds <= 0:
+        if tab.requests_done.is_set() or network_seconds <= 0:
             return SettledPage(title, url, Scroll(*scroll))
         started = clock()
-        await tab.pending_requests.wait_idle(network_seconds)
+        await tab.wait_for_requests(network_seconds)
         network_seconds -= clock() - started
 
 

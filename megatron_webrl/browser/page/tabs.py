@@ -6,6 +6,7 @@ What pages open is answered, adopted or refused, and reported to the agent; endl
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -17,6 +18,8 @@ from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.errors import BrowserError, PageCrashed
 from megatron_webrl.types import OpenTab
+from megatron_webrl.util.text import encodable
+from megatron_webrl.util.text import shorten as text_shorten
 
 MAX_MESSAGE_CHARACTERS = 200
 MAX_MESSAGES = 8
@@ -49,34 +52,27 @@ class StepMessages:
     """Short sentences without duplicates; messages beyond MAX_MESSAGES are only counted."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._omitted = 0
+        self._counts: Counter[str] = Counter()  # "": of the messages that are only counted
 
     def add(self, text: str) -> None:
         """Add a message; whitespace is collapsed, long text shortened."""
         text = shorten(text, MAX_MESSAGE_CHARACTERS)
-        if text in self._counts or len(self._counts) < MAX_MESSAGES:
-            self._counts[text] = self._counts.get(text, 0) + 1
-        else:
-            self._omitted += 1
+        self._counts[text if text in self._counts or len(self._counts) < MAX_MESSAGES else ""] += 1
 
     def clear(self) -> None:
-        """Remove all messages."""
         self._counts.clear()
-        self._omitted = 0
 
     def pop_text(self) -> str:
         """Remove all messages and return them in one line; empty if there are none."""
+        omitted = self._counts.pop("", 0)
         sentences = [text if count == 1 else f"{text} ({count} times)" for text, count in self._counts.items()]
-        text = "; ".join([*sentences, *([f"and {self._omitted} more"] if self._omitted else [])])
         self.clear()
-        return text
+        return "; ".join([*sentences, *([f"and {omitted} more"] if omitted else [])])
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text` on one line of at most `limit` characters."""
-    line = " ".join(text[: 10 * limit].split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    """`text` on one line of at most `limit` characters, which can be encoded."""
+    return encodable(text_shorten(" ".join(text[: 10 * limit].split()), limit))
 
 
 def is_document_replaced(error: PlaywrightError) -> bool:
@@ -110,7 +106,12 @@ class Tab:
         self.closed = asyncio.Event()  # or crashed
         self.loaded = asyncio.Event()
         self.loaded.set()
-        self.pending_requests = PendingRequests(page)
+        self.requests_done = asyncio.Event()  # set unless a request is pending
+        self.requests_done.set()
+        self._pending: set[Request] = set()
+        page.on("request", self._on_request)
+        page.on("requestfinished", self._on_response)
+        page.on("requestfailed", self._on_response)
 
     @classmethod
     async def open(cls, page: Page, on_navigation: Callable[[str], None], on_window: Callable[[], None]) -> Tab:
@@ -149,6 +150,25 @@ class Tab:
             return f"no answer within {seconds:g} s"
         return str(result["errorText"]) if result.get("errorText") else None
 
+    async def wait_for_requests(self, seconds: float) -> None:
+        """Wait until no request is pending; requests still pending after `seconds` are never waited for again."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.requests_done.wait()
+        except TimeoutError:
+            self._pending.clear()
+            self.requests_done.set()
+
+    def _on_request(self, request: Request) -> None:
+        if request.resource_type in AWAITED_RESOURCE_TYPES:
+            self._pending.add(request)
+            self.requests_done.clear()
+
+    def _on_response(self, request: Request) -> None:
+        self._pending.discard(request)
+        if not self._pending:
+            self.requests_done.set()
+
     def _started_loading(self, event: dict[str, str]) -> None:
         if event["frameId"] == self.main_frame:
             self.loaded.clear()
@@ -156,37 +176,6 @@ class Tab:
     def _stopped_loading(self, event: dict[str, str]) -> None:
         if event["frameId"] == self.main_frame:
             self.loaded.set()
-
-
-class PendingRequests:
-    """The unanswered requests of a page."""
-
-    def __init__(self, page: Page) -> None:
-        self._pending: set[Request] = set()
-        self.idle = asyncio.Event()
-        self.idle.set()
-        page.on("request", self._started)
-        page.on("requestfinished", self._ended)
-        page.on("requestfailed", self._ended)
-
-    async def wait_idle(self, seconds: float) -> None:
-        """Wait until no request is pending; requests still pending after `seconds` are never waited for again."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self.idle.wait()
-        except TimeoutError:
-            self._pending.clear()
-            self.idle.set()
-
-    def _started(self, request: Request) -> None:
-        if request.resource_type in AWAITED_RESOURCE_TYPES:
-            self._pending.add(request)
-            self.idle.clear()
-
-    def _ended(self, request: Request) -> None:
-        self._pending.discard(request)
-        if not self._pending:
-            self.idle.set()
 
 
 class Tabs:
@@ -301,7 +290,6 @@ class Tabs:
             self._loss_timer.cancel()
 
     def start_step(self) -> None:
-        """Allow MAX_DIALOGS dialogs again."""
         self._dialogs = 0
 
     def _numbered(self, number: int) -> Tab | None:
@@ -374,7 +362,6 @@ class Tabs:
             self.active = self._tabs[-1]
 
     def _on_navigation_request(self, url: str) -> None:
-        """Report a navigation that Chromium refuses because of its scheme."""
         try:
             scheme = urlsplit(url).scheme.lower()
         except ValueError:

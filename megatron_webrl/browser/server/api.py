@@ -47,18 +47,14 @@ COMMON_RESPONSES: Responses = {  # of every path under API_PREFIX
     400: _error("Invalid request; the error names the field"),
     401: _error("The token is missing or wrong"),
     403: _error("Without a token of the server: Host or Origin is not this machine's"),
+    404: _error("No such path; of a demonstration: the environment has no scripted policy"),
+    409: _error("There is no episode, another operation is running, or the scripted policy failed"),
+    410: _error("The lease is unknown or has ended"),
     413: _error("The body is too large"),
+    502: _error("The browser failed, outcome names the failure; the episode has ended"),
+    503: _error("Every session is leased; retry after Retry-After seconds"),
     "4XX": _error("Other invalid requests"),  # in place of FastAPI's own 422, which is answered as 400
 }
-_BUSY: Responses = {
-    503: _error("Every session is leased")
-    | {"headers": {"Retry-After": {"description": "Seconds until the next request", "schema": {"type": "integer"}}}}
-}
-_ENDED: Responses = {410: _error("The lease is unknown or has ended")}
-_NO_EPISODE: Responses = {**_ENDED, 409: _error("There is no episode, or another operation is running")}
-_EPISODE: Responses = {
-    **_NO_EPISODE, 502: _error("The browser failed, outcome names the failure; the episode has ended")
-}  # fmt: skip
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _OBSERVATION: Responses = {
     200: {
@@ -89,30 +85,29 @@ def server_app(server: BrowserServer, token: Token | None) -> FastAPI:
     if token is not None:  # the middleware checks it; this documents it
         value = f"The value of {token.variable}"
         routes.dependencies.append(Depends(HTTPBearer(scheme_name=CLIENT, description=value, auto_error=False)))
-    _add_leases(routes, server)
-    _add_episodes(routes, server)
+    _add_protected(routes, server)
     app.include_router(routes)
     _add_public(app, server)
     return app
 
 
-def _add_leases(routes: APIRouter, server: BrowserServer) -> None:
-    @routes.post("/leases", status_code=201, responses=_BUSY)
+def _add_protected(routes: APIRouter, server: BrowserServer) -> None:
+    @routes.post("/leases", status_code=201)
     async def lease(body: Annotated[protocol.LeaseRequest, Body()]) -> protocol.Lease:
         """Lease a session."""
         return server.create_lease(body)
 
-    @routes.get("/leases/{lease}", responses=_ENDED)
+    @routes.get("/leases/{lease}")
     async def look(lease: str) -> protocol.LeaseState:
         """State of a lease: state, task, page, steps, time left, refused requests."""
         return server.find_lease(lease).describe()
 
-    @routes.post("/leases/{lease}/renew", responses=_ENDED)
+    @routes.post("/leases/{lease}/renew")
     async def renew(lease: str) -> protocol.Lease:
         """Restart the lease's lifetime."""
         return server.renew_lease(lease)
 
-    @routes.delete("/leases/{lease}", status_code=204, responses=_ENDED)
+    @routes.delete("/leases/{lease}", status_code=204)
     async def release(lease: str) -> None:
         """End a lease and its episode."""
         await server.release_lease(lease)
@@ -127,29 +122,25 @@ def _add_leases(routes: APIRouter, server: BrowserServer) -> None:
         """State of the server."""
         return server.state()
 
-
-def _add_episodes(routes: APIRouter, server: BrowserServer) -> None:
-    @routes.post("/leases/{lease}/reset", responses={**_OBSERVATION, **_EPISODE})
+    @routes.post("/leases/{lease}/reset", responses=_OBSERVATION)
     async def reset(lease: str, body: Annotated[protocol.ResetRequest, Body()], request: Request) -> Response:
         """Open a task in a fresh browser context; ends the current episode."""
         return _observation(request, await server.reset(lease, body, _disconnected(request)))
 
-    @routes.post("/leases/{lease}/step", responses={**_OBSERVATION, **_EPISODE})
+    @routes.post("/leases/{lease}/step", responses=_OBSERVATION)
     async def step(lease: str, action: Annotated[protocol.StepRequest, Body()], request: Request) -> Response:
         """Execute an action and wait until the page is idle."""
         return _observation(request, await server.step(lease, action, _disconnected(request)))
 
-    @routes.get("/leases/{lease}/screenshot", response_class=Response, responses={**_IMAGE, **_NO_EPISODE})
+    @routes.get("/leases/{lease}/screenshot", response_class=Response, responses=_IMAGE)
     async def screenshot(lease: str) -> Response:
         """The latest screenshot of the episode."""
         image = server.latest_observation(lease).screenshot
         return Response(image, media_type=image_type(image), headers={"Cache-Control": "no-store"})
 
-    no_policy: Responses = {404: _error("The environment has no scripted policy")}
-
-    @routes.get("/leases/{lease}/demonstration", responses={**no_policy, **_EPISODE})
+    @routes.get("/leases/{lease}/demonstration")
     async def demonstration(lease: str, request: Request, premature_submit: bool = False) -> Action:
-        """The next action of the scripted policy, or of one that submits too early; 409 also if the policy fails."""
+        """The next action of the scripted policy, or of one that submits too early."""
         return await server.demonstration(lease, premature_submit, _disconnected(request))
 
 
@@ -221,27 +212,19 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 # Status page: plain HTML without scripts or external resources
 
-_STYLE = (
-    "body{font:14px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;width:100%;margin:.5em 0 2em}"
-    "td{text-align:left;padding:.25em .75em;border-bottom:1px solid #ddd;vertical-align:top}"
-)
+_STYLE = "body{font:14px/1.5 sans-serif;margin:2em;color:#222}td{padding:.25em .75em;border-bottom:1px solid #ddd}"
 
 
 def _status_page(server: BrowserServer) -> str:
     """Sessions of a browser server. Needs no token, so it shows neither lease ids nor page addresses."""
-    leases = [lease.describe() for lease in server.active_leases()]
     rows: list[Sequence[str]] = [("session", "state", "owner", "task", "steps", "failure", "expires in")]
-    rows += [
-        (
-            str(number), "waiting for the client" if state.state == "waiting" else state.state, state.owner,
-            "" if state.task is None else f"{state.task.source}/{state.task.environment}", str(state.steps),
-            state.outcome or "", f"{state.seconds_left:.0f} s",
-        )
-        for number, state in enumerate(leases, 1)
-    ]  # fmt: skip
+    for number, lease in enumerate(server.active_leases(), 1):
+        state = "waiting for the client" if lease.state == "waiting" else lease.state
+        task = f"{lease.task.source}/{lease.task.environment}" if lease.task else ""
+        left = f"{lease.seconds_left:.0f} s"
+        rows.append((str(number), state, lease.owner, task, str(lease.steps), lease.outcome or "", left))
     table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    text = f"{len(leases)} of {server.limits.sessions} sessions leased. Clients reach this server at {server.url}."
+    text = f"{len(rows) - 1} of {server.limits.sessions} sessions leased. Clients reach this server at {server.url}."
     return (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
         f"<title>Browser server</title><style>{_STYLE}</style><h1>Browser server</h1><p>{escape(text)}</p>"

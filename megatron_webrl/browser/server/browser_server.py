@@ -88,7 +88,6 @@ class LeaseSession:
         return f"the lease has expired: neither used nor renewed for {self.seconds:g} s"
 
     def describe(self) -> protocol.LeaseState:
-        """The state of lease and episode."""
         seen = self.observation
         return protocol.LeaseState(
             state=self.state, seconds_left=round(self.seconds_left, 3), owner=self.owner, task=self.task,
@@ -151,7 +150,6 @@ class LeaseSession:
         return self._session
 
     async def _fail(self, error: BaseException) -> None:
-        """Return the browser context to the pool, but keep task and observation for state queries."""
         self._session, self.state = None, "crashed"
         self.outcome = error.outcome if isinstance(error, BrowserError) else "cancelled"
         await self._open.aclose()
@@ -220,7 +218,6 @@ class BrowserServer:
         await self._end_lease(self.find_lease(lease_id), "the lease has been released")
 
     def state(self) -> protocol.ServerState:
-        """The state of the server."""
         return protocol.ServerState(self.limits.sessions, self._free, self._spec, tuple(self._leases))
 
     # Episodes
@@ -231,21 +228,22 @@ class BrowserServer:
         """Begin an episode. Raises BrowserError, RequestRefused, InvalidRequest."""
         lease = self.find_lease(lease_id)
         task = self.catalog.resolve_task(request)
-        observation = await self._timed("reset", lease, lease.reset(task), disconnected)
+        observation = await self._operate("reset", lease, lease.reset(task), disconnected)
         self.metrics.episodes.labels(task.source).inc()
         return observation
 
     async def step(self, lease_id: str, action: Action, disconnected: WaitForDisconnect) -> Observation:
         """Execute an action. Raises BrowserError, RequestRefused, InvalidRequest."""
         lease = self.find_lease(lease_id)
-        observation = await self._timed("step", lease, lease.step(action), disconnected)
+        observation = await self._operate("step", lease, lease.step(action), disconnected)
         self.metrics.steps.inc()
         return observation
 
     async def demonstration(self, lease_id: str, premature_submit: bool, disconnected: WaitForDisconnect) -> Action:
         """The next action of the task's scripted policy. Raises BrowserError, RequestRefused, ScriptedPolicyError."""
         lease = self.find_lease(lease_id)
-        return await self._operate(lease, lease.demonstration(self.catalog, premature_submit), disconnected)
+        work = lease.demonstration(self.catalog, premature_submit)
+        return await self._operate("demonstration", lease, work, disconnected)
 
     async def health_problem(self) -> str | None:
         """Why the server cannot work; None if it can."""
@@ -263,20 +261,9 @@ class BrowserServer:
             raise no_episode()
         return lease.observation
 
-    async def _timed(
+    async def _operate(
         self, name: str, lease: LeaseSession, work: Coroutine[Any, Any, T], disconnected: WaitForDisconnect
     ) -> T:
-        started = time.monotonic()
-        try:
-            result = await self._operate(lease, work, disconnected)
-        except BrowserError as error:
-            self.metrics.errors.labels(error.outcome).inc()
-            log.warning("%s of %s failed, %s: %s", name, lease.owner or "a lease", error.outcome, error)
-            raise
-        self.metrics.operation_seconds.labels(name).observe(time.monotonic() - started)
-        return result
-
-    async def _operate(self, lease: LeaseSession, work: Coroutine[Any, Any, T], disconnected: WaitForDisconnect) -> T:
         """Run one operation of a lease; cancel it if the client disconnects or the lease is released. The lease's
         lifetime restarts when it begins and when it ends, but not when its client has disconnected.
         """
@@ -285,6 +272,7 @@ class BrowserServer:
             message = "another operation of this lease is running; wait for its response"
             raise RequestRefused(protocol.STATUS_CONFLICT, message)
         lease.renew()
+        started = time.monotonic()
         running = lease.running = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(disconnected())
         try:
@@ -297,12 +285,18 @@ class BrowserServer:
             if running.cancelled():
                 self.find_lease(lease.id)  # raises if the lease has ended
                 raise RequestRefused(protocol.STATUS_CONFLICT, "the operation was cancelled")
-            return running.result()
+            result = running.result()
+        except BrowserError as error:
+            self.metrics.errors.labels(error.outcome).inc()
+            log.warning("%s of %s failed, %s: %s", name, lease.owner or "a lease", error.outcome, error)
+            raise
         finally:
             leaving.cancel()
             running.cancel()
             await asyncio.gather(running, leaving, return_exceptions=True)
             lease.running = None
+        self.metrics.operation_seconds.labels(name).observe(time.monotonic() - started)
+        return result
 
     # End of leases
 

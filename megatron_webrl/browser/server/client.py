@@ -37,7 +37,7 @@ REQUEST_TIMEOUT_SECONDS = 15.0  # of a short request: lease, renewal, release, s
 CONNECT_TIMEOUT_SECONDS = 5.0
 AWAY_SECONDS = 5.0  # for which a server that did not answer gets no request for a lease
 KEEPALIVE_SECONDS = 10.0  # of idle connections; servers keep theirs longer, lest a closed one looks like a dead server
-INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 5.0
+INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.2, 5.0
 
 T = TypeVar("T")
 AddressProvider = Callable[[], Sequence[str]]  # returns the current addresses, which change if servers are restarted
@@ -58,13 +58,9 @@ class LeaseLost(BrowserError):
 
 
 class BrowserBusy(BrowserError):
-    """Every session is leased. `retry_after` is the delay in seconds that the server asked for."""
+    """Every session is leased."""
 
     outcome = "browser_busy"
-
-    def __init__(self, message: str, retry_after: float = 0.0) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
 
 
 class BrowserClient:
@@ -153,8 +149,8 @@ class BrowserClient:
         while True:
             try:
                 return await self._request_lease_anywhere()
-            except BrowserBusy as busy:
-                delay = max(_backoff(attempt), busy.retry_after * random.uniform(1.0, 1.5))
+            except BrowserBusy:
+                delay = _backoff(attempt)
                 if time.monotonic() + delay > deadline:
                     raise
             with suppress(TimeoutError):
@@ -203,7 +199,7 @@ class BrowserClient:
             self._leave_out(address)
             raise ServerUnreachable(f"{address} cannot be reached: {first_line(error)}") from error
         if reply.status >= 300:
-            raise _failure(address, path, reply.status, content, reply.headers.get("Retry-After"))
+            raise _failure(address, path, reply.status, content)
         return content
 
     def _leave_out(self, address: str) -> None:
@@ -213,7 +209,7 @@ class BrowserClient:
 
     async def _request_lease_anywhere(self) -> tuple[protocol.Lease, str]:
         """Try all servers that are not away once. Raises BrowserBusy if none has a free session."""
-        addresses, problem, retry_after = self._sorted_addresses(), "no server has started", 0.0
+        addresses, problem = self._sorted_addresses(), "no server has started"
         for address in addresses:
             if address in self._free:
                 self._free[address] -= 1  # until the answer, lest simultaneous callers choose the same server
@@ -225,14 +221,12 @@ class BrowserClient:
                 raise
             except BrowserBusy as busy:
                 self._free[address] = 0
-                problem, retry_after = str(busy), max(retry_after, busy.retry_after)
+                problem = str(busy)
             except BrowserError as error:
                 self._leave_out(address)
                 problem = str(error)
         servers = ", ".join(addresses) or "servers to start"
-        raise BrowserBusy(
-            f"no browser within {self._wait_seconds:.0f} s; waited for {servers}; last: {problem}", retry_after
-        )
+        raise BrowserBusy(f"no browser within {self._wait_seconds:.0f} s; waited for {servers}; last: {problem}")
 
     def _sorted_addresses(self) -> list[str]:
         """The addresses to ask for a lease: most free sessions first, ties at random; all if all are away."""
@@ -349,7 +343,7 @@ class RemoteSession:
         return response
 
     async def _keep_lease(self) -> None:
-        """Renew the lease whenever a third of its lifetime has passed without a request, until that fails for good."""
+        """Renew the lease whenever a third of its lifetime has passed without a request, until it is lost."""
         third, attempt = self.lease.seconds / 3, 0
         while True:
             await asyncio.sleep(_backoff(attempt - 1) if attempt else self._last_contact + third - time.monotonic())
@@ -360,29 +354,18 @@ class RemoteSession:
                 attempt = 0
             except (ConfigError, ValueError, BrowserError) as error:
                 attempt += 1
+                log.info("cannot renew the lease of %s: %s", self.task and self.task.id, error)
                 late = time.monotonic() > self._last_contact + self.lease.seconds
-                final = late or not isinstance(error, BrowserError) or isinstance(error, LeaseLost)
-                level = logging.WARNING if final or isinstance(error, BrowserCrashed) else logging.INFO
-                log.log(level, "cannot renew the lease of %s: %s", self.task and self.task.id, error)
-                if final:
+                if late or not isinstance(error, BrowserError) or isinstance(error, LeaseLost):
                     return  # the next operation raises it again
 
 
-def to_browser_error(error: protocol.ErrorResponse) -> BrowserError:
-    """The error that the session on the server raised; an unknown outcome is kept."""
-    outcome = error.outcome or BrowserError.outcome
-    failure = _BY_OUTCOME.get(outcome, BrowserError)(error.error)
-    failure.outcome = outcome
-    return failure
-
-
-def _failure(server: str, path: str, status: int, content: bytes, retry_after: str | None) -> Exception:
+def _failure(server: str, path: str, status: int, content: bytes) -> Exception:
     """The exception for a response with an error status."""
     try:
         error = protocol.load(protocol.ErrorResponse, content)
     except protocol.ProtocolError:
-        text = content[:200].decode("utf-8", "replace").strip()
-        error = protocol.ErrorResponse(text.splitlines()[0] if text else "no reason given")
+        error = protocol.ErrorResponse(content[:200].decode("utf-8", "replace").partition("\n")[0])
     text = f"{server} answered {status}: {error.error}"
     if status == 401:
         return ConfigError(f"{server} refuses the token; set {protocol.TOKEN_VARIABLE} to that of the server")
@@ -393,12 +376,12 @@ def _failure(server: str, path: str, status: int, content: bytes, retry_after: s
     if status in (404, protocol.STATUS_LEASE_EXPIRED):
         return LeaseLost(text)
     if status == protocol.STATUS_BUSY:
-        seconds = 0.0
-        with suppress(ValueError):  # a date, which no server of ours sends
-            seconds = max(0.0, float(retry_after or 0.0))
-        return BrowserBusy(text, seconds)
-    if status == protocol.STATUS_BROWSER_FAILED:
-        return to_browser_error(error)
+        return BrowserBusy(text)
+    if status == protocol.STATUS_BROWSER_FAILED:  # as on the server; an unknown outcome is kept
+        outcome = error.outcome or BrowserError.outcome
+        failure = _BY_OUTCOME.get(outcome, BrowserError)(error.error)
+        failure.outcome = outcome
+        return failure
     return ValueError(text) if status < 500 else BrowserError(text)
 
 

@@ -22,7 +22,6 @@ from gymnasium import spaces
 from PIL import Image
 
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.browser.page.keys import is_key_chord
 from megatron_webrl.browser.page.observer import MAX_MARKS
 from megatron_webrl.browser.page.tabs import MAX_TABS
 from megatron_webrl.browser.server import protocol
@@ -75,7 +74,6 @@ class TextSpace(spaces.Space[str]):
         return "".join(_LETTERS[number] for number in letters)
 
     def contains(self, x: Any) -> bool:
-        """Whether `x` is a text."""
         return isinstance(x, str)
 
     def __eq__(self, other: object) -> bool:
@@ -103,24 +101,19 @@ class ActionSpace(TextSpace):
         return json.dumps({"kind": kind, **({"time": 0.0} if kind == "wait" else {}), **fields})
 
     def contains(self, x: Any) -> bool:
-        """Whether `x` is the JSON of an executable action."""
+        """Whether `x` is the JSON of an action of these kinds; the server refuses one without a required field."""
         try:
-            action = self.parse(x)
+            return bool(self.parse(x))
         except ValueError:
             return False
-        return action.kind != "key" or is_key_chord(action.text or "")
 
     def parse(self, text: Any) -> Action:
-        """Parse and validate an action. Raises ValueError that names the invalid field."""
+        """Parse an action. Raises ValueError that names the invalid field."""
         if not isinstance(text, str):
             raise ValueError(f"an action is the JSON of one, not a {type(text).__name__}")
         action = protocol.load(protocol.StepRequest, text.encode())
         if action.kind not in self.kinds:
             raise ValueError(f"kind: {action.kind} is not one of {', '.join(self.kinds)}")
-        for field in _REQUIRED.get(action.kind, ()):
-            names = _POINTS.get(field, (field,))
-            if all(getattr(action, name) is None for name in names):
-                raise ValueError(f"{' or '.join(names)}: {action.kind} needs it")
         return action
 
     def _sample_field(self, field: str, kind: str) -> Iterator[tuple[str, Any]]:
@@ -175,10 +168,11 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         render_mode: str | None = None, **browser: Any,
     ) -> None:  # fmt: skip
         """`servers`: addresses as for `BrowserClient`, with their token; None starts a local browser server.
-        `browser`: settings of `BrowserConfig`; servers must agree. Raises ConfigError, BrowserError, ProcessError.
+        `browser`: settings of `BrowserConfig` for the local server. Raises ConfigError, BrowserError, ProcessError.
         """
-        if render_mode not in (None, "rgb_array"):
-            raise ConfigError(f"render_mode={render_mode!r} is not rgb_array")
+        if servers is not None and browser:
+            name, value = next(iter(browser.items()))
+            raise ConfigError(f"{name}={value} has no effect with servers={servers}: start them with browser.{name}")
         self.render_mode = render_mode
         self._request = protocol.ResetRequest(source=source, environment=environment)
         self._max_steps = max_steps
@@ -201,8 +195,6 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
                 addresses, token, step_seconds=step_seconds, wait_seconds=wait_seconds, owner=f"{source}/{environment}"
             )))  # fmt: skip
             spec = self._run(self._session.spec())
-            if self._local is None:
-                _check_spec(spec, browser, self._session.address)
         except BaseException:
             self.close()
             raise
@@ -239,7 +231,8 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         fields, info = self._fields(observation), self._info()
         if ended == judge.STEPS_EXHAUSTED and self._steps < self._max_steps:
             return fields, 0.0, False, False, info
-        reference = self._session.task.answer if self._session.task is not None else None
+        assert self._session.task is not None
+        reference = self._session.task.answer
         outcome = judge.outcome(observation.reward, ended, reference, answer)
         self._observation = None
         terminated = outcome in TRAINABLE_OUTCOMES and ended != judge.STEPS_EXHAUSTED
@@ -326,17 +319,6 @@ def register() -> None:
             chosen = {"source": source, "environment": environment}
             entry_point = "megatron_webrl.browser.server.gym:WebEnv"
             gymnasium.register(f"webrl/{source}.{environment}-v0", entry_point=entry_point, kwargs=chosen)
-
-
-def _check_spec(spec: protocol.SessionSpec, browser: dict[str, Any], server: str) -> None:
-    for name, value in browser.items():
-        if not hasattr(spec, name):
-            raise ConfigError(
-                f"browser.{name} is a setting of browser server {server}; leave it out, or start it with it"
-            )
-        actual = getattr(spec, name)
-        if (tuple(value) if isinstance(actual, tuple) else value) != actual:
-            raise ConfigError(f"browser server {server} has browser.{name}={actual}, not {value}; start one with it")
 
 
 def _pixels(screenshot: bytes) -> np.ndarray:

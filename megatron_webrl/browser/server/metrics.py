@@ -56,9 +56,11 @@ class _PoolCollector(Collector):
         for name, value in self._pool.gauges().items():
             yield GaugeMetricFamily(f"{PREFIX}_pool_{name}", name.replace("_", " "), value=value)
         totals = self._pool.egress_proxy.totals
-        replayed, connections = "Page requests that recordings answered", "Connections to servers that were attempted"
-        yield CounterMetricFamily(f"{PREFIX}_requests_replayed", replayed, value=totals.replayed)
-        yield CounterMetricFamily(f"{PREFIX}_connections", connections, value=totals.connections)
+        for name, text, count in (
+            ("requests_replayed", "Page requests that recordings answered", totals.replayed),
+            ("connections", "Connections to servers that were attempted", totals.connections),
+        ):
+            yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=count)
         text = "Page requests that were refused"
         refused = CounterMetricFamily(f"{PREFIX}_requests_refused", text, labels=["reason"])
         for reason, count in dict(totals.refused).items():

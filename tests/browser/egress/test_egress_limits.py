@@ -247,7 +247,7 @@ async def test_refusals_are_counted_per_episode_and_in_total() -> None:
     await ask(two, get("http://b.example/"))
     assert one.refused == {"not_declared": 1}
     assert two.refused == {"not_declared": 1, "metadata": 1}
-    assert proxy.refused == {"not_declared": 2, "metadata": 1}
+    assert proxy.totals.refused == {"not_declared": 2, "metadata": 1}
     assert two.take_errors("http://b.example/page") == [
         "b.example:80 is not one of the allowed places: none (browser.open_web=false)"
     ]

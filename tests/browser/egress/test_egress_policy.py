@@ -16,6 +16,7 @@ from megatron_webrl.browser.egress.egress_policy import (
     EgressPolicy,
     Endpoint,
     declared_endpoints,
+    declared_target,
     machine_addresses,
     normalize_host,
     parse_endpoint,
@@ -335,12 +336,14 @@ def test_a_star_in_a_declared_host_stands_for_part_of_its_label() -> None:
     rules = EgressPolicy.from_config(BrowserConfig())
     for host in ("shop-1.localhost", "SHOP-abc.localhost.", "shop.localhost"):
         assert reason(rules, f"http://{host}/", shops) is None
-        assert shops[split_url(f"http://{host}/")[1]] == Endpoint("127.0.0.1", 8000)
+        assert declared_target(shops, split_url(f"http://{host}/")[1]) == Endpoint("127.0.0.1", 8000)
     for host in ("shop-.localhost", "shop-1.a.localhost", "a.shop-1.localhost", "shop-1.localhost:81",
                  "wiki-1.localhost", "shop-1.localhost.example", "shop-1-localhost", "shop-1"):  # fmt: skip
         assert reason(rules, f"http://{host}/", shops) == "not_declared"
     assert reason(rules, "http://shop-*.localhost/", {}) == "bad_host"
-    assert list(declared_endpoints(["http://shop-*.localhost"], {})) == [Endpoint("shop-*.localhost", 80)]
+    own = declared_endpoints(["http://shop-*.localhost"], {})
+    assert list(own) == [Endpoint("shop-*.localhost", 80)]
+    assert declared_target(own, Endpoint("shop-1.localhost", 80)) == Endpoint("shop-1.localhost", 80)
 
 
 def test_a_denied_host_is_denied_among_declared_ones_too() -> None:

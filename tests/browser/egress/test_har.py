@@ -14,7 +14,7 @@ import pytest
 from playwright.async_api import Page
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.egress.har import HAR_MEMBER, READ_REQUEST_HEADERS, har_name, request_key
+from megatron_webrl.browser.egress.har import HAR_MEMBER, READ_REQUEST_HEADERS, ReplayRequest, RequestKey, har_name
 from megatron_webrl.browser.errors import NotRecorded
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
@@ -149,11 +149,15 @@ async def test_a_recording_has_no_credentials_of_requests_and_leaves_nothing_bes
 
 async def test_requests_with_different_bodies_are_different(tmp_path: Path) -> None:
     form = "multipart/form-data; boundary={}"
-    first = request_key("POST", "http://a.test/#x", form.format("b1"), b"--b1 word --b1")
-    assert first == request_key("POST", "http://a.test/", form.format("b2"), b"--b2 word --b2")
-    assert first != request_key("POST", "http://a.test/", form.format("b2"), b"--b2 another --b2")
-    assert first != request_key("PUT", "http://a.test/", form.format("b1"), b"--b1 word --b1")
-    assert request_key("GET", "http://a.test/?1", "", None) != request_key("GET", "http://a.test/?2", "", None)
+
+    def key(method: str, url: str, boundary: str = "", body: bytes | None = None) -> RequestKey:
+        return ReplayRequest(method, url, form.format(boundary), body).key
+
+    first = key("POST", "http://a.test/#x", "b1", b"--b1 word --b1")
+    assert first == key("POST", "http://a.test/", "b2", b"--b2 word --b2")
+    assert first != key("POST", "http://a.test/", "b2", b"--b2 another --b2")
+    assert first != key("PUT", "http://a.test/", "b1", b"--b1 word --b1")
+    assert key("GET", "http://a.test/?1") != key("GET", "http://a.test/?2")
 
 
 async def test_contradictory_settings_and_missing_folders_are_refused_at_once(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from aiohttp import web
 
 from megatron_webrl.browser.errors import BrowserError, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.server import client, protocol
-from megatron_webrl.browser.server.client import BrowserBusy, BrowserClient, ServerUnreachable, to_browser_error
+from megatron_webrl.browser.server.client import BrowserClient, ServerUnreachable
 from megatron_webrl.config.browser import BrowserConfig, parse_server_addresses
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.types import Action, Observation
@@ -48,23 +47,6 @@ async def server(answer: Callable[[web.Request], Awaitable[web.StreamResponse]])
     await site.start()
     yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
     await runner.cleanup()
-
-
-async def test_retries_of_a_lease_request_respect_retry_after() -> None:
-    asked: list[float] = []
-
-    async def busy(request: web.Request) -> web.Response:
-        if request.path.endswith("/state"):
-            return server_state()
-        asked.append(time.monotonic())
-        return web.Response(status=503, text='{"error": "full"}', headers={"Retry-After": "1"})
-
-    async with server(busy) as url, BrowserClient(url, "", wait_seconds=4.0) as browsers:
-        with pytest.raises(BrowserBusy, match="answered 503: full"):
-            async with browsers.session():
-                raise AssertionError("there is no place")
-    assert 2 <= len(asked) <= 4
-    assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(asked))
 
 
 def server_state(free: int = 1) -> web.Response:
@@ -190,11 +172,13 @@ async def test_a_step_is_never_sent_twice_and_ends_within_its_timeout() -> None:
 
 
 def test_outcomes_become_browser_errors() -> None:
-    found = to_browser_error(protocol.ErrorResponse("the renderer has ended", "page_crashed"))
-    assert (type(found), str(found), found.outcome) == (PageCrashed, "the renderer has ended", "page_crashed")
-    unknown = to_browser_error(protocol.ErrorResponse("struck by lightning", "lightning"))
-    assert (type(unknown), unknown.outcome, BrowserError.outcome) == (BrowserError, "lightning", "browser_error")
-    assert to_browser_error(protocol.ErrorResponse("?")).outcome == "browser_error"
+    for outcome, kind in (("page_crashed", PageCrashed), ("lightning", BrowserError), (None, BrowserError)):
+        body = protocol.dump(protocol.ErrorResponse("the renderer has ended", outcome))
+        found = client._failure("http://node7:8700", "/v1/leases/x/step", protocol.STATUS_BROWSER_FAILED, body)
+        assert isinstance(found, BrowserError)
+        named = outcome or "browser_error"
+        assert (type(found), str(found), found.outcome) == (kind, "the renderer has ended", named)
+    assert BrowserError.outcome == "browser_error"
 
 
 @pytest.mark.parametrize("address", ["", "node7:8700", "http://", "ftp://node7", "http://node7/v1", "http://node7:x"])

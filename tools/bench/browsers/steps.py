@@ -14,7 +14,7 @@ from typing import Any
 from playwright.async_api import Browser
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.page.observer import ScreenshotDigest
+from megatron_webrl.browser.page.observer import pixels_differ
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action
@@ -84,7 +84,7 @@ async def measure_steps(amount: BrowserBenchSize, seed: int) -> Section:
 async def _in_turn(session: Session, bare: BarePlaywright, amount: BrowserBenchSize) -> tuple[Samples, Samples]:
     """Milliseconds of each part of a step by kind and contestant, and of pixel comparisons by kind."""
     parts, compared = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-    before = ScreenshotDigest(await bare.settled_screenshot())
+    before = await bare.settled_screenshot()
     for turn, kind in itertools.product(range(amount.rounds * amount.steps), CLICK_KINDS):
         for contestant in rotated(("bare", "session"), turn):
             started = time.perf_counter()
@@ -92,10 +92,9 @@ async def _in_turn(session: Session, bare: BarePlaywright, amount: BrowserBenchS
                 screenshot, seconds = await bare.step(*to_pixels(CLICK_KINDS[kind]))
                 total = time.perf_counter() - started
                 started = time.perf_counter()
-                picture = ScreenshotDigest(screenshot)
-                differs = await asyncio.to_thread(picture.differs, before)
+                differs = await asyncio.to_thread(pixels_differ, screenshot, before)
                 compared[kind].append(1e3 * (time.perf_counter() - started))
-                before = picture
+                before = screenshot
             else:
                 seen = await session.step(Action("left_click", CLICK_KINDS[kind]))
                 total = time.perf_counter() - started
