@@ -30,14 +30,17 @@ class Claimer:
             return []
         claimed, self._claimed = self._claimed, []
         if room > len(claimed):
-            self._start(self._claim, room - len(claimed))
+            self._start(lambda: self._claim(room - len(claimed)))
         return claimed
 
     def put_back(self) -> None:
         """Let others claim the items of the last claim: the caller cannot use them now. Call this until it can."""
         if not self._is_busy() and self._claimed:
-            claimed, self._claimed = self._claimed, []
-            self._start(self._return, [item for item, *_ in claimed])
+            items, self._claimed = [item for item, *_ in self._claimed], []
+            self._start(lambda: self._control.run("give_back", self._queue, self._owner, items))
+
+    def _claim(self, count: int) -> None:
+        self._claimed = self._control.claim(self._queue, self._owner, count, self._sharers, CLAIM_SECONDS)
 
     def _is_busy(self) -> bool:
         if self._thread is not None and self._thread.is_alive():
@@ -46,18 +49,12 @@ class Claimer:
             raise self._error
         return False
 
-    def _start(self, request: Callable[[Any], None], argument: Any) -> None:
+    def _start(self, request: Callable[[], object]) -> None:
         def run() -> None:
             try:
-                request(argument)
+                request()
             except Exception as error:  # raised by the next call
                 self._error = error
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
-
-    def _claim(self, count: int) -> None:
-        self._claimed = self._control.claim(self._queue, self._owner, count, self._sharers, CLAIM_SECONDS)
-
-    def _return(self, items: list[int]) -> None:
-        self._control.run("give_back", self._queue, self._owner, items)

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_webrl.control.clock import ClockOffset
 from megatron_webrl.control.connection import LOST_SECONDS, Connection, ControlLost, JobEnded, JobFailed
-from megatron_webrl.control.facts import FactFollower, Reports, no_reports
+from megatron_webrl.control.facts import FactFollower, Reports
 from megatron_webrl.control.liveness import VIEWED
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketClaim
@@ -55,7 +55,6 @@ class ControlClient:
         self.host, self.port = self._connection.address.host, self._connection.address.port
         relay_port = int(os.environ.get(RELAY_VARIABLE, "0")) if relay_port is None else relay_port
         self._facts = FactFollower(Connection(address_file, role, lost_seconds), relay_port)
-        self._lock = threading.Lock()  # of the report
         self._reported: dict[str, Any] = {"sender": f"{os.getpid()}-{time.monotonic_ns()}"}  # fields of each report
         self._progress = 0
         self._rollouts: Callable[[], str] | None = None  # of a worker
@@ -67,13 +66,10 @@ class ControlClient:
 
     def start_heartbeat(self) -> None:
         """Send heartbeats, once a second or as often as the service asks, from a daemon thread until `close`."""
-        self._start_following(self._report)
+        self.follow_facts(self._report)
 
-    def follow_facts(self) -> None:
-        """Follow facts without a heartbeat, for a process that is no role."""
-        self._start_following(no_reports)
-
-    def _start_following(self, reports: Callable[[], Reports]) -> None:
+    def follow_facts(self, reports: Callable[[], Reports] = dict) -> None:
+        """Follow facts, by default without a heartbeat, for a process that is no role."""
         self._follows.set()
         self._facts.follow(_ALWAYS, reports)
         threading.Thread(target=self._follow, args=(reports,), name="heartbeat", daemon=True).start()
@@ -86,8 +82,7 @@ class ControlClient:
             self._lost = error
 
     def _report(self) -> Reports:
-        with self._lock:
-            report = dict(self._reported)
+        report = dict(self._reported)
         if self._progress:
             report["progress"] = f"{os.getpid()}:{self._progress}"
         if self._rollouts is not None and self._facts.facts.get(VIEWED, (0, None))[1] is not None:
@@ -103,31 +98,29 @@ class ControlClient:
     def report_status(self, status: str) -> None:
         """Publish this role's status line for the dashboard, with the next heartbeat."""
         self.report_progress()
-        with self._lock:
-            self._reported["status"] = status
-
-    def service_clock(self) -> ClockOffset | None:
-        """How far the service's clock is ahead of this machine's; None before the first exchange."""
-        return self._facts.clock.best()
+        self._reported["status"] = status
 
     def report_load(self, load: dict[str, Any]) -> None:
         """Publish running sums of this role's engine, with the next heartbeat."""
-        with self._lock:
-            self._reported["load"] = load
+        self._reported["load"] = load
 
     def report_rollouts(self, encode: Callable[[], str]) -> None:
         """Publish what `encode` returns with each heartbeat while someone looks at the rollouts."""
         self.get_json(VIEWED)
         self._rollouts = encode
 
-    def role_reports(self) -> dict[str, dict[str, Any]]:
-        """What each role last reported (liveness.py). One request."""
-        reports: dict[str, dict[str, Any]] = self.job_status()["roles"]
-        return reports
+    def service_clock(self) -> ClockOffset | None:
+        """How far the service's clock is ahead of this machine's; None before the first exchange."""
+        return self._facts.clock.best()
 
     def job_status(self) -> dict[str, Any]:
         """The whole job at a glance: the answer to GET /status of server.py. One request."""
         return self._connection.status()
+
+    def role_reports(self) -> dict[str, dict[str, Any]]:
+        """What each role last reported (liveness.py). One request."""
+        reports: dict[str, dict[str, Any]] = self.job_status()["roles"]
+        return reports
 
     def status_of(self, role: str) -> str:
         """The last status line of a role. One request."""
@@ -189,7 +182,7 @@ class ControlClient:
 
     def give_up_worker(self, worker: str, reason: str) -> None:
         """Supervisor: let the job continue without a worker; other workers run its tickets, and it ends itself."""
-        self._run(["give_up_worker", worker, reason])
+        self.run("give_up_worker", worker, reason)
 
     def given_up_workers(self) -> dict[str, str]:
         """The reason by worker given up, in order."""
@@ -201,7 +194,7 @@ class ControlClient:
 
     def request_stop(self, outcome: str = STOPPED) -> None:
         """Request the end after the current update, with a checkpoint. STOPPED replaces others, not vice versa."""
-        self._run(["put" if outcome == STOPPED else "put_if_absent", "stop", outcome])
+        self.run("put" if outcome == STOPPED else "put_if_absent", "stop", outcome)
 
     def stop_requested(self) -> bool:
         """Whether a stop was requested."""
@@ -214,7 +207,7 @@ class ControlClient:
     def end_job(self, outcome: str) -> None:
         """End the job for every role; the first outcome counts. Outcomes in CLEAN_JOB_OUTCOMES are no failure."""
         with suppress(ControlLost):  # without a control service every role exits anyway
-            self._run(["put_if_absent", "end", {"outcome": outcome, "role": self.role}], seconds=END_SECONDS)
+            self.run("put_if_absent", "end", {"outcome": outcome, "role": self.role}, seconds=END_SECONDS)
 
     def job_end(self) -> dict[str, str] | None:
         """{"outcome", "role"} of the job's end, or None while it runs."""
@@ -230,12 +223,12 @@ class ControlClient:
             yield
         finally:
             with suppress(ControlLost):
-                self._run(["put", "keep_alive", None], seconds=END_SECONDS)
+                self.run("put", "keep_alive", None, seconds=END_SECONDS)
 
     def shutdown(self) -> None:
         """Let the control service exit without lingering."""
         with suppress(ControlLost):  # it has exited
-            self._run(["put", "shutdown", True], seconds=END_SECONDS)
+            self.run("put", "shutdown", True, seconds=END_SECONDS)
 
     def close(self) -> None:
         """Stop the heartbeat."""
@@ -245,7 +238,7 @@ class ControlClient:
 
     def start_ticket_epoch(self, restart_epoch: int, version: int, tickets: Mapping[int, TaskReference]) -> None:
         """Trainer: issue the first tickets of a restart epoch, which resumes from a policy version."""
-        self._run(["start_epoch", restart_epoch, version, list(tickets.items())])
+        self.run("start_epoch", restart_epoch, version, list(tickets.items()))
 
     def ticket_epoch_count(self) -> int:
         """Number of the job's ticket epochs; 0 until the trainer has started the first."""
@@ -255,7 +248,7 @@ class ControlClient:
 
     def issue_tickets(self, tickets: Mapping[int, TaskReference]) -> None:
         """Trainer: let workers claim these tickets, too, after the others."""
-        self._run(["append", TICKETS, list(tickets.items())])
+        self.run("append", TICKETS, list(tickets.items()))
 
     def rewind_tickets(self) -> tuple[list[tuple[int, int]], dict[int, TaskReference], int]:
         """Trainer: take back the tickets that were never claimed, and stop claims until `start_ticket_epoch`.
@@ -263,7 +256,7 @@ class ControlClient:
         Returns restart epoch and version of each epoch of the job, the tasks of the open tickets, and the lowest
         ticket that was never issued.
         """
-        found = self._run(["rewind_tickets"])
+        found = self.run("rewind_tickets")
         tasks = {ticket: TaskReference(*task) for ticket, task in found["open"]}
         return [(epoch, version) for epoch, version in found["epochs"]], tasks, found["end"]
 
@@ -277,11 +270,11 @@ class ControlClient:
 
     def unfinished_claims(self) -> list[TicketClaim]:
         """Worker: tickets that earlier instances of this role claimed and did not close, in order."""
-        return list(map(TicketClaim.from_json, self._run(["claims_of", TICKETS, self.role])))
+        return list(map(TicketClaim.from_json, self.run("claims_of", TICKETS, self.role)))
 
     def close_ticket(self, ticket: int) -> None:
         """Worker: close a ticket, whose group is completely in the ring."""
-        self._run(["close", TICKETS, ticket])
+        self.run("close", TICKETS, ticket)
 
     # -- other queues -----------------------------------------------------------------------------
 
@@ -292,23 +285,23 @@ class ControlClient:
         items: list[Any] = self._send([["claim", queue, owner, count, sharers]], wait_seconds=wait_seconds)[0]
         return items
 
-    def run(self, *command: Any) -> Any:
-        """Run another command of the state machine (state.py); returns its reply. Raises ValueError if it fails."""
-        return self._run(list(command))
+    def run(self, *command: Any, seconds: float | None = None) -> Any:
+        """Run a command of the state machine (state.py); returns its reply. Raises ValueError if it fails."""
+        return self._send([command], seconds)[0]
 
     # -- values -----------------------------------------------------------------------------------
 
     def put_json(self, key: str, value: object) -> None:
         """Store a JSON value; None removes it."""
-        self._run(["put", key, value])
+        self.run("put", key, value)
 
     def put_if_absent(self, key: str, value: object) -> Any:
         """Store a JSON value unless there is one; returns the stored value."""
-        return self._run(["put_if_absent", key, value])
+        return self.run("put_if_absent", key, value)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, initially 0; returns the sum."""
-        return int(self._run(["add", key, amount]))
+        return int(self.run("add", key, amount))
 
     def add_all(self, amounts: Mapping[str, int]) -> list[int]:
         """Add to several numbers at once; returns the sums in the same order."""
@@ -320,7 +313,7 @@ class ControlClient:
             value = self._ask(key)
         else:
             if key not in self._facts.facts:
-                self._facts.follow([key], no_reports)
+                self._facts.follow([key])
             elif self._lost is not None:
                 raise JobFailed(str(self._lost)) from self._lost
             value = self._facts.facts[key][1]
@@ -339,9 +332,6 @@ class ControlClient:
     def _ask(self, key: str, seconds: float | None = None) -> Any:
         fields = {"keys": [key]}
         return self._connection.sync(make_fields=lambda: fields, seconds=seconds)["facts"][key][1]
-
-    def _run(self, command: Sequence[Any], seconds: float | None = None) -> Any:
-        return self._send([command], seconds)[0]
 
     def _send(
         self, commands: Sequence[Sequence[Any]], seconds: float | None = None, wait_seconds: float = 0.0

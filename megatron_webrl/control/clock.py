@@ -48,10 +48,10 @@ class ServiceClock:
         """Take in an exchange; `times`: as `stamp` made them, None from a relay that has no estimate yet."""
         if times is None:
             return
-        received, answered = float(times["received"]), float(times["answered"])
+        received, answered = times["received"], times["answered"]
         offset = ((received - sent) + (answered - arrived)) / 2
         round_trip = max(0.0, (arrived - sent) - (answered - received))
-        self._offsets.append(ClockOffset(str(times["clock"]), arrived, offset, round_trip / 2 + float(times["error"])))
+        self._offsets.append(ClockOffset(times["clock"], arrived, offset, round_trip / 2 + times["error"]))
 
     def best(self) -> ClockOffset | None:
         """The estimate with the smallest error among the last exchanges; None before the first one."""
@@ -59,17 +59,16 @@ class ServiceClock:
         newest = [each for each in offsets if each.clock == offsets[-1].clock]  # the service may be on another machine
         return min(newest, key=lambda each: each.error, default=None)
 
-    def stamp(self, received: float) -> dict[str, Any] | None:
-        """The times of an answer by the service's clock, for a relay; None without an estimate."""
-        if (best := self.best()) is None:
-            return None
-        return _stamp(best.clock, received + best.offset, time.monotonic() + best.offset, best.error)
+
+def stamp(received: float, estimate: ClockOffset | None) -> dict[str, Any] | None:
+    """The times of an answer to a request that came at `received`, by the service's clock; None without an estimate."""
+    if estimate is None:
+        return None
+    now = time.monotonic() + estimate.offset
+    times = {"received": received + estimate.offset, "answered": now}
+    return times | {"clock": estimate.clock, "error": estimate.error}
 
 
-def stamp(received: float) -> dict[str, Any]:
-    """The times of the service's own answer to a request that it received at `received`."""
-    return _stamp(clock_identity(), received, time.monotonic(), 0.0)
-
-
-def _stamp(clock: str, received: float, answered: float, error: float) -> dict[str, Any]:
-    return {"clock": clock, "received": received, "answered": answered, "error": error}
+def own_clock() -> ClockOffset:
+    """The estimate of the service itself."""
+    return ClockOffset(clock_identity(), 0.0, 0.0, 0.0)

@@ -9,13 +9,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from megatron_webrl.control.address import ControlAddress
+from megatron_webrl.util import atomic_file
 
+FILE = "control.json"  # in the run's folder: address and token of the service
 LOST_SECONDS = 300.0  # time without an answer after which a role gives up; a service that is restarted loses nothing
 ATTEMPT_SECONDS = 10.0  # limit of one attempt, beyond the time that the request may wait for
 LONGEST_PAUSE_SECONDS = 1.0  # between attempts
@@ -33,18 +34,45 @@ class ControlLost(JobFailed):
     """The control service of the job does not answer."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class ControlAddress:
+    """Where the control service of a job listens: control.json in the run's folder, which only its user can read."""
+
+    host: str
+    port: int
+    pid: int
+    job_id: str
+    token: str  # that every request must carry
+
+    @classmethod
+    def read(cls, path: Path) -> ControlAddress | None:
+        """Read the file; None without a valid one."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            fields = json.loads(path.read_text())
+            return cls(fields["host"], int(fields["port"]), int(fields["pid"]), fields["job_id"], fields["token"])
+        return None
+
+    def write(self, path: Path) -> None:
+        """Write the file atomically, for its user only."""
+        atomic_file.write_json(path, asdict(self), mode=0o600)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the address can be reached only from the machine itself."""
+        return self.host.startswith("127.") or self.host in ("localhost", "::1")
+
+
 class _Line:
     """A socket, and the stream of its numbered requests."""
 
-    http: http.client.HTTPConnection | None = None
-    stream: str = field(default_factory=lambda: secrets.token_hex(8))
-    number: int = 0
+    def __init__(self) -> None:
+        self.http: http.client.HTTPConnection | None = None
+        self.stream, self.number = secrets.token_hex(8), 0
 
     def close(self) -> None:
         if self.http is not None:
             self.http.close()
-            self.http = None
+        self.http = None
 
 
 class Connection:
@@ -82,7 +110,7 @@ class Connection:
             numbered = {"stream": f"{self.role}-{line.stream}", "number": line.number, "commands": commands}
             return make_fields() | {"wait": wait_seconds} | (numbered if commands else {})
 
-        answer = self._request("POST", "/sync", make_body, wait_seconds, seconds)
+        answer = self._request("/sync", seconds, make_body, wait_seconds)
         for reply in answer["replies"]:
             if isinstance(reply, dict) and "error" in reply:
                 raise ValueError(f"the control service refused a command: {reply['error']}")
@@ -96,12 +124,11 @@ class Connection:
 
     def status(self, seconds: float | None = None) -> dict[str, Any]:
         """The job at a glance. Raises ControlLost."""
-        return self._request("GET", "/status", None, 0.0, seconds)
+        return self._request("/status", seconds)
 
     def rollouts(self, episodes: Sequence[str], seconds: float | None = None) -> dict[str, Any]:
         """What each rollout does; workers write these episodes to files for a while. Raises ControlLost."""
-        query = urlencode([("episode", each) for each in episodes])
-        return self._request("GET", f"/rollouts?{query}", None, 0.0, seconds)
+        return self._request(f"/rollouts?{urlencode([('episode', each) for each in episodes])}", seconds)
 
     def close(self) -> None:
         """Close the idle sockets; a later request opens another one."""
@@ -110,11 +137,10 @@ class Connection:
 
     def _request(
         self,
-        method: str,
         path: str,
-        make_body: Callable[[_Line], dict[str, Any]] | None,
-        wait: float,
         seconds: float | None,
+        make_body: Callable[[_Line], dict[str, Any]] | None = None,
+        wait: float = 0.0,
     ) -> dict[str, Any]:
         line = _Line()
         with suppress(IndexError):
@@ -126,7 +152,7 @@ class Connection:
             left = started + limit - time.monotonic()
             content = None if make_body is None else json.dumps(make_body(line), allow_nan=False)
             try:
-                answer = self._attempt(line, method, path, content, wait + min(ATTEMPT_SECONDS, max(left, 0.1)))
+                answer = self._attempt(line, path, content, wait + min(ATTEMPT_SECONDS, max(left, 0.1)))
             except (OSError, http.client.HTTPException) as error:
                 line.close()
                 if time.monotonic() - started + pause > limit:
@@ -138,7 +164,7 @@ class Connection:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _attempt(self, line: _Line, method: str, path: str, content: str | None, timeout: float) -> dict[str, Any]:
+    def _attempt(self, line: _Line, path: str, content: str | None, timeout: float) -> dict[str, Any]:
         if line.http is None:
             self.address = ControlAddress.read(self.address_file)
             if self.address is None:
@@ -150,14 +176,12 @@ class Connection:
         if line.http.sock is not None:
             line.http.sock.settimeout(timeout)
         headers = {"Authorization": f"Bearer {self.address.token}", "Content-Type": "application/json"}
-        line.http.request(method, path, content, headers)
+        line.http.request("GET" if content is None else "POST", path, content, headers)
         response = line.http.getresponse()
         data = response.read()
         if response.status == http.client.BAD_REQUEST:
             raise ValueError(f"{self.role}: {json.loads(data)['error']}")
-        if response.status == http.client.UNAUTHORIZED:  # at the address in the file of an earlier job
-            raise http.client.HTTPException("another job answers")
-        if response.status != http.client.OK:
+        if response.status != http.client.OK:  # 401: at the address in the file of an earlier job
             raise http.client.HTTPException(f"it answers {response.status}: {data[:200].decode(errors='replace')}")
         answer: dict[str, Any] = json.loads(data)
         return answer
@@ -165,7 +189,7 @@ class Connection:
     def _failure(self, limit: float, error: Exception) -> str:
         if self.address is None:
             return f"cannot reach the control service within {limit:.0f} s: {error}"
-        place = f"the control service at {self.address.host}:{self.address.port}"
-        place = f"the relay at 127.0.0.1:{self._relay_port}" if self._relay_port else place
+        relayed = f"the relay at 127.0.0.1:{self._relay_port}"
+        place = relayed if self._relay_port else f"the control service at {self.address.host}:{self.address.port}"
         reason = "it does not answer" if isinstance(error, socket.timeout) else getattr(error, "strerror", "") or error
         return f"lost {place}: no answer within {limit:.0f} s ({reason})"

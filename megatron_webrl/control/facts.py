@@ -9,14 +9,14 @@ the service: of two values the one with the newer revision counts, whichever ser
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import secrets
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from megatron_webrl.control.clock import ServiceClock
@@ -34,10 +34,6 @@ Json = Any
 Change = tuple[str, Json, int]  # key, value, revision
 Body = Mapping[str, Any]
 Reports = dict[str, tuple[float, dict[str, Any]]]  # by role: the heartbeat's age in seconds, and the report
-
-
-def no_reports() -> Reports:
-    return {}
 
 
 class FactFeed:
@@ -65,23 +61,21 @@ class FactFeed:
 
     async def wait(self, body: Body) -> None:
         """Wait until the sender lacks a change, or follows another fact, as long as it asks."""
-        session = str(body.get("session"))
+        session, keys = str(body.get("session")), body.get("keys", ())
         if body.get("new") and session in self._sessions:
             self._wake([self._sessions[session]])
-        if "keys" not in body or not (seconds := wait_seconds(body)) or self._news(body):
+        if not keys or not (seconds := wait_seconds(body)) or self._news(body):
             return
         event = self._sessions[session] = asyncio.Event()
-        for key in body["keys"]:
+        for key in keys:
             self._waiting[key].add(event)
         try:
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await event.wait()
         finally:
-            for key in body["keys"]:
+            for key in keys:
                 self._waiting[key].discard(event)
-                if not self._waiting[key]:
-                    del self._waiting[key]
             if self._sessions.get(session) is event:
                 del self._sessions[session]
 
@@ -101,7 +95,7 @@ class FactFeed:
     def _read(self, key: str) -> tuple[int, Json]:
         return self.facts.get(key) or (self.first_revision, None)
 
-    def _wake(self, events: Sequence[asyncio.Event] | set[asyncio.Event]) -> None:
+    def _wake(self, events: Iterable[asyncio.Event]) -> None:
         idle = not self._to_wake
         self._to_wake += [event for event in events if not event.is_set()]
         if idle and self._to_wake:
@@ -145,7 +139,7 @@ class FactFollower:
         self._session = secrets.token_hex(8)
         self._lock = threading.Lock()
 
-    def follow(self, new: Sequence[str], reports: Callable[[], Reports], wait: float = 0.0) -> None:
+    def follow(self, new: Sequence[str] = (), reports: Callable[[], Reports] = dict, wait: float = 0.0) -> None:
         """Send reports, and wait up to `wait` seconds for news; `new`: facts to follow, too. Raises ControlLost."""
         if self._relay is not None and time.monotonic() >= self._ask_relay_at:
             try:

@@ -58,6 +58,7 @@ class Journal:
         self.path = path
         self.error: str | None = None  # of the failed write
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        atomic_file.fsync(path.parent)
         self._appended = self._synced = 0  # requests
         self._compact_at = os.fstat(self._file).st_size + COMPACT_BYTES  # size of the file
         self._syncing = asyncio.Lock()

@@ -34,12 +34,14 @@ class RoleReport:
 
 
 class Liveness:
-    """Reports by role."""
+    """Reports by role, and what is looked at."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds  # run.heartbeat_timeout_seconds
         self.roles: dict[str, RoleReport] = {}
         self._checked_at: float | None = None
+        self._viewed_until = float("-inf")
+        self._episodes: dict[str, float] = {}  # until when each is looked at
 
     def report(self, role: str, heard_at: float, fields: dict[str, Any]) -> None:
         """Take in a heartbeat with the fields of RoleReport that have changed.
@@ -69,17 +71,7 @@ class Liveness:
             for known in self.roles.values():
                 known.heard_at = min(now, known.heard_at + paused)
                 known.progress_at = min(now, known.progress_at + paused)
-        return {
-            role: known.cleared for role, known in self.roles.items() if now - known.heard_at > self.timeout_seconds
-        }
-
-    def rollouts(self, now: float) -> dict[str, tuple[float, str]]:
-        """By worker that is alive: the age of its report in seconds, and its rollouts; no worker that reports none."""
-        return {
-            role: (round(now - known.heard_at, 3), known.rollouts)
-            for role, known in self.roles.items()
-            if known.rollouts and not known.cleared and now - known.heard_at <= self.timeout_seconds
-        }
+        return {role: each.cleared for role, each in self.roles.items() if now - each.heard_at > self.timeout_seconds}
 
     def to_json(self, now: float) -> dict[str, dict[str, Any]]:
         """By role: its report, with ages in seconds instead of times."""
@@ -96,27 +88,24 @@ class Liveness:
             for role, known in self.roles.items()
         }
 
-
-class Viewers:
-    """Whether workers report their rollouts, and which unfinished episodes they write to files.
-
-    Not durable: viewers ask again within a second. Without viewers workers report nothing.
-    """
-
-    def __init__(self) -> None:
-        self._until = float("-inf")
-        self._episodes: dict[str, float] = {}  # until when each is looked at
+    def rollouts(self, now: float) -> dict[str, tuple[float, str]]:
+        """By worker that is alive: the age of its report in seconds, and its rollouts; no worker that reports none."""
+        return {
+            role: (round(now - known.heard_at, 3), known.rollouts)
+            for role, known in self.roles.items()
+            if known.rollouts and not known.cleared and now - known.heard_at <= self.timeout_seconds
+        }
 
     def look(self, now: float, episodes: Iterable[str]) -> None:
         """Someone looks at the rollouts, and at these episodes, of which the last MAX_EPISODES count."""
-        self._until = now + VIEW_SECONDS
+        self._viewed_until = now + VIEW_SECONDS
         for each in episodes:
             self._episodes.pop(each, None)
-            self._episodes[each] = self._until
+            self._episodes[each] = self._viewed_until
         self._episodes = dict(list(self._episodes.items())[-MAX_EPISODES:])
 
-    def fact(self, now: float) -> dict[str, Any] | None:
-        """The value of VIEWED."""
-        if now > self._until:
+    def viewed(self, now: float) -> dict[str, Any] | None:
+        """The value of VIEWED: without viewers, who ask again within a second, workers report no rollouts."""
+        if now > self._viewed_until:
             return None
         return {"episodes": sorted(each for each, until in self._episodes.items() if now <= until)}

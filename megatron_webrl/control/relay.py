@@ -23,10 +23,11 @@ from typing import Any
 
 from starlette.requests import Request
 
+from megatron_webrl.control.clock import stamp
 from megatron_webrl.control.connection import Connection, ControlLost
-from megatron_webrl.control.facts import Body, Change, FactFeed, FactFollower, Reports, no_reports
+from megatron_webrl.control.facts import Body, Change, FactFeed, FactFollower, Reports
+from megatron_webrl.control.http.access import Token
 from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
-from megatron_webrl.control.http.tokens import Token
 from megatron_webrl.control.server import Unavailable, json_app
 
 log = logging.getLogger(__name__)
@@ -58,11 +59,11 @@ class Relay:
             self._heard |= reports
         if new := [key for key in body["keys"] if key not in self._feed.facts]:
             try:
-                await asyncio.to_thread(self._upstream.follow, new, no_reports)
+                await asyncio.to_thread(self._upstream.follow, new)
             except ControlLost as error:
                 raise Unavailable(str(error)) from error
         await self._feed.wait(body)
-        return self._feed.answer(body, times=self._upstream.clock.stamp(now))
+        return self._feed.answer(body, times=stamp(now, self._upstream.clock.best()))
 
     def follow(self) -> None:
         """Follow the facts of the service until the relay has ended."""
@@ -106,7 +107,7 @@ class RelayThread:
         except ControlLost as error:
             log.warning("no relay: %s", error)
         else:
-            asyncio.run(self._serve(Token("job", self._address_file.name, address.token)))
+            asyncio.run(self._serve(Token(self._address_file.name, address.token)))
 
     async def _serve(self, token: Token) -> None:
         relay = Relay(self._address_file, self._name)

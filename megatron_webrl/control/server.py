@@ -27,15 +27,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_webrl.control import clock
-from megatron_webrl.control.address import ControlAddress
+from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.control.facts import Body, FactFeed, wait_seconds
-from megatron_webrl.control.http.auth_middleware import AuthMiddleware
-from megatron_webrl.control.http.connections import ConnectionLimits
-from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
-from megatron_webrl.control.http.json_bodies import encoded, send_json
-from megatron_webrl.control.http.tokens import Token
+from megatron_webrl.control.http.access import AuthMiddleware, Token, encoded, send_json
+from megatron_webrl.control.http.http_service import ConnectionLimits, ListenAddress, Listener, run_http_server
 from megatron_webrl.control.journal import Journal, restore
-from megatron_webrl.control.liveness import VIEWED, Liveness, Viewers
+from megatron_webrl.control.liveness import VIEWED, Liveness
 from megatron_webrl.control.state import QUERIES, TICKETS, JobState
 
 log = logging.getLogger(__name__)
@@ -45,7 +42,7 @@ LINGER_SECONDS = 10.0  # after that, so that every role reads the outcome
 TICK_SECONDS = 0.1
 MAX_CHANGES = 2**40  # in one life of the service
 MAX_BODY_BYTES = 64 * 2**20
-LIMITS = ConnectionLimits(max_connections=16_384, max_per_address=8192)  # a role has up to three connections
+LIMITS = ConnectionLimits(max_connections=16_384)  # a role has up to three connections
 _INVALID = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # raised for a body of another form
 
 Handler = Callable[[Any, Request], Awaitable[bytes]]  # gets the body, returns the answer
@@ -60,7 +57,7 @@ class ControlService:
 
     def __init__(self, state: JobState, journal: Journal, job_id: str, heartbeat_timeout_seconds: float) -> None:
         self.state, self.journal, self.job_id = state, journal, job_id
-        self.liveness, self._viewers = Liveness(heartbeat_timeout_seconds), Viewers()
+        self.liveness = Liveness(heartbeat_timeout_seconds)
         # Counted in the journal: revisions of facts grow over restarts of the service.
         number, command = state.request_count("service") + 1, ["add", "service/starts", 1]
         starts: int = state.apply("service", number, [command])[0]
@@ -68,8 +65,7 @@ class ControlService:
         self._feed = FactFeed(starts * MAX_CHANGES)
         self._feed.merge([(key, value, self._feed.revision) for key, value in state.facts.items()], 0)
         self._feed.put("job", {"job_id": job_id, "heartbeat_timeout_seconds": heartbeat_timeout_seconds})
-        self._silent: dict[str, bool] = {}  # whether it was cleared, by silent role
-        self._viewed: dict[str, Any] | None = None  # value of VIEWED
+        self._watched: dict[str, Any] = {}  # facts that the liveness of roles has made
         self._free_items: defaultdict[str, asyncio.Condition] = defaultdict(asyncio.Condition)  # by queue
         self.handlers: dict[str, Handler] = {
             "POST /sync": self._sync,
@@ -97,13 +93,13 @@ class ControlService:
         self._hear(body, received)
         if commands := body.get("commands"):
             stream, number = str(body["stream"]), int(body["number"])
-            if await self._has_items(commands, body, lambda: self.state.is_applied(stream, number), request):
+            if await self._has_items(commands, body, lambda: self.state.request_count(stream) >= number, request):
                 replies = await self._apply(stream, number, commands)
             else:
                 replies = [[]]
         else:
             await self._feed.wait(body)
-        return self._feed.answer(body, replies, clock.stamp(received))
+        return self._feed.answer(body, replies, clock.stamp(received, clock.own_clock()))
 
     async def _has_items(self, commands: Any, body: Body, is_applied: Callable[[], bool], request: Request) -> bool:
         """Wait until a claim, which is the only command, finds an item, as long as the request allows.
@@ -133,9 +129,8 @@ class ControlService:
         queue, tickets = state.queues.get(TICKETS), None
         if queue is not None and state.epochs:
             tickets = {"claimed": queue.claimed, "limit": queue.appended, "in_progress": len(queue.owners)}
-        instances = {
-            key.removeprefix("instances/"): n for key, n in state.facts.items() if key.startswith("instances/")
-        }
+        head = "instances/"
+        instances = {key.removeprefix(head): n for key, n in state.facts.items() if key.startswith(head)}
         return encoded(
             {
                 "job_id": self.job_id,
@@ -151,14 +146,14 @@ class ControlService:
 
     async def _rollouts(self, body: None, request: Request) -> bytes:
         now = time.monotonic()
-        self._viewers.look(now, request.query_params.getlist("episode"))
+        self.liveness.look(now, request.query_params.getlist("episode"))
         self._watch(now)
         return encoded({"job_id": self.job_id, "workers": self.liveness.rollouts(now)})
 
     async def _apply(self, stream: str, number: int, commands: Any) -> list[Any]:
         if all(command[0] in QUERIES for command in commands):
             return self.state.query(commands)
-        known = self.state.is_applied(stream, number)
+        known = self.state.request_count(stream) >= number
         replies = self.state.apply(stream, number, commands)
         if not known:
             self.journal.append(stream, number, commands, self.state)
@@ -178,18 +173,18 @@ class ControlService:
         roles = body.get("roles", {})
         for role, (age, report) in roles.items():
             self.liveness.report(role, now - float(age), report)
-        if "clear" in body or not self._silent.keys().isdisjoint(roles):
+        if "clear" in body or any(f"silent/{role}" in self._watched for role in roles):
             self._watch(now)
 
     def _watch(self, now: float) -> None:
-        """Publish which roles are silent and what is looked at."""
-        before, self._silent = self._silent, self.liveness.silent_roles(now)
-        for role in before.keys() | self._silent.keys():
-            if before.get(role) != self._silent.get(role):
-                self._feed.put(f"silent/{role}", self._silent.get(role))
-        viewed, self._viewed = self._viewed, self._viewers.fact(now)
-        if viewed != self._viewed:
-            self._feed.put(VIEWED, self._viewed)
+        """Publish which roles are silent, and whether each was cleared, and what is looked at."""
+        before = self._watched
+        self._watched = {f"silent/{role}": cleared for role, cleared in self.liveness.silent_roles(now).items()}
+        if (viewed := self.liveness.viewed(now)) is not None:
+            self._watched[VIEWED] = viewed
+        for key in before.keys() | self._watched.keys():
+            if before.get(key) != self._watched.get(key):
+                self._feed.put(key, self._watched.get(key))
 
 
 def json_app(handlers: Mapping[str, Handler], token: Token) -> ASGIApp:
@@ -211,8 +206,7 @@ def json_app(handlers: Mapping[str, Handler], token: Token) -> ASGIApp:
             status, content = 400, encoded({"error": f"{type(error).__name__}: {error}"})
         await send_json(send, status, content)
 
-    limits = {"/sync": MAX_BODY_BYTES}
-    return AuthMiddleware(app, [token], lambda _: token.role, limits, lambda message: encoded({"error": message}))
+    return AuthMiddleware(app, token, lambda path: False, lambda text: encoded({"error": text}), MAX_BODY_BYTES)
 
 
 def serve(
@@ -242,7 +236,7 @@ def serve(
     async def run() -> None:
         opened = Journal(journal)
         service = ControlService(state, opened, job_id, heartbeat_timeout_seconds)
-        app = json_app(service.handlers, Token("job", address_file.name, token))
+        app = json_app(service.handlers, Token(address_file.name, token))
         async with run_http_server(app, listener):
             address.write(address_file)
             await service.run(seconds)

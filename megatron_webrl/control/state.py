@@ -11,7 +11,6 @@ replies. The same requests in the same order always give the same state, so a jo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -113,7 +112,7 @@ class JobState:
         self.facts: dict[str, Json] = {}
         self.queues: dict[str, WorkQueue] = {}
         self.epochs: list[tuple[int, int]] = []  # restart epoch and policy version
-        self.streams: OrderedDict[str, tuple[int, list[Json]]] = OrderedDict()
+        self.streams: dict[str, tuple[int, list[Json]]] = {}  # the stream of the last request is the last
         self.changed: set[str] = set()  # keys of facts and names of queues, since the caller has cleared it
 
     def apply(self, stream: str, number: int, commands: Sequence[Sequence[Json]]) -> list[Json]:
@@ -128,10 +127,10 @@ class JobState:
             return replies
         prepared = [_prepare(command) for command in commands]
         replies = [self._run(run, arguments) for run, arguments in prepared]
+        self.streams.pop(stream, None)
         self.streams[stream] = number, replies
-        self.streams.move_to_end(stream)
         if len(self.streams) > MAX_STREAMS:
-            self.streams.popitem(last=False)
+            del self.streams[next(iter(self.streams))]
         return replies
 
     def query(self, commands: Sequence[Sequence[Json]]) -> list[Json]:
@@ -150,10 +149,6 @@ class JobState:
     def request_count(self, stream: str) -> int:
         """Number of a stream's last request; 0 without one."""
         return self.streams.get(stream, (0, []))[0]
-
-    def is_applied(self, stream: str, number: int) -> bool:
-        """Whether a stream's request has been run."""
-        return self.request_count(stream) >= number
 
     def free_items(self, queue: str) -> int:
         """Items of a queue that can be claimed; 0 without this queue."""
@@ -210,7 +205,7 @@ class JobState:
         return name in self.queues and self.queues[name].close(item, value)
 
     def give_back(self, name: str, owner: str, items: list[int]) -> None:
-        """Let open items of an owner be claimed again, because it has ended or cannot use them."""
+        """As WorkQueue.give_back."""
         self._queue(name).give_back(owner, items)
         self.changed.add(name)
 
@@ -271,7 +266,7 @@ class JobState:
         state.facts = content["facts"]
         state.queues = {name: WorkQueue.from_json(fields) for name, fields in content["queues"].items()}
         state.epochs = [(epoch, version) for epoch, version in content["epochs"]]
-        state.streams = OrderedDict((stream, (number, replies)) for stream, number, replies in content["streams"])
+        state.streams = {stream: (number, replies) for stream, number, replies in content["streams"]}
         return state
 
     def _queue(self, name: str) -> WorkQueue:
@@ -285,12 +280,10 @@ class JobState:
 
 
 COMMANDS: dict[str, Callable[..., Json]] = {
-    each.__name__: each
-    for each in (
-        JobState.put, JobState.put_if_absent, JobState.add, JobState.get,
-        JobState.append, JobState.claim, JobState.claims_of, JobState.close, JobState.give_back,
-        JobState.remove_queue, JobState.read_queue, JobState.give_up_worker, JobState.start_epoch,
-        JobState.rewind_tickets,
+    name: getattr(JobState, name)
+    for name in (
+        "put", "put_if_absent", "add", "get", "append", "claim", "claims_of", "close", "give_back", "remove_queue",
+        "read_queue", "give_up_worker", "start_epoch", "rewind_tickets",
     )
 }  # fmt: skip
 QUERIES = frozenset({"get", "claims_of", "read_queue"})

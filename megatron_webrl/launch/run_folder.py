@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.address import ControlAddress
+from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.monitor.control_probe import query
 from megatron_webrl.placement.placement import Placement
 from megatron_webrl.ring.segment import sweep_segments
@@ -75,7 +75,7 @@ def prepared_run_folder(
     fallback = "" if config.evaluation.only else config.trainer.checkpoint.fallback_folder
     with start_launch(folder, environment, fallback) as launch:
         (folder / "logs").mkdir(exist_ok=True)
-        atomic_file.remove_leftovers(folder)
+        atomic_file.remove_leftovers(folder, 0.0)  # nobody else writes in a folder with this lock
         for old in (folder / "summary.json", control_address_path(config)):
             old.unlink(missing_ok=True)
         write_job(config, placement)

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_webrl.control.http.json_bodies import encoded
+from megatron_webrl.control.http.access import encoded
 from megatron_webrl.util.image_type import image_type
 
 CONTENT_POLICY = (

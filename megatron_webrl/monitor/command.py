@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.http.tls import add_tls_options, tls_files
+from megatron_webrl.control.http.access import add_tls_options, tls_files
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,12 +120,12 @@ def _print_timeline(options: argparse.Namespace) -> int:
 
 
 def _serve_pages(options: argparse.Namespace) -> int:
+    from megatron_webrl.control.http.access import read_token
     from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_process
-    from megatron_webrl.control.http.tokens import read_token
     from megatron_webrl.monitor.status import find_run
 
     folders = [find_run(each) for each in options.of]
-    given = read_token("viewer", TOKEN_VARIABLE, "--token-file", options.token_file, "")
+    given = read_token(TOKEN_VARIABLE, "--token-file", options.token_file, "")
     token = secrets.token_urlsafe(24) if given is None else given.value
     tls = tls_files(options)
     try:

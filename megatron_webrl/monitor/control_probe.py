@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.control.address import ControlAddress
-from megatron_webrl.control.connection import Connection, ControlLost
+from megatron_webrl.control.connection import Connection, ControlAddress, ControlLost
 from megatron_webrl.util.text import first_line
 
 QUERY_SECONDS = 2.0  # limit for an answer

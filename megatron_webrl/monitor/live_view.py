@@ -26,8 +26,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_webrl.control.address import FILE
-from megatron_webrl.control.http.json_bodies import encoded
+from megatron_webrl.control.connection import FILE
+from megatron_webrl.control.http.access import encoded
 from megatron_webrl.monitor.access import NO_STORE, image_response, json_response
 from megatron_webrl.monitor.control_probe import query_rollouts
 from megatron_webrl.monitor.episode_view import TokenTexts, episode_json

@@ -18,7 +18,7 @@ from rich.text import Text
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config, RunConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.address import ControlAddress
+from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.monitor import roles as role_table
 from megatron_webrl.monitor.control_probe import describe_tickets, query
 from megatron_webrl.monitor.progress import Progress, expected_end, recent_progress, trained_episodes

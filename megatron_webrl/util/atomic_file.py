@@ -1,8 +1,8 @@
 """Replace a file so that a reader, also one after a crash or a power failure, finds its old or its new content, whole.
 
-The content goes to a temporary file in the same folder, `.NAME.HOST.PID.NUMBER.writing`, is flushed and synced, and the
+The content goes to a temporary file in the same folder, `.NAME.NUMBER.writing`, is flushed and synced, and the
 temporary file is renamed; then the folder is synced. An exception removes the temporary file. What a killed process
-left is removed by `remove_leftovers`, at the next start of whatever uses the folder.
+left is removed by `remove_leftovers`, at a later start of whatever uses the folder.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import errno
 import json
 import logging
 import os
-import re
 import secrets
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,8 +22,7 @@ from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 
-LEFTOVER_SECONDS = 3600.0  # age from which a temporary file of another host counts as left over
-_TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.writing")
+LEFTOVER_SECONDS = 3600.0  # without a write, after which the writer of a temporary file counts as killed
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of file systems on which folders cannot be synced
 
 
@@ -65,7 +62,7 @@ def write_json(path: Path, content: Any, indent: int | None = None, mode: int = 
 
 def temporary_path(path: Path) -> Path:
     """A name for the content of `path` while it is written; no other writer has it."""
-    return path.with_name(f".{path.name[:40]}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}.writing")
+    return path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.writing")
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -94,31 +91,18 @@ def fsync_tree(folder: Path) -> None:
         fsync(Path(path))
 
 
-def remove_leftovers(folder: Path) -> list[str]:
-    """Remove temporary files of killed processes from a folder, not those below it; returns their names.
+def remove_leftovers(folder: Path, seconds: float = LEFTOVER_SECONDS) -> list[str]:
+    """Remove temporary files without a write for `seconds` from a folder, not those below it; returns their names.
 
-    A process of another host counts as killed an hour after its last write. Raises OSError.
+    Raises OSError.
     """
-    left = [entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False) and _is_left(entry)]
-    for entry in left:
-        Path(entry).unlink(missing_ok=True)
-    return sorted(entry.name for entry in left)
-
-
-def _is_left(entry: os.DirEntry[str]) -> bool:
-    match = _TEMPORARY.fullmatch(entry.name)
-    if match is None:
-        return False
-    if match["host"] == _host():
-        return not Path("/proc", match["pid"]).exists()
-    try:
-        return time.time() - entry.stat().st_mtime > LEFTOVER_SECONDS
-    except FileNotFoundError:
-        return False  # its writer has finished
-
-
-def _host() -> str:
-    return socket.gethostname().replace(".", "_")[:40]
+    left = []
+    for path in sorted(folder.glob(".*.writing")):
+        with suppress(FileNotFoundError):  # its writer has finished
+            if path.is_file() and time.time() - path.stat().st_mtime >= seconds:
+                path.unlink()
+                left.append(path.name)
+    return left
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.clock import EXCHANGES, ServiceClock, clock_identity
+from megatron_webrl.control.clock import EXCHANGES, ServiceClock, clock_identity, stamp
 from tests.control.relay_process import relay_process
 from tests.control.service_process import service_process
 from tests.waiting import until
@@ -83,11 +83,11 @@ def test_a_service_on_another_machine_replaces_all_earlier_estimates() -> None:
 
 def test_the_answer_of_a_relay_adds_its_own_error() -> None:
     relay, role = ServiceClock(), ServiceClock()
-    assert relay.stamp(0.0) is None
-    role.add(0.0, relay.stamp(0.0), 0.1)
+    assert stamp(0.0, relay.best()) is None
+    role.add(0.0, stamp(0.0, relay.best()), 0.1)
     assert role.best() is None
     exchange(relay, 10.0, ahead=3.0, there=0.01, back=0.03)
-    times = relay.stamp(20.0)
+    times = stamp(20.0, relay.best())
     assert times is not None
     assert times["received"] == pytest.approx(20.0 + 3.0, abs=0.02)
     role.add(20.0 - 0.001, times | {"answered": times["received"]}, 20.0 + 0.001)

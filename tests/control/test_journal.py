@@ -54,15 +54,19 @@ def test_a_long_journal_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.M
     assert [each.name for each in tmp_path.iterdir()] == ["journal"]
 
 
-def test_a_snapshot_during_a_sync_leaves_nothing_unsynced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journals, "COMPACT_BYTES", 2000)
+@pytest.mark.parametrize("bytes_before_a_snapshot", [2000, 10**6])
+def test_what_is_appended_during_a_sync_needs_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_before_a_snapshot: int
+) -> None:
+    monkeypatch.setattr(journals, "COMPACT_BYTES", bytes_before_a_snapshot)
     started, released, synced = threading.Event(), threading.Event(), []
 
     def sync(descriptor: int, real: Callable[[int], None] = os.fdatasync) -> None:
+        size = os.fstat(descriptor).st_size
         started.set()
         assert released.wait(30)
         real(descriptor)
-        synced.append(os.fstat(descriptor).st_size)
+        synced.append(size)
 
     async def append() -> None:
         opened = Journal(tmp_path / "journal")
@@ -70,9 +74,13 @@ def test_a_snapshot_during_a_sync_leaves_nothing_unsynced(tmp_path: Path, monkey
         opened.append("a", 1, long, JobState())
         running = asyncio.create_task(opened.sync())
         await asyncio.to_thread(started.wait, 30)
-        opened.append("a", 2, long, JobState())  # becomes a snapshot of an empty state
+        opened.append("a", 2, long, JobState())  # becomes a snapshot of an empty state, if one is due
+        waiting = asyncio.create_task(opened.sync())
+        await asyncio.sleep(0)
         released.set()
-        await running
+        await asyncio.gather(running, waiting)
+        if bytes_before_a_snapshot > 2000:
+            assert synced[-1] == (tmp_path / "journal").stat().st_size
         opened.append("a", 3, short, JobState())
         await opened.sync()
         assert synced[-1] == (tmp_path / "journal").stat().st_size

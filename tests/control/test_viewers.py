@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from megatron_webrl.control.liveness import MAX_EPISODES, VIEW_SECONDS, Liveness, Viewers
+from megatron_webrl.control.liveness import MAX_EPISODES, VIEW_SECONDS, Liveness
 
 
 def test_a_job_is_looked_at_until_its_last_viewer_stops_asking():
-    viewers = Viewers()
-    assert viewers.fact(0.0) is None
+    viewers = Liveness(60.0)
+    assert viewers.viewed(0.0) is None
     viewers.look(0.0, ["rollout-0/a"])
     viewers.look(6.0, [])
-    assert viewers.fact(VIEW_SECONDS) == {"episodes": ["rollout-0/a"]}
-    assert viewers.fact(VIEW_SECONDS + 1) == {"episodes": []}
-    assert viewers.fact(VIEW_SECONDS + 7) is None
+    assert viewers.viewed(VIEW_SECONDS) == {"episodes": ["rollout-0/a"]}
+    assert viewers.viewed(VIEW_SECONDS + 1) == {"episodes": []}
+    assert viewers.viewed(VIEW_SECONDS + 7) is None
 
 
 def test_the_episodes_that_were_asked_for_last_count():
-    viewers = Viewers()
+    viewers = Liveness(60.0)
     viewers.look(0.0, [f"rollout-0/{number}" for number in range(MAX_EPISODES)])
     viewers.look(1.0, ["rollout-0/0", "rollout-1/new"])
-    fact = viewers.fact(1.0)
+    fact = viewers.viewed(1.0)
     assert fact is not None
     assert len(fact["episodes"]) == MAX_EPISODES
     assert {"rollout-0/0", "rollout-1/new"} <= set(fact["episodes"])

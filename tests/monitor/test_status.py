@@ -21,8 +21,8 @@ from rich.console import Console
 from megatron_webrl.cli import main
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.launch.run_folder import config_path
 from megatron_webrl.monitor import control_probe
 from megatron_webrl.monitor.roles import RoleStatus, role_rows

@@ -85,31 +85,38 @@ def test_writers_at_once_leave_the_content_of_one_of_them(tmp_path: Path):
     assert names(tmp_path) == {"state"}
 
 
-def test_the_temporary_file_of_a_killed_process_is_removed_and_that_of_a_running_one_kept(tmp_path: Path):
+def test_the_temporary_file_of_a_killed_process_is_removed_an_hour_after_its_last_write(tmp_path: Path):
     code = (
         "import sys, time; from pathlib import Path; from megatron_webrl.util import atomic_file\n"
         "with atomic_file.replacing(Path(sys.argv[1])): time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "state")], cwd=ROOT)
-    try:
-        until(lambda: len(names(tmp_path)) == 1, "a temporary file")
-        assert atomic_file.remove_leftovers(tmp_path) == []
-    finally:
-        child.kill()
-        child.wait()
-    assert atomic_file.remove_leftovers(tmp_path) != []
-    assert names(tmp_path) == set()
-
-
-def test_the_temporary_file_of_another_host_is_removed_an_hour_after_its_last_write(tmp_path: Path):
-    left = tmp_path / ".state.elsewhere.1.0123abcd.writing"
-    left.write_text("half")
+    until(lambda: len(names(tmp_path)) == 1, "a temporary file")
+    child.kill()
+    child.wait()
+    (left,) = tmp_path.iterdir()
     (tmp_path / "data.writing").write_text("a file of another kind")
     assert atomic_file.remove_leftovers(tmp_path) == []
-    old = left.stat().st_mtime - 2 * atomic_file.LEFTOVER_SECONDS
-    os.utime(left, (old, old))
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
     assert atomic_file.remove_leftovers(tmp_path) == [left.name]
     assert names(tmp_path) == {"data.writing"}
+
+
+def test_content_is_on_disk_before_the_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    steps, fsync, replace = [], os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        steps.append("sync of the folder" if path == tmp_path else f"sync of {path.stat().st_size} bytes")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", lambda path, other: (steps.append("rename"), replace(path, other)))
+    atomic_file.write_bytes(tmp_path / "state", b"x" * 1000)
+    assert steps == ["sync of 1000 bytes", "rename", "sync of the folder"]
 
 
 def test_a_long_name_leaves_room_for_the_suffix(tmp_path: Path):

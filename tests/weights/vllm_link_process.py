@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.address import ControlAddress
-from megatron_webrl.control.connection import Connection
+from megatron_webrl.control.connection import Connection, ControlAddress
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import parameter_shapes, to_megatron

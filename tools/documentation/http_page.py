@@ -12,13 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.server.api import CLIENT, COMMON_RESPONSES, server_app
+from megatron_webrl.browser.server.api import COMMON_RESPONSES, server_app
 from megatron_webrl.browser.server.browser_server import BrowserServer, LeaseLimits
 from megatron_webrl.browser.server.protocol import API_PREFIX, TOKEN_VARIABLE
 from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control import server
-from megatron_webrl.control.http.tokens import Token
+from megatron_webrl.control.http.access import Token
 from megatron_webrl.control.journal import Journal
 from megatron_webrl.control.state import COMMANDS, JobState
 
@@ -46,7 +46,7 @@ def page() -> str:
     config = Config()
     pool = BrowserPool(config.browser, {}, sessions=1)  # never started
     server = BrowserServer(config, TaskCatalog({}, None), pool, LeaseLimits(1), "http://127.0.0.1:8700")
-    document = server_app(server, Token(CLIENT, TOKEN_VARIABLE, "client")).openapi()
+    document = server_app(server, Token(TOKEN_VARIABLE, "client")).openapi()
     statuses = "".join(f"| {status} | {each['description']} |\n" for status, each in COMMON_RESPONSES.items())
     parts = [
         INTRODUCTION,

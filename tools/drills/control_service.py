@@ -37,8 +37,8 @@ from typing import Any
 
 import psutil
 
-from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
+from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.control.relay import Relay, RelayThread
 from megatron_webrl.control.server import Unavailable
 from megatron_webrl.control.state import TICKETS

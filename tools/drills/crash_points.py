@@ -95,7 +95,7 @@ class Trainer:
 
 def _start(folder: Path) -> Trainer:
     with start_launch(folder, {}) as launch:
-        atomic_file.remove_leftovers(folder)
+        atomic_file.remove_leftovers(folder, 0.0)
         return Trainer(folder, launch)
 
 

@@ -19,8 +19,7 @@ from megatron_webrl.browser.server import protocol
 from megatron_webrl.browser.server.browser_server import BrowserServer, RequestRefused, WaitForDisconnect
 from megatron_webrl.browser.server.metrics import CONTENT_TYPE
 from megatron_webrl.browser.server.protocol import API_PREFIX, ErrorResponse, InvalidRequest
-from megatron_webrl.control.http.auth_middleware import AuthMiddleware
-from megatron_webrl.control.http.tokens import Token
+from megatron_webrl.control.http.access import AuthMiddleware, Token
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.types import Action, Observation
 from megatron_webrl.util.image_type import IMAGE_TYPES, image_type
@@ -74,8 +73,7 @@ def server_app(server: BrowserServer, token: Token | None) -> FastAPI:
         docs_url=None, redoc_url=None,
     )  # fmt: skip
     app.add_middleware(
-        AuthMiddleware, tokens=[token] if token else [], body_limits={},
-        role_of=lambda path: CLIENT if f"{path}/".startswith(f"{API_PREFIX}/") else None,
+        AuthMiddleware, token=token, is_open=lambda path: not f"{path}/".startswith(f"{API_PREFIX}/"),
         error_body=lambda message: protocol.dump(ErrorResponse(message)),
     )  # fmt: skip
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -24,7 +24,7 @@ from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserM
 from megatron_webrl.browser.server import protocol
 from megatron_webrl.config.browser import parse_server_addresses
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.http.tls import client_context
+from megatron_webrl.control.http.access import client_context
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.types import Action, Observation, Task
 from megatron_webrl.util import network

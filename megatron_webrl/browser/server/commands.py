@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.control.http.tls import add_tls_options, tls_files
+from megatron_webrl.control.http.access import add_tls_options, tls_files
 
 
 def add_browsers(commands: Any) -> None:
@@ -46,7 +46,6 @@ def add_browsers(commands: Any) -> None:
         ("--lease-seconds", float, 60.0, "S", "default lifetime of a lease"),
         ("--max-lease-seconds", float, 3600.0, "S", "maximum lifetime of a lease"),
         ("--max-connections", int, 8192, "N", "open connections in all"),
-        ("--max-connections-per-address", int, 2048, "N", "open connections of one client address"),
     ):
         serve.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{text} (default: {default:g})")
     serve.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
@@ -56,13 +55,12 @@ def add_browsers(commands: Any) -> None:
 def _serve(options: argparse.Namespace) -> int:
     from megatron_webrl.browser.server.browser_server import LeaseLimits
     from megatron_webrl.browser.server.server_main import BrowserServerOptions, run_server
-    from megatron_webrl.control.http.connections import ConnectionLimits
-    from megatron_webrl.control.http.http_service import ListenAddress
+    from megatron_webrl.control.http.http_service import ConnectionLimits, ListenAddress
 
     settings = list(options.settings)
     config = settings.pop(0) if settings and "=" not in settings[0] else None
-    limits = ConnectionLimits(options.max_connections, options.max_connections_per_address)
-    address = ListenAddress(options.host, options.port, None, options.address_file, limits, tls_files(options))
+    limits = ConnectionLimits(options.max_connections)
+    address = ListenAddress(options.host, options.port, options.address_file, limits, tls_files(options))
     leases = LeaseLimits(options.sessions, options.lease_seconds, options.max_lease_seconds)
     die_with_parent, token_file = options.die_with_parent, options.token_file
     return run_server(BrowserServerOptions(config, tuple(settings), address, leases, die_with_parent, token_file))

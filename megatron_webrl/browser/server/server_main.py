@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.browser.server.api import CLIENT, server_app
+from megatron_webrl.browser.server.api import server_app
 from megatron_webrl.browser.server.browser_server import BrowserServer, LeaseLimits
 from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
 from megatron_webrl.browser.server.task_catalog import TaskCatalog
@@ -19,8 +19,8 @@ from megatron_webrl.config.browser import check_browser_user
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, check_sections
+from megatron_webrl.control.http.access import Token, read_token, reason_for_token
 from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server, run_process
-from megatron_webrl.control.http.tokens import Token, read_token, reason_for_token
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def run_server(options: BrowserServerOptions) -> int:
             f"--max-lease-seconds={leases.max_seconds:g}"
         )
     needed = reason_for_token(options.address.host)
-    token = read_token(CLIENT, TOKEN_VARIABLE, "--token-file", options.token_file, needed)
+    token = read_token(TOKEN_VARIABLE, "--token-file", options.token_file, needed)
     config = parse_config(options.config, list(options.overrides))
     check_sections(config)
     check_browser_user(config.browser)

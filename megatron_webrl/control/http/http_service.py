@@ -1,4 +1,4 @@
-"""Process of an HTTP service: socket, signals, resource limits, shutdown."""
+"""Process of an HTTP service: socket, limits of connections, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.http.connections import ConnectionLimits, LimitedSocket, TimedProtocol
-from megatron_webrl.control.http.tls import TlsFiles, server_context
+from megatron_webrl.control.http.access import TlsFiles, server_context
 from megatron_webrl.util import atomic_file, child_process
 from megatron_webrl.util.network import is_loopback
 from megatron_webrl.util.text import configure_logging
@@ -32,42 +33,121 @@ log = logging.getLogger(__name__)
 LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 KILL_TIMEOUT_SECONDS = 10.0
 START_POLL_SECONDS = 0.01
+MAX_HEAD_BYTES = 2**16
 BACKLOG = 4096  # connections waiting to be accepted; also limited by the kernel (net.core.somaxconn)
+REPORT_SECONDS = 60.0  # between two log lines about refused connections
 GRACE_SECONDS = 5  # for running requests at shutdown
 
 
 @dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of all connections and of each."""
+
+    max_connections: int = 8192
+    request_seconds: float = 10.0  # from the first byte of a request, or the connection, to the end of the body
+    idle_seconds: float = 20.0  # after a response; longer than clients keep idle connections
+    unread_seconds: float = 30.0  # without progress in sending a response
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise ConfigError(f"--max-connections={self.max_connections} must be at least 1")
+
+
+@dataclass(frozen=True)
 class ListenAddress:
-    """Where to listen, with which limits, and the URL to announce."""
+    """Where to listen, and with which limits."""
 
     host: str
     port: int  # 0: any free port
-    public_url: str | None = None  # URL for clients; None: from host and port
     address_file: Path | None = None  # receives {"url", "pid"} once the server is ready
     limits: ConnectionLimits = ConnectionLimits()
     tls: TlsFiles | None = None
 
 
 class Listener:
-    """A listening socket with limits of its connections. `url` is its public URL."""
+    """A listening socket. `url` is its public URL."""
 
     def __init__(self, address: ListenAddress) -> None:
         """Raises ConfigError."""
         self.tls = None if address.tls is None else server_context(address.tls)
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         try:
-            listening = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+            self.socket = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on --host={address.host} --port={address.port}: {error}") from None
-        self.socket, self.limits = LimitedSocket(listening, address.limits), address.limits
-        self._file = address.address_file
+        # Both are inherited by accepted sockets. Without NODELAY a response's body waits 40 ms until the client
+        # acknowledges the headers.
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(address.limits.unread_seconds * 1000))
+        self.limits, self._file = address.limits, address.address_file
         scheme, port = "http" if self.tls is None else "https", self.socket.getsockname()[1]
-        self.url = (address.public_url or f"{scheme}://{_public_name(address.host)}:{port}").rstrip("/")
+        self.url = f"{scheme}://{_public_name(address.host)}:{port}"
 
     def write_address_file(self) -> None:
         """Write the address file atomically."""
         if self._file is not None:
             atomic_file.write_json(self._file, {"url": self.url, "pid": os.getpid()})
+
+
+class _LimitedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 with limits of the number of connections, of the time in which a request arrives, and of its head."""
+
+    report_at = 0.0  # of the monotonic clock: when the next refusal is logged
+
+    def __init__(self, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None  # set while a request is arriving
+        self._head_bytes = 0  # received of a head that is not complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+        if len(self.connections) > (most := self._limits.max_connections):
+            if time.monotonic() >= _LimitedProtocol.report_at:
+                _LimitedProtocol.report_at = time.monotonic() + REPORT_SECONDS
+                log.warning(
+                    "refused a connection of %s: %d are open (--max-connections)", (self.client or "?")[0], most
+                )
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._start_timer()
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._head_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._head_bytes = 0
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        super().on_message_complete()
+        self._head_bytes = 0
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self._stop_timer()  # the time limit of idle connections holds until the next byte
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._limits.request_seconds, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def run_process(role: str, work: Coroutine[Any, Any, int], die_with_parent: bool) -> int:
@@ -105,7 +185,7 @@ async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
 @asynccontextmanager
 async def run_http_server(app: ASGIApp, listener: Listener) -> AsyncIterator[asyncio.Event]:
     """Serve requests; yields an event that is set if the server stops by itself. Shutdown takes up to GRACE_SECONDS."""
-    protocol: Any = functools.partial(TimedProtocol, listener.limits.request_seconds)
+    protocol: Any = functools.partial(_LimitedProtocol, listener.limits)
     tls: Any = None if listener.tls is None else lambda *_: listener.tls
     idle: Any = listener.limits.idle_seconds  # uvicorn takes any number
     server = _UvicornServer(

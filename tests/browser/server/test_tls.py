@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import ssl
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,7 +14,7 @@ import trustme
 
 from megatron_webrl.browser.server.client import BrowserClient, ServerUnreachable
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.http.tls import TlsFiles, client_context, server_context
+from megatron_webrl.control.http.access import TlsFiles, client_context, server_context
 from tests.browser.server.conftest import LIMIT, browser_server
 from tests.browser.server.servers import click_task
 
@@ -57,20 +56,14 @@ async def test_a_server_works_with_tls_and_refuses_clients_without_it(
                 await plain.get(f"http://127.0.0.1:{port}/healthz")
 
 
-async def test_stalled_tls_handshakes_delay_nobody_and_count_as_connections(tmp_path: Path) -> None:
+async def test_stalled_tls_handshakes_delay_nobody(tmp_path: Path) -> None:
     ca, files = authority(tmp_path / "server")
     tls = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
-    with browser_server(*tls, "--max-connections-per-address", "3", WEBRL_BROWSERS_TOKEN="") as server:
-        port = urlsplit(server.url).port
-        stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+    with browser_server(*tls, WEBRL_BROWSERS_TOKEN="") as server:
+        stalled = [await asyncio.open_connection("127.0.0.1", urlsplit(server.url).port) for _ in range(2)]
         context = ssl.create_default_context(cafile=ca)
         async with aiohttp.ClientSession() as client, client.get(f"{server.url}/metrics", ssl=context) as answer:
             assert answer.status == 200
-            refused, writer = await asyncio.open_connection("127.0.0.1", port)  # three are open
-            async with asyncio.timeout(LIMIT):
-                with suppress(ConnectionError):  # closed, or reset
-                    assert await refused.read() == b""
-            writer.close()
         for _, writer in stalled:
             writer.close()
 

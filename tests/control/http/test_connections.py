@@ -13,8 +13,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from megatron_webrl.control.http.connections import MAX_HEAD_BYTES, ConnectionLimits, _network
-from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
+from megatron_webrl.control.http.http_service import (
+    MAX_HEAD_BYTES,
+    ConnectionLimits,
+    ListenAddress,
+    Listener,
+    run_http_server,
+)
 from tests.waiting import eventually
 
 GET = b"GET /quick HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -132,17 +137,6 @@ async def test_a_second_request_must_arrive_in_time_too() -> None:
         assert await client.seconds_until_closed() == pytest.approx(0.3, abs=0.25)
 
 
-async def test_requests_in_advance_are_not_answered() -> None:
-    async with running(ConnectionLimits()) as service:
-        client = await service.connect()
-        client.writer.write(GET.replace(b"quick", b"slow") * 100)
-        await eventually(lambda: service.operations, LIMIT)
-        service.may_answer.set()
-        assert await client.response(b"") == b"late"
-        assert await client.seconds_until_closed() < 5.0
-        assert service.operations == 1
-
-
 @pytest.mark.parametrize(
     "sent", [b"GET /quick HTTP/1.1\r\nX: ", b"GET /", b"GET /quick HTTP/1.1\r\n" + b"X: y\r\n" * 20_000]
 )
@@ -158,6 +152,7 @@ async def test_requests_in_advance_add_nothing_to_a_body() -> None:
         client = await service.connect()
         post = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\n"
         assert await client.response(post + b"mine" + post + b"more") == b"mine"
+        assert await client.response(b"") == b"more"
 
 
 async def test_bytes_that_trickle_in_prolong_nothing() -> None:
@@ -197,37 +192,16 @@ async def test_a_client_that_reads_no_response_is_disconnected() -> None:
             await client.write_until_it_fails()
 
 
-async def test_one_address_cannot_take_every_connection() -> None:
-    async with running(ConnectionLimits(max_per_address=3)) as service:
-        taken = [await service.connect() for _ in range(3)]
-        for client in taken:
-            assert await client.response() == b"ok"
-        assert await (await service.connect()).is_refused()
-        assert await (await service.connect("127.0.0.2")).response() == b"ok"
-        taken.pop().writer.close()
-
-        async def accepted() -> bool:
-            return not await (await service.connect()).is_refused()
-
-        async with asyncio.timeout(LIMIT):
-            while not await accepted():
-                await asyncio.sleep(0.02)
-
-
-async def test_connections_are_limited_in_all(caplog: pytest.LogCaptureFixture) -> None:
+async def test_connections_are_limited(caplog: pytest.LogCaptureFixture) -> None:
     async with running(ConnectionLimits(max_connections=2)) as service:
-        taken = [await service.connect(f"127.0.0.{number}") for number in (2, 3)]
+        taken = [await service.connect() for _ in range(2)]
         for client in taken:
             assert await client.response() == b"ok"
         for _ in range(3):
-            assert await (await service.connect("127.0.0.4")).is_refused()
+            assert await (await service.connect()).is_refused()
         assert [await client.response() for client in taken] == [b"ok", b"ok"]
-    refusals = [line for line in caplog.messages if "refused a connection" in line]
-    assert refusals == ["refused a connection of 127.0.0.4: 2 are open, the limit in all (--max-connections)"]
-
-
-def test_addresses_of_one_ipv6_network_count_as_one() -> None:
-    assert _network("2001:db8:1:2:3:4:5:6") == _network("2001:db8:1:2::9") == "2001:db8:1:2::"
-    assert _network("2001:db8:1:3::9") == "2001:db8:1:3::"
-    assert _network("fe80::1%eth0") == "fe80::"
-    assert _network("192.0.2.1") == "192.0.2.1"
+        taken.pop().writer.close()
+        async with asyncio.timeout(LIMIT):
+            while await (await service.connect()).is_refused():
+                await asyncio.sleep(0.02)
+    assert caplog.messages.count("refused a connection of 127.0.0.1: 2 are open (--max-connections)") == 1

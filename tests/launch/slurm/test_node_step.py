@@ -16,8 +16,8 @@ import pytest
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.address import ControlAddress
 from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
+from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.launch import watchdog
 from megatron_webrl.launch.roles import ProcessSpec, process_specs
 from megatron_webrl.launch.run_folder import config_path, control_address_path, write_job

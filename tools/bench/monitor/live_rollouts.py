@@ -34,7 +34,7 @@ from playwright.async_api import CDPSession, async_playwright
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.http.json_bodies import encoded
+from megatron_webrl.control.http.access import encoded
 from megatron_webrl.control.liveness import Liveness
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
 from megatron_webrl.track.live_rollouts import (
