@@ -16,12 +16,11 @@ from megatron_webrl.browser.server.commands import add_browsers
 from megatron_webrl.checks.command import add_check, with_part
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.command import add_judge
-from megatron_webrl.launch.elsewhere import load_config_elsewhere
 from megatron_webrl.launch.evaluation_command import add_eval
 from megatron_webrl.launch.role import add_arguments as add_role_arguments
 from megatron_webrl.launch.role import run as run_role
 from megatron_webrl.launch.slurm.commands import add_node
-from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
+from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser, load_config_elsewhere
 from megatron_webrl.launch.upload_command import add_upload
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.monitor.command import add_monitor, add_status, add_timeline

@@ -15,13 +15,11 @@ from megatron_webrl.types import TaskReference
 from tests.waiting import until
 
 
-def start(
-    folder: Path, seconds: float = 300.0, heartbeat_timeout_seconds: float = 60.0
-) -> tuple[Path, threading.Thread]:
-    """Start a service that serves for at most `seconds`; returns its address file and its thread."""
+def start(folder: Path, heartbeat_timeout_seconds: float = 60.0) -> tuple[Path, threading.Thread]:
+    """Start a service; returns its address file and its thread."""
     path = folder / "control.json"
     path.unlink(missing_ok=True)
-    arguments = ("127.0.0.1", 0, "ring", path, folder / "control.journal", heartbeat_timeout_seconds, seconds)
+    arguments = ("127.0.0.1", 0, "ring", path, folder / "control.journal", heartbeat_timeout_seconds)
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
     until(path.is_file, "the control service")
@@ -29,9 +27,9 @@ def start(
 
 
 @contextmanager
-def control_service(folder: Path, seconds: float = 300.0, heartbeat_timeout_seconds: float = 60.0) -> Iterator[Path]:
+def control_service(folder: Path, heartbeat_timeout_seconds: float = 60.0) -> Iterator[Path]:
     """Serve within the context; yields the address file."""
-    path, thread = start(folder, seconds, heartbeat_timeout_seconds)
+    path, thread = start(folder, heartbeat_timeout_seconds)
     yield path
     with suppress(JobFailed):  # it has exited after the end of the job
         if thread.is_alive():

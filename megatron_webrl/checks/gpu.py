@@ -43,10 +43,9 @@ class GpuCheckRequest:
 def choose_platform(asked: str) -> tuple[str, str]:
     """The platform for "auto", "cpu" or "cuda", and why torch cannot use CUDA although it is chosen."""
     from megatron_webrl.util import cuda_driver
-    from megatron_webrl.util.gpu import has_gpu
 
     problem = "" if asked == "cpu" else cuda_driver.find_cuda_problem()
-    if asked == "cpu" or (asked == "auto" and problem and not has_gpu() and not cuda_driver.lists_gpus()):
+    if asked == "cpu" or (asked == "auto" and problem and not cuda_driver.has_gpu() and not cuda_driver.lists_gpus()):
         return "cpu", ""
     return "cuda", problem
 

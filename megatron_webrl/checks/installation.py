@@ -163,7 +163,7 @@ def _devices() -> Iterator[tuple[Sequence[str], CheckResult]]:
     if problem := cuda_driver.driver_problem(cuda, driver):
         yield ROLES if cuda else (), failed(SECTION, "driver", problem)
     else:
-        yield (), measured(SECTION, "driver", f"{cuda_driver.describe_driver(driver)}, serves CUDA {cuda}")
+        yield (), measured(SECTION, "driver", f"{driver.version}, serves CUDA {cuda}")
 
 
 def _library(name: str, use: str) -> CheckResult:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import secrets
 import time
@@ -34,8 +33,6 @@ from megatron_webrl.control.http.http_service import ConnectionLimits, ListenAdd
 from megatron_webrl.control.journal import Journal, restore
 from megatron_webrl.control.liveness import VIEWED, Liveness
 from megatron_webrl.control.state import QUERIES, TICKETS, JobState
-
-log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 90.0  # longest time that ControlClient.keep_alive delays the exit after the end of the job
 LINGER_SECONDS = 10.0  # after that, so that every role reads the outcome
@@ -73,13 +70,9 @@ class ControlService:
             "GET /rollouts": self._rollouts,
         }
 
-    async def run(self, seconds: float | None) -> None:
-        """Watch the heartbeats until the job has ended and its roles could read that, or `seconds` have passed."""
-        started = time.monotonic()
+    async def run(self) -> None:
+        """Watch the heartbeats until the job has ended and its roles could read that."""
         while "end" not in self.state.facts:
-            if seconds is not None and time.monotonic() - started > seconds:
-                log.warning("the control service exits after %.0f s although the job has not ended", seconds)
-                return
             self._watch(time.monotonic())
             await asyncio.sleep(TICK_SECONDS)
         for key, limit in (("keep_alive", KEEP_ALIVE_SECONDS), ("end", LINGER_SECONDS)):
@@ -216,9 +209,8 @@ def serve(
     address_file: Path,
     journal: Path,
     heartbeat_timeout_seconds: float = 60.0,
-    seconds: float | None = None,
 ) -> None:
-    """Run the service until the job has ended and its roles could read the outcome, or `seconds` have passed.
+    """Run the service until the job has ended and its roles could read the outcome.
 
     Listens on `host` only. `address_file` receives address, job id and token once connections are accepted. If the
     journal exists, the service continues the job of both files, at the same address. Raises ConfigError, JournalError,
@@ -239,7 +231,7 @@ def serve(
         app = json_app(service.handlers, Token(address_file.name, token))
         async with run_http_server(app, listener):
             address.write(address_file)
-            await service.run(seconds)
+            await service.run()
         opened.close()
 
     asyncio.run(run())

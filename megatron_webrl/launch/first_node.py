@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+import psutil
+
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
@@ -67,7 +69,7 @@ class FirstNode(Node):
         super().__init__(config, 0, output.report, SignalListener(is_local=not host), weights_only)
         self.placement, self.output, self.host = placement, output, host
         self.monitor: JobMonitor | None = None  # set with the roles of a job on this machine
-        self._spared = child_process.children()  # of a program that calls this
+        self._spared = psutil.Process().children()  # of a program that calls this
         self._announced = ""  # the requested outcome that was reported
         self._updates = summary.tail_updates(config.run_folder)
 
@@ -135,11 +137,8 @@ class FirstNode(Node):
         self._start_control()
         if not self.host:
             self.start_all(process_specs(self.config, self.placement, 0, ["trainer", "rollout"]))
-        self._watchers = (
-            HangDetector(self.config, self.placement, self.control),
-            StackDumper(self.journal, self.report),
-            child_process.Reaper(),
-        )
+        self._detector = HangDetector(self.config, self.placement, self.control)
+        self._dumper = StackDumper(self.journal, self.report)
         with self.output:
             if self.output.evaluation is not None:
                 outcome = self.output.evaluation.run(self.control, self._poll, self.output.show_evaluation)
@@ -193,11 +192,10 @@ class FirstNode(Node):
         self._check_launch()
         if outcome := self._handle_signals():
             return outcome
-        detector, dumper, reaper = self._watchers
-        if request := detector.poll():
+        if request := self._detector.poll():
             self.report(f"{request.reason}: dumping the stacks of all roles to their logs")
-        dumper.poll(self.roles, lambda: self.control)
-        reaper.reap(self._all_processes)
+        self._dumper.poll(self.roles, lambda: self.control)
+        child_process.reap(self._all_processes)
         if self.monitor is not None:
             self.monitor.poll()
         return None

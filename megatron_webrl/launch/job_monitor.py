@@ -21,11 +21,15 @@ from megatron_webrl.util import child_process
 from megatron_webrl.util.child_process import ProcessError
 
 HOST = "127.0.0.1"
-ADDRESS_FILE = "monitor.json"  # of the run's folder
+ADDRESS_FILE, LOG = "monitor.json", "logs/monitor.log"  # of the run's folder
 
 
 class JobMonitor:
     """Life cycle: made by `start`, then `poll` until the job ends."""
+
+    def __init__(self, process: child_process.ChildProcess, console: Console, address_file: Path, token: str) -> None:
+        self.process, self._console, self._file, self._token = process, console, address_file, token
+        self._announced = False
 
     @classmethod
     def start(cls, config: Config, scratch: Path, console: Console) -> JobMonitor | None:
@@ -36,35 +40,30 @@ class JobMonitor:
         token = os.environ.get(TOKEN_VARIABLE) or (secrets.token_urlsafe(24) if console.is_terminal else "")
         if not config.tracking.monitor_port or not token:
             return None
-        with suppress(ProcessError):  # the job needs every process but this one
-            return cls(config, scratch, console, token)
-        return None
-
-    def __init__(self, config: Config, scratch: Path, console: Console, token: str) -> None:
-        self._console, self._token, self._announced = console, token, False
-        self._log, self._file = config.run_folder / "logs" / "monitor.log", config.run_folder / ADDRESS_FILE
-        self._file.unlink(missing_ok=True)
+        file = config.run_folder / ADDRESS_FILE
+        file.unlink(missing_ok=True)
         port = config.tracking.monitor_port if _is_free(config.tracking.monitor_port) else 0
         arguments = ["monitor", str(config.run_folder), "--host", HOST, "--port", str(port)]
-        command = roles.webrl_command([*arguments, "--address-file", str(self._file)])
+        command, log = roles.webrl_command([*arguments, "--address-file", str(file)]), config.run_folder / LOG
         environment = roles.role_environment(config, "monitor", scratch) | {TOKEN_VARIABLE: token}
-        self.process = child_process.start_process(command, self._log, environment, "monitor", (), ())
+        with suppress(ProcessError):  # the job needs every process but this one
+            return cls(child_process.start_process(command, log, environment, "monitor"), console, file, token)
+        return None
 
     def poll(self) -> None:
         """Print once where the pages are, or why there are none."""
         if self._announced:
             return
+        line = ""
         if self.process.poll() is not None:
-            self._print(f"no pages of this job: the monitor {self.process.describe_end()} (log: {self._log})")
-            return
+            line = f"no pages of this job: the monitor {self.process.describe_end()} (log: {self.process.output.path})"
         with suppress(OSError, ValueError):
             url = json.loads(self._file.read_text())["url"]
             secret = f"/?token={self._token}" if self._console.is_terminal else f" (token: {TOKEN_VARIABLE})"
-            self._print(f"monitor: {url}{secret}")
-
-    def _print(self, line: str) -> None:
-        self._announced = True
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            line = line or f"monitor: {url}{secret}"
+        if line:
+            self._announced = True
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_free(port: int) -> bool:

@@ -18,7 +18,7 @@ from megatron_webrl.launch.output import ConsoleOutput
 from megatron_webrl.placement.placement import Placement, place_processes
 from megatron_webrl.track.run_lock import Launch
 from megatron_webrl.util import cuda_driver
-from megatron_webrl.util.gpu import has_gpu
+from megatron_webrl.util.cuda_driver import has_gpu
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation

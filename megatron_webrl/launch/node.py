@@ -207,7 +207,7 @@ class Node:
         """
         names = [role.name for role in self.roles]
         self.report(f"started {', '.join(names) if len(names) < 4 else f'{names[0]} to {names[-1]}'}")
-        running, reaper, dumper = True, child_process.Reaper(), StackDumper(self.journal, self.report)
+        running, dumper = True, StackDumper(self.journal, self.report)
         while running:
             self.signals.poll()  # a notice is the first node's business: it requests the stop
             if self.signals.end_signal:
@@ -220,7 +220,7 @@ class Node:
             if not running and self.given_up:  # the trainer reads the ring of its workers to the end
                 running = self._job_runs()
             dumper.poll(self.roles, lambda: self.control)
-            reaper.reap(self.processes)
+            child_process.reap(self.processes)
             time.sleep(POLL_SECONDS)
         return 0
 
@@ -316,7 +316,7 @@ class Node:
 
         After SIGTERM it is not started again: who ends a job's processes sends that to all of them.
         """
-        if role.process.poll() == -signal.SIGTERM or not role.schedule_restart(failure):
+        if role.process.poll() == -signal.SIGTERM or not role.schedule_restart():
             self.journal.add(role.name, events.FAILED, failure, role.log)
             return failed_outcome(failure, infrastructure=True)
         self.journal.add(role.name, events.RESTARTED, failure, role.log)
@@ -336,7 +336,7 @@ class Node:
             self.given_up.add(role.name)
             return None
         may_serve = (role.process.poll() or 0) < 0 or self.control.get_json(f"weights/applied/{worker}") is not None
-        if may_serve and role.schedule_restart(failure):
+        if may_serve and role.schedule_restart():
             self.control.clear_heartbeat(role.name)
             self.journal.add(role.name, events.RESTARTED, failure, role.log)
             count = f"restart {role.policy.used} of {limit} within an hour"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.http.access import add_tls_options, tls_files
+from megatron_webrl.control.http.access import add_tls_options, server_context
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,7 +127,7 @@ def _serve_pages(options: argparse.Namespace) -> int:
     folders = [find_run(each) for each in options.of]
     given = read_token(TOKEN_VARIABLE, "--token-file", options.token_file, "")
     token = secrets.token_urlsafe(24) if given is None else given.value
-    tls = tls_files(options)
+    tls = server_context(options.tls_certificate, options.tls_key)
     try:
         from megatron_webrl.monitor.app import RunSet
     except ModuleNotFoundError as error:

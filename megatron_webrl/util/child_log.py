@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import select
-import stat
 import threading
 from contextlib import suppress
 from itertools import pairwise
@@ -36,15 +35,14 @@ class ChildLog:
 
     def __init__(self, path: Path) -> None:
         """`path`: a file, or what can be opened as one, such as this process's own output."""
-        self.path, self._file = path, -1
-        with suppress(OSError):  # `_write` tries again
-            self._file = _open(path)
+        self.path, self._file = path, -1  # opened by the first write
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         with suppress(PermissionError):  # beyond the user's limit of pipe memory
             fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._lock = threading.Lock()
         self._tail, self._lost, self._open = b"", 0, True
+        self._write(b"")
 
     def start(self, name: str) -> None:
         """Copy from now on; the parent's end of the pipe is closed."""
@@ -100,11 +98,15 @@ class ChildLog:
             return
         try:
             if self._file < 0:
-                self._file = _open(self.path)
+                self._reopen()
             line, newline, rest = chunk.partition(b"\n")
-            if self._size() >= (MAX_LOG_BYTES if newline else 2 * MAX_LOG_BYTES):  # lines stay whole
+            if os.fstat(self._file).st_size >= (MAX_LOG_BYTES if newline else 2 * MAX_LOG_BYTES):  # lines stay whole
                 self._append(line + newline)
-                self._rotate()
+                names = [self.path, *(self.path.with_name(f"{self.path.name}.{n}") for n in range(1, KEPT_LOGS + 1))]
+                for newer, older in reversed(list(pairwise(names))):
+                    if newer.exists():
+                        newer.replace(older)
+                self._reopen()
                 chunk = rest
             if self._lost:
                 self._append(f"ERROR {self._lost} bytes of output were lost: the log was not writable\n".encode())
@@ -117,22 +119,9 @@ class ChildLog:
         while data:
             data = data[os.write(self._file, data) :]
 
-    def _size(self) -> int:
-        status = os.fstat(self._file)
-        return status.st_size if stat.S_ISREG(status.st_mode) else 0
-
-    def _rotate(self) -> None:
-        """Continue in an empty file, and remove the oldest; another child that shares the log may have renamed it."""
-        if self.path.exists() and os.path.samestat(os.fstat(self._file), self.path.stat()):
-            names = [self.path, *(self.path.with_name(f"{self.path.name}.{n}") for n in range(1, KEPT_LOGS + 1))]
-            for newer, older in reversed(list(pairwise(names))):
-                if newer.exists():
-                    newer.replace(older)
-        fresh = _open(self.path)
-        os.dup2(fresh, self._file, inheritable=False)
-        os.close(fresh)
-
-
-def _open(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def _reopen(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = file

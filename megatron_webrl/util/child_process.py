@@ -107,11 +107,6 @@ def is_alive(pid: int, started: int) -> bool:
     return bool(fields) and int(fields[19]) == started and fields[0] not in ("Z", "X")
 
 
-def process_state(pid: int) -> str:
-    """The kernel's state letter of a process, such as "T" for stopped; empty if there is no such process."""
-    return _stat(pid)[0] if _stat(pid) else ""
-
-
 def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = None) -> None:
     """Let the kernel signal this process when its parent ends.
 
@@ -140,15 +135,14 @@ def start_process(
     log: Path,
     env: Mapping[str, str],
     name: str,
-    pass_fds: Sequence[int] = (),
     cores: Sequence[int] = (),
 ) -> ChildProcess:
     """Start a role in a session of its own; the kernel kills it when this process ends.
 
-    Output is appended to `log` (see ChildLog). `env`: its environment; owner and role name are added. `pass_fds` stay
-    open. `cores`: cores to bind it to (empty: any); it ends at once if the machine has none of them. Its soft limit of
-    open files is raised to MAX_OPEN_FILES, or to the hard limit. Raises ProcessError outside the main thread (the
-    kernel would kill the role when the calling thread ends) and if the program does not exist.
+    Output is appended to `log` (see ChildLog). `env`: its environment; owner and role name are added. `cores`: cores to
+    bind it to (empty: any); it ends at once if the machine has none of them. Its soft limit of open files is raised to
+    MAX_OPEN_FILES, or to the hard limit. Raises ProcessError outside the main thread (the kernel would kill the role
+    when the calling thread ends) and if the program does not exist.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ProcessError(f"{name} must be started from the main thread: it dies with the thread that starts it")
@@ -165,17 +159,11 @@ def start_process(
             stderr=subprocess.STDOUT,
             env={**env, **owner_environment(), ROLE_VARIABLE: name},
             start_new_session=True,
-            pass_fds=pass_fds,
         )
     finally:
         output.start(name)
     process.output = output
     return process
-
-
-def children() -> list[psutil.Process]:
-    """The children of this process."""
-    return psutil.Process().children()
 
 
 def kill_descendants(
@@ -188,10 +176,10 @@ def kill_descendants(
     """
 
     def find() -> list[psutil.Process]:
-        _reap(roles)
+        reap(roles)
         # A process looks like a zombie as soon as its first thread has ended; until it can be reaped it keeps its files
         # and locks.
-        return [each for child in children() if child not in spared for each in family(child.pid)]
+        return [each for child in psutil.Process().children() if child not in spared for each in family(child.pid)]
 
     return sorted(process_name(process.pid) for process in _end(find, seconds, seconds / 2))
 
@@ -220,10 +208,9 @@ def sweep_orphans(seconds: float = 5.0) -> list[str]:
     kept = {me.pid, *(p.pid for p in me.parents()), *(p.pid for p in me.children(recursive=True))}
     orphans: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
-        if process.pid in kept or not _is_orphan(process.pid):
-            continue
-        # Descendants are included unmarked: Chromium's renderers overwrite their environment.
-        orphans |= {victim.pid: victim for victim in family(process.pid)}
+        if process.pid not in kept and _is_orphan(process):
+            # Descendants are included unmarked: Chromium's renderers overwrite their environment.
+            orphans |= {victim.pid: victim for victim in family(process.pid)}
     names = [process_name(pid) for pid in sorted(orphans)]
     _end(lambda: _running(orphans.values()), seconds)
     return names
@@ -314,44 +301,28 @@ def _machine() -> str:
     return hashlib.sha256(f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:6]
 
 
-def _is_orphan(pid: int) -> bool:
-    try:
-        if os.stat(f"/proc/{pid}").st_uid != os.getuid():
+def _is_orphan(process: psutil.Process) -> bool:
+    with suppress(psutil.Error, OSError):  # it has ended meanwhile, or belongs to another user
+        if process.uids().effective != os.getuid():
             return False
-        if os.stat(f"/proc/{pid}/ns/pid").st_ino != os.stat("/proc/self/ns/pid").st_ino:
+        if os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
             return False
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return False  # it has ended meanwhile, or belongs to another user
-    for entry in environment.split(b"\0"):
-        key, _, value = entry.partition(b"=")
-        owner, _, started = value.partition(b":")
-        if key == OWNER_VARIABLE.encode() and owner.isdigit() and started.isdigit():
-            return not is_alive(int(owner), int(started))
+        owner, _, started = process.environ().get(OWNER_VARIABLE, "").partition(":")
+        return owner.isdigit() and started.isdigit() and not is_alive(int(owner), int(started))
     return False
 
 
-class Reaper:
-    """Reaps children inherited after `become_subreaper`, such as Chromium's, every `seconds`; each holds a pid."""
-
-    def __init__(self, seconds: float = 5.0) -> None:
-        self._seconds, self._next = seconds, 0.0
-
-    def reap(self, roles: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Reap if it is time; `roles` through their Popen, which keeps the exit code."""
-        if time.monotonic() >= self._next:
-            _reap(roles)
-            self._next = time.monotonic() + self._seconds
-
-
-def _reap(roles: Sequence[subprocess.Popen[bytes]]) -> None:
-    for role in roles:
-        role.poll()
-    kept = {role.pid for role in roles}
-    for child in psutil.Process().children():
-        if child.pid not in kept:
-            with suppress(ChildProcessError):
-                os.waitpid(child.pid, os.WNOHANG)
+def reap(roles: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Reap children that have ended, those inherited after `become_subreaper` too, such as Chromium's: each holds a
+    pid. `roles` through their Popen, which keeps the exit code.
+    """
+    by_pid = {role.pid: role for role in roles if role.returncode is None}
+    with suppress(ChildProcessError):  # there is no child
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in by_pid:
+                by_pid[ended.si_pid].poll()
+            else:
+                os.waitpid(ended.si_pid, 0)
 
 
 def process_name(pid: int) -> str:

@@ -1,4 +1,7 @@
-"""Whether the NVIDIA driver of this machine fits the CUDA that torch was built for."""
+"""GPUs of this machine, and whether its NVIDIA driver fits the CUDA that torch was built for.
+
+Without a library in this process: torch takes seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# First driver branch of each CUDA major version; all minor versions run on it (minor version compatibility).
-# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1
-MINIMUM_DRIVERS = {11: 450, 12: 525, 13: 580}
+DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver on Linux, of Windows' in WSL
 NVIDIA_SMI_SECONDS = 60.0
 TORCH_SECONDS = 120.0
 ASK_TORCH = "import torch; print(torch.cuda.is_available(), torch.version.cuda or '')"
@@ -25,11 +26,15 @@ class CudaDriver:
 
     version: str  # of the kernel module, such as "570.86.15"
     api_version: int | None  # CUDA version of libcuda.so.1: 1000 x major + 10 x minor; None: it does not load
-    library: str = "libcuda.so.1"  # path of the loaded library; in a folder "compat" it is a forward compatibility one
 
 
 class NvidiaSmiError(RuntimeError):
     """nvidia-smi is missing or fails. The message gives the reason."""
+
+
+def has_gpu() -> bool:
+    """Whether this machine, or container, has a GPU with a driver."""
+    return any(file.exists() for file in DEVICE_FILES)
 
 
 def query_gpus(fields: str) -> list[list[str]]:
@@ -81,7 +86,7 @@ def find_driver() -> CudaDriver:
     rows = query_gpus("driver_version")
     if not rows:
         raise NvidiaSmiError("nvidia-smi lists no GPU")
-    return CudaDriver(rows[0][0], *_load_library())
+    return CudaDriver(rows[0][0], _api_version())
 
 
 def lists_gpus() -> bool:
@@ -124,49 +129,30 @@ def torch_cuda_version() -> str | None:
 
 
 def driver_problem(cuda: str | None, driver: CudaDriver) -> str:
-    """Why torch, built for CUDA version `cuda` (None: for CPUs), cannot use the driver; empty if it can."""
+    """Why torch, built for CUDA version `cuda` (None: for CPUs), cannot use the driver; empty if it can.
+
+    All minor versions run on a driver of the same major version.
+    https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+    """
     if cuda is None:
         return f"torch is built for CPUs, but the machine has GPUs (driver {driver.version}); install its CUDA build"
-    major = int(cuda.partition(".")[0])
-    needed, found = MINIMUM_DRIVERS.get(major), int(driver.version.partition(".")[0])
-    if driver.api_version is not None and driver.api_version // 1000 >= major:
-        return ""  # an older kernel module serves a newer library of the forward compatibility package
-    if needed is None or found < needed:
-        at_least = f" at least {needed}" if needed else " a newer driver"
-        return (
-            f"driver {driver.version} is too old for CUDA {cuda}, for which torch is built and which needs{at_least}; "
-            f"update the driver, load forward compatibility (package cuda-compat-{cuda.replace('.', '-')}, its folder "
-            "first in LD_LIBRARY_PATH), or install a torch built for an older CUDA"
-        )
     if driver.api_version is None:
-        return f"driver {driver.version} is installed, but {driver.library} does not load; make it visible here"
+        return f"driver {driver.version} is installed, but libcuda.so.1 does not load; make it visible here"
+    if driver.api_version // 1000 >= int(cuda.partition(".")[0]):
+        return ""
     api = f"{driver.api_version // 1000}.{driver.api_version % 1000 // 10}"
     return (
-        f"{driver.library} serves CUDA {api} only, although driver {driver.version} serves CUDA {cuda}, for which "
-        "torch is built; take the folder of that library (an older cuda-compat) out of LD_LIBRARY_PATH"
+        f"libcuda.so.1 of driver {driver.version} serves CUDA {api}, but torch is built for CUDA {cuda}; update the "
+        f"driver, load forward compatibility (package cuda-compat-{cuda.replace('.', '-')}, its folder first in "
+        "LD_LIBRARY_PATH, without an older one), or install a torch built for an older CUDA"
     )
 
 
-def describe_driver(driver: CudaDriver) -> str:
-    """Driver version, and the forward compatibility library if one is loaded."""
-    return f"{driver.version}, with {driver.library}" if "compat" in Path(driver.library).parts else driver.version
-
-
-def _load_library() -> tuple[int | None, str]:
-    """CUDA version and path of the libcuda.so.1 that the dynamic loader finds, which torch loads too."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None, "libcuda.so.1"
+def _api_version() -> int | None:
+    """CUDA version of the libcuda.so.1 that the dynamic loader finds, which torch loads too."""
     version = ctypes.c_int()
-    if library.cuDriverGetVersion(ctypes.byref(version)):
-        return None, _loaded_path("libcuda.so")
-    return version.value, _loaded_path("libcuda.so")
-
-
-def _loaded_path(name: str) -> str:
-    """Path of a library that this process has loaded, by the beginning of its name."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if (path := line.split(maxsplit=5)[-1]).startswith("/") and Path(path).name.startswith(name):
-            return path
-    return f"{name}.1"
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return None if failed else version.value

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +13,7 @@ INFRASTRUCTURE_EXIT_CODE = 74  # of a role or a job that lost its file system, o
 _FILE_SYSTEM_ERRORS = {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EROFS}
 STALL_SECONDS = 300.0  # from which a file system that does not answer counts as lost
 TOUCH_SECONDS = 15.0
-_POLL_SECONDS = 1.0
+_JOIN_SECONDS = 1.0
 
 
 def is_file_system_failure(error: BaseException | None) -> bool:
@@ -29,33 +27,29 @@ def is_file_system_failure(error: BaseException | None) -> bool:
 
 @contextmanager
 def watch_for_stall(folder: Path, on_stall: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_stall` once, in a thread, with a message if the file system of `folder` does not answer STALL_SECONDS.
+    """Call `on_stall`, in a thread, with a message when the file system of `folder` has not answered STALL_SECONDS.
 
     A thread touches the folder every TOUCH_SECONDS; a file system that fails has answered.
     """
-    end, waits_since = threading.Event(), math.inf
+    end, message = threading.Event(), f"the file system of {folder} has stalled for {STALL_SECONDS:.0f} s"
+    alarm = threading.Timer(STALL_SECONDS, on_stall, [message])
 
     def touch() -> None:
-        nonlocal waits_since
+        nonlocal alarm
         while not end.is_set():
-            waits_since = time.monotonic()
+            alarm = threading.Timer(STALL_SECONDS, on_stall, [message])
+            alarm.daemon = True
+            alarm.start()
             with suppress(OSError):
                 os.utime(folder)
-            waits_since = math.inf
+            alarm.cancel()
             end.wait(TOUCH_SECONDS)
 
-    def watch() -> None:
-        while not end.wait(_POLL_SECONDS):
-            if time.monotonic() - waits_since > STALL_SECONDS:
-                on_stall(f"the file system of {folder} has stalled for {STALL_SECONDS:.0f} s")
-                return
-
-    threads = [threading.Thread(target=each, name="disk stall", daemon=True) for each in (touch, watch)]
-    for thread in threads:
-        thread.start()
+    thread = threading.Thread(target=touch, name="disk stall", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         end.set()
-        for thread in threads:
-            thread.join(_POLL_SECONDS)
+        thread.join(_JOIN_SECONDS)
+        alarm.cancel()

@@ -171,11 +171,10 @@ def offset_of_line(path: Path, count: int) -> int:
 
 def is_line_end(path: Path, size: int) -> bool:
     """Whether the first `size` bytes of a file are there and are complete lines."""
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_size >= size and _end_of_lines(file.fileno(), size) == size
-    except FileNotFoundError:
+    if not path.is_file():
         return size == 0
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_size >= size and _end_of_lines(file.fileno(), size) == size
 
 
 def kept_size(path: Path, keep: Callable[[Any], bool]) -> int:
@@ -268,10 +267,8 @@ def _lock(descriptor: int) -> None:
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_LOCK_POLL_SECONDS)
         except OSError:  # this file system has no locks
-            return
-        else:
-            return
+            return None

@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -59,48 +60,37 @@ def leave_network() -> None:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh", b"lo", _IFF_UP))
 
 
-class _Lookups:
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._running: dict[tuple[Any, ...], asyncio.Future[list[Any]]] = {}
-
-    async def getaddrinfo(
-        self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
-    ) -> list[Any]:
-        """As socket.getaddrinfo. Equal lookups share a thread. Raises socket.gaierror, after LOOKUP_SECONDS as well."""
-        key = host, port, family, type, proto, flags
-        if (found := self._running.get(key)) is None:
-            if len(self._running) >= MAX_LOOKUPS:
-                raise socket.gaierror(socket.EAI_AGAIN, f"{MAX_LOOKUPS} other lookups of names do not end")
-            found = self._running[key] = self._loop.create_future()
-            found.add_done_callback(lambda future: future.cancelled() or future.exception())  # may have no reader left
-            threading.Thread(target=self._look_up, args=(key, found), name="name lookup", daemon=True).start()
-        try:
-            return await asyncio.wait_for(asyncio.shield(found), LOOKUP_SECONDS)
-        except TimeoutError:
-            text = f"the lookup of {host} did not end within {LOOKUP_SECONDS:g} s"
-            raise socket.gaierror(socket.EAI_AGAIN, text) from None
-
-    def _look_up(self, key: tuple[Any, ...], found: asyncio.Future[list[Any]]) -> None:
-        try:
-            result: list[Any] | Exception = socket.getaddrinfo(*key)
-        except Exception as error:
-            result = error
-        try:
-            self._loop.call_soon_threadsafe(self._finish, key, found, result)
-        except RuntimeError:  # the loop is closed: nobody waits
-            return
-
-    def _finish(self, key: tuple[Any, ...], found: asyncio.Future[list[Any]], result: list[Any] | Exception) -> None:
-        del self._running[key]
-        if isinstance(result, Exception):
-            found.set_exception(result)
-        else:
-            found.set_result(result)
+_lookups: dict[tuple[Any, ...], Future[list[Any]]] = {}  # those that run
 
 
 def use_own_threads() -> None:
     """Let the running event loop look up names in threads of their own. A second call does nothing."""
-    loop = asyncio.get_running_loop()
-    if not isinstance(getattr(loop.getaddrinfo, "__self__", None), _Lookups):
-        loop.getaddrinfo = _Lookups(loop).getaddrinfo  # type: ignore[method-assign]
+    asyncio.get_running_loop().getaddrinfo = _getaddrinfo  # type: ignore[method-assign]
+
+
+async def _getaddrinfo(
+    host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+) -> list[Any]:
+    """As socket.getaddrinfo. Equal lookups share a thread. Raises socket.gaierror, after LOOKUP_SECONDS as well."""
+    key = host, port, family, type, proto, flags
+    if (found := _lookups.get(key)) is None:
+        if len(_lookups) >= MAX_LOOKUPS:
+            raise socket.gaierror(socket.EAI_AGAIN, f"{MAX_LOOKUPS} other lookups of names do not end")
+        found = _lookups[key] = Future()
+        threading.Thread(target=_look_up, args=(key, found), name="name lookup", daemon=True).start()
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(found)), LOOKUP_SECONDS)
+    except TimeoutError:
+        text = f"the lookup of {host} did not end within {LOOKUP_SECONDS:g} s"
+        raise socket.gaierror(socket.EAI_AGAIN, text) from None
+
+
+def _look_up(key: tuple[Any, ...], found: Future[list[Any]]) -> None:
+    try:
+        result = socket.getaddrinfo(*key)
+    except Exception as error:
+        del _lookups[key]
+        found.set_exception(error)
+    else:
+        del _lookups[key]
+        found.set_result(result)

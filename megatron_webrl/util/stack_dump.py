@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from megatron_webrl.util import child_process
 
 DUMP_SIGNAL = signal.SIGUSR2
@@ -28,20 +30,20 @@ def register_dump_signal() -> None:
 def dump_stacks(leader: int, log: Path, why: str) -> list[str]:
     """Log `why` and the stacks of a role and its descendants, in 5 s each; return a message for each that failed."""
     missing = []
-    for pid in (process.pid for process in child_process.family(leader)):
-        name = child_process.process_name(pid)
-        if child_process.process_state(pid) in ("T", "t"):
-            missing.append(f"{name} is stopped and cannot show its stacks")
-            _append(log, missing[-1])
-        elif _handles_dump_signal(pid):
-            _append(log, f"stacks of {name}: {why}")
-            with suppress(ProcessLookupError):
-                os.kill(pid, DUMP_SIGNAL)
-            with suppress(OSError):
+    for process in child_process.family(leader):
+        name, problem = child_process.process_name(process.pid), ""
+        with suppress(psutil.NoSuchProcess, OSError):  # it has ended
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                problem = f"{name} is stopped and cannot show its stacks"
+            elif _handles_dump_signal(process.pid):
+                _append(log, f"stacks of {name}: {why}")
+                process.send_signal(DUMP_SIGNAL)
                 _wait_until_complete(log)
-        elif pid == leader:
-            missing.append(f"{name} does not show its stacks yet: it has only just started")
-            _append(log, missing[-1])
+            elif process.pid == leader:
+                problem = f"{name} does not show its stacks yet: it has only just started"
+        if problem:
+            missing.append(problem)
+            _append(log, problem)
     return missing
 
 

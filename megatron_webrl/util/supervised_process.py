@@ -36,26 +36,21 @@ class RestartPolicy:
 
     max_restarts: int
     window_seconds: float = HOUR
-    _granted: deque[tuple[float, str]] = field(default_factory=deque)  # time of the failure, reason
+    _failures: deque[float] = field(default_factory=deque)  # times of those after which a restart was granted
 
-    def next_restart(self, now: float, reason: str) -> float | None:
+    def next_restart(self, now: float) -> float | None:
         """The time of the restart after a failure at `now` (monotonic seconds); None if the budget is spent."""
-        while self._granted and now - self._granted[0][0] >= self.window_seconds:
-            self._granted.popleft()
-        if len(self._granted) >= self.max_restarts:
+        while self._failures and now - self._failures[0] >= self.window_seconds:
+            self._failures.popleft()
+        if self.used >= self.max_restarts:
             return None
-        self._granted.append((now, reason))
-        return now + restart_delay(len(self._granted), random.random())
+        self._failures.append(now)
+        return now + restart_delay(self.used, random.random())
 
     @property
     def used(self) -> int:
         """Restarts granted within the window that ended with the last failure."""
-        return len(self._granted)
-
-    @property
-    def reasons(self) -> list[str]:
-        """Reason of each of those, oldest first."""
-        return [reason for _, reason in self._granted]
+        return len(self._failures)
 
 
 @dataclass
@@ -77,7 +72,7 @@ class SupervisedProcess:
 
     def start(self) -> SupervisedProcess:
         """Start the process in the main thread. Raises ProcessError."""
-        self.process = child_process.start_process(self.command, self.log, self.environment, self.name, (), self.cores)
+        self.process = child_process.start_process(self.command, self.log, self.environment, self.name, self.cores)
         self.started_at, self.restart_at = time.monotonic(), None
         self.survived_kill = self._reported = False
         return self
@@ -91,10 +86,8 @@ class SupervisedProcess:
         """How this life of the process failed; None while it runs and after a clean exit."""
         code = self.process.poll()
         if code is None and self.survived_kill:
-            seconds = child_process.KILL_SECONDS
-            return (
-                f"{self.name} runs {seconds:g} s after SIGKILL, in a call to a file system or device (log: {self.log})"
-            )
+            late = f"runs {child_process.KILL_SECONDS:g} s after SIGKILL, in a call to a file system or device"
+            return f"{self.name} {late} (log: {self.log})"
         if code is None or (code == 0 and self.may_exit):
             return None
         return f"{self.name} {self.process.describe_end()} (log: {self.log})"
@@ -114,10 +107,10 @@ class SupervisedProcess:
         except TimeoutExpired:
             self.survived_kill = True
 
-    def schedule_restart(self, reason: str) -> bool:
+    def schedule_restart(self) -> bool:
         """Kill what is left of the process, and schedule a restart if the policy grants one."""
         child_process.kill_process_group(self.process.pid)
-        self.restart_at = self.policy.next_restart(time.monotonic(), reason)
+        self.restart_at = self.policy.next_restart(time.monotonic())
         return self.restart_at is not None
 
     def restart_if_due(self) -> bool:

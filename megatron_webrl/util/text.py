@@ -121,18 +121,18 @@ def configure_logging(line_format: str, level: int = logging.INFO) -> None:
     handler.setFormatter(RedactingFormatter(line_format))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     sys.excepthook = _log_uncaught
-    threading.excepthook = _log_uncaught_in_thread
+    threading.excepthook = lambda uncaught: _log_uncaught(
+        uncaught.exc_type, uncaught.exc_value, uncaught.exc_traceback, uncaught.thread
+    )
 
 
-def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if issubclass(kind, KeyboardInterrupt):
+def _log_uncaught(
+    kind: type[BaseException],
+    error: BaseException | None,
+    trace: TracebackType | None,
+    thread: threading.Thread | None = None,
+) -> None:
+    if isinstance(error, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
-    else:
-        logging.critical("uncaught exception", exc_info=(kind, error, trace))
-
-
-def _log_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
-    if arguments.exc_value is not None and not issubclass(arguments.exc_type, SystemExit):
-        name = arguments.thread.name if arguments.thread is not None else "a thread"
-        trace = (arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
-        logging.critical("uncaught exception in %s", name, exc_info=trace)
+    elif error is not None and not isinstance(error, SystemExit):
+        logging.critical("uncaught exception%s", f" in {thread.name}" if thread else "", exc_info=(kind, error, trace))

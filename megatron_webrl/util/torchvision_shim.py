@@ -42,12 +42,12 @@ def install() -> None:
     """Install the hook in this process. Cheap and idempotent; does nothing where the builds match."""
     if any(isinstance(finder, _SchemaHook) for finder in sys.meta_path):
         return
-    if _version("torch") is None or _built_for_cuda("torch"):
+    if _is_cuda_build("torch") is not False:
         return
-    if _built_for_cuda("torchvision"):
+    if _is_cuda_build("torchvision"):
         sys.meta_path.insert(0, _SchemaHook())
     for name in ("torchaudio", "torchcodec"):
-        if name not in sys.modules and _built_for_cuda(name):
+        if name not in sys.modules and _is_cuda_build(name):
             sys.modules[name] = None  # type: ignore[assignment]  # import and find_spec both report it missing
 
 
@@ -64,22 +64,12 @@ def declare_torchvision_schemas() -> None:
     _libraries.append(library)
 
 
-def _built_for_cuda(package: str) -> bool:
-    version = _version(package)
-    return version is not None and "+cpu" not in version and ("+cu" in version or "cuda=" in version)
-
-
-def _version(package: str) -> str | None:
-    """Version and CUDA version from <package>/version.py, without importing the package; None if it is missing."""
-    if sys.modules.get(package, ...) is None:
-        return None
-    spec = importlib.util.find_spec(package)
+def _is_cuda_build(package: str) -> bool | None:
+    """Whether <package>/version.py names a CUDA version, without importing the package; None if it is missing."""
+    spec = None if sys.modules.get(package, ...) is None else importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return None
     file = Path(spec.origin).with_name("version.py")
-    if not file.is_file():
-        return ""
-    text = file.read_text()
-    version = re.search(r"__version__ = '([^']*)'", text)
-    cuda = re.search(r"^cuda\b[^=\n]*= '([^']*)'", text, re.MULTILINE)
-    return (version.group(1) if version else "") + (" cuda=" + cuda.group(1) if cuda else "")
+    text = file.read_text() if file.is_file() else ""
+    version = re.search(r"__version__ = '[^']*\+(cu|cpu)|^cuda\b[^=\n]*= '", text, re.MULTILINE)
+    return version is not None and version.group(1) != "cpu"

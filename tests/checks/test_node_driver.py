@@ -18,14 +18,12 @@ from megatron_webrl.util.child_process import MAX_OPEN_FILES, start_process
 from megatron_webrl.util.cuda_driver import (
     CudaDriver,
     NvidiaSmiError,
-    describe_driver,
     driver_problem,
     find_driver,
     query_gpus,
 )
 
 ROOT = Path(__file__).parents[2]
-COMPAT = "/usr/local/cuda/compat/libcuda.so.580.65.06"
 
 
 @pytest.mark.parametrize(
@@ -34,16 +32,9 @@ COMPAT = "/usr/local/cuda/compat/libcuda.so.580.65.06"
         ("13.0", CudaDriver("580.65.06", 13000), []),
         ("13.2", CudaDriver("580.65.06", 13000), []),  # minor version compatibility
         ("12.8", CudaDriver("580.65.06", 13000), []),  # backward compatibility
-        ("12.8", CudaDriver("525.60.13", 12000), []),
-        ("13.0", CudaDriver("570.86.15", 13000, COMPAT), []),  # forward compatibility
-        ("14.0", CudaDriver("610.10", 14000), []),  # not in the table
-        ("13.0", CudaDriver("570.86.15", 12080), ["driver 570.86.15 is too old for CUDA 13.0", "at least 580",
-                                                  "cuda-compat-13-0"]),
-        ("12.8", CudaDriver("470.57.02", 11040), ["driver 470.57.02 is too old for CUDA 12.8", "at least 525"]),
-        ("13.0", CudaDriver("570.86.15", None), ["is too old for CUDA 13.0"]),
-        ("14.0", CudaDriver("590.10", 13010), ["driver 590.10 is too old for CUDA 14.0", "a newer driver"]),
+        ("13.0", CudaDriver("570.86.15", 13000), []),  # forward compatibility
+        ("13.0", CudaDriver("570.86.15", 12080), ["driver 570.86.15 serves CUDA 12.8", "cuda-compat-13-0"]),
         ("13.0", CudaDriver("580.65.06", None), ["libcuda.so.1 does not load"]),
-        ("13.0", CudaDriver("580.65.06", 12080, COMPAT), [COMPAT, "serves CUDA 12.8 only", "LD_LIBRARY_PATH"]),
         (None, CudaDriver("580.65.06", 13000), ["torch is built for CPUs", "580.65.06"]),
     ],
 )  # fmt: skip
@@ -72,11 +63,6 @@ def test_the_driver_is_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.
     nvidia_smi(tmp_path, "exit 0")
     with pytest.raises(NvidiaSmiError, match="nvidia-smi lists no GPU"):
         find_driver()
-
-
-def test_a_forward_compatibility_library_is_described() -> None:
-    assert describe_driver(CudaDriver("570.86.15", 13000, COMPAT)) == f"570.86.15, with {COMPAT}"
-    assert describe_driver(CudaDriver("580.65.06", 13000, "/usr/lib/libcuda.so.580.65.06")) == "580.65.06"
 
 
 def test_a_node_of_gpus_with_a_torch_for_cpus_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from megatron_webrl.control import server
 logging.basicConfig(level=logging.INFO)
 {before}
 folder = Path(sys.argv[1])
-server.serve("127.0.0.1", 0, "job", folder / "control.json", folder / "journal", float(sys.argv[2]), 300)
+server.serve("127.0.0.1", 0, "job", folder / "control.json", folder / "journal", float(sys.argv[2]))
 """
 
 

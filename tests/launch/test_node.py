@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_webrl.config.load import parse_config
@@ -184,7 +185,7 @@ def test_a_role_that_waits_for_a_dead_file_system_ends_the_job_although_it_canno
     monkeypatch.setattr(child_process, "KILL_SECONDS", 2.0)
     with machine(tmp_path, "rollout.engines=1") as here:
         role = here.start("rollout-0", [sys.executable, "-c", f"open({str(stalled / 'file')!r}, 'w')"])
-        until(lambda: child_process.process_state(role.process.pid) == "D", "its wait")
+        until(lambda: psutil.Process(role.process.pid).status() == psutil.STATUS_DISK_SLEEP, "its wait")
         dumper = watchdog.StackDumper(EventLog(here.config.run_folder), here.messages.append)
         watchdog.request_stack_dump(here.config.run_folder, "it hangs", {"rollout-0": ("heartbeat", "")})
         dumper.poll(here.node.roles, lambda: here.control)

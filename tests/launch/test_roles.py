@@ -13,7 +13,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.launch.node import Node
 from megatron_webrl.launch.roles import CACHE_VARIABLES, gpu_environment, make_cache_folder, process_specs
 from megatron_webrl.placement.placement import RoleName, place_processes
-from megatron_webrl.util import gpu
+from megatron_webrl.util import cuda_driver
 
 ROOT = Path(__file__).parents[2]
 GPUS = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
@@ -91,7 +91,7 @@ def test_a_job_on_a_machine_with_gpus_does_not_compute_on_its_cores_unasked(
     program.write_text("#!/bin/sh\necho 550.54.15\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(gpu, "DEVICE_FILES", (program,))
+    monkeypatch.setattr(cuda_driver, "DEVICE_FILES", (program,))
     metadata = tmp_path / "vllm-0.32.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")

@@ -43,7 +43,7 @@ from tests.waiting import until
 ROOT = Path(__file__).parents[2]
 SERVER = (
     "import sys; from pathlib import Path; from megatron_webrl.control.server import serve;"
-    "serve('127.0.0.1', 0, sys.argv[2], Path(sys.argv[1]), Path(sys.argv[1] + '.journal'), seconds=120)"
+    "serve('127.0.0.1', 0, sys.argv[2], Path(sys.argv[1]), Path(sys.argv[1] + '.journal'))"
 )
 
 

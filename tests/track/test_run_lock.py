@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.track import run_lock
 from megatron_webrl.track.run_lock import Launch, LaunchLost, launch_of_process, start_launch
-from megatron_webrl.util import child_process
 from megatron_webrl.util.history import History, read
 from tests.waiting import until
 
@@ -135,7 +135,7 @@ def test_a_launch_that_was_killed_before_it_was_the_newest_is_passed_over(tmp_pa
 def test_a_process_suspended_after_its_check_adds_no_line_to_a_history_of_its_successor(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", SUSPENDED, str(tmp_path)], cwd=ROOT)
     try:
-        until(lambda: child_process.process_state(process.pid) == "T", "its suspension", 30)
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "its suspension", 30)
         started(tmp_path, slurm("17", 1))
         history = History(tmp_path / "updates.jsonl")
         history.append({"launch": 2, "version": 2})

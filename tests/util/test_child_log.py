@@ -53,16 +53,6 @@ def test_no_more_than_the_kept_number_of_files_remains(tmp_path: Path, monkeypat
     assert lines(log)[-1] == "life 7"
 
 
-def test_children_that_share_a_log_rotate_it_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_log, "MAX_LOG_BYTES", 20_000)
-    log = tmp_path / "shared.log"
-    several = [child(log, f"import os\nfor n in range(1500): os.write(1, b'{name} %d\\n' % n)") for name in "ab"]
-    assert [each.wait(60) for each in several] == [0, 0]
-    found = lines(log)
-    for name in "ab":
-        assert [line for line in found if line.startswith(name)] == [f"{name} {n}" for n in range(1500)]
-
-
 def test_the_last_line_is_that_of_the_same_life(tmp_path: Path) -> None:
     log = tmp_path / "child.log"
     first = child(log, "print('ERROR of the first life'); print('later')")

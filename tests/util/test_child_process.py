@@ -173,13 +173,13 @@ def test_a_subreaper_reaps_what_was_handed_to_it_and_roles_keep_their_exit_codes
     code = """
 import subprocess, time
 import psutil
-from megatron_webrl.util.child_process import Reaper, become_subreaper
+from megatron_webrl.util.child_process import become_subreaper, reap
 become_subreaper()
 role = subprocess.Popen(["sh", "-c", "exit 7"])
 subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.1 & sleep 60 &"], check=True)
-reaper, deadline = Reaper(0.05), time.monotonic() + 20
+deadline = time.monotonic() + 20
 while len(psutil.Process().children()) > 1 and time.monotonic() < deadline:
-    reaper.reap([role])
+    reap([role])
     time.sleep(0.01)
 [left] = psutil.Process().children()
 print(left.name(), role.returncode)

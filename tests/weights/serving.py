@@ -74,7 +74,7 @@ class Stage:
     trainers: list[BaseProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.address_file, _ = job_control.start(self.folder, 900.0, self.config.run.heartbeat_timeout_seconds)
+        self.address_file, _ = job_control.start(self.folder, self.config.run.heartbeat_timeout_seconds)
         self.control = self.connect("test")
         self.path = self.folder / "config.yaml"
         save_config(self.config, self.path)

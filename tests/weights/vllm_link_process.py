@@ -48,7 +48,7 @@ class Sender:
         self.trainer = TrainerTopology(ParallelSizes(tensor=SENDERS), SENDERS, ("here",) * SENDERS)
         sizes = EngineSizes(engine_ranks)
         self.engines = EngineTopology.uniform(sizes, (("here",) * engine_ranks,))
-        self.control, _ = job_control.start(folder, 900.0)
+        self.control, _ = job_control.start(folder)
         self.plan = self.plan_of(reference.config)
         self.pool = ThreadPoolExecutor(SENDERS)
         self.links: list[transport.TransferLink] = []

@@ -22,12 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import psutil
+
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.track import episodes, summary
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import Launch, LaunchLost, start_launch
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
-from megatron_webrl.util import child_process
 from tools.drills.crash_points import EPISODES, MEMORY, Trainer
 from tools.drills.file_faults import FileFaults
 from tools.drills.report import Findings, run
@@ -145,7 +146,7 @@ class _Process:
 
     @property
     def is_stopped(self) -> bool:
-        return child_process.process_state(self.pid) == "T"
+        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
 
     def wake(self) -> None:
         if not self.has_ended:

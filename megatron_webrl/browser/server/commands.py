@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.control.http.access import add_tls_options, tls_files
+from megatron_webrl.control.http.access import add_tls_options, server_context
 
 
 def add_browsers(commands: Any) -> None:
@@ -60,7 +60,8 @@ def _serve(options: argparse.Namespace) -> int:
     settings = list(options.settings)
     config = settings.pop(0) if settings and "=" not in settings[0] else None
     limits = ConnectionLimits(options.max_connections)
-    address = ListenAddress(options.host, options.port, options.address_file, limits, tls_files(options))
+    tls = server_context(options.tls_certificate, options.tls_key)
+    address = ListenAddress(options.host, options.port, options.address_file, limits, tls)
     leases = LeaseLimits(options.sessions, options.lease_seconds, options.max_lease_seconds)
     die_with_parent, token_file = options.die_with_parent, options.token_file
     return run_server(BrowserServerOptions(config, tuple(settings), address, leases, die_with_parent, token_file))

@@ -114,7 +114,7 @@ class LocalServers:
         server.url = None
         if not server.was_ready:
             raise ProcessError(failure)
-        if not server.schedule_restart(failure):
+        if not server.schedule_restart():
             raise ProcessError(f"{failure}, after {MAX_RESTARTS} restarts within an hour")
         log.warning("%s; restarting it (restart %d of %d within an hour)", failure, server.policy.used, MAX_RESTARTS)
         self._address_file(server.name).unlink(missing_ok=True)

@@ -22,16 +22,8 @@ MIN_TOKEN_CHARS = 16
 MAX_BODY_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True)
-class TlsFiles:
-    """PEM files of a service: its certificate with those of its issuers, and the private key."""
-
-    certificate: Path
-    key: Path
-
-
 def add_tls_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `TlsFiles` to the parser of a service."""
+    """Add the options of `server_context` to the parser of a service."""
     for option, text in (
         ("--tls-certificate", "certificate for https, with those of its issuers"),
         ("--tls-key", "private key"),
@@ -39,19 +31,16 @@ def add_tls_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=Path, metavar="FILE", help=f"PEM file with the {text}")
 
 
-def tls_files(options: argparse.Namespace) -> TlsFiles | None:
-    """The files that the options name; None without them. Raises ConfigError for one of them alone."""
-    if (options.tls_certificate is None) != (options.tls_key is None):
+def server_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """The TLS settings of a service with these files; None without them. Raises ConfigError."""
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
         raise ConfigError("--tls-certificate and --tls-key belong together; give both, or neither")
-    return None if options.tls_certificate is None else TlsFiles(options.tls_certificate, options.tls_key)
-
-
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """The TLS settings of a service. Raises ConfigError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    named = f"--tls-certificate={files.certificate} with --tls-key={files.key}"
+    named = f"--tls-certificate={certificate} with --tls-key={key}"
     try:
-        context.load_cert_chain(files.certificate, files.key, password=_refuse_password)
+        context.load_cert_chain(certificate, key, password=_refuse_password)
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise ConfigError(f"{named} cannot be used: {error}; give PEM files without a password") from None
     return context

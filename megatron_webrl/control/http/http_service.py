@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -23,7 +24,6 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.http.access import TlsFiles, server_context
 from megatron_webrl.util import atomic_file, child_process
 from megatron_webrl.util.network import is_loopback
 from megatron_webrl.util.text import configure_logging
@@ -61,7 +61,7 @@ class ListenAddress:
     port: int  # 0: any free port
     address_file: Path | None = None  # receives {"url", "pid"} once the server is ready
     limits: ConnectionLimits = ConnectionLimits()
-    tls: TlsFiles | None = None
+    tls: ssl.SSLContext | None = None
 
 
 class Listener:
@@ -69,7 +69,6 @@ class Listener:
 
     def __init__(self, address: ListenAddress) -> None:
         """Raises ConfigError."""
-        self.tls = None if address.tls is None else server_context(address.tls)
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         try:
             self.socket = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
@@ -79,7 +78,7 @@ class Listener:
         # acknowledges the headers.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(address.limits.unread_seconds * 1000))
-        self.limits, self._file = address.limits, address.address_file
+        self.limits, self.tls, self._file = address.limits, address.tls, address.address_file
         scheme, port = "http" if self.tls is None else "https", self.socket.getsockname()[1]
         self.url = f"{scheme}://{_public_name(address.host)}:{port}"
 

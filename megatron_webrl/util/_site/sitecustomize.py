@@ -10,12 +10,11 @@
 import ctypes
 import faulthandler
 import gc
-import importlib.machinery
-import importlib.util
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PARENT_VARIABLE = "WEBRL_ENGINE_PARENT"  # process id of the nearest ancestor with this hook
@@ -42,31 +41,23 @@ def delay_garbage_collection() -> None:
         gc.disable()
 
 
-def load(name: str, spec: importlib.machinery.ModuleSpec) -> object:
-    """Execute one module without leaving it in sys.modules."""
-    module = importlib.util.module_from_spec(spec)
-    assert spec.loader is not None, name
-    spec.loader.exec_module(module)
-    return module
-
-
-def install_torchvision_shim() -> None:
-    """Run torchvision_shim.install from its file: the package itself may not be on the path yet."""
-    spec = importlib.util.spec_from_file_location("_webrl_torchvision_shim", HERE.parent / "torchvision_shim.py")
-    if spec is not None:
-        load("_webrl_torchvision_shim", spec).install()  # type: ignore[attr-defined]
+def run(file: Path) -> dict[str, Any]:
+    """Execute a file: the package itself may not be on the path yet. Returns its names."""
+    names: dict[str, Any] = {"__name__": file.stem, "__file__": str(file)}
+    exec(compile(file.read_text(), file, "exec"), names)
+    return names
 
 
 def run_hidden_sitecustomize() -> None:
     """Run the sitecustomize that would have run without this folder on the path."""
-    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
-    if spec is not None:
-        load("sitecustomize", spec)
+    for folder in map(Path, sys.path):
+        if folder.resolve() != HERE and (file := folder / "sitecustomize.py").is_file():
+            run(file)
+            break
 
 
 die_with_parent()
 faulthandler.register(signal.SIGUSR2, 2, all_threads=True)
 delay_garbage_collection()
-install_torchvision_shim()
+run(HERE.parent / "torchvision_shim.py")["install"]()
 run_hidden_sitecustomize()

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import ssl
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -14,9 +15,14 @@ import trustme
 
 from megatron_webrl.browser.server.client import BrowserClient, ServerUnreachable
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control.http.access import TlsFiles, client_context, server_context
+from megatron_webrl.control.http.access import client_context, server_context
 from tests.browser.server.conftest import LIMIT, browser_server
 from tests.browser.server.servers import click_task
+
+
+class TlsFiles(NamedTuple):
+    certificate: Path
+    key: Path
 
 
 def authority(folder: Path, name: str = "127.0.0.1") -> tuple[Path, TlsFiles]:
@@ -73,9 +79,9 @@ def test_unusable_files_are_named(tmp_path: Path) -> None:
     _, others = authority(tmp_path / "other")
     broken = tmp_path / "broken.pem"
     broken.write_text("no certificate")
-    server_context(files)
+    server_context(*files)
     for certificate, key in ((files.certificate, others.key), (broken, files.key), (tmp_path / "none", files.key)):
         with pytest.raises(ConfigError, match=f"--tls-certificate={certificate} with --tls-key={key} cannot be used"):
-            server_context(TlsFiles(certificate, key))
+            server_context(certificate, key)
     with pytest.raises(ConfigError, match=f"WEBRL_BROWSERS_CA={broken} cannot be used"):
         client_context(str(broken), "WEBRL_BROWSERS_CA")

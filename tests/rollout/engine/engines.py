@@ -49,7 +49,7 @@ class Sender:
 
     def __init__(self, model: torch.nn.Module, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         """`folder`: of the control service. `dtype`: of the weights that are sent."""
-        self.control, _ = job_control.start(folder, 900.0)
+        self.control, _ = job_control.start(folder)
         self.model, self.transfers, self.dtype = model, 0, dtype
         engines = EngineTopology.uniform(EngineSizes(), (("here",),))
         trainer, size = TrainerTopology(ParallelSizes(), 1, ("here",)), dtype.itemsize

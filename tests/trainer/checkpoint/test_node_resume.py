@@ -37,7 +37,7 @@ LIMIT = 120.0
 @contextmanager
 def job(folder: Path, names: list[str]) -> Iterator[Path]:
     """Run a control service and workers while the context is open."""
-    with control_service(folder, 3 * LIMIT) as address:  # two attempts of the trainer
+    with control_service(folder) as address:
         workers = [
             threading.Thread(target=ranks.work, args=(address, name, node), daemon=True)
             for node, name in enumerate(names)
