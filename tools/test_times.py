@@ -42,7 +42,8 @@ def table(title: str, rows: dict[str, np.ndarray], limit: int) -> str:
     """The slowest rows, and the sum of all."""
     lines = ["".join(f"{each:>11}" for each in COLUMNS) + f"  {title}"]
     slowest = sorted(rows, key=lambda name: -rows[name][0])[:limit]
-    for name, times in [*((name, rows[name]) for name in slowest), (f"all {len(rows)}", np.sum(list(rows.values()), axis=0))]:
+    total = np.sum(list(rows.values()), axis=0)
+    for name, times in [*((name, rows[name]) for name in slowest), (f"all {len(rows)}", total)]:
         lines.append("".join(f"{each:11.1f}" for each in times) + f"  {name}")
     return "\n".join(lines)
 

@@ -122,7 +122,7 @@ _SPICE = st.sampled_from(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(parts=st.lists(st.one_of(_SPICE, st.text(max_size=5)), max_size=8))
 def test_page_text_never_becomes_an_added_token(tiny_model: Path, parts: list[str]) -> None:
     processor = _cached(tiny_model)

@@ -76,7 +76,7 @@ def configurations(draw: st.DrawFn) -> Config:
 
 
 @given(configurations())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_devices_cores_and_ports_of_a_node_are_all_used_and_by_one_process_each(config: Config) -> None:
     found, cluster = place_processes(config), config.cluster
     every_core = sorted(core for text in cluster.numa_cores for core in parse_cores(text))
@@ -96,7 +96,7 @@ def test_devices_cores_and_ports_of_a_node_are_all_used_and_by_one_process_each(
 
 
 @given(configurations())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_every_engine_is_whole_and_writes_to_one_ring_which_the_ranks_of_its_node_read(config: Config) -> None:
     found = place_processes(config)
     workers = [process for process in found.of_role("rollout") if process.follower == 0]
@@ -113,7 +113,7 @@ def test_every_engine_is_whole_and_writes_to_one_ring_which_the_ranks_of_its_nod
 
 
 @given(configurations())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_groups_of_megatrons_own_order_lie_inside_nodes_wherever_they_fit(config: Config) -> None:
     trainer, found = config.trainer, place_processes(config)
     node = {process.index: process.node for process in found.of_role("trainer")}

@@ -163,7 +163,7 @@ def assert_same(left: Trajectory, right: Trajectory) -> None:
     assert dataclasses.replace(left, steps=(), images=()) == dataclasses.replace(right, steps=(), images=())
 
 
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(trajectories(), st.booleans())
 def test_any_trajectory_comes_back_as_it_was(trajectory: Trajectory, copy: bool) -> None:
     assert_same(record.decode_trajectory(joined(trajectory), copy), trajectory)
@@ -189,7 +189,7 @@ def test_an_action_without_optional_arguments_is_read() -> None:
     assert record._action(described) == Action("left_click", coordinate=(5, 6))
 
 
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.data())
 def test_any_damage_is_refused_or_harmless_to_the_structure(data: st.DataObject) -> None:
     whole = bytearray(joined(example(40)))
@@ -218,7 +218,7 @@ def described(description: object) -> bytes:
     return (header + text).ljust(total, b"\0")
 
 
-@settings(max_examples=2000, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(st.data())
 def test_a_description_of_any_content_raises_only_the_errors_of_records(data: st.DataObject) -> None:
     whole = joined(example())

@@ -222,7 +222,7 @@ MUTATED = st.builds(
 RESPONSES = st.one_of(GRAMMAR, MUTATED, st.binary(max_size=200))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(RESPONSES, st.integers(1, 9))
 def test_the_browser_receives_what_h11_reads_or_no_complete_response(response: bytes, pieces: int) -> None:
     meant = read_with_h11(response)
@@ -241,7 +241,7 @@ REQUESTS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(REQUESTS)
 def test_a_server_receives_canonical_requests_only(request: bytes) -> None:
     received: list[bytes] = []
