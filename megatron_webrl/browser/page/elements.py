@@ -63,7 +63,7 @@ class DOMSnapshot:
         self.document_order: dict[int, int] = {}  # index in document order
         self.clickable: dict[int, str] = {}  # frame id by element with mouse listeners
         self.boxes: dict[int, Box] = {}  # in its frame's viewport
-        owners = {}  # frame element by index of its document
+        owners: dict[int, int] = {}  # frame element by index of its document
         for outer in self._documents:
             inner = outer["nodes"].get("contentDocumentIndex", {"index": (), "value": ()})
             owners |= {

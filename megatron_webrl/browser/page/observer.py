@@ -54,7 +54,11 @@ def draw_marks(screenshot: bytes, elements: Sequence[Element], encoding: str, qu
         draw.rectangle((x, y, x + width - 1, y + height - 1), fill=_COLOURS[element.id % len(_COLOURS)])
         draw.text((x + 2 - left, y + 2 - top), text, fill="white", font=font)
     buffer = io.BytesIO()
-    options = {"png": {"compress_level": 1}, "webp": {"quality": quality, "method": 2}, "jpeg": {"quality": quality}}
+    options: dict[str, dict[str, Any]] = {
+        "png": {"compress_level": 1},
+        "webp": {"quality": quality, "method": 2},
+        "jpeg": {"quality": quality},
+    }
     image.save(buffer, encoding, **options[encoding])
     return buffer.getvalue()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Annotated, Any
 
@@ -181,7 +181,8 @@ def _disconnected(request: Request) -> WaitForDisconnect:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """The response to an exception, whose message is one sentence for the client."""
-    status, message, outcome, headers = 500, str(error), None, None
+    status, message, outcome = 500, str(error), None
+    headers: Mapping[str, str] | None = None
     if isinstance(error, RequestRefused):
         status = error.status
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == protocol.STATUS_BUSY else None

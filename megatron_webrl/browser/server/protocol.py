@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import struct
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
@@ -148,19 +148,19 @@ class ServerState:
 
 
 @functools.cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
 def dump(value: Any) -> bytes:
     """A dataclass of this module or of `types` as JSON, an observation without its screenshot."""
-    return _adapter(type(value)).dump_json(value, exclude={"screenshot"})
+    return _adapter(cast(Any, type(value))).dump_json(value, exclude={"screenshot"})
 
 
 def load(kind: type[T], text: bytes) -> T:
     """Parse JSON into a value. Raises ProtocolError that names the field."""
     try:
-        return _adapter(kind).validate_json(text)
+        return _adapter(cast(Any, kind)).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         location = ".".join(str(part) for part in first["loc"]) or "body"
