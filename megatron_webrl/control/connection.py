@@ -181,7 +181,9 @@ class Connection:
         data = response.read()
         if response.status == http.client.BAD_REQUEST:
             raise ValueError(f"{self.role}: {json.loads(data)['error']}")
-        if response.status != http.client.OK:  # 401: at the address in the file of an earlier job
+        if response.status == http.client.UNAUTHORIZED:  # at the address in the file of an earlier job
+            raise http.client.HTTPException("another job answers")
+        if response.status != http.client.OK:
             raise http.client.HTTPException(f"it answers {response.status}: {data[:200].decode(errors='replace')}")
         answer: dict[str, Any] = json.loads(data)
         return answer
