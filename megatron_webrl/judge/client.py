@@ -286,10 +286,10 @@ def _read(content: bytes) -> Completion:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UnusableReply("unparsable_response", redact(content.decode("utf-8", "replace"))) from None
     usage = found.get("usage")
-    counts = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")] if isinstance(usage, dict) else [None]
-    known = all(type(count) is int and 0 <= count <= MAX_TOKEN_COUNT for count in counts)
+    counts = tuple(usage.get(key) for key in ("prompt_tokens", "completion_tokens")) if isinstance(usage, dict) else ()
+    known = len(counts) == 2 and all(type(count) is int and 0 <= count <= MAX_TOKEN_COUNT for count in counts)
     return Completion(
         redact(text) if isinstance(text, str) else "",
         reason if isinstance(reason, str) else None,
-        (counts[0], counts[1]) if known else None,
+        (int(counts[0]), int(counts[1])) if known else None,
     )
