@@ -164,15 +164,19 @@ class Uploader:
         """Find the run by its key. A store that lacks it, perhaps another than before, gets a run with all of it."""
         experiment = self._experiment_id()
         found = self.client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{self.state.key}'", max_results=1)
-        if found:  # perhaps one whose creation MLflow did not confirm
-            self.change(run_id=found[0].info.run_id, status=found[0].info.status)
-            return
-        self.change(run_id=None, described=False, marks={})  # stores the key, before MLflow has it
-        self._tails.clear()
-        pages, state = (f"`webrl {command} {self.folder.absolute()}`" for command in ("monitor", "status"))
-        note = f"- files: `{self.folder.absolute()}`\n- pages, with each stored episode: {pages}\n"
-        tags = {KEY_TAG: self.state.key, NOTE_TAG: f"{note}- state of its job: {state}\n"}
-        run = self.client.create_run(experiment, tags=tags, run_name=self.config.run.name)
+        run = found[0] if found else None  # perhaps one whose creation MLflow did not confirm
+        if run is None or run.info.run_id != self.state.run_id:
+            if self.state.run_id is not None:
+                uri = redact(self.config.tracking_uri)
+                what = f"another store, lacks run {self.state.run_id}: a new run gets all of {self.folder}"
+                log.warning("MLflow at %s, %s", uri, what)
+            self.change(run_id=None, described=False, marks={})  # stores the key, before MLflow has it
+            self._tails.clear()
+        if run is None:
+            pages, state = (f"`webrl {command} {self.folder.absolute()}`" for command in ("monitor", "status"))
+            note = f"- files: `{self.folder.absolute()}`\n- pages, with each stored episode: {pages}\n"
+            tags = {KEY_TAG: self.state.key, NOTE_TAG: f"{note}- state of its job: {state}\n"}
+            run = self.client.create_run(experiment, tags=tags, run_name=self.config.run.name)
         self.change(run_id=run.info.run_id, status=run.info.status)
 
     def _experiment_id(self) -> str:
