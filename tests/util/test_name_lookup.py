@@ -22,7 +22,7 @@ FAILURES = []
 async def judge(client):
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
     try:
-        await client.complete("verdict", body, 0, asyncio.get_running_loop().time() + 3, Spending(), [])
+        await client.complete("verdict", body, 0, asyncio.get_running_loop().time() + 3, Spending())
     except RequestFailed as error:
         FAILURES.append(error.name)
 
@@ -59,4 +59,4 @@ def test_a_name_server_that_does_not_answer_takes_no_threads_of_other_work_and_h
     found = json.loads(done.stdout)
     assert found["worst"] < 5.0
     assert sum(found["failures"].values()) == 128
-    assert set(found["failures"]) <= {"timeout", "connection", "ServerUnreachable", "BrowserTimeout"}
+    assert set(found["failures"]) <= {"deadline", "ServerUnreachable", "BrowserTimeout"}
