@@ -20,11 +20,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
 
-from megatron_webrl.ring.ring import Ring
 from megatron_webrl.ring.segment import RecordCorrupt, RecordError, RingError, checksum
 from megatron_webrl.types import Action, JudgeStage, RubricFact, Step, Task, Trajectory, Verdict
 from megatron_webrl.util import atomic_file
@@ -350,7 +349,13 @@ FOLDER = "damaged_records"  # of a run
 MAX_KEPT = 20  # files in that folder
 
 
-def read_trajectory(records: Ring, sequence: int, folder: Path) -> Trajectory | None:
+class RecordReader(Protocol):
+    """A ring, or another source of numbered records."""
+
+    def read(self, sequence: int, verify: bool = True) -> Buffer: ...
+
+
+def read_trajectory(records: RecordReader, sequence: int, folder: Path) -> Trajectory | None:
     """The trajectory of a record, as views of it; None if it is damaged: its bytes are then in a file of `folder`."""
     try:
         return decode_trajectory(records.read(sequence))
@@ -361,7 +366,7 @@ def read_trajectory(records: Ring, sequence: int, folder: Path) -> Trajectory | 
         return None
 
 
-def undamaged_trajectories(records: Ring, sequences: Iterable[int]) -> dict[int, Trajectory]:
+def undamaged_trajectories(records: RecordReader, sequences: Iterable[int]) -> dict[int, Trajectory]:
     """The trajectories of the records that are not damaged, by number."""
     found = {}
     for sequence in sequences:
