@@ -147,7 +147,7 @@ def test_a_role_imports_vllm_neither_as_a_trainer_nor_before_its_environment_is_
         if isinstance(node, ast.FunctionDef) and node.name == role
     )
     waiting, seen = list(names_at_start(function.body)), set[str]()
-    assert "megatron_webrl.trainer.main" in waiting or "megatron_webrl.rollout.engine.engine_follower" in waiting
+    assert "megatron_webrl.trainer.main" in waiting or "megatron_webrl.rollout.engine.followers" in waiting
     while waiting:
         name = waiting.pop()
         assert name.partition(".")[0] != "vllm", sorted(seen)

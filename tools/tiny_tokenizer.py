@@ -139,8 +139,8 @@ def corpus() -> list[str]:
             texts += [("" if compact else _fields(fields, action)) + format_tool_call(action) for action in _ACTIONS]
     for effect in ("page changed", "page unchanged", "executed", "failed: no page to go back to"):
         for action in _ACTIONS:
-            texts.append(prompts.history_line(1, "Enter Text Task", describe_action(action), effect))
-            texts.append(prompts.compact_history_line(2, describe_action(action), effect))
+            texts.append(prompts.history_line(1, "Enter Text Task", describe_action(action), effect, compact=False))
+            texts.append(prompts.history_line(2, "", describe_action(action), effect, compact=True))
     return texts
 
 

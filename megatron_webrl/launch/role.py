@@ -154,11 +154,11 @@ def _run_rollout(
     weights_only: bool,
 ) -> None:
     from megatron_webrl.rollout import main as working
-    from megatron_webrl.rollout.engine import engine_follower
+    from megatron_webrl.rollout.engine import followers
 
     collect_garbage()
     nodes = [each.node for each in placement.of_role("rollout") if each.index == process.index]
     if process.follower:
-        engine_follower.run(config, control, process.index, process.follower, len(nodes), ring)
+        followers.run(config, control, process.index, process.follower, len(nodes), ring)
     else:
         working.run(config, control, process.index, ring, nodes, weights_only)

@@ -1,24 +1,14 @@
-"""Context policies: which earlier steps a prompt contains.
-
-Append: each prompt is the previous prompt, its response and a new turn, token for token, until the window is full.
+"""Context policies: which earlier steps a prompt contains (docs/context.md).
 
 system     tool and response format
-user       task, start page, one line for each step before the segment, latest Memory, the segment's first screenshot
-assistant  the response as it was generated, thinking included
+user       task, start page, one line for each step before the window, latest Memory, the window's first screenshot
+assistant  its response
 user       result of the step, numbered elements, next screenshot
 ...        up to the current screenshot
 
-Then the whole segment becomes lines of the summary, and a new segment begins with the current screenshot. So the
-engine's prefix cache covers each prompt except for its new turn, and the trainer computes a segment as one sequence.
-
-Sliding: the latest steps with their screenshots, and a summary of the earlier steps.
-
-system     tool and response format
-user       task, start page, one line for each step before the window, latest Memory if a step before the window wrote
-           it, oldest screenshot of the window
-assistant  its response, without thinking unless rollout.context.keep_thinking
-user       result of the step, next screenshot
-...        up to the current screenshot, which comes last, after its numbered elements
+Append: each prompt is the previous prompt, its response as it was generated and a new turn, until the window is full;
+then a new window begins with the current screenshot. So the engine's prefix cache covers each prompt except for its new
+turn, and the trainer computes a window as one sequence. Sliding: the window has the latest steps.
 """
 
 from __future__ import annotations
@@ -85,12 +75,9 @@ class PromptContext(ABC):
     """The context of one episode: call `start_episode`, then `build_prompt` and `add_step` in turns."""
 
     def __init__(
-        self,
-        processor: Processor,
-        settings: ContextConfig,
-        max_prompt_tokens: int,
+        self, processor: Processor, settings: ContextConfig, max_prompt_tokens: int,
         toolset: Toolset = COORDINATE_TOOLSET,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._processor, self._settings, self._max_tokens = processor, settings, max_prompt_tokens
         self._system = {"role": "system", "content": prompts.system_message(settings, toolset)}
         self._form = prompts.response_form(settings)
@@ -114,13 +101,13 @@ class PromptContext(ABC):
         """Add a step: the response to the last prompt, its action or format error, and the next observation."""
         fields = split_fields(strip_thinking(generation.text))
         did = self._did(action, fields)
-        effect = f"format error: {format_error}" if format_error else self._effect(observation)
+        effect = "page changed" if observation.page_changed else "page unchanged"
+        if observation.error:
+            effect += f", {self._short(observation.error)}"
+        if format_error:
+            effect = f"format error: {format_error}"
         step, compact = len(self._past) + 1, self._settings.compact
-        line = (
-            prompts.compact_history_line(step, did, effect)
-            if compact
-            else prompts.history_line(step, self._title, did, effect)
-        )
+        line = prompts.history_line(step, self._title, did, effect, compact)
         self._title = self._short(observation.title)
         result = prompts.step_result_text(effect, self._title, self._short(observation.url), compact)
         carried = {
@@ -173,24 +160,22 @@ class PromptContext(ABC):
 
     def _summarised(self) -> Prompt:
         """A prompt with the current screenshot only; lines of the summary, elements, carried fields may give way."""
-        if prompt := self._with_summary():
-            return prompt
-        self._cut_page()
         steps = len(self._past)
-        longest = max(map(len, self._carried_lines(steps)), default=0)
-        prompt = self._with_summary() or self._first_fitting(
-            longest, lambda missing: self._current_only(steps, longest - missing)
-        )
+        prompt = self._current_only(0) or self._first_fitting(steps, self._current_only)
+        if prompt is None:
+            self._cut_page()
+            longest = max(map(len, self._carried_lines(steps)), default=0)
+            prompt = (
+                self._current_only(0)
+                or self._first_fitting(steps, self._current_only)
+                or self._first_fitting(longest, lambda missing: self._current_only(steps, longest - missing))
+            )
         if prompt is None:
             raise ContextOverflow(
                 f"the shortest prompt exceeds {self._max_tokens} tokens "
                 "(rollout.max_model_len - rollout.max_new_tokens)"
             )
         return prompt
-
-    def _with_summary(self) -> Prompt | None:
-        """A prompt with the current screenshot, carried fields and the latest lines of the summary."""
-        return self._current_only(0) or self._first_fitting(len(self._past), self._current_only)
 
     def _cut_page(self) -> None:
         """Cut the list of elements so that all text about the page takes at most half of the token limit."""
@@ -236,10 +221,6 @@ class PromptContext(ABC):
         self._page_text = partial(prompts.page_state_text, elements, tabs, scroll)
         self._page = self._page_text(prompts.MAX_ELEMENT_LIST_CHARS)
 
-    def _effect(self, observation: Observation) -> str:
-        effect = "page changed" if observation.page_changed else "page unchanged"
-        return f"{effect}, {self._short(observation.error)}" if observation.error else effect
-
     def _did(self, action: Action | None, fields: Mapping[str, str]) -> str:
         """The action of a line of the summary: the sentence of the Action field, if the form has one."""
         sentence = fields.get("Action", "") if "Action" in self._form.fields else ""
@@ -254,15 +235,6 @@ class PromptContext(ABC):
         return self._processor.escape_special_tokens(shorten(" ".join(text.split()), MAX_PAGE_FIELD_CHARS))
 
 
-@dataclass(frozen=True)
-class _Latest:
-    """The latest prompt."""
-
-    prompt: Prompt
-    steps: int  # completed before it
-    page_chars: int  # characters of page text in its segment: elements, tabs, scroll positions
-
-
 class AppendContext(PromptContext):
     """A segment has at most `history_turns` screenshots.
 
@@ -270,32 +242,35 @@ class AppendContext(PromptContext):
     response with special tokens: in a prompt the engine would treat them as images or ends of turns.
     """
 
-    _latest: _Latest | None = None
+    _latest: Prompt | None = None
+    _latest_steps = 0  # completed before the latest prompt
+    _page_chars = 0  # of page text in its segment: elements, tabs, scroll positions
 
     def build_prompt(self) -> Prompt:
         """The previous prompt, its response and a new turn, or a segment's first prompt. Raises ContextOverflow."""
-        if self._latest is None or self._latest.steps != len(self._past):
-            self._latest = self._extended() or _Latest(self._summarised(), len(self._past), len(self._page))
-        return self._latest.prompt
+        if self._latest is None or self._latest_steps != len(self._past):
+            extended = self._extended()
+            self._latest = extended or self._summarised()
+            self._page_chars = len(self._page) + (self._page_chars if extended else 0)
+            self._latest_steps = len(self._past)
+        return self._latest
 
-    def _extended(self) -> _Latest | None:
+    def _extended(self) -> Prompt | None:
         """The latest prompt plus one step; None if the segment ends."""
         latest = self._latest
-        if latest is None or len(self._past) - latest.steps != 1:  # the last response is to another prompt
+        if latest is None or len(self._past) - self._latest_steps != 1:  # the last response is to another prompt
             return None
-        page_chars = latest.page_chars + len(self._page)
         response = self._past[-1].generation.response_token_ids
         if (
-            len(latest.prompt.image_indices) == self._settings.history_turns
-            or page_chars > MAX_ELEMENT_LIST_CHARS
+            len(latest.image_indices) == self._settings.history_turns
+            or self._page_chars + len(self._page) > MAX_ELEMENT_LIST_CHARS
             or self._processor.has_special_tokens(response)
         ):
             return None
         turn = self._processor.encode_turn(self._user_message(self._past[-1].result_text + self._page))
         end = [] if response[-1] == self._processor.eos_token_id else [self._processor.eos_token_id]
-        ids = np.concatenate([latest.prompt.token_ids, response, end, turn]).astype(np.int32)
-        prompt = self._limited(ids, [*latest.prompt.image_indices, self._image])
-        return _Latest(prompt, len(self._past), page_chars) if prompt else None
+        ids = np.concatenate([latest.token_ids, response, end, turn]).astype(np.int32)
+        return self._limited(ids, [*latest.image_indices, self._image])
 
 
 class SlidingContext(PromptContext):

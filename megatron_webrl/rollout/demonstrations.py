@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
-from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.browser.server.client import RemoteSession
+from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import PageTasksConfig
@@ -20,7 +20,8 @@ from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.judge.evaluation import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
-from megatron_webrl.rollout.episode_runner import open_browsers, run_episode
+from megatron_webrl.rollout.agent import Agent, Episode
+from megatron_webrl.rollout.episode_runner import open_browsers
 from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.prompts import format_response
 from megatron_webrl.rollout.responses import THOUGHT_CLOSE
@@ -28,6 +29,7 @@ from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.registry import make_source, required_actions, scripted_environments
 from megatron_webrl.tasks.source import TaskSource
+from megatron_webrl.track.live_rollouts import LiveRollout
 from megatron_webrl.types import Action, Trajectory
 
 log = logging.getLogger(__name__)
@@ -104,29 +106,26 @@ class ScriptedGenerator:
     """
 
     def __init__(
-        self, processor: Processor, settings: ContextConfig, max_new_tokens: int,
-        toolset: Toolset = COORDINATE_TOOLSET, mistakes: ScriptedMistakes | None = None, seed: str = "",
+        self, processor: Processor, settings: RolloutConfig, toolset: Toolset = COORDINATE_TOOLSET,
+        mistakes: ScriptedMistakes | None = None, seed: str = "",
     ) -> None:  # fmt: skip
-        self._processor, self._settings, self._max_new_tokens = processor, settings, max_new_tokens
-        self._toolset, self._mistakes = toolset, mistakes
-        self._memory = ScriptedMemory(seed) if settings.response_format == "memory_compact" else None
+        self._processor, self._settings, self._toolset, self._mistakes = processor, settings, toolset, mistakes
+        self._memory = ScriptedMemory(seed) if settings.context.response_format == "memory_compact" else None
         self._work: Action | None = None  # latest action other than submitting, in an episode that stalls
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        """The script's action as a response. Raises GenerationError: none, or beyond `max_new_tokens`; BrowserError."""
+        """The script's action as a response. Raises GenerationError: none, or too many tokens; BrowserError."""
         try:
             action = await self._next_action(session)
         except ScriptedPolicyError as error:
             raise GenerationError(str(error)) from error
         memory = self._memory.add(action) if self._memory else "{}"
         closing = f"{THOUGHT_CLOSE}\n\n" if self._processor.thought_prefix else ""
-        text = closing + format_response(action, self._settings, self._toolset, memory)
+        text = closing + format_response(action, self._settings.context, self._toolset, memory)
         generation = scripted_generation(self._processor, token_ids, images, text)
-        if len(generation.response_token_ids) > self._max_new_tokens:
-            raise GenerationError(
-                f"the answer has {len(generation.response_token_ids)} tokens, the limit is {self._max_new_tokens} "
-                "(rollout.max_new_tokens)"
-            )
+        if (tokens := len(generation.response_token_ids)) > self._settings.max_new_tokens:
+            limit = self._settings.max_new_tokens
+            raise GenerationError(f"the answer has {tokens} tokens, the limit is {limit} (rollout.max_new_tokens)")
         return generation
 
     async def _next_action(self, session: RemoteSession) -> Action:
@@ -158,7 +157,8 @@ async def write_demonstrations(
     source = make_source(config.tasks)
     try:
         async with open_browsers(config, min(MAX_SESSIONS, count), name) as browsers:
-            await _Demonstrations(config, source, browsers, count, progress).write(path)
+            agent = Agent(browsers, Processor.load(config.model.path), Toolset.from_config(config.browser))
+            await _Demonstrations(config, source, agent, count, progress).write(path)
     finally:
         source.close()
 
@@ -193,16 +193,12 @@ class _Demonstrations:
     """Runs episodes until enough are recorded."""
 
     def __init__(
-        self, config: Config, source: TaskSource, browsers: BrowserClient, count: int, progress: Callable[[int], None]
+        self, config: Config, source: TaskSource, agent: Agent, count: int, progress: Callable[[int], None]
     ) -> None:
-        self._config, self._source, self._browsers = config, source, browsers
-        self._count, self._progress = count, progress
-        self._processor = Processor.load(config.model.path)
-        self._toolset = Toolset.from_config(config.browser)
+        self._config, self._source, self._agent, self._count, self._progress = config, source, agent, count, progress
         settings = config.trainer.warm_start
         self._records_failures = bool(settings.premature_submit_probability or settings.stall_probability)
-        self._started = self._recorded = 0
-        self._failures: list[str] = []
+        self._started = self._recorded = self._failed = 0
 
     async def write(self, path: str | Path) -> None:
         with RecordFileWriter(path) as file:
@@ -214,7 +210,7 @@ class _Demonstrations:
                 raise group.exceptions[0] from None
 
     async def _work(self, file: RecordFileWriter) -> None:
-        while self._started - len(self._failures) < self._count:  # running and recorded ones never exceed the count
+        while self._started - self._failed < self._count:  # running and recorded ones never exceed the count
             ticket = FIRST_DEMONSTRATION_TICKET + self._started
             self._started += 1
             trajectory = await self._episode(ticket)
@@ -222,30 +218,18 @@ class _Demonstrations:
                 file.write(encode_trajectory(trajectory))
                 self._recorded += 1
                 self._progress(self._recorded)
-            else:
-                self._add_failure(trajectory)
+                continue
+            self._failed += 1
+            failure = f"{trajectory.task.id}: {trajectory.outcome} after {len(trajectory.steps)} steps"
+            log.info("a scripted episode failed: %s", failure)
+            if self._failed > (limit := MAX_FAILURES + self._count // 10):
+                raise RuntimeError(f"{self._failed} scripted episodes failed, more than {limit}; last: {failure}")
 
     async def _episode(self, ticket: int) -> Trajectory:
-        seed, rollout = self._config.run.seed, self._config.rollout
-        task = self._source.training_task(seed, ticket)
-        name = f"{seed}/{ticket}"
-        mistakes = ScriptedMistakes(self._config.trainer.warm_start, name)
-        generator = ScriptedGenerator(
-            self._processor, rollout.context, rollout.max_new_tokens, self._toolset, mistakes, name
-        )
-        async with self._browsers.session() as session:
-            trajectory = await run_episode(
-                generator, session, self._processor, task, rollout,
-                ticket=ticket, index=0, group_size=1, restart_epoch=0, toolset=self._toolset,
-            )  # fmt: skip
-        return with_verdict(trajectory, page_verdict(trajectory, self._config.judge.reward_threshold))
-
-    def _add_failure(self, trajectory: Trajectory) -> None:
-        failure = f"{trajectory.task.id}: {trajectory.outcome} after {len(trajectory.steps)} steps"
-        log.info("a scripted episode failed: %s", failure)
-        self._failures.append(failure)
-        limit = MAX_FAILURES + self._count // 10
-        if len(self._failures) > limit:
-            raise RuntimeError(
-                f"{len(self._failures)} scripted episodes failed, more than {limit}; last: {self._failures[-1]}"
-            )
+        config, agent = self._config, self._agent
+        name = f"{config.run.seed}/{ticket}"
+        mistakes = ScriptedMistakes(config.trainer.warm_start, name)
+        generator = ScriptedGenerator(agent.processor, config.rollout, agent.toolset, mistakes, name)
+        live = LiveRollout(self._source.training_task(config.run.seed, ticket), ticket=ticket)
+        trajectory = await agent.run(generator, Episode(config.rollout, live))
+        return with_verdict(trajectory, page_verdict(trajectory, config.judge.reward_threshold))

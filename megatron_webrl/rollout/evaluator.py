@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import io
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.claimer import Claimer
@@ -20,13 +17,12 @@ from megatron_webrl.control.client import POLL_SECONDS, ControlClient
 from megatron_webrl.judge.budget import BudgetSpent, JobUsageMeter, request_stop_without_budget
 from megatron_webrl.model.processor import decode_image
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
-from megatron_webrl.rollout.episode_runner import Deadline, EpisodeLabels, EpisodeRunner, FreeStepping, run_with_retries
-from megatron_webrl.rollout.generator import Generation, Generator
+from megatron_webrl.rollout.episode_runner import EpisodeRunner
+from megatron_webrl.rollout.generator import Generation, white_image
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.episodes import EpisodeStore
 from megatron_webrl.track.evaluations import BLANK_IMAGES, EvaluationRequest, EvaluationResult
 from megatron_webrl.track.live_rollouts import RunningEpisodes
-from megatron_webrl.track.timeline import Track
 from megatron_webrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -35,100 +31,51 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class FixedTemperature:
-    """Generates with the engine at the evaluation's temperature. Implements Generator."""
+@dataclass(frozen=True)
+class EvaluationGenerator:
+    """The engine at an evaluation's temperature, with white images if the evaluation is blind. Implements Generator."""
 
-    def __init__(self, engine: VLLMEngine, temperature: float) -> None:
-        self._engine, self._temperature = engine, temperature
-
-    async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        return await self._engine.generate(session, token_ids, images, self._temperature)
-
-
-class BlankImages:
-    """Replaces every screenshot by a white image of its size for another generator. Implements Generator."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
+    engine: VLLMEngine
+    temperature: float
+    blind: bool = False
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        return await self._generator.generate(session, token_ids, [_blank(*decode_image(data).size) for data in images])
+        shown = [white_image(*decode_image(data).size) for data in images] if self.blind else images
+        return await self.engine.generate(session, token_ids, shown, self.temperature)
 
 
-@functools.lru_cache(maxsize=16)
-def _blank(width: int, height: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (width, height), "white").save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-async def run_evaluation_episode(
-    config: Config,
-    runner: EpisodeRunner,
-    generator: Generator,
-    request: EvaluationRequest,
-    episode: int,
-    instance_id: str,
-) -> tuple[EvaluationResult, Trajectory]:
-    """Run an episode of an evaluation; a fault is retried as in training, and becomes its outcome if it persists.
-
-    Raises BudgetSpent.
-    """
-    index, sample = request.task_and_sample(episode)
-    task, started = runner.task_source.held_out_task(index), time.monotonic()
-    rollout = replace(config.rollout, temperature=request.temperature)
-    labels, deadline = EpisodeLabels(index, sample, request.samples, 0), Deadline(rollout.episode_timeout_seconds)
-    live = runner.live.open(request.name, index, sample, request.samples, task)
-    track = Track(runner.timeline, f"evaluation {index}.{sample}")
-    trajectory = await run_with_retries(
-        lambda: runner.act(generator, task, labels, rollout, deadline, FreeStepping(), 0, live, track),
-        rollout.retries,
-        f"sample {sample} of held-out task {index}",
-    )
-    trajectory = await runner.evaluate(trajectory, deadline, live)
-    trajectory = replace(trajectory, worker=instance_id)
-    return _result(trajectory, time.monotonic() - started), trajectory
-
-
-def _result(trajectory: Trajectory, seconds: float) -> EvaluationResult:
+def make_result(trajectory: Trajectory, seconds: float) -> EvaluationResult:
+    """The result of an evaluated episode that took `seconds`."""
     task, steps, verdict = trajectory.task, trajectory.steps, trajectory.verdict
     oldest, newest = trajectory.oldest_version, trajectory.newest_version
     return EvaluationResult(
-        index=trajectory.ticket,
-        sample=trajectory.index,
-        task=task.id,
-        source=task.source,
-        environment=task.environment,
-        difficulty=task.difficulty,
-        outcome=trajectory.outcome,
-        steps=len(steps),
-        response_tokens=trajectory.response_tokens,
-        seconds=seconds,
+        index=trajectory.ticket, sample=trajectory.index, task=task.id, source=task.source,
+        environment=task.environment, difficulty=task.difficulty, outcome=trajectory.outcome, steps=len(steps),
+        response_tokens=trajectory.response_tokens, seconds=seconds, worker=trajectory.worker,
         versions=None if oldest is None or newest is None else (oldest, newest),
-        worker=trajectory.worker,
         evaluator="" if verdict is None else verdict.protocol or verdict.evaluator,
         judge_dollars=0.0 if verdict is None else verdict.dollars,
         not_recorded_requests=steps[-1].not_recorded_requests if steps else 0,
-    )
+    )  # fmt: skip
 
 
+@dataclass
 class Evaluator:
     """Runs episodes of the requested evaluation while there are unclaimed ones. Belongs to one event loop.
 
     When the judge's budget is spent it requests the end of the job and claims no more: the evaluation stays incomplete.
     """
 
-    def __init__(
-        self, config: Config, control: ControlClient, engine: VLLMEngine, runner: EpisodeRunner, store: EpisodeStore,
-        instance_id: str,
-    ) -> None:  # fmt: skip
-        self.store = store
-        self.config, self.control, self.engine = config, control, engine
-        self.episode_runner, self.instance_id = runner, instance_id
-        self._request: EvaluationRequest | None = None
-        self._claimer: Claimer | None = None  # of episodes of the request
-        self._running: set[asyncio.Task[None]] = set()
-        self._budget_spent = False  # of the judge
+    config: Config
+    control: ControlClient
+    engine: VLLMEngine
+    episode_runner: EpisodeRunner
+    store: EpisodeStore
+    instance_id: str
+    _request: EvaluationRequest | None = None
+    _claimer: Claimer | None = None  # of episodes of the request
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _budget_spent: bool = False  # of the judge
 
     @property
     def exclusive(self) -> bool:
@@ -143,7 +90,10 @@ class Evaluator:
 
     def poll(self) -> None:
         """Start episodes of the requested evaluation, cancel a finished one's. Never waits; raises episodes' errors."""
-        self._raise_failed()
+        for task in [task for task in self._running if task.done()]:
+            self._running.remove(task)
+            if not task.cancelled():
+                task.result()
         request = evaluations.current_request(self.control)
         if request != self._request:
             for task in self._running:  # of a finished evaluation
@@ -171,29 +121,22 @@ class Evaluator:
         return rollout.groups_in_flight * rollout.group_size if self.exclusive else self.config.evaluation.concurrency
 
     async def _run(self, request: EvaluationRequest, episode: int) -> None:
-        generator: Generator = FixedTemperature(self.engine, request.temperature)
-        if request.variant == BLANK_IMAGES:
-            generator = BlankImages(generator)
+        generator = EvaluationGenerator(self.engine, request.temperature, request.variant == BLANK_IMAGES)
+        started = time.monotonic()
         try:
-            result, trajectory = await run_evaluation_episode(
-                self.config, self.episode_runner, generator, request, episode, self.instance_id
-            )
+            trajectory = await self.episode_runner.run_held_out(generator, request, episode)
         except BudgetSpent as error:  # it stays without a result
             if not self._budget_spent:
                 request_stop_without_budget(self.control, error)
             self._budget_spent = True
         else:
+            trajectory = replace(trajectory, worker=self.instance_id)
+            result = make_result(trajectory, time.monotonic() - started)
             await asyncio.to_thread(evaluations.submit_result, self.control, request, result, episode)
             await asyncio.to_thread(self.store.add, [trajectory], request.name)
         finally:
             index, sample = request.task_and_sample(episode)
             self.episode_runner.live.close(request.name, index, sample)
-
-    def _raise_failed(self) -> None:
-        for task in [task for task in self._running if task.done()]:
-            self._running.remove(task)
-            if not task.cancelled():
-                task.result()
 
 
 async def run_evaluation_worker(config: Config, control: ControlClient, engine: VLLMEngine, instance_id: str) -> None:

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from PIL import Image
 
 if TYPE_CHECKING:
     from megatron_webrl.browser.server.client import RemoteSession
 
 
+@functools.lru_cache(maxsize=16)
+def white_image(width: int, height: int) -> bytes:
+    """A white screenshot, PNG."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), "white").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 class GenerationError(RuntimeError):
-    """No usable response; the episode is masked with the outcome `engine_error`."""
+    """No usable response; the episode is masked."""
+
+    outcome = "engine_error"
+
+
+class EngineDeadError(RuntimeError):
+    """The engine cannot generate any more; its worker must end."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 
 from megatron_webrl.config.rollout import COMPACT_FORMATS, ContextConfig
 from megatron_webrl.rollout.responses import FORMS, ResponseForm
@@ -25,19 +27,14 @@ def system_message(settings: ContextConfig, toolset: Toolset = COORDINATE_TOOLSE
     """The system message: tool and response format."""
     if settings.compact:
         return "\n".join([f"<tools>{toolset.compact_schema}</tools>", *response_form(settings).lines])
-    tools = f"<tools>\n{json.dumps(toolset.schema)}\n</tools>"
-    return f"{_ROLE}\n\n{tools}\n\n{form_instructions(FORMS[settings.response_format])}"
-
-
-def form_instructions(form: ResponseForm) -> str:
-    """The part of the system message about the response."""
-    if not form.lines:
-        return f"Answer with exactly one tool call and nothing else:\n{_CALL}"
-    lines = ["Answer in this form, with exactly one tool call and nothing else:", *form.lines, _CALL, *form.rules]
+    form = FORMS[settings.response_format]
+    lines = ["Answer with exactly one tool call and nothing else:", _CALL]
+    if form.lines:
+        lines = ["Answer in this form, with exactly one tool call and nothing else:", *form.lines, _CALL, *form.rules]
     if form.carried:
         line = carried_line(form.carried[0], 3, "...")
         lines.append(f'A line such as "{line}" after the task shows what you wrote then.')
-    return "\n".join(lines)
+    return "\n\n".join([_ROLE, f"<tools>\n{json.dumps(toolset.schema)}\n</tools>", "\n".join(lines)])
 
 
 def response_form(settings: ContextConfig) -> ResponseForm:
@@ -74,19 +71,14 @@ def task_text(
     return "\n".join([*lines, *history, *carried]) + "\n"
 
 
-def history_line(step: int, title: str, did: str, effect: str) -> str:
-    """One earlier step: `Step 3 on [Shop]: Open the basket. -> page changed`."""
-    return f"Step {step} on [{title}]: {did} -> {effect}"
+def history_line(step: int, title: str, did: str, effect: str, compact: bool) -> str:
+    """One earlier step: `Step 3 on [Shop]: Open the basket. -> page changed`; without the title in compact form."""
+    return f"Step {step}: {did} -> {effect}" if compact else f"Step {step} on [{title}]: {did} -> {effect}"
 
 
 def carried_line(name: str, step: int, text: str) -> str:
     """The latest text of a field that an earlier response wrote: `Memory of step 3: {"price": "12.50"}`."""
     return f"{name} of step {step}: {text}"
-
-
-def compact_history_line(step: int, did: str, effect: str) -> str:
-    """One earlier step in the compact form for small models."""
-    return f"Step {step}: {did} -> {effect}"
 
 
 def step_result_text(effect: str, title: str, url: str, compact: bool) -> str:
@@ -109,29 +101,21 @@ def page_state_text(
         lines.append(f"Scrolled to {scroll.y} of {scroll.page_height} pixels")
     if elements:
         lines.append("Elements:")
-        lines += _first_lines(max_chars, list(map(element_line, elements)))
+        listed = list(map(element_line, elements))
+        ends = accumulate(len(line) + 1 for line in listed)  # characters up to each line's end
+        kept = sum(end - 1 <= max_chars for end in ends)
+        lines += listed[:kept]
+        lines += [f"({len(listed) - kept} more are not listed)"] if kept < len(listed) else []
     return "".join(f"{line}\n" for line in lines)
 
 
 def element_line(element: Element) -> str:
     """One numbered element: `[3] combobox "Size", value "M", options "S", "M" (focused)`."""
-    line = f"[{element.id}] {element.role} {_quoted(element.name)}"
+    quoted = partial(json.dumps, ensure_ascii=False)
+    line = f"[{element.id}] {element.role} {quoted(element.name)}"
     if element.value:
-        line += f", value {_quoted(element.value)}"
+        line += f", value {quoted(element.value)}"
     if element.options:
-        line += f", options {', '.join(map(_quoted, element.options))}"
+        line += f", options {', '.join(map(quoted, element.options))}"
     line = shorten(line, MAX_ELEMENT_CHARS)
     return f"{line} ({', '.join(element.states)})" if element.states else line
-
-
-def _first_lines(limit: int, lines: list[str]) -> list[str]:
-    """The first lines, up to `limit` characters in total, then the number of omitted lines."""
-    kept, length = 0, 0
-    while kept < len(lines) and length + len(lines[kept]) <= limit:
-        length += len(lines[kept]) + 1
-        kept += 1
-    return lines if kept == len(lines) else [*lines[:kept], f"({len(lines) - kept} more are not listed)"]
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -79,7 +79,6 @@ FORMS = {
     ),
 }
 """By rollout.context.response_format: docs/context.md."""
-"""Forms of responses with rollout.context.compact."""
 
 
 def split_thinking(response: str) -> tuple[str, str]:

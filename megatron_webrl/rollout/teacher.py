@@ -1,6 +1,4 @@
-"""A teacher in a vLLM server that scores the tokens of the policy.
-
-The vLLM server of a teacher: log-probabilities of given tokens, and whether its model fits the policy's.
+"""The teacher of a distillation: a vLLM server that scores the tokens of the policy.
 
 It must run with --enable-scale-out: /inference/v1/generate takes tokens together with images, unlike the endpoints of
 OpenAI, which would render the text and the images of a conversation in a way of their own.
@@ -9,7 +7,6 @@ OpenAI, which would render the text and the images of a conversation in a way of
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import openai
-from PIL import Image
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from megatron_webrl.config.distillation import DistillationConfig
@@ -27,10 +23,13 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.client import is_transient, open_client
 from megatron_webrl.model.processor import Processor
+from megatron_webrl.rollout.generator import white_image
 from megatron_webrl.types import TEACHER_ERROR, Step, Trajectory
 from megatron_webrl.util import network
 from megatron_webrl.util.image_type import data_url
 from megatron_webrl.util.text import redact, shorten
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 300.0  # of scoring one episode, retries included, and of the first contact
 LONGEST_BACKOFF_SECONDS = 15.0
@@ -41,32 +40,45 @@ class TeacherError(RuntimeError):
     """The server gave no usable log-probabilities, or its model does not fit the policy's."""
 
 
-class TeacherServer:
-    """Scores tokens, many requests at once. An async context manager."""
+class Teacher:
+    """Adds the teacher's log-probabilities to the steps of episodes, many requests at once. An async context manager.
 
-    def __init__(self, settings: DistillationConfig, processor: Processor) -> None:
-        """Raises ConfigError for a missing key."""
-        root = settings.url.rstrip("/").removesuffix("/v1")  # the address that OpenAI's clients take is accepted
-        self._client = open_client(root, settings.key_variable, "trainer.distillation", TIMEOUT_SECONDS)
-        self._processor = processor
+    The server's address may end with /v1, as OpenAI's clients take it. Raises ConfigError for a missing key.
+    """
+
+    def __init__(
+        self, settings: DistillationConfig, processor: Processor, seconds: float = TIMEOUT_SECONDS
+    ) -> None:  # fmt: skip
+        self.url = settings.url.rstrip("/").removesuffix("/v1")
+        self._client = open_client(self.url, settings.key_variable, "trainer.distillation", TIMEOUT_SECONDS)
+        self._seconds, self._processor = seconds, processor
         self._reported: set[str] = set()  # faults that have been logged
-        self.url = root
 
-    async def __aenter__(self) -> TeacherServer:
+    async def __aenter__(self) -> Teacher:
         network.use_own_threads()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self._client.close()
 
-    async def check(self, max_model_len: int, probe: bytes) -> None:
-        """Raise ConfigError unless the model has the policy's vocabulary and image sizes, and room for `max_model_len`.
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, config: Config, processor: Processor) -> AsyncIterator[Teacher]:
+        """The teacher of trainer.distillation. Raises ConfigError unless its server answers and fits the policy."""
+        async with cls(config.trainer.distillation, processor) as teacher:
+            await teacher.check(config)
+            yield teacher
 
-        Waits for a server that does not answer yet, at most TIMEOUT_SECONDS. `probe`: an image.
+    async def check(self, config: Config) -> None:
+        """Raise ConfigError unless the model has the policy's vocabulary and image sizes, and room for its sequences.
+
+        Waits for a server that does not answer yet, at most TIMEOUT_SECONDS.
         """
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
-                await self._check(max_model_len, probe)
+                await self._check(
+                    config.rollout.max_model_len, white_image(config.browser.width, config.browser.height)
+                )
         except TimeoutError:
             raise ConfigError(
                 f"the teacher {self.url} did not answer within {TIMEOUT_SECONDS:g} s "
@@ -77,15 +89,32 @@ class TeacherServer:
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"the teacher {self.url} does not answer as a vLLM server does: {error!r}") from None
 
-    async def score(self, prompt: np.ndarray, response: np.ndarray, images: Sequence[bytes]) -> np.ndarray:
-        """Log-probabilities of a response's tokens at temperature 1, float32 [response].
+    async def scored(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with Step.teacher_logprobs; masked as teacher_error if the teacher fails or takes too long.
 
-        `prompt`: int32 with expanded image placeholders. Retries faults that may pass, without a limit. Raises
-        TeacherError, also if the server expanded the images to other tokens.
+        Episodes that are masked already are returned as they are.
         """
-        body = await asyncio.to_thread(self._body, prompt, response, images)
-        content = await self._request("/inference/v1/generate", body)
-        return await asyncio.to_thread(self._logprobs, content, prompt, response)
+        if not trajectory.trainable:
+            return trajectory
+        steps: list[Step] = []
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                for step in trajectory.steps:
+                    steps.append(replace(step, teacher_logprobs=await self._score_step(trajectory, step)))
+        except TeacherError as error:
+            reason = str(error)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            done = f"{len(steps)} of {len(trajectory.steps)} steps are scored"
+            reason = f"{done} after {self._seconds:g} s"
+        else:
+            return replace(trajectory, steps=tuple(steps))
+        log.warning(
+            "episode %d of ticket %d is masked as %s: the teacher %s: %s",
+            trajectory.index, trajectory.ticket, TEACHER_ERROR, self.url, reason,
+        )  # fmt: skip
+        return replace(trajectory, outcome=TEACHER_ERROR, reward=0.0)
 
     async def _check(self, max_model_len: int, probe: bytes) -> None:
         (model, *_) = json.loads(await self._request("/v1/models"))["data"]
@@ -101,10 +130,26 @@ class TeacherServer:
                 "its vocabulary differs from that of model.path; serve a model of the same family and generation"
             )
         content_parts = [{"type": "image"}, {"type": "text", "text": "?"}]
-        grids = self._processor.grids([probe])
         question = self._processor.encode_chat([{"role": "user", "content": content_parts}])
-        response = self._processor.encode_response(".")
-        await self.score(self._processor.expand_image_tokens(question, grids), response, [probe])
+        prompt = self._processor.expand_image_tokens(question, self._processor.grids([probe]))
+        await self._score(prompt, self._processor.encode_response("."), [probe])
+
+    async def _score_step(self, trajectory: Trajectory, step: Step) -> np.ndarray:
+        """float32 [response]; NaN for a response with a placeholder, text that the server would take for an image."""
+        response = step.response_token_ids
+        if np.isin(response, self._processor.placeholder_token_ids).any():
+            return np.full(len(response), np.nan, np.float32)
+        return await self._score(step.prompt_token_ids, response, [trajectory.images[index] for index in step.images])
+
+    async def _score(self, prompt: np.ndarray, response: np.ndarray, images: Sequence[bytes]) -> np.ndarray:
+        """Log-probabilities of a response's tokens at temperature 1, float32 [response].
+
+        `prompt`: int32 with expanded image placeholders. Retries faults that may pass, without a limit. Raises
+        TeacherError, also if the server expanded the images to other tokens.
+        """
+        body = await asyncio.to_thread(self._body, prompt, response, images)
+        content = await self._request("/inference/v1/generate", body)
+        return await asyncio.to_thread(self._logprobs, content, prompt, response)
 
     def _body(self, prompt: np.ndarray, response: np.ndarray, images: Sequence[bytes]) -> dict[str, Any]:
         tokens = np.concatenate([self._processor.collapse_image_tokens(prompt), response])
@@ -161,65 +206,3 @@ def _may_pass(error: BaseException) -> bool:
     if isinstance(error, openai.APIStatusError):
         return is_transient(error.status_code)
     return isinstance(error, openai.APIConnectionError)  # timeouts, too
-
-
-log = logging.getLogger(__name__)
-
-
-class Teacher:
-    """Adds the teacher's log-probabilities to the steps of an episode."""
-
-    def __init__(self, server: TeacherServer, processor: Processor, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        self._server, self._processor, self._seconds = server, processor, timeout_seconds
-
-    @classmethod
-    @asynccontextmanager
-    async def open(cls, config: Config, processor: Processor) -> AsyncIterator[Teacher]:
-        """The teacher of trainer.distillation. Raises ConfigError unless its server answers and fits the policy."""
-        settings, browser = config.trainer.distillation, config.browser
-        async with TeacherServer(settings, processor) as server:
-            await server.check(config.rollout.max_model_len, _blank(browser.width, browser.height))
-            yield cls(server, processor)
-
-    async def scored(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with Step.teacher_logprobs; masked as teacher_error if the teacher fails or takes too long.
-
-        Episodes that are masked already are returned as they are.
-        """
-        if not trajectory.trainable:
-            return trajectory
-        steps: list[Step] = []
-        try:
-            async with asyncio.timeout(self._seconds) as limit:
-                for step in trajectory.steps:
-                    steps.append(replace(step, teacher_logprobs=await self._score(trajectory, step)))
-        except TeacherError as error:
-            return self._masked(trajectory, str(error))
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            done = f"{len(steps)} of {len(trajectory.steps)} steps are scored after {self._seconds:g} s"
-            return self._masked(trajectory, done)
-        return replace(trajectory, steps=tuple(steps))
-
-    async def _score(self, trajectory: Trajectory, step: Step) -> np.ndarray:
-        """float32 [response]; NaN for a response with a placeholder, text that the server would take for an image."""
-        response = step.response_token_ids
-        if np.isin(response, self._processor.placeholder_token_ids).any():
-            return np.full(len(response), np.nan, np.float32)
-        images = [trajectory.images[index] for index in step.images]
-        return await self._server.score(step.prompt_token_ids, response, images)
-
-    def _masked(self, trajectory: Trajectory, reason: str) -> Trajectory:
-        log.warning(
-            "episode %d of ticket %d is masked as %s: the teacher %s: %s",
-            trajectory.index, trajectory.ticket, TEACHER_ERROR, self._server.url, reason,
-        )  # fmt: skip
-        return replace(trajectory, outcome=TEACHER_ERROR, reward=0.0)
-
-
-def _blank(width: int, height: int) -> bytes:
-    """A white screenshot, PNG."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (width, height), "white").save(buffer, "PNG")
-    return buffer.getvalue()

@@ -1,6 +1,4 @@
-"""The agent's tool: its schema, its actions, and the parser of calls.
-
-Format actions as tool calls, and parse tool calls.
+"""The agent's tool: its schema, its actions, and how they are formatted and parsed as tool calls.
 
 <tool_call>
 {"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [500, 320]}}
@@ -11,9 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from megatron_webrl.browser.page.keys import is_key_chord
@@ -27,44 +23,26 @@ ARGUMENT_ORDER = (
     "element_id", "coordinate", "end_element_id", "end_coordinate", "text", "direction", "time", "url", "tab",
 )  # fmt: skip
 
-# Arguments of each kind except "action": required, optional. A place is a coordinate or an element.
-_ARGUMENTS: dict[ActionKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "left_click": (("place",), ()),
-    "click": (("place",), ()),
-    "type": (("text",), ("place",)),
-    "hover": (("place",), ()),
-    "scroll": (("direction",), ("place",)),
-    "wait": ((), ("time",)),
-    "go_back": ((), ()),
-    "navigate": (("url",), ()),
-    "answer": (("text",), ()),
-    "double_click": (("place",), ()),
-    "right_click": (("place",), ()),
-    "drag": (("place", "end"), ()),
-    "key": (("text",), ()),
-    "select_option": (("place", "text"), ()),
-    "new_tab": ((), ("url",)),
-    "switch_tab": (("tab",), ()),
-    "close_tab": ((), ("tab",)),
-}
-_MEANINGS: dict[ActionKind, str] = {
-    "left_click": "click at {place}",
-    "click": "click {place}",
-    "type": "click {at} if it is given, replace what the field holds by text, and press Enter",
-    "hover": "move the mouse to {place}",
-    "scroll": "move by almost one screen in direction, {at} if it is given",
-    "wait": "do nothing for time seconds",
-    "go_back": "return to the page before",
-    "navigate": "open url",
-    "answer": "end the task with text as the final answer",
-    "double_click": "click twice {at}",
-    "right_click": "click with the right button {at}",
-    "drag": "press the button {at}, move to {end}, release it",
-    "key": "press the keys that text names, such as Enter, ArrowDown or Control+a",
-    "select_option": "choose the option with the label text in the list {at}",
-    "new_tab": "open an empty tab, or url in it",
-    "switch_tab": "show the tab with the number tab",
-    "close_tab": "close the tab with the number tab, or the one that is shown",
+# Of each kind of action: required and optional arguments except "action", and its meaning. A place is a coordinate or
+# an element.
+_ACTIONS: dict[ActionKind, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "left_click": (("place",), (), "click at {place}"),
+    "click": (("place",), (), "click {place}"),
+    "type": (("text",), ("place",), "click {at} if it is given, replace what the field holds by text, and press Enter"),
+    "hover": (("place",), (), "move the mouse to {place}"),
+    "scroll": (("direction",), ("place",), "move by almost one screen in direction, {at} if it is given"),
+    "wait": ((), ("time",), "do nothing for time seconds"),
+    "go_back": ((), (), "return to the page before"),
+    "navigate": (("url",), (), "open url"),
+    "answer": (("text",), (), "end the task with text as the final answer"),
+    "double_click": (("place",), (), "click twice {at}"),
+    "right_click": (("place",), (), "click with the right button {at}"),
+    "drag": (("place", "end"), (), "press the button {at}, move to {end}, release it"),
+    "key": (("text",), (), "press the keys that text names, such as Enter, ArrowDown or Control+a"),
+    "select_option": (("place", "text"), (), "choose the option with the label text in the list {at}"),
+    "new_tab": ((), ("url",), "open an empty tab, or url in it"),
+    "switch_tab": (("tab",), (), "show the tab with the number tab"),
+    "close_tab": ((), ("tab",), "close the tab with the number tab, or the one that is shown"),
 }
 
 
@@ -85,13 +63,12 @@ class Toolset:
 
     @property
     def action_kinds(self) -> tuple[ActionKind, ...]:
-        return tuple(
-            dict.fromkeys((*(MARK_ACTION_KINDS if self.marks else COORDINATE_ACTION_KINDS), *self.extra_actions))
-        )
+        kinds = MARK_ACTION_KINDS if self.marks else COORDINATE_ACTION_KINDS
+        return tuple(dict.fromkeys((*kinds, *self.extra_actions)))
 
     def argument_names(self, kind: ActionKind) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of an action's arguments: required, optional."""
-        required, optional = _ARGUMENTS[kind]
+        required, optional, _ = _ACTIONS[kind]
         return tuple(map(self._named, required)), tuple(map(self._named, optional))
 
     @property
@@ -134,19 +111,20 @@ class Toolset:
         )
 
     def _named(self, argument: str) -> str:
-        names = {"place": "element_id", "end": "end_element_id"} if self.marks else _COORDINATE_NAMES
-        return names.get(argument, argument)
+        kind = "element_id" if self.marks else "coordinate"
+        return {"place": kind, "end": f"end_{kind}"}.get(argument, argument)
 
     def _meaning(self, kind: ActionKind) -> str:
         place, end = self._named("place"), self._named("end")
         at = f"on {place}" if self.marks else f"at {place}"
-        return _MEANINGS[kind].format(place=place, end=end, at=at)
+        return _ACTIONS[kind][2].format(place=place, end=end, at=at)
 
     def _users(self, argument: str) -> list[str]:
         return [kind for kind in self.action_kinds if argument in sum(self.argument_names(kind), ())]
 
     def _property(self, argument: str) -> dict[str, Any]:
-        users = _listed(self._users(argument))
+        *kinds, last = self._users(argument)
+        users = f"{', '.join(kinds)} and {last}" if kinds else last
         if argument in ("coordinate", "end_coordinate"):
             items = {"type": "integer", "minimum": 0, "maximum": COORDINATE_RANGE}
             return {"type": "array", "items": items, "description": f"[x, y], for {users}."}
@@ -159,13 +137,7 @@ class Toolset:
         return {"type": "string", "description": f"For {users}."}
 
 
-_COORDINATE_NAMES = {"place": "coordinate", "end": "end_coordinate"}
 COORDINATE_TOOLSET = Toolset()
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([*([", ".join(names[:-1])] if names[:-1] else []), names[-1]])
-
 
 MAX_RESPONSE_CHARS = 200_000
 MAX_TEXT_CHARS = 4_000
@@ -175,7 +147,6 @@ MAX_WAIT_SECONDS = 60.0
 MAX_INDEX = 100_000  # of an element or a tab
 MAX_DESCRIBED_CHARS = 80  # of an action's text or URL in the history
 
-
 LENIENCIES = ("digit_string", "integral_float", "extra_argument", "url_scheme", "long_answer")
 """Names of the deviations that a lenient parser accepts: docs/tasks.md."""
 
@@ -183,10 +154,6 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters
 _URL_WITHOUT_SCHEME = re.compile(
     r"(//)?([\w-]+(\.[\w-]+)+\.?|localhost|\[[0-9a-f:.]+\])(:[0-9]{1,5})?([/?#].*)?", re.IGNORECASE
 )
-
-
-class _Malformed(ValueError):
-    """Its message is the name of a format error."""
 
 
 def format_tool_call(action: Action, toolset: Toolset = COORDINATE_TOOLSET) -> str:
@@ -207,27 +174,19 @@ def format_tool_call(action: Action, toolset: Toolset = COORDINATE_TOOLSET) -> s
 
 def describe_action(action: Action) -> str:
     """A short description for the history, on one line: `type "abc" at [200, 300]`."""
-    terms: list[str] = [action.kind]
-    if action.text is not None:
-        terms.append(json.dumps(shorten(action.text, MAX_DESCRIBED_CHARS), ensure_ascii=False))
-    if action.url is not None:
-        terms.append(shorten(action.url, MAX_DESCRIBED_CHARS))
-    if action.direction is not None:
-        terms.append(action.direction)
-    if action.time is not None:
-        terms.append(f"{action.time:g} s")
-    if action.tab is not None:
-        terms.append(str(action.tab))
-    at = "at " if len(terms) > 1 else ""
-    if action.coordinate is not None:
-        terms.append(f"{at}{list(action.coordinate)}")
-    if action.element_id is not None:
-        terms.append(f"{at}element {action.element_id}")
-    if action.end_coordinate is not None:
-        terms.append(f"to {list(action.end_coordinate)}")
-    if action.end_element_id is not None:
-        terms.append(f"to element {action.end_element_id}")
-    return " ".join(" ".join(terms).split())
+    text = None if action.text is None else json.dumps(shorten(action.text, MAX_DESCRIBED_CHARS), ensure_ascii=False)
+    contents = (
+        (text, "{}"), (action.url and shorten(action.url, MAX_DESCRIBED_CHARS), "{}"), (action.direction, "{}"),
+        (action.time, "{:g} s"), (action.tab, "{}"),
+    )  # fmt: skip
+    terms = [form.format(value) for value, form in contents if value is not None]
+    at = "at " if terms else ""
+    places = (
+        (action.coordinate and list(action.coordinate), at + "{}"), (action.element_id, at + "element {}"),
+        (action.end_coordinate and list(action.end_coordinate), "to {}"), (action.end_element_id, "to element {}"),
+    )  # fmt: skip
+    terms += [form.format(value) for value, form in places if value is not None]
+    return " ".join(" ".join([action.kind, *terms]).split())
 
 
 @dataclass(frozen=True)
@@ -244,146 +203,102 @@ def parse_tool_call(response: str, toolset: Toolset = COORDINATE_TOOLSET, lenien
 
     Thoughts are ignored, tool calls in them too; other text around the one tool call is allowed.
     """
-    leniency = _Leniency(lenient)
+    parser = _CallParser(toolset, lenient)
     try:
-        action = _parse(response, toolset, leniency)
+        action = parser.parse(response)
     except _Malformed as error:
         return ParsedCall(None, str(error))
-    return ParsedCall(action, None, tuple(leniency.used))
+    return ParsedCall(action, None, tuple(parser.leniencies))
 
 
-class _Leniency:
-    """Accepts deviations if it is enabled, and notes their names."""
-
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self.used: dict[str, None] = {}  # a set in order of first use
-
-    def accepts(self, name: str) -> bool:
-        if self.enabled:
-            self.used[name] = None
-        return self.enabled
+class _Malformed(ValueError):
+    """Its message is the name of a format error."""
 
 
-def _parse(response: str, toolset: Toolset, leniency: _Leniency) -> Action:
-    if len(response) > MAX_RESPONSE_CHARS:
-        raise _Malformed("too_long")
-    pieces = split_calls(strip_thinking(response))
-    tags = pieces[1::2]
-    if TOOL_CALL_OPEN not in tags:
-        raise _Malformed("no_tool_call")
-    first = tags.index(TOOL_CALL_OPEN)
-    closings = tags[first + 1 :].count(TOOL_CALL_CLOSE)
-    if tags.count(TOOL_CALL_OPEN) > 1 or closings > 1:
-        raise _Malformed("several_tool_calls")
-    if not closings:
-        raise _Malformed("unclosed_tool_call")
-    call = _load(pieces[2 * first + 2])
-    if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
-        raise _Malformed("bad_call")
-    if call["name"] != toolset.tool_name:
-        raise _Malformed("unknown_tool")
-    return _action(call["arguments"], toolset, leniency)
-
-
-def _load(text: str) -> Any:
-    try:
-        return strict_json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of thousands of digits
-        raise _Malformed("bad_json") from error
-
-
-def _action(arguments: dict[str, Any], toolset: Toolset, leniency: _Leniency) -> Action:
-    if "action" not in arguments:
-        raise _Malformed("missing_argument")
-    kind = next((kind for kind in toolset.action_kinds if kind == arguments["action"]), None)
-    if kind is None:
-        raise _Malformed("unknown_action")
-    required, optional = toolset.argument_names(kind)
-    values = {name: value for name, value in arguments.items() if name in required + optional}
-    if any(name not in values for name in required):
-        raise _Malformed("missing_argument")
-    if len(values) < len(arguments) - 1 and not leniency.accepts("extra_argument"):
-        raise _Malformed("unexpected_argument")
-    checks: dict[str, Callable[[Any], Any]] = {
-        "coordinate": partial(_coordinate, leniency),
-        "end_coordinate": partial(_coordinate, leniency),
-        "element_id": partial(_number_from_one, "bad_element_id", leniency),
-        "end_element_id": partial(_number_from_one, "bad_element_id", leniency),
-        "text": _key if kind == "key" else partial(_answer, leniency) if kind == "answer" else _text,
-        "direction": _direction,
-        "time": _time,
-        "url": partial(_url, leniency),
-        "tab": partial(_number_from_one, "bad_tab", leniency),
-    }
-    return Action(kind, **{name: checks[name](value) for name, value in values.items()})
-
-
-def _coordinate(leniency: _Leniency, value: Any) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise _Malformed("bad_coordinate")
-    x, y = (_integer(number, leniency) for number in value)
-    if x is None or y is None or not (0 <= x <= COORDINATE_RANGE and 0 <= y <= COORDINATE_RANGE):
-        raise _Malformed("bad_coordinate")
-    return x, y
-
-
-def _number_from_one(error: str, leniency: _Leniency, value: Any) -> int:
-    """The number of an element or a tab."""
-    if isinstance(value, str) and re.fullmatch("[0-9]{1,6}", value) and leniency.accepts("digit_string"):
-        value = int(value)
-    number = _integer(value, leniency)
-    if number is None or not 1 <= number <= MAX_INDEX:
+def _require(condition: bool, error: str) -> None:
+    if not condition:
         raise _Malformed(error)
-    return number
 
 
-def _integer(value: Any, leniency: _Leniency) -> int | None:
-    # type() instead of isinstance: in Python true and false are integers.
-    if type(value) is float and value.is_integer() and leniency.accepts("integral_float"):
-        return int(value)
-    return value if type(value) is int else None
+class _CallParser:
+    """Parses one response, and notes the deviations that it accepts."""
+
+    def __init__(self, toolset: Toolset, lenient: bool) -> None:
+        self._toolset, self._lenient = toolset, lenient
+        self.leniencies: dict[str, None] = {}  # a set in order of first use
+
+    def parse(self, response: str) -> Action:
+        _require(len(response) <= MAX_RESPONSE_CHARS, "too_long")
+        pieces = split_calls(strip_thinking(response))
+        tags = pieces[1::2]
+        _require(TOOL_CALL_OPEN in tags, "no_tool_call")
+        first = tags.index(TOOL_CALL_OPEN)
+        closings = tags[first + 1 :].count(TOOL_CALL_CLOSE)
+        _require(tags.count(TOOL_CALL_OPEN) == 1 and closings <= 1, "several_tool_calls")
+        _require(closings == 1, "unclosed_tool_call")
+        try:
+            call = strict_json.loads(pieces[2 * first + 2])
+        except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of thousands of digits
+            raise _Malformed("bad_json") from error
+        _require(isinstance(call, dict) and set(call) == {"name", "arguments"}, "bad_call")
+        _require(isinstance(call["arguments"], dict), "bad_call")
+        _require(call["name"] == self._toolset.tool_name, "unknown_tool")
+        return self._action(call["arguments"])
+
+    def _action(self, arguments: dict[str, Any]) -> Action:
+        _require("action" in arguments, "missing_argument")
+        kind = next((kind for kind in self._toolset.action_kinds if kind == arguments["action"]), None)
+        if kind is None:
+            raise _Malformed("unknown_action")
+        required, optional = self._toolset.argument_names(kind)
+        values = {name: value for name, value in arguments.items() if name in required + optional}
+        _require(all(name in values for name in required), "missing_argument")
+        _require(len(values) == len(arguments) - 1 or self._accepts("extra_argument"), "unexpected_argument")
+        return Action(kind, **{name: self._value(kind, name, value) for name, value in values.items()})
+
+    def _accepts(self, leniency: str) -> bool:
+        if self._lenient:
+            self.leniencies[leniency] = None
+        return self._lenient
+
+    def _value(self, kind: ActionKind, name: str, value: Any) -> Any:
+        """A valid value of an argument."""
+        match name:
+            case "coordinate" | "end_coordinate":
+                _require(isinstance(value, list) and len(value) == 2, "bad_coordinate")
+                x, y = map(self._integer, value)
+                within = x is not None and y is not None and 0 <= x <= COORDINATE_RANGE and 0 <= y <= COORDINATE_RANGE
+                _require(within, "bad_coordinate")
+                return x, y
+            case "element_id" | "end_element_id" | "tab":
+                digits = isinstance(value, str) and re.fullmatch("[0-9]{1,6}", value)
+                number = self._integer(int(value) if digits and self._accepts("digit_string") else value)
+                valid = number is not None and 1 <= number <= MAX_INDEX
+                _require(valid, "bad_tab" if name == "tab" else "bad_element_id")
+                return number
+            case "direction":
+                _require(value in ("up", "down"), "bad_direction")
+            case "time":  # false for NaN
+                _require(type(value) in (int, float) and 0 <= value <= MAX_WAIT_SECONDS, "bad_time")
+            case "url":
+                _require(_is_text(value, MAX_URL_CHARS) and value != "" and not _CONTROL.search(value), "bad_url")
+                if _URL_WITHOUT_SCHEME.fullmatch(value.strip()) and self._accepts("url_scheme"):
+                    return f"https://{value.strip().removeprefix('//')}"
+            case "text" if kind == "key":
+                _require(isinstance(value, str) and is_key_chord(value), "bad_key")
+            case "text":
+                long = kind == "answer" and isinstance(value, str) and len(value) > MAX_TEXT_CHARS
+                limit = MAX_LONG_ANSWER_CHARS if long and self._accepts("long_answer") else MAX_TEXT_CHARS
+                _require(_is_text(value, limit), "bad_text")
+        return value
+
+    def _integer(self, value: Any) -> int | None:
+        # type() instead of isinstance: in Python true and false are integers.
+        if type(value) is float and value.is_integer() and self._accepts("integral_float"):
+            return int(value)
+        return value if type(value) is int else None
 
 
-def _key(value: Any) -> str:
-    if not isinstance(value, str) or not is_key_chord(value):
-        raise _Malformed("bad_key")
-    return value
-
-
-def _answer(leniency: _Leniency, value: Any) -> str:
-    long = isinstance(value, str) and len(value) > MAX_TEXT_CHARS
-    return _text(value, MAX_LONG_ANSWER_CHARS if long and leniency.accepts("long_answer") else MAX_TEXT_CHARS)
-
-
-def _text(value: Any, limit: int = MAX_TEXT_CHARS) -> str:
-    if not isinstance(value, str) or len(value) > limit or not _is_unicode(value):
-        raise _Malformed("bad_text")
-    return value
-
-
-def _direction(value: Any) -> str:
-    if value not in ("up", "down"):
-        raise _Malformed("bad_direction")
-    return str(value)
-
-
-def _time(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= MAX_WAIT_SECONDS:  # false for NaN
-        raise _Malformed("bad_time")
-    return value
-
-
-def _url(leniency: _Leniency, value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_URL_CHARS:
-        raise _Malformed("bad_url")
-    if not _is_unicode(value) or _CONTROL.search(value):
-        raise _Malformed("bad_url")
-    if _URL_WITHOUT_SCHEME.fullmatch(value.strip()) and leniency.accepts("url_scheme"):
-        return f"https://{value.strip().removeprefix('//')}"
-    return value
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether the text has no lone surrogates, which JSON can express but no encoding can."""
-    return not re.search("[\ud800-\udfff]", text)
+def _is_text(value: Any, limit: int) -> bool:
+    """Whether a value is text without lone surrogates, which JSON can express but no encoding can."""
+    return isinstance(value, str) and len(value) <= limit and not re.search("[\ud800-\udfff]", value)

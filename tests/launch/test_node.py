@@ -21,7 +21,7 @@ from megatron_webrl.launch import watchdog
 from megatron_webrl.launch.first_node import role_line
 from megatron_webrl.launch.node import Node
 from megatron_webrl.monitor.roles import CONTROL
-from megatron_webrl.rollout.pool import TicketClaims
+from megatron_webrl.rollout.group import TicketClaims
 from megatron_webrl.track import events
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.types import is_infrastructure_failure

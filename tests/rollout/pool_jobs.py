@@ -19,10 +19,10 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.engine.weight_client import WeightClient
-from megatron_webrl.rollout.episode_runner import EpisodeRunner, Lockstep
-from megatron_webrl.rollout.evaluator import Evaluator
+from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.pool import RolloutPool
+from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.track.episodes import EpisodeStore
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
@@ -44,8 +44,9 @@ class DelayedEngine:
         self.failures = 0  # answers that are still to fail
         self.asking = 0
         self.seen: list[tuple[int, int]] = []  # version taken, requests under way then
-        self._script = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
+        self._script = ScriptedGenerator(processor, config.rollout)
         self.released = asyncio.Event()
+        self.features = {"cuda_graphs": False, "async_scheduling": False}
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         self.asking += 1
@@ -64,8 +65,6 @@ class DelayedEngine:
     def check_alive(self) -> None: ...
 
     async def join_weight_link(self, *arguments: object) -> None: ...
-
-    uses_cuda_graphs = schedules_asynchronously = False
 
     async def weight_load_paths(self) -> list[dict[str, dict[str, int]]]:
         return [{path: {"parameters": 0, "bytes": 0} for path in ("in_place", "reload")}]
@@ -143,15 +142,14 @@ async def job_of(episodes: EpisodeRunner, place: Place, *engines: DelayedEngine,
     job = Job(config, *place)
     shared = replace(episodes, config=config)
     if config.rollout.stepping == "lockstep":
-        shared.stepping = Lockstep(config.rollout.operation_timeout_seconds)
+        shared.agent = replace(shared.agent, stepping=Lockstep(config.rollout.operation_timeout_seconds))
     for worker, engine in enumerate(engines):
         control, name = connect(job.address, f"rollout-{worker}"), f"rollout-{worker}.1"
         control.start_heartbeat()
         engine_double: Any = engine
-        weights = WeightClient(config, control, engine_double, worker, name)
+        weights = WeightClient(config, control, engine_double, name)
         store = EpisodeStore.of_worker(config, f"rollout-{worker}")
-        evaluator = Evaluator(config, control, engine_double, shared, store, name)
-        pool = RolloutPool(config, control, job.ring, engine_double, shared, weights, evaluator, store, name)
+        pool = RolloutPool(config, control, job.ring, engine_double, shared, weights, store, name)
         job.pools.append(pool)
     async with AsyncExitStack() as stack:
         for pool in job.pools:

@@ -18,10 +18,11 @@ from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
 from megatron_webrl.judge.evaluation import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
+from megatron_webrl.rollout.agent import Agent, Episode
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
-from megatron_webrl.rollout.episode_runner import run_episode
 from megatron_webrl.rollout.generator import Generation, GenerationError, Generator
 from megatron_webrl.rollout.toolset import Toolset, format_tool_call
+from megatron_webrl.track.live_rollouts import LiveRollout
 from megatron_webrl.track.metrics import episode_metrics
 from megatron_webrl.trainer.data.batching import make_samples, success_advantages
 from megatron_webrl.trainer.data.prefix_merging import merge_prefixes
@@ -63,7 +64,7 @@ class Answers:
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         self.prompts.append(self.processor.decode(token_ids))
-        script = ScriptedGenerator(self.processor, SETTINGS.context, SETTINGS.max_new_tokens)
+        script = ScriptedGenerator(self.processor, SETTINGS)
         if not self.answers:
             return await script.generate(session, token_ids, images)
         answer = self.answers.pop(0)
@@ -82,14 +83,14 @@ def task(environment: str = "click-test", max_steps: int = 3) -> Task:
     return Task(f"miniwob/{environment}/1", "miniwob", environment, seed=1, max_steps=max_steps)
 
 
+def episode_of(task: Task, settings: RolloutConfig = SETTINGS) -> Episode:
+    return Episode(settings, LiveRollout(task, ticket=7, index=1, group_size=4), restart_epoch=2)
+
+
 async def episode(
     browsers: BrowserClient, processor: Processor, generator: Generator, task: Task, settings: RolloutConfig = SETTINGS
 ) -> Trajectory:
-    async with browsers.session() as session:
-        trajectory = await run_episode(
-            generator, session, processor, task, settings, ticket=7, index=1, group_size=4, restart_epoch=2,
-            max_go_backs=settings.max_go_backs,
-        )  # fmt: skip
+    trajectory = await Agent(browsers, processor).run(generator, episode_of(task, settings))
     return with_verdict(trajectory, page_verdict(trajectory))
 
 
@@ -131,12 +132,8 @@ async def test_an_agent_acts_by_numbered_elements(processor: Processor) -> None:
     async with (
         local_servers(config, 1) as nodes,
         BrowserClient(nodes.poll_addresses, nodes.token) as browsers,
-        browsers.session() as session,
     ):
-        trajectory = await run_episode(
-            answers, session, processor, task(), SETTINGS,
-            ticket=7, index=1, group_size=4, restart_epoch=2, toolset=toolset,
-        )  # fmt: skip
+        trajectory = await Agent(browsers, processor, toolset).run(answers, episode_of(task()))
     trajectory = with_verdict(trajectory, page_verdict(trajectory))
     assert (trajectory.outcome, len(trajectory.steps)) == ("success", 1)
     assert "<tools>web_interaction: click, type, hover" in answers.prompts[0]

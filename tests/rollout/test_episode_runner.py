@@ -45,9 +45,9 @@ def drawn(episodes: EpisodeRunner, ticket: int) -> TicketClaim:
 async def play(config: Config, tickets: range) -> list[Trajectory]:
     """A scripted episode of each ticket."""
     processor = Processor.load(config.model.path)
-    generator = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
+    generator = ScriptedGenerator(processor, config.rollout)
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
-        return [await episodes.run_episode(generator, drawn(episodes, ticket), 0) for ticket in tickets]
+        return [await episodes.run_try(generator, episodes.new_try(drawn(episodes, t), 0)) for t in tickets]
 
 
 async def test_local_servers_write_their_logs_into_the_run_folder(config: Config) -> None:
@@ -77,7 +77,7 @@ async def test_other_servers_give_the_same_episodes_as_local_ones(
 
 async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(config: Config) -> None:
     processor = Processor.load(config.model.path)
-    generator = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
+    generator = ScriptedGenerator(processor, config.rollout)
 
     async def handle(request: web.Request) -> web.Response:
         (image,) = (body := await request.json())["content_parts"]
@@ -93,9 +93,10 @@ async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(con
         EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes,
     ):
         assert episodes.teacher is None  # opened as it is here, it runs no training episodes
-        claim = drawn(episodes, 0)
-        found = await replace(episodes, teacher=scorer).run_episode(generator, claim, 0)
-        failed = await replace(episodes, teacher=scorer).run_episode(generator, claim, 0, on_acted=scorer_fails(scorer))
+        trains = replace(episodes, teacher=scorer)
+        first, second = (episodes.new_try(drawn(episodes, 0), 0) for _ in range(2))
+        found = await trains.run_try(generator, first)
+        failed = await trains.run_try(generator, second, on_acted=scorer_fails(scorer))
     assert found.outcome == "success"
     for step in found.steps:
         first = len(step.prompt_token_ids)

@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -21,14 +19,12 @@ from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
-from megatron_webrl.rollout.evaluator import Evaluator, FixedTemperature, run_evaluation_episode
+from megatron_webrl.rollout.evaluator import EvaluationGenerator, Evaluator, make_result
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.episodes import EpisodeStore, record_files
 from megatron_webrl.track.evaluations import EvaluationRequest, ResultCollector
-from megatron_webrl.track.live_rollouts import RolloutTable
-from megatron_webrl.track.timeline import OFF
 from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
 from tests.browser.server.servers import browser_of, config_for, server_processes, until
 from tests.job_control import connect, control_service
@@ -47,7 +43,7 @@ class ScriptedEngine:
         self.screenshots: list[bytes] = []
         self.released = asyncio.Event()
         self.released.set()
-        self._script = ScriptedGenerator(processor, config.rollout.context, config.rollout.max_new_tokens)
+        self._script = ScriptedGenerator(processor, config.rollout)
 
     async def generate(
         self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes], temperature: float
@@ -167,22 +163,16 @@ async def test_an_episode_that_a_crash_of_the_browser_ends_is_retried_as_in_trai
 
         async def outcome(crashes: int) -> str:
             engine: Any = CrashingEngine(config, processor, crashes)
-            generator = FixedTemperature(engine, request.temperature)
-            return (await run_evaluation_episode(config, episodes, generator, request, 0, "rollout-0.1"))[0].outcome
+            return (await episodes.run_held_out(EvaluationGenerator(engine, 0.5), request, 0)).outcome
 
         assert await outcome(crashes=1) == "success"
         assert await outcome(crashes=config.rollout.retries + 1) in FAULT_OUTCOMES
 
 
-async def test_a_result_counts_the_requests_of_its_episode_that_no_recording_answered() -> None:
+def test_a_result_counts_the_requests_of_its_episode_that_no_recording_answered() -> None:
     played = trajectory(steps=2)
     last = replace(played.steps[-1], not_recorded_requests=3)  # each step has the count of the episode so far
-    source = SimpleNamespace(held_out_task=lambda index: played.task)
-    runner: Any = SimpleNamespace(task_source=source, live=RolloutTable(), timeline=OFF)
-    runner.act = AsyncMock(return_value=replace(played, steps=(replace(last, not_recorded_requests=1), last)))
-    runner.evaluate = AsyncMock(side_effect=lambda acted, deadline, live: acted)
-    request = EvaluationRequest(1, "during", tasks=1, samples=1, temperature=0.5, version=1)
-    found, _ = await run_evaluation_episode(Config(), runner, AsyncMock(), request, 0, "rollout-0.1")
+    found = make_result(replace(played, steps=(replace(last, not_recorded_requests=1), last)), 1.0)
     assert found.not_recorded_requests == 3
 
 

@@ -11,59 +11,50 @@ import numpy as np
 import pytest
 
 from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.config.schema import Config
 from megatron_webrl.control.tickets import TicketClaim
-from megatron_webrl.rollout.engine.weight_client import EngineLoad, TimeWeightedGauge
-from megatron_webrl.rollout.episode_runner import Deadline
-from megatron_webrl.rollout.generator import Generation, Generator
-from megatron_webrl.rollout.pool import GroupRun
+from megatron_webrl.rollout.agent import Deadline, DeadlineExpired, Episode
+from megatron_webrl.rollout.group import EngineLoad, GroupRun, TimeWeightedGauge
+from megatron_webrl.track.live_rollouts import LiveRollout
 from megatron_webrl.types import ABORTED, FAULT_OUTCOMES, TaskReference, Trajectory
 from tests.trajectories import trajectory
 
 LIMIT = 30.0  # seconds; CI machines are slow
-Play = Callable[[Generator, int, Deadline], Awaitable[Trajectory]]
+Play = Callable[[int, Episode], Awaitable[Trajectory]]
 
 
 class ScriptedRunner:
     """Runs the test's function as an episode, and ends it at its deadline, as the agent does."""
 
-    def __init__(self, play: Play) -> None:
-        self.play, self.begun, self.judged = play, 0, asyncio.Event()
+    def __init__(self, play: Play, settings: RolloutConfig) -> None:
+        self.play, self.judged = play, asyncio.Event()
+        self.config = Config(rollout=settings)
         self.judged.set()
 
-    async def run_episode(
-        self, generator: Generator, claim: TicketClaim, index: int, deadline: Deadline | None = None,
-        on_acted: Callable[[], None] = lambda: None,
-    ) -> Trajectory:  # fmt: skip
-        assert deadline is not None
-        self.begun += 1
+    def new_try(self, claim: TicketClaim, index: int) -> Episode:
+        return Episode(self.config.rollout, LiveRollout(trajectory().task, ticket=claim.ticket, index=index))
+
+    async def run_try(self, generator: None, episode: Episode, on_acted: Callable[[], None]) -> Trajectory:
+        deadline, index = episode.deadline, episode.live.index
         try:
             async with deadline.scope(deadline.timeout_seconds):
-                played = await self.play(generator, index, deadline)
+                played = await self.play(index, episode)
             on_acted()
             await self.judged.wait()
             return played
-        except TimeoutError:
-            return trajectory(claim.ticket, index, outcome=deadline.outcome, group_size=SETTINGS.group_size)
-
-
-class VersionedEngine:
-    """Generates tokens of `version`."""
-
-    version = 0
-
-    async def generate(self, session: Any, token_ids: np.ndarray, images: Any) -> Generation:
-        empty = np.zeros(2, np.int32)
-        versions = np.full(2, self.version, np.int32)
-        return Generation(empty, empty, empty.astype(np.float32), versions, np.zeros((0, 3), np.int32), "", "stop")
+        except DeadlineExpired as expired:
+            return trajectory(CLAIM.ticket, index, outcome=expired.outcome, group_size=SETTINGS.group_size)
 
 
 SETTINGS = RolloutConfig(group_size=3, retries=1, episode_timeout_seconds=LIMIT)
 NONE: Any = None
+STEP = trajectory(steps=1).steps[0]
 CLAIM = TicketClaim(7, TaskReference("task", "click-test", 0, 3), restart_epoch=0)
 
 
-def group_of(play: Play, engine: Generator = NONE, settings: RolloutConfig = SETTINGS) -> GroupRun:
-    return GroupRun(ScriptedRunner(play), engine, CLAIM, settings, EngineLoad())
+def group_of(play: Play, settings: RolloutConfig = SETTINGS) -> GroupRun:
+    runner: Any = ScriptedRunner(play, settings)
+    return GroupRun(runner, NONE, CLAIM, EngineLoad())
 
 
 async def result(group: GroupRun) -> list[Trajectory]:
@@ -72,12 +63,13 @@ async def result(group: GroupRun) -> list[Trajectory]:
 
 
 async def test_a_group_that_waits_for_verdicts_acts_no_more() -> None:
-    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
+    async def play(index: int, episode: Episode) -> Trajectory:
         return trajectory(7, index, reward=1.0)
 
-    load, runner = EngineLoad(), ScriptedRunner(play)
+    load, runner = EngineLoad(), ScriptedRunner(play, SETTINGS)
     runner.judged.clear()
-    group = GroupRun(runner, NONE, CLAIM, SETTINGS, load)
+    double: Any = runner
+    group = GroupRun(double, NONE, CLAIM, load)
     running = asyncio.create_task(result(group))
     assert group.is_acting
     async with asyncio.timeout(LIMIT):
@@ -93,7 +85,7 @@ async def test_a_group_that_waits_for_verdicts_acts_no_more() -> None:
 async def test_an_infrastructure_fault_is_retried_and_is_one_episode(outcome: str) -> None:
     failed: set[int] = set()
 
-    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
+    async def play(index: int, episode: Episode) -> Trajectory:
         if index == 1 and not failed:
             failed.add(index)
             return trajectory(7, index, outcome=outcome, response=5)
@@ -109,7 +101,7 @@ async def test_an_infrastructure_fault_is_retried_and_is_one_episode(outcome: st
 
 
 async def test_the_number_of_retries_is_limited_and_may_be_zero() -> None:
-    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
+    async def play(index: int, episode: Episode) -> Trajectory:
         return trajectory(7, index, outcome="browser_crashed", response=5)
 
     for retries in (0, 2):
@@ -120,7 +112,7 @@ async def test_the_number_of_retries_is_limited_and_may_be_zero() -> None:
 
 @pytest.mark.parametrize("outcome", ["failure", "context_overflow", "episode_timeout", "no_reward", "browser_busy"])
 async def test_other_outcomes_are_not_retried(outcome: str) -> None:
-    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
+    async def play(index: int, episode: Episode) -> Trajectory:
         return trajectory(7, index, outcome=outcome)
 
     assert [(each.outcome, each.tries) for each in await result(group_of(play))] == [(outcome, 1)] * 3
@@ -129,7 +121,7 @@ async def test_other_outcomes_are_not_retried(outcome: str) -> None:
 async def test_an_aborted_group_ends_at_once_in_any_state() -> None:
     waiting, retrying = asyncio.Event(), asyncio.Event()
 
-    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
+    async def play(index: int, episode: Episode) -> Trajectory:
         if index == 0:
             return trajectory(7, index, reward=1.0)
         if index == 1:
@@ -149,7 +141,7 @@ async def test_an_aborted_group_ends_at_once_in_any_state() -> None:
 
 
 async def test_a_group_aborted_before_it_starts_ends_too() -> None:
-    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
+    async def play(index: int, episode: Episode) -> Trajectory:
         await asyncio.Event().wait()
         raise AssertionError("nobody sets the event")
 
@@ -159,16 +151,15 @@ async def test_a_group_aborted_before_it_starts_ends_too() -> None:
 
 
 async def test_the_oldest_version_is_that_of_running_and_trainable_episodes() -> None:
-    engine, go, generated = VersionedEngine(), [asyncio.Event() for _ in range(3)], [asyncio.Event() for _ in range(3)]
+    go, generated = [asyncio.Event() for _ in range(3)], [asyncio.Event() for _ in range(3)]
 
-    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
-        engine.version = 1 if index == 0 else 4
-        await generator.generate(NONE, NONE, NONE)
+    async def play(index: int, episode: Episode) -> Trajectory:
+        episode.record(replace(STEP, versions=np.full(3, 1 if index == 0 else 4, np.int32)))
         generated[index].set()
         await go[index].wait()
         return trajectory(7, index, outcome="no_reward" if index == 0 else "failure")
 
-    group = group_of(play, engine)
+    group = group_of(play)
     assert group.oldest_version is None
     running = asyncio.create_task(group.run())
     async with asyncio.timeout(LIMIT):
@@ -187,7 +178,7 @@ async def test_the_oldest_version_is_that_of_running_and_trainable_episodes() ->
 async def test_a_dead_engine_ends_the_whole_group_with_its_error() -> None:
     ended: list[int] = []
 
-    async def play(generator: Generator, index: int, deadline: Deadline) -> Trajectory:
+    async def play(index: int, episode: Episode) -> Trajectory:
         if index == 2:
             raise RuntimeError("engine 0 is dead")
         try:
@@ -205,18 +196,19 @@ async def test_each_scope_of_a_deadline_has_its_own_timeout() -> None:
     deadline = Deadline(0.05)
     async with deadline.scope(None):  # without a timeout
         await asyncio.sleep(0.1)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(LIMIT), deadline.scope(deadline.timeout_seconds) as scope:
+    with pytest.raises(DeadlineExpired, match="episode_timeout"):
+        async with asyncio.timeout(LIMIT), deadline.scope(deadline.timeout_seconds):
             await asyncio.Event().wait()
-    assert scope.expired()
-    assert deadline.outcome == "episode_timeout"
+    with pytest.raises(TimeoutError):
+        async with deadline.scope():
+            raise TimeoutError  # of the work itself
     deadline.expire(ABORTED)  # after it has expired: changes only the outcome
     assert deadline.outcome == ABORTED
 
 
 def test_a_gauge_is_integrated_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
-    monkeypatch.setattr("megatron_webrl.rollout.engine.weight_client.time.monotonic", lambda: now)
+    monkeypatch.setattr("megatron_webrl.rollout.group.time.monotonic", lambda: now)
     level = TimeWeightedGauge()
     now = 11.0
     with level.track():

@@ -16,8 +16,9 @@ from megatron_webrl.browser.egress.har import har_name
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import LocalServers, local_servers
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.episode_runner import run_episode
+from megatron_webrl.rollout.agent import Agent, Episode
 from megatron_webrl.rollout.toolset import format_tool_call
+from megatron_webrl.track.live_rollouts import LiveRollout
 from megatron_webrl.track.metrics import episode_metrics
 from megatron_webrl.types import Action, Group, Trajectory
 from tests.browser.server.servers import config_for
@@ -28,11 +29,8 @@ EPISODES = 3
 
 
 async def run(browsers: BrowserClient, processor: Processor, index: int, *responses: str, **changes: Any) -> Trajectory:
-    async with browsers.session() as session:
-        return await run_episode(
-            Answers(processor, list(responses)), session, processor, replace(task("enter-text"), **changes), SETTINGS,
-            ticket=0, index=index, group_size=EPISODES, restart_epoch=0,
-        )  # fmt: skip
+    live = LiveRollout(replace(task("enter-text"), **changes), index=index, group_size=EPISODES)
+    return await Agent(browsers, processor).run(Answers(processor, list(responses)), Episode(SETTINGS, live))
 
 
 async def metric_total(servers: LocalServers, name: str) -> float:

@@ -12,7 +12,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.ring.ring import NodeRing
 from megatron_webrl.ring.segment import sweep_segments
-from megatron_webrl.rollout.pool import open_node_ring
+from megatron_webrl.rollout.ring_output import open_node_ring
 from tests.job_control import connect, control_service
 
 NAME = f"webrl-lifetime{os.getpid()}"

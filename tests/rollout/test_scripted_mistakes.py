@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
 from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout import demonstrations
@@ -50,7 +50,9 @@ def processor(tiny_model: Path) -> Processor:
 
 async def play(processor: Processor, settings: WarmStartConfig, seed: str, page: Page, steps: int = 40) -> list[Action]:
     """Actions of an episode until SUBMIT, or of `steps` steps. Repeated work has no effect."""
-    script = ScriptedGenerator(processor, BARE, 64, mistakes=ScriptedMistakes(settings, seed))
+    script = ScriptedGenerator(
+        processor, RolloutConfig(context=BARE, max_new_tokens=64), mistakes=ScriptedMistakes(settings, seed)
+    )
     context = make_context(processor, BARE, 1000)
     context.start_episode("Work.", observation_of(0))
     prompt, done = context.build_prompt(), list[Action]()

@@ -25,10 +25,10 @@ async def test_the_end_of_the_job_ends_what_a_worker_waits_for(tmp_path: Path) -
     with control_service(tmp_path) as address:
         control = connect(address, "rollout-0")
         short, long = (asyncio.create_task(asyncio.sleep(seconds, "done")) for seconds in (0, 3600))
-        assert await main._unless_job_ends(control, short) == "done"
+        assert await main.unless_job_ends(control, short) == "done"
         connect(address, "trainer-0").end_job("finished")
         with pytest.raises(JobEnded):
-            await asyncio.wait_for(main._unless_job_ends(control, long), ENDS_SECONDS)
+            await asyncio.wait_for(main.unless_job_ends(control, long), ENDS_SECONDS)
         long.cancel()
         control.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_webrl.rollout.episode_runner import EpisodeStepper, FreeStepping, Lockstep, SteppingMode
+from megatron_webrl.rollout.stepping import FreeStepping, Lockstep, LockstepMember
 
 LIMIT = 30.0  # seconds; CI machines are slow
 
@@ -16,7 +16,7 @@ LIMIT = 30.0  # seconds; CI machines are slow
 class Timeline:
     """Events of agents in order: "+a" begins to generate, "-a" has its response, "a!" acts."""
 
-    def __init__(self, stepping: SteppingMode) -> None:
+    def __init__(self, stepping: FreeStepping | Lockstep) -> None:
         self.stepping = stepping
         self.events: list[str] = []
         self.joined, self.expected = 0, 1
@@ -46,7 +46,7 @@ class Timeline:
         self._moved.set()
         await self.until(lambda: self.joined >= self.expected)
 
-    async def turn(self, stepper: EpisodeStepper, name: str, answer: asyncio.Event | None) -> None:
+    async def turn(self, stepper: FreeStepping | LockstepMember, name: str, answer: asyncio.Event | None) -> None:
         async with stepper.generation_phase():
             self.record(f"+{name}")
             if answer is not None:
@@ -148,7 +148,7 @@ async def test_an_error_while_generating_leaves_the_round() -> None:
             with pytest.raises(ValueError, match="no answer"):
                 await broken_turn(stepper)
 
-    async def broken_turn(stepper: EpisodeStepper) -> None:
+    async def broken_turn(stepper: FreeStepping | LockstepMember) -> None:
         async with stepper.generation_phase():
             raise ValueError("no answer")
 

@@ -14,8 +14,8 @@ import pytest
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.ring.segment import RingFull
-from megatron_webrl.rollout import pool
-from megatron_webrl.rollout.pool import TrajectoryWriter
+from megatron_webrl.rollout import ring_output
+from megatron_webrl.rollout.ring_output import TrajectoryWriter
 from tests.trajectories import trajectory
 
 LARGE = trajectory(prompt=40_000, response=10)
@@ -24,7 +24,7 @@ LARGE = trajectory(prompt=40_000, response=10)
 @pytest.fixture
 def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
     """A full ring of a few trajectories."""
-    monkeypatch.setattr(pool, "RING_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(ring_output, "RING_POLL_SECONDS", 0.1)
     name = f"webrl-test-{secrets.token_hex(4)}"
     ring = Ring.create_or_attach(name, 2**20, name)
     with suppress(RingFull):

@@ -152,7 +152,7 @@ async def served(stage: Stage, worker: int, requests: int, **rollout: Any) -> As
     control.start_heartbeat()
     instance_id = control.register_instance()
     engine = await VLLMEngine.start(config, worker, instance_id)
-    found = Served(worker, engine, WeightClient(config, control, engine, worker, f"rollout-{worker}.{instance_id}"))
+    found = Served(worker, engine, WeightClient(config, control, engine, f"rollout-{worker}.{instance_id}"))
     tasks = [asyncio.create_task(found.pump())]
     tasks += [asyncio.create_task(found.load(1000 * n)) for n in range(requests)]
     try:

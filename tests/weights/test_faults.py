@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_webrl.rollout.engine.errors import EngineDeadError
+from megatron_webrl.rollout.generator import EngineDeadError
 from tests.weights.serving import (
     SECONDS,
     Stage,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _FOLDER = Path("/dev/shm")
@@ -12,29 +12,14 @@ _PATTERN = "vllm_dist_*cpushm*"  # of its communicator between CPU ranks, which 
 
 def sweep_engine_segments(folder: Path = _FOLDER) -> list[str]:
     """Remove the segments of this user that no process maps; returns their names."""
-    found = [path for path in sorted(folder.glob(_PATTERN)) if _is_ours(path)]
-    mapped = set(_mapped_files()) if found else set()
-    removed = [path for path in found if str(path) not in mapped]
-    for path in removed:
-        path.unlink(missing_ok=True)
-    return [path.name for path in removed]
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.geteuid()
-    except FileNotFoundError:
-        return False
-
-
-def _mapped_files() -> Iterator[str]:
-    """Paths of the files that processes of this user map; those of other users cannot be read, nor map our files."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
+    found, mapped, removed = sorted(folder.glob(_PATTERN)), set[str](), list[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+        with suppress(OSError):  # it ended, or belongs to another user, who cannot map our files
             lines = maps.read_text(errors="replace").splitlines()
-        except OSError:  # it ended, or belongs to another user
-            continue
-        for line in lines:
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6:
-                yield fields[5]
+            mapped |= {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    for path in found:
+        with suppress(FileNotFoundError):
+            if path.lstat().st_uid == os.geteuid() and str(path) not in mapped:
+                path.unlink()
+                removed.append(path.name)
+    return removed

@@ -1,6 +1,4 @@
-"""The engine: vLLM's AsyncLLM, its requests, and errors.
-
-The vLLM engine of one rollout worker: prompts are tokens and images, weights are updated in flight.
+"""The vLLM engine of one rollout worker: prompts are tokens and images, weights are updated in flight.
 
 Order of calls: `start`, `join_weight_link`, any number of `generate` (concurrent) and `update_weights` (one at a time),
 `close`. An update pauses requests, which continue with the new weights; each token records its version. After a failed
@@ -28,8 +26,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.rollout.engine import vllm_environment
-from megatron_webrl.rollout.engine.errors import EngineDeadError
-from megatron_webrl.rollout.generator import Generation, GenerationError
+from megatron_webrl.rollout.generator import EngineDeadError, Generation, GenerationError
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from megatron_webrl.browser.server.client import RemoteSession
-    from megatron_webrl.rollout.engine.engine_leader import EngineFollowers
+    from megatron_webrl.rollout.engine.followers import EngineFollowers
 
 
 def sampling_params(config: Config, processor: Processor, temperature: float) -> SamplingParams:
@@ -107,15 +104,13 @@ def to_generation(
 
 def _logprobs(response: CompletionOutput) -> np.ndarray:
     """float32 [response], of the sampled tokens."""
-    by_position = response.logprobs
-    if by_position is None or len(by_position) != len(response.token_ids):
-        raise GenerationError(f"{len(by_position or ())} log-probabilities came with {len(response.token_ids)} tokens")
+    by_position = response.logprobs or []
+    if len(by_position) != len(response.token_ids):
+        raise GenerationError(f"{len(by_position)} log-probabilities came with {len(response.token_ids)} tokens")
     logprobs = [by_token[token].logprob for by_token, token in zip(by_position, response.token_ids, strict=True)]
     values = np.array(logprobs, np.float32)
-    if not np.isfinite(values).all():
-        raise GenerationError(
-            f"log-probability {values[~np.isfinite(values)][0]} is not finite; the model's weights are damaged"
-        )
+    if len(invalid := values[~np.isfinite(values)]):
+        raise GenerationError(f"log-probability {invalid[0]} is not finite; the model's weights are damaged")
     return values
 
 
@@ -134,8 +129,8 @@ def _versions(response: CompletionOutput) -> np.ndarray:
     versions = np.full(len(response.token_ids), -1, np.int32)
     for span in response.weight_versions or ():
         versions[span.start : span.end] = int(span.version)
-    if (versions < 0).any():
-        raise GenerationError(f"the engine gave no version for {int((versions < 0).sum())} tokens")
+    if missing := int((versions < 0).sum()):
+        raise GenerationError(f"the engine gave no version for {missing} tokens")
     return versions
 
 
@@ -154,14 +149,9 @@ class VLLMEngine:
     """One vLLM engine. Implements Generator. All methods must run in the event loop that started it."""
 
     def __init__(
-        self,
-        config: Config,
-        worker: int,
-        llm: AsyncLLM,
-        thread: ThreadPoolExecutor,
-        processor: Processor,
+        self, config: Config, worker: int, llm: AsyncLLM, thread: ThreadPoolExecutor, processor: Processor,
         followers: EngineFollowers | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.version = -1  # of the served weights; -1: none yet
         self._weights = 0  # updates of the weights so far
         self.partially_updated = False
@@ -196,8 +186,7 @@ class VLLMEngine:
                         raise EngineDeadError(f"engine {worker} did not start: {failure}")
                     await asyncio.wait((starting,), timeout=FOLLOWER_POLL_SECONDS)
                 llm = await asyncio.shield(starting)
-                await vllm_environment.warm_up_pipeline(config, llm)
-                await vllm_environment.begin_recording_experts(config, llm)
+                await vllm_environment.prepare_ranks(config, llm)
             engine = cls(config, worker, llm, thread, processor, followers)
             await engine._llm.engine_core.set_weight_version_async("0")  # of the weights that vLLM has loaded
         except BaseException as error:
@@ -220,12 +209,9 @@ class VLLMEngine:
         self.version = version
 
     async def generate(
-        self,
-        session: RemoteSession | None,
-        token_ids: np.ndarray,
-        images: Sequence[bytes],
+        self, session: RemoteSession | None, token_ids: np.ndarray, images: Sequence[bytes],
         temperature: float | None = None,
-    ) -> Generation:
+    ) -> Generation:  # fmt: skip
         """Generate one response. `token_ids`: int32 with one placeholder per image; `session` is ignored.
 
         `temperature` replaces rollout.temperature; 0 is greedy. Raises GenerationError for an invalid prompt or after
@@ -246,9 +232,8 @@ class VLLMEngine:
                 f"the prompt has {len(expanded)} tokens; rollout.max_model_len={limit} leaves no room for a response"
             )
         prompt = vllm_prompt(self._config, self._weights, token_ids, images, decoded)
-        sampling = self._sampling
-        if temperature is not None:
-            sampling = sampling_params(self._config, self.processor, temperature)
+        given = temperature is not None
+        sampling = sampling_params(self._config, self.processor, temperature) if given else self._sampling
         output = await self._limited(self._request(prompt, sampling))
         return to_generation(output, self.processor, expanded, grids, self._worker)
 
@@ -260,12 +245,8 @@ class VLLMEngine:
         """
         self.check_alive()
         seconds = self._config.weights.timeout_seconds
-        info = description | {
-            "control": str(control),
-            "name": name,
-            "timeout_seconds": seconds,
-            "join_timeout_seconds": seconds,
-        }
+        limits = {"timeout_seconds": seconds, "join_timeout_seconds": seconds}
+        info = description | {"control": str(control), "name": name} | limits
         failure = f"engine {self._worker} could not join link {name}"
         async with self._weight_operation(failure, 2 * seconds + _CONTROL_SECONDS):
             await self._call_ranks("init", info)
@@ -301,26 +282,26 @@ class VLLMEngine:
         return seconds
 
     @property
-    def uses_cuda_graphs(self) -> bool:
-        """Whether vLLM replays captured graphs; an eager engine launches every kernel from the host."""
-        return bool(self._llm.vllm_config.compilation_config.cudagraph_mode.name != "NONE")
-
-    @property
-    def schedules_asynchronously(self) -> bool:
-        """Whether vLLM schedules the next step while the device computes the current one."""
-        return bool(self._llm.vllm_config.scheduler_config.async_scheduling)
+    def features(self) -> dict[str, bool]:
+        """Whether vLLM replays captured graphs, and schedules the next step while the device computes this one."""
+        settings = self._llm.vllm_config
+        return {
+            "cuda_graphs": settings.compilation_config.cudagraph_mode.name != "NONE",
+            "async_scheduling": bool(settings.scheduler_config.async_scheduling),
+        }
 
     async def weight_load_paths(self) -> list[dict[str, Any]]:
         """For each rank: number and bytes of parameters by load path. Valid after joining a link."""
-        self.check_alive()
-        async with asyncio.timeout(_CONTROL_SECONDS):
-            return await self._llm.collective_rpc("webrl_load_paths")
+        return await self._ask_ranks("webrl_load_paths")
 
     async def weight_checksums(self) -> list[list[int | None]]:
         """For each rank: checksums of the slices in its memory, None for slices that its kernels changed."""
+        return await self._ask_ranks("webrl_live_checksums")
+
+    async def _ask_ranks(self, method: str) -> list[Any]:
         self.check_alive()
         async with asyncio.timeout(_CONTROL_SECONDS):
-            return await self._llm.collective_rpc("webrl_live_checksums")
+            return await self._llm.collective_rpc(method)
 
     async def close(self) -> None:
         """Shut the engine and its processes down. Idempotent."""
@@ -364,14 +345,7 @@ class VLLMEngine:
 
     async def _call_ranks(self, phase: str, info: dict[str, Any] | None = None) -> None:
         """Run a phase of vLLM's weight-transfer protocol on all ranks. Raises RuntimeError with the ranks' errors."""
-        calling = asyncio.ensure_future(self._llm.collective_rpc("webrl_weight_update", args=(phase, info)))
-        try:
-            await asyncio.wait((calling, self._death), return_when=asyncio.FIRST_COMPLETED)
-            if not calling.done():
-                self.check_alive()
-            errors = calling.result()
-        finally:
-            calling.cancel()
+        errors = await self._llm.collective_rpc("webrl_weight_update", args=(phase, info))
         if messages := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]:
             raise RuntimeError("; ".join(messages))
 

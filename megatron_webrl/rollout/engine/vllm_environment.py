@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.engine_options import refuse_unknown
@@ -21,13 +21,22 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from megatron_webrl.rollout.engine.engine_leader import NodeSpan
-
 CPU_KV_CACHE_MIB = 512  # by default vLLM's CPU build takes nearly all memory of the machine
 _SEED_STRIDE = 1_000_003  # a restarted engine samples with another seed
 SCHEDULER_MODULE = "megatron_webrl.weights.vllm_scheduler"
 NO_WEIGHTS = "webrl"  # load format that weights/vllm_worker.py registers in the workers
 WORKER_EXTENSION_CLASS = "megatron_webrl.weights.vllm_worker.WeightReceiver"
+
+
+@dataclass(frozen=True)
+class NodeSpan:
+    """One instance of an engine over several nodes, as seen from one of them."""
+
+    node_rank: int  # of this node; 0: the worker's node
+    nnodes: int
+    master_addr: str  # rendezvous of vLLM's ranks, on the worker's node
+    master_port: int
+    host_ip: str  # address of this node, for the other nodes
 
 
 def on_cuda(config: Config) -> bool:
@@ -39,10 +48,7 @@ def on_cuda(config: Config) -> bool:
 
 def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str, str]:
     """Environment variables of this process and its engine (over `span`), to be set before vLLM is imported."""
-    path = [
-        str(torchvision_shim.SITECUSTOMIZE_FOLDER),
-        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-    ]
+    path = [str(torchvision_shim.SITECUSTOMIZE_FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -56,7 +62,7 @@ def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str
             "TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(config.weights.timeout_seconds))
         ),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, path))),
         "WEBRL_ENGINE_PARENT": str(os.getpid()),
     }
     if span is not None:
@@ -67,13 +73,10 @@ def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str
     if not on_cuda(config):
         # Compiling costs more time than it saves; vLLM's own binding would put every engine on the same cores.
         variables |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(_threads(config)))
+        # The other half of the cores is for browsers and the trainer.
+        threads = len(os.sched_getaffinity(0)) // (2 * config.rollout.engines * config.ranks_per_engine)
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, threads)))
     return variables
-
-
-def _threads(config: Config) -> int:
-    # The other half of the cores is for browsers and the trainer.
-    return max(1, len(os.sched_getaffinity(0)) // (2 * config.rollout.engines * config.ranks_per_engine))
 
 
 def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpan | None = None) -> AsyncEngineArgs:
@@ -97,12 +100,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     if cuda:
         extra["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if span is not None:
-        extra |= {
-            "nnodes": span.nnodes,
-            "node_rank": span.node_rank,
-            "master_addr": span.master_addr,
-            "master_port": span.master_port,
-        }
+        extra |= {name: getattr(span, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
     return AsyncEngineArgs(
         model=config.model.path,
         dtype=config.engine_dtype,
@@ -197,16 +195,13 @@ def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | 
     return Client(vllm_config, executor_class=executor, log_stats=False, log_requests=False)
 
 
-async def begin_recording_experts(config: Config, llm: AsyncLLM) -> None:
-    """Let the ranks of an engine return the experts of their tokens, for routing replay."""
+async def prepare_ranks(config: Config, llm: AsyncLLM) -> None:
+    """Let the ranks of a started engine return the experts of their tokens, for routing replay, and warm them up."""
+    if config.rollout.pipeline_parallel > 1 and not on_cuda(config):
+        # A dummy batch: without it vLLM's CPU pipeline has no receive buffers and dies at the first request.
+        await llm.collective_rpc("execute_dummy_batch")
     if records_experts(config):
         await llm.collective_rpc("webrl_record_experts")
-
-
-async def warm_up_pipeline(config: Config, llm: AsyncLLM) -> None:
-    """Run a dummy batch: without it vLLM's CPU pipeline has no receive buffers and dies at the first request."""
-    if config.rollout.pipeline_parallel > 1 and not on_cuda(config):
-        await llm.collective_rpc("execute_dummy_batch")
 
 
 def run_follower(config: Config, worker: int, number: int, span: NodeSpan) -> None:

@@ -1,6 +1,4 @@
-"""The worker's side of weight transfers, and the load of its engine.
-
-A worker's side of weight updates: announce the engine, join the trainer's link, receive offered weights.
+"""A worker's side of weight updates: announce the engine, join the trainer's link, receive offered weights.
 
     trainer present -> announce engine/<worker> -> wait for weights/link/<link_id> -> join -> receive each offer
         ^                                                                                       |
@@ -13,8 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -26,50 +22,6 @@ from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine, WeightUpdateEr
 from megatron_webrl.track.timeline import OFF, Timeline
 from megatron_webrl.weights.engine_map import EngineSizes
 
-
-class TimeWeightedGauge:
-    """A count and its integral over time."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._area = self._busy = 0.0
-        self._since = time.monotonic()
-
-    @contextmanager
-    def track(self) -> Iterator[None]:
-        self._add(1)
-        try:
-            yield
-        finally:
-            self._add(-1)
-
-    def integrals(self) -> tuple[float, float]:
-        """The integral of the count, and the time during which it was positive; seconds."""
-        self._add(0)
-        return self._area, self._busy
-
-    def _add(self, change: int) -> None:
-        now = time.monotonic()
-        passed, self._since = now - self._since, now
-        self._area += passed * self.count
-        self._busy += passed * (self.count > 0)
-        self.count += change
-
-
-class EngineLoad:
-    """Requests in an engine, and running episodes. An episode without a request uses its browser, or waits."""
-
-    def __init__(self) -> None:
-        self.requests, self.episodes = TimeWeightedGauge(), TimeWeightedGauge()
-        self._started = time.monotonic()
-
-    def totals(self) -> dict[str, float]:
-        """Seconds since the start, seconds with a request in the engine, request-seconds and episode-seconds."""
-        requests, busy = self.requests.integrals()
-        episodes, _ = self.episodes.integrals()
-        return {"seconds": time.monotonic() - self._started, "busy": busy, "requests": requests, "episodes": episodes}
-
-
 log = logging.getLogger(__name__)
 
 
@@ -77,11 +29,11 @@ class WeightClient:
     """One engine's side of all weight updates. `poll` blocks at most for one transfer or for joining a link."""
 
     def __init__(
-        self, config: Config, control: ControlClient, engine: VLLMEngine, worker: int, instance_id: str,
-        timeline: Timeline = OFF,
-    ) -> None:  # fmt: skip
+        self, config: Config, control: ControlClient, engine: VLLMEngine, instance_id: str, timeline: Timeline = OFF
+    ) -> None:
+        """`control`: of the role `rollout-N`; `instance_id`: <role>.<number>."""
         self.config, self.control, self.engine = config, control, engine
-        self._worker, self._instance_id = worker, instance_id  # <role>.<number>
+        self._worker, self._instance_id = control.role, instance_id
         self._links = 0
         self._current_trainer: object = None  # at the last poll
         self._announced_to: object = None  # the trainer that knows this engine; None: no trainer
@@ -124,9 +76,7 @@ class WeightClient:
                 await self._receive()
         except WeightUpdateError as error:
             log.warning("%s; waiting for a new link", error)
-            self.control.put_json(
-                f"weights/failed/rollout-{self._worker}", {"link_id": self.link_id, "reason": str(error)}
-            )
+            self.control.put_json(f"weights/failed/{self._worker}", {"link_id": self.link_id, "reason": str(error)})
             self._announced_to = None
 
     def _announce(self, trainer: object) -> None:
@@ -134,14 +84,9 @@ class WeightClient:
         self._announced_to, self._linked, self._waiting_since = trainer, False, time.monotonic()
         rollout = self.config.rollout
         sizes = EngineSizes(rollout.tensor_parallel, rollout.pipeline_parallel, rollout.expert_parallel)
-        announcement = {
-            "link_id": self.link_id,
-            "instance_id": self._instance_id,
-            "trainer": trainer,
-            "nodes": self.engine.rank_hosts,
-            "sizes": asdict(sizes),
-        }
-        self.control.put_json(f"engine/rollout-{self._worker}", announcement)
+        names = {"link_id": self.link_id, "instance_id": self._instance_id, "trainer": trainer}
+        announcement = names | {"nodes": self.engine.rank_hosts, "sizes": asdict(sizes)}
+        self.control.put_json(f"engine/{self._worker}", announcement)
 
     async def _join(self) -> None:
         if self._announced_to is None or self.control.get_json(f"weights/link/{self.link_id}") is None:
@@ -153,7 +98,7 @@ class WeightClient:
         description = self.control.get_json("weights/description")
         assert isinstance(description, dict)  # published before the first link
         plan = {name: value for name, value in description.items() if name != "workers"}
-        plan["engine"] = description["workers"].index(f"rollout-{self._worker}")  # those given up are not in the plan
+        plan["engine"] = description["workers"].index(self._worker)  # those given up are not in the plan
         await self.engine.join_weight_link(self.control.address_file, f"weights/{self.link_id}", plan)
         ranks = await self.engine.weight_load_paths()
         self._parameters = {path: sum(rank[path]["parameters"] for rank in ranks) for path in ("in_place", "reload")}
@@ -183,14 +128,13 @@ class WeightClient:
             "version": version,
             "pause_seconds": pause_seconds,
             "parameters": self._parameters,
-            "cuda_graphs": self.engine.uses_cuda_graphs,
-            "async_scheduling": self.engine.schedules_asynchronously,
+            **self.engine.features,
         }
-        self.control.put_json(f"weights/applied/rollout-{self._worker}", applied)
+        self.control.put_json(f"weights/applied/{self._worker}", applied)
 
     def _offer(self) -> Any:
         """The offer over the current link that the engine has not received; None: none."""
         offer: Any = self.control.get_json("weights/offer")
-        if not offer or offer["links"].get(f"rollout-{self._worker}") != self.link_id:
+        if not offer or offer["links"].get(self._worker) != self.link_id:
             return None
         return None if self._transfer == offer["transfer"] else offer

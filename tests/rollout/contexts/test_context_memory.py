@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import (
     MAX_ACTION_SENTENCE_CHARS,
@@ -307,7 +307,7 @@ class ClickSession:
 
 async def test_a_demonstration_of_a_thinking_model_closes_the_thought(thinking: Processor) -> None:
     context, prompts = play(thinking, [])
-    script = ScriptedGenerator(thinking, ContextConfig(), 256)
+    script = ScriptedGenerator(thinking, RolloutConfig(max_new_tokens=256))
     answer = await script.generate(ClickSession(), prompts[-1].token_ids, context.screenshots)  # type: ignore[arg-type]
     assert thinking.decode(answer.response_token_ids).startswith("</think>\n\nAction: left_click")
     assert parse_tool_call(answer.text).action == CLICK

@@ -25,10 +25,10 @@ from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.launch.roles import role_command
 from megatron_webrl.placement.placement import place_processes, ring_name, rollout_process_name
 from megatron_webrl.ring.segment import segment_prefix, sweep_segments
-from megatron_webrl.rollout.engine.engine_leader import EngineFollowers, failure_key, reply_key, start_key
-from megatron_webrl.rollout.engine.errors import EngineDeadError
+from megatron_webrl.rollout.engine.followers import EngineFollowers, failure_key, reply_key, start_key
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
+from megatron_webrl.rollout.generator import EngineDeadError
 from megatron_webrl.util.supervised_process import SupervisedProcess
 from tests.job_control import connect, control_service
 from tests.rollout.engine.engines import TOLERANCE, expected, picture, prompt, respond
@@ -115,7 +115,7 @@ async def test_an_engine_over_two_nodes_updates_fails_with_a_follower_and_restar
             async with started(stage, control) as (engine, followers, instance_id):
                 assert followers.hosts == (socket.gethostname(),) * 2
                 stage.start_trainer([first, second])
-                weights = WeightClient(stage.config, control, engine, 0, instance_id)
+                weights = WeightClient(stage.config, control, engine, instance_id)
                 await take(0, weights, stage)
                 assert await gap(engine, tiny_model) < TOLERANCE
                 stage.control.put_json("go/1", True)
@@ -129,7 +129,7 @@ async def test_an_engine_over_two_nodes_updates_fails_with_a_follower_and_restar
                     await take(2, weights, stage)
             assert role.process.poll() is None  # it waits for the worker's next start
             async with started(stage, control) as (engine, _, instance_id):
-                weights = WeightClient(stage.config, control, engine, 0, instance_id)
+                weights = WeightClient(stage.config, control, engine, instance_id)
                 await weights.poll()  # announces the engine
                 stage.control.put_json("go/2", True)
                 await take(2, weights, stage)
@@ -151,7 +151,7 @@ async def test_an_engine_over_two_nodes_restarts_as_a_whole_when_either_side_was
         async with follower_process(stage) as role:
             for version, how in enumerate(("vLLM's rank", "the follower", "the worker's vLLM", "nobody")):
                 async with started(stage, control) as (engine, followers, instance_id):
-                    weights = WeightClient(stage.config, control, engine, 0, instance_id)
+                    weights = WeightClient(stage.config, control, engine, instance_id)
                     await weights.poll()  # announces the engine
                     stage.control.put_json(f"go/{version}", True)
                     await take(version, weights, stage)

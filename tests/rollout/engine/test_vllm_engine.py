@@ -28,9 +28,8 @@ from PIL import Image
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.rollout.contexts import make_context
-from megatron_webrl.rollout.engine.errors import EngineDeadError
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine, WeightUpdateError
-from megatron_webrl.rollout.generator import GenerationError
+from megatron_webrl.rollout.generator import EngineDeadError, GenerationError
 from megatron_webrl.types import Action, Observation
 from megatron_webrl.weights import transport
 from tests.rollout.engine.engines import (

@@ -14,9 +14,9 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from megatron_webrl.config.engine_options import FIXED, FIXED_IN_TRAINING, SETTINGS
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.rollout.engine.engine_leader import NodeSpan
 from megatron_webrl.rollout.engine.vllm_environment import (
     NO_WEIGHTS,
+    NodeSpan,
     engine_arguments,
     engine_config,
     engine_environment,

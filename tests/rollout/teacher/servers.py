@@ -10,7 +10,7 @@ from aiohttp import web
 
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.teacher import Teacher, TeacherServer
+from megatron_webrl.rollout.teacher import Teacher
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -40,5 +40,5 @@ def reply(body: dict[str, Any], **changes: Any) -> web.Response:
 async def teacher(url: str, processor: Processor, seconds: float = 20.0) -> AsyncIterator[Teacher]:
     """A teacher whose server has not been checked."""
     settings = DistillationConfig(coefficient=1.0, url=url)
-    async with TeacherServer(settings, processor) as server:
-        yield Teacher(server, processor, seconds)
+    async with Teacher(settings, processor, seconds) as made:
+        yield made

@@ -1,5 +1,0 @@
-"""Errors of an engine."""
-
-
-class EngineDeadError(RuntimeError):
-    """The engine cannot generate any more; its worker must end."""
