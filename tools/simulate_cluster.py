@@ -1,15 +1,17 @@
 """Discrete-event simulation of rollout and trainer: trajectories per hour, staleness and waiting times.
 
     python -m tools.simulate_cluster check RUN... [--from RUN] [--tolerance 0.15] [--seeds 20] [--json FILE]
-    python -m tools.simulate_cluster predict [--nodes 8 32] [--inputs FILE] [--set NAME=VALUE ...] [--quick]
-                                             [--json FILE] [--plot FILE] [--write docs/scaling.md]
+    python -m tools.simulate_cluster predict [--nodes 8 32] [--config FILE] [--card H100] [--inputs FILE]
+                                             [--set NAME=VALUE ...] [--quick] [--json FILE] [--plot FILE]
+                                             [--write docs/scaling.md]
 
 check: simulates a run with its own settings and measured times, and compares the figures with those of the run; exit
 code 1 if a figure differs by more than the tolerance. --from takes the times from another run, for example of another
 mode.
 
 predict: simulates clusters that were never measured, from the inputs in docs/scaling.md: every split of each node's
-GPUs between engines and trainer, and all modes.
+GPUs between engines and trainer, and all modes. --config takes the speed of engines and trainer from the cost model of
+`webrl placement --time` instead.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/simulate_cluster.py`
 
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.placement.hardware import CARDS
 from tools.arguments import bounded_number, write_json
 from tools.cluster import inputs, measured, predicted, report
 
@@ -86,7 +90,12 @@ def _comparison(run: measured.MeasuredRun, rows: list[measured.FigureComparison]
 
 def predict(options: argparse.Namespace, console: Console) -> int:
     """Simulate clusters. Raises ValueError or OSError."""
-    values = inputs.load(options.inputs, options.set)
+    if options.card and not options.config:
+        raise ValueError("--card names the GPUs of --config; add --config")
+    given = inputs.SimulationInputs()
+    if options.config:
+        given = inputs.from_cost_model(given, parse_config(options.config, []), CARDS[options.card or "H100"])
+    values = inputs.load(options.inputs, options.set, given)
     page = options.write.read_text() if options.write else None
     amount = predicted.QUICK if options.quick else predicted.FULL
     changes = () if options.quick else report.INPUT_VARIANTS
@@ -130,6 +139,8 @@ def make_parser() -> argparse.ArgumentParser:
     other.add_argument(
         "--nodes", nargs="+", type=bounded_number(int, 1), default=[8, 32], metavar="N", help="sizes (default: 8 32)"
     )
+    other.add_argument("--config", metavar="FILE", help="configuration whose speed the cost model predicts")
+    other.add_argument("--card", choices=tuple(CARDS), help="with --config: the GPU (default: H100)")
     other.add_argument("--inputs", type=Path, metavar="FILE", help="YAML: inputs by name")
     other.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="changed inputs")
     other.add_argument("--seed", type=bounded_number(int, 0), default=0, metavar="N", help="(default: 0)")

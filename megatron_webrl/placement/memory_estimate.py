@@ -1,12 +1,4 @@
-"""Memory of a trainer rank, by part.
-
-What a layer of linear attention computes and keeps, for each token (model/qwen3_5/delta_net.py).
-
-`of`: the layer's dimensions. The delta rule is computed in float32 and in chunks of CHUNK tokens; samples of many
-chunks are assumed, so that the padding of the last one does not matter. Bytes were counted with
-torch.autograd.graph.saved_tensors_hooks in bfloat16; a test compares them.
-
-Estimate the GPU memory of each role from the configuration and the model's config.json.
+"""Estimate the GPU memory of each role from the configuration and the model's config.json.
 
 Parameters, gradients, optimiser state and KV cache follow from shapes, exact except for padding; activations from the
 tensors that model/ saves for the backward pass; library buffers are a fixed reserve. Never compared with a GPU.
@@ -27,58 +19,13 @@ from megatron_webrl.model.compute_options import Recompute
 from megatron_webrl.model.hf_config import choose_prefix_merging, cpu_engine_obstacle, has_experts, has_linear_attention
 from megatron_webrl.model.layer_split import check_divides, split_layers
 from megatron_webrl.model.parameter_counts import (
-    LinearAttention,
     ParameterCounts,
     TextDimensions,
     count_parameters,
     deepstack_layers,
 )
+from megatron_webrl.placement.model_shape import saved_bytes, state_bytes
 from megatron_webrl.placement.placement import gpu_memory_share
-
-CHUNK = 64  # tokens, as in model/qwen3_5/delta_net.py, which imports torch
-CONVOLUTION_BYTES = 3  # times the size of a value: input, padded input and output
-SELECTIVE_CONVOLUTION_BYTES = 4.5  # the values that enter the rule are views of it, too
-GATED_NORM_BYTES = 16.5  # of a value: input and unit in float32, the gate, and what they are multiplied to
-
-
-def saved_bytes(of: LinearAttention, size: int, keeps_rule: bool) -> float:
-    """Bytes saved for the backward pass, `size` of a value, without the norms and the input of the layer.
-
-    `keeps_rule`: what the delta rule saves; without it, recomputed, its inputs.
-    """
-    convolution = CONVOLUTION_BYTES if keeps_rule else SELECTIVE_CONVOLUTION_BYTES
-    rule = rule_bytes(of, size) if keeps_rule else rule_inputs(of, size)
-    return convolution * size * of.channels + GATED_NORM_BYTES * of.value_width + rule
-
-
-def rule_bytes(of: LinearAttention, size: int) -> float:
-    """Bytes that the delta rule saves, its inputs included: float32 but for queries, keys and values."""
-    keys = of.value_heads * of.key_dim  # each value head has a query and a key of its own
-    matrices = 6.2 * CHUNK  # of a head: products of keys, decays, the triangular system, masks
-    state = of.key_dim * of.value_dim / CHUNK
-    return (2 * size + 48) * keys + (size + 16) * of.value_width + 4 * of.value_heads * (matrices + state)
-
-
-def rule_inputs(of: LinearAttention, size: int) -> float:
-    """Bytes of the inputs of the delta rule: queries, keys, values, decays and strengths."""
-    return size * (2 * of.value_heads * of.key_dim + of.value_width) + 8 * of.value_heads
-
-
-def state_bytes(of: LinearAttention, size: int) -> int:
-    """Bytes that an engine keeps for a sequence: the float32 state, and the last tokens of the convolution."""
-    return 4 * of.value_heads * of.key_dim * of.value_dim + size * (of.kernel - 1) * of.channels
-
-
-def rule_operations(of: LinearAttention) -> int:
-    """Operations of the delta rule as it is defined: the state is read, changed and read, a product each."""
-    return 6 * of.value_heads * of.key_dim * of.value_dim
-
-
-def chunked_operations(of: LinearAttention) -> int:
-    """Operations of the delta rule in chunks: three products with the state, and those between tokens of a chunk."""
-    between = 2 * CHUNK * (2 * of.key_dim + of.value_dim) + CHUNK * (of.key_dim + of.value_dim)
-    return rule_operations(of) + of.value_heads * between
-
 
 MIN_IMAGE_BUFFER_MIB = 512
 
@@ -91,11 +38,14 @@ def check_parallel_layout(config: Config, description: dict[str, Any]) -> None:
     heads = trainer.tensor_parallel * trainer.context_parallel
     heads_name = "tensor_parallel" if trainer.context_parallel == 1 else "tensor_parallel x context_parallel"
     divided = [(heads_name, heads, name) for name in ("num_attention_heads", "num_key_value_heads")]
-    if sparse:
-        divided.append(("expert_parallel", trainer.expert_parallel, "num_experts"))
-        divided.append(("expert_tensor_parallel", trainer.expert_tensor_parallel, "moe_intermediate_size"))
-    else:
-        divided.append(("tensor_parallel", trainer.tensor_parallel, "intermediate_size"))
+    divided += (
+        [
+            ("expert_parallel", trainer.expert_parallel, "num_experts"),
+            ("expert_tensor_parallel", trainer.expert_tensor_parallel, "moe_intermediate_size"),
+        ]
+        if sparse
+        else [("tensor_parallel", trainer.tensor_parallel, "intermediate_size")]
+    )
     for setting_name, size, name in divided:
         source = " x ".join(f"trainer.{part}" for part in setting_name.split(" x "))
         check_divides(setting_name, size, name, text[name], source)
@@ -153,10 +103,8 @@ def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
         raise ConfigError(
             f"trainer.pipeline_parallel x virtual_pipeline = {chunks} exceeds the {layers} layers of {path}; lower them"
         )
-    experts, ranks = (
-        trainer.expert_parallel * trainer.expert_tensor_parallel,
-        trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel,
-    )
+    experts = trainer.expert_parallel * trainer.expert_tensor_parallel
+    ranks = trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel
     if not sparse and trainer.experts != "auto":
         raise ConfigError(
             f"trainer.experts={trainer.experts} needs a mixture of experts, but {path} is dense; set auto"
@@ -249,6 +197,20 @@ class MemoryUse:
         """Sum of all components."""
         return sum(self.components.values())
 
+    @property
+    def largest(self) -> str:
+        """The three largest components, GiB."""
+        return ", ".join(f"{name} {self.components[name] / GIB:.1f}" for name in self._by_size[:3])
+
+    @property
+    def remedy(self) -> str:
+        """A way to need less."""
+        return REMEDIES[self._by_size[0]]
+
+    @property
+    def _by_size(self) -> list[str]:
+        return sorted(self.components, key=lambda name: -self.components[name])
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -320,7 +282,7 @@ def check_memory(config: Config, estimate: MemoryEstimate) -> None:
         if use.total > cluster.gpu_gib * GIB:
             raise ConfigError(
                 f"{use.role} needs {use.total / GIB:.1f} GiB of a GPU, more than cluster.gpu_gib={cluster.gpu_gib:g} "
-                f"({_largest_components(use)}); {_remedy(use)}"
+                f"({use.largest}); {use.remedy}"
             )
     if cluster.colocate and estimate.trainer:
         _check_shared_memory(config, max(estimate.trainer, key=lambda use: use.total), estimate.engine)
@@ -331,9 +293,9 @@ def _check_shared_memory(config: Config, trainer: MemoryUse, engine: MemoryUse) 
     gib, share = config.cluster.gpu_gib, config.rollout.gpu_memory_utilization
     if trainer.total + engine.total > gib * GIB:
         raise ConfigError(
-            f"{trainer.role} needs {trainer.total / GIB:.1f} GiB ({_largest_components(trainer)}) and engine "
-            f"{engine.total / GIB:.1f} GiB ({_largest_components(engine)}) of the same GPU (cluster.colocate), more "
-            f"than cluster.gpu_gib={gib:g}; {_remedy(max(trainer, engine, key=lambda use: use.total))}"
+            f"{trainer.role} needs {trainer.total / GIB:.1f} GiB ({trainer.largest}) and engine "
+            f"{engine.total / GIB:.1f} GiB ({engine.largest}) of the same GPU (cluster.colocate), more "
+            f"than cluster.gpu_gib={gib:g}; {max(trainer, engine, key=lambda use: use.total).remedy}"
         )
     low, high = engine.total / GIB / gib, 1 - trainer.total / GIB / gib
     if not low <= share <= high:
@@ -343,18 +305,6 @@ def _check_shared_memory(config: Config, trainer: MemoryUse, engine: MemoryUse) 
             f"{gpu_memory_share(config, use.role) * gib:.1f} of cluster.gpu_gib={gib:g}, but it needs "
             f"{use.total / GIB:.1f} GiB (cluster.colocate); set it to about {(low + high) / 2:.3g}"
         )
-
-
-def _largest_components(use: MemoryUse) -> str:
-    return ", ".join(f"{name} {use.components[name] / GIB:.1f}" for name in _by_size(use)[:3])
-
-
-def _remedy(use: MemoryUse) -> str:
-    return REMEDIES[_by_size(use)[0]]
-
-
-def _by_size(use: MemoryUse) -> list[str]:
-    return sorted(use.components, key=lambda name: -use.components[name])
 
 
 def _staging_bytes(config: Config) -> int:
@@ -438,16 +388,17 @@ class _TrainerEstimate:
         if recompute == "full":
             return size * shape.hidden_size * self.tokens // self.spread
         norms = 2 * self._norm_bytes() * shape.hidden_size // self.spread
-        mixer = self._linear_attention(recompute) if shape.linear_layers[layer] else self._attention(recompute)
+        if shape.linear and shape.linear_layers[layer]:
+            mixer = int(saved_bytes(shape.linear, size, keeps_rule=recompute == "none"))
+        else:
+            mixer = self._attention(recompute)
         mlp = 0
         if recompute == "none" and shape.sparse_layers[layer]:
-            routed = (
-                shape.num_experts_per_token
-                * size
-                * (2 * shape.hidden_size + 3 * shape.moe_intermediate_size)
-                * EXPERT_IMBALANCE
+            routed = shape.num_experts_per_token * size * (2 * shape.hidden_size + 3 * shape.moe_intermediate_size)
+            mlp = (
+                int(routed * EXPERT_IMBALANCE) // self.spread
+                + 3 * size * shape.shared_expert_intermediate_size // tensor
             )
-            mlp = int(routed) // self.spread + 3 * size * shape.shared_expert_intermediate_size // tensor
         elif recompute == "none":
             mlp = 3 * size * shape.intermediate_size // tensor  # gate and up, and their product
         return (norms + mixer // tensor + mlp) * self.tokens
@@ -471,24 +422,17 @@ class _TrainerEstimate:
             heads += SEQUENCE_TOKENS_RATIO * 2 * size * shape.key_width
         return heads
 
-    def _linear_attention(self, recompute: str) -> int:
-        assert self.shape.linear is not None
-        return int(saved_bytes(self.shape.linear, self.size, keeps_rule=recompute == "none"))
-
     def _images(self) -> int:
         """Images of the first stage: activations and features of all packed sequences in flight."""
         vision, trainer = self.vision, self.trainer
         tokens = int(trainer.tokens_per_microbatch * IMAGE_TOKEN_FRACTION)
         patches = tokens * vision["spatial_merge_size"] ** 2 // (trainer.tensor_parallel * trainer.context_parallel)
         block, rest = (self.size * width for width in vision_activation_widths(vision))
-        sequences = self._sequences_in_flight()
+        sequences = -(-self._in_flight(0) // trainer.virtual_pipeline)  # in flight
         # A frozen tower keeps only the layer that it is computing.
         kept = sequences * (vision["depth"] * block + rest) if trainer.train_vision else 2 * block + rest
         features = tokens * self.shape.hidden_size * self.size * (1 + len(deepstack_layers(vision)))
         return patches * kept + sequences * features
-
-    def _sequences_in_flight(self) -> int:
-        return -(-self._in_flight(0) // self.trainer.virtual_pipeline)
 
     def _logits(self) -> int:
         """Logits of the scored positions, and their gradient."""
@@ -530,9 +474,8 @@ def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> t
     if shape.linear:
         state = state_bytes(shape.linear, size) // tensor
         states = config.requests_per_engine * _most_of_neighbours(list(map(int, shape.linear_layers)), count) * state
-    return MemoryUse("engine", parameters=weights, kv_cache=cache, buffers=buffers), max(cache - states, 0) // max(
-        token, 1
-    )
+    use = MemoryUse("engine", parameters=weights, kv_cache=cache, buffers=buffers)
+    return use, max(cache - states, 0) // max(token, 1)
 
 
 def _most_of_neighbours(values: Sequence[int], count: int) -> int:

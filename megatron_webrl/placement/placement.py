@@ -1,6 +1,4 @@
-"""Which process runs on which node, GPU and cores.
-
-Placement: the node, devices, cores and port of every process, and the rings, from a configuration.
+"""Placement: the node, devices, cores and port of every process, and the rings, from a configuration.
 
 Pure functions: no machine is read, so every node computes the same placement. docs/slurm.md describes cluster.*.
 Ranks are numbered in Megatron's order "tp-cp-ep-dp-pp", tp fastest, but nodes assigned by group: a model copy, else a
@@ -15,13 +13,13 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
 from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.placement.cores import CoreRequest, Cores, assign_cores
+from megatron_webrl.placement.cores import CoreRequest, assign_cores
 from megatron_webrl.ring.segment import segment_name
 
 
@@ -106,9 +104,7 @@ class ProcessPlacement:
     @property
     def name(self) -> str:
         """Name in logs and in the control service."""
-        return (
-            rollout_process_name(self.index, self.follower) if self.role == "rollout" else f"{self.role}-{self.index}"
-        )
+        return rollout_process_name(self.index, self.follower) if self.role == "rollout" else f"trainer-{self.index}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,6 @@ class Placement:
     control_port: int  # of the control service, on the first node
     processes: tuple[ProcessPlacement, ...]
     rings: tuple[RingPlacement, ...]  # of each node; none without a trainer
-    blocks: RankBlocks
 
     def on_node(self, node: int) -> tuple[ProcessPlacement, ...]:
         """The processes of a node."""
@@ -166,13 +161,13 @@ class Placement:
     def from_json(cls, fields: Mapping[str, Any]) -> Placement:
         """The placement that `to_json` returned."""
 
-        def made(kind: type[Any], values: Mapping[str, Any]) -> Any:
-            values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-            return kind(**{key: value for key, value in values.items() if key != "name" or kind is RingPlacement})
+        def tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
-        processes = tuple(made(ProcessPlacement, each) for each in fields["processes"])
-        rings = tuple(made(RingPlacement, each) for each in fields["rings"])
-        return cls(fields["nodes"], fields["control_port"], processes, rings, RankBlocks(**fields["blocks"]))
+        plain = [{key: value for key, value in each.items() if key != "name"} for each in fields["processes"]]
+        processes = tuple(ProcessPlacement(**tuples(each)) for each in plain)
+        rings = tuple(RingPlacement(**tuples(each)) for each in fields["rings"])
+        return cls(fields["nodes"], fields["control_port"], processes, rings)
 
     @cached_property
     def _by_node(self) -> tuple[tuple[ProcessPlacement, ...], ...]:
@@ -192,18 +187,18 @@ def place_processes(config: Config) -> Placement:
     ranks = _distribute(_ranks_by_copy(config, blocks), copies, blocks.tensor, training, cluster.nodes)
     slots = range(config.rollout.engines * config.ranks_per_engine)
     engines = _distribute(slots, (config.ranks_per_engine,), config.rollout.tensor_parallel, serving, cluster.nodes)
-    engine_shares = [_engine_shares(slots, config.ranks_per_engine) for slots in engines]
     node_counts: dict[int, int] = {}  # nodes of each engine so far
     processes: list[ProcessPlacement] = []
     for node in range(cluster.nodes):
-        processes += _processes(config, node, ranks[node], engine_shares[node], node_counts)
+        shares = Counter(slot // config.ranks_per_engine for slot in engines[node])  # ranks of each engine on the node
+        processes += _processes(config, node, ranks[node], list(shares.items()), node_counts)
     last = max(process.port for process in processes)
     if last > 65535:
         raise ConfigError(
             f"cluster.base_port={cluster.base_port} and the processes of a node need ports up to {last}; lower it"
         )
     rings = () if config.evaluation.only else tuple(_rings(config, processes))
-    return Placement(cluster.nodes, cluster.base_port, tuple(processes), rings, blocks)
+    return Placement(cluster.nodes, cluster.base_port, tuple(processes), rings)
 
 
 def check_cluster(config: Config) -> None:
@@ -298,13 +293,7 @@ def _ranks_per_node(config: Config) -> tuple[int, int]:
     serving = rollout.engines * config.ranks_per_engine
     dp, replica = trainer.data_parallel, config.trainer_world_size // trainer.data_parallel
     for name, ranks, size, share, value in (
-        (
-            "trainer.data_parallel",
-            config.trainer_world_size,
-            replica,
-            config.trainer_gpus_per_node,
-            dp,
-        ),
+        ("trainer.data_parallel", config.trainer_world_size, replica, config.trainer_gpus_per_node, dp),
         ("rollout.engines", serving, config.ranks_per_engine, config.engine_gpus_per_node, rollout.engines),
     ):
         if cluster.gpus_per_node and ranks != cluster.nodes * share:
@@ -345,9 +334,7 @@ def _ranks_by_copy(config: Config, blocks: RankBlocks) -> list[int]:
             "data_parallel"
         )
     copies = range(0, share, blocks.stage)
-    return [
-        stage * share + first + i for first in copies for stage in range(stages) for i in range(blocks.stage)
-    ]  # fmt: skip
+    return [stage * share + first + i for first in copies for stage in range(stages) for i in range(blocks.stage)]
 
 
 def _distribute(order: Sequence[int], blocks: Sequence[int], smallest: int, room: int, nodes: int) -> list[list[int]]:
@@ -370,20 +357,14 @@ def _distribute(order: Sequence[int], blocks: Sequence[int], smallest: int, room
     return assigned
 
 
-def _engine_shares(slots: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """(engine, its ranks on the node) in the node's order."""
-    return list(Counter(slot // size for slot in slots).items())
-
-
 def _processes(
     config: Config, node: int, ranks: Sequence[int], engines: Sequence[tuple[int, int]], node_counts: dict[int, int]
 ) -> Iterator[ProcessPlacement]:
     """The processes of one node. `node_counts`: nodes that each engine has so far; updated."""
-    cluster = config.cluster
-    sizes = tuple(size for _, size in engines)
-    cores = _node_cores(
-        _NodeShape(tuple(cluster.numa_cores), tuple(cluster.gpu_numa), _core_request(config)), len(ranks), sizes
-    )
+    cluster, shared = config.cluster, config.cluster.colocate and not config.evaluation.only
+    request = CoreRequest(cluster.gpus_per_node, cluster.trainer_cores, config.trainer.image_workers, shared)
+    sizes = [size for _, size in engines]
+    cores = assign_cores(cluster.numa_cores, cluster.gpu_numa, request, len(ranks), sizes)
 
     def process(role: RoleName, number: int, local: int, first: int, count: int, follower: int = 0) -> ProcessPlacement:
         devices = tuple(range(first, first + count)) if cluster.gpus_per_node else ()
@@ -401,26 +382,6 @@ def _processes(
         node_counts[engine] = follower + 1
         yield process("rollout", engine, local, first, size, follower)
         first += size
-
-
-def _core_request(config: Config) -> CoreRequest:
-    cluster, shared = config.cluster, config.cluster.colocate and not config.evaluation.only
-    return CoreRequest(cluster.gpus_per_node, cluster.trainer_cores, config.trainer.image_workers, shared)
-
-
-@dataclass(frozen=True)
-class _NodeShape:
-    """Everything that decides the cores of a node's processes; few nodes differ, so results are cached by this."""
-
-    cores: tuple[str, ...]
-    gpu_numa: tuple[int, ...]
-    core_request: CoreRequest
-
-
-@lru_cache(maxsize=64)
-def _node_cores(shape: _NodeShape, ranks: int, engines: tuple[int, ...]) -> tuple[Cores, ...]:
-    """Cores of each process of a node: `ranks` trainer ranks, then an engine for each number of processes."""
-    return assign_cores(shape.cores, shape.gpu_numa, shape.core_request, ranks, engines)
 
 
 def _rings(config: Config, processes: Sequence[ProcessPlacement]) -> Iterator[RingPlacement]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,40 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.hf_config import read_model_config
-from megatron_webrl.placement import memory_estimate, prediction
+from megatron_webrl.placement import memory_estimate
 from megatron_webrl.placement.cores import format_cores
 from megatron_webrl.placement.hardware import CARDS, Card
 from megatron_webrl.placement.memory_estimate import GIB, MemoryEstimate, check_parallel_layout
-from megatron_webrl.placement.performance.prediction import predict, print_prediction
-from megatron_webrl.placement.placement import Placement, ProcessPlacement, gpu_memory_share, place_processes
-from megatron_webrl.placement.prediction import EpisodeLengths
+from megatron_webrl.placement.placement import (
+    Placement,
+    ProcessPlacement,
+    RankBlocks,
+    gpu_memory_share,
+    place_processes,
+)
+from megatron_webrl.placement.prediction import (
+    EpisodeLengths,
+    Layout,
+    Prediction,
+    StartEstimate,
+    predict,
+    search_layouts,
+)
 from megatron_webrl.util.text import count_noun
 
 
-def show_placement(
-    path: str, overrides: list[str], file: Path | None, with_memory: bool, console: Console, card: Card | None = None
-) -> int:
-    """Print the placement of a configuration and write it to `file` as JSON; returns the exit code.
+@dataclass(frozen=True)
+class Views:
+    """What `webrl placement` shows besides the placement."""
 
-    `with_memory`: with the estimated memory. `card`: with the predicted times on such GPUs.
+    memory: bool = False
+    card: Card | None = None  # predicted times on such GPUs
+    lengths: EpisodeLengths = EpisodeLengths()
+    layouts: int = 0  # number of the fastest layouts of the trainer; 0: no search
+
+
+def show_placement(path: str, overrides: list[str], file: Path | None, views: Views, console: Console) -> int:
+    """Print the placement of a configuration and write it to `file` as JSON; returns the exit code.
 
     Raises ConfigError if the configuration cannot be placed. Reads no machine: the model, packages and browsers may be
     missing here.
@@ -45,32 +63,37 @@ def show_placement(
     description = find_model_config(config)
     if description is not None:
         check_parallel_layout(config, description)
-    placement, content = place_processes(config), {}
+    placement, content = place_processes(config), dict[str, Any]()
     print_placement(config, placement, console)
-    if (with_memory or card) and description is None:
-        raise ConfigError(
-            f"{'--memory' if with_memory else '--time'}: model.path={config.model.path} is no folder with a "
-            "config.json, nor named as a released size is (Qwen3-VL-SIZE-Instruct or -Thinking, SIZE one of "
-            f"{', '.join(parameter_counts.MODEL_SIZES)}; {', '.join(parameter_counts.QWEN3_5_NAMES)})"
-        )
-    if with_memory and description is not None:
-        estimate = memory_estimate.estimate_memory(config, description)
-        print_memory(config, estimate, console)
-        start = prediction.estimate_start(config, estimate.parameters)
-        for describe in (prediction.describe_start, prediction.describe_save):
-            if line := describe(config, start):
+    estimate = None
+    if views.memory or views.card:
+        if description is None:
+            raise ConfigError(
+                f"{'--memory' if views.memory else '--time'}: model.path={config.model.path} is no folder with a "
+                "config.json, nor named as a released size is (Qwen3-VL-SIZE-Instruct or -Thinking, SIZE one of "
+                f"{', '.join(parameter_counts.MODEL_SIZES)}; {', '.join(parameter_counts.QWEN3_5_NAMES)})"
+            )
+        if views.memory:
+            estimate = memory_estimate.estimate_memory(config, description)
+            start = StartEstimate.of_config(config, estimate.parameters)
+            print_memory(config, estimate, console)
+            for line in start.lines(config):
                 console.print(line, highlight=False, soft_wrap=True)
-        content = {"memory": asdict(estimate), "start": asdict(start)}
-    if card is not None and description is not None:
-        predicted = predict(config, description, card, EpisodeLengths())
-        print_prediction(config, predicted, console)
-        content |= {"time": asdict(predicted)}
+            content |= {"memory": asdict(estimate), "start": asdict(start)}
+        if views.card is not None:
+            predicted = predict(config, description, views.card, views.lengths)
+            print_prediction(predicted, console)
+            content["time"] = asdict(predicted)
+            if views.layouts:
+                layouts, tried = search_layouts(config, description, views.card, views.lengths)
+                print_layouts(layouts, tried, views.layouts, console)
+                content["layouts"] = [layout.settings | {"seconds": layout.seconds} for layout in layouts]
     if file is not None:
         try:
             file.write_text(json.dumps(placement.to_json() | content, indent=1) + "\n")
         except OSError as err:
             raise ConfigError(f"--json={file}: {err.strerror}; name a file in a folder that can be written") from err
-    if with_memory:
+    if estimate is not None:
         memory_estimate.check_memory(config, estimate)
     return 0
 
@@ -87,10 +110,17 @@ def print_placement(config: Config, placement: Placement, console: Console) -> N
     """Print the processes by node, equal nodes in one block, then rings and process groups."""
     trainers, workers = placement.of_role("trainer"), [p for p in placement.of_role("rollout") if not p.follower]
     console.print(f"{config.run.name}: {_describe_nodes(config)}", markup=False, highlight=False)
+    trainer, rollout = config.trainer, config.rollout
     if trainers:
-        console.print(f"trainer: {count_noun(len(trainers), 'rank')}, {_sizes(config)}", highlight=False)
-    console.print(f"rollout: {count_noun(len(workers), 'engine')}, {_engine_sizes(config)}", highlight=False)
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
+        console.print(
+            f"trainer: {count_noun(len(trainers), 'rank')}, tp {trainer.tensor_parallel}, cp "
+            f"{trainer.context_parallel}, ep {trainer.expert_parallel}, dp {trainer.data_parallel}, pp "
+            f"{trainer.pipeline_parallel}",
+            highlight=False,
+        )
+    sizes = f"tp {rollout.tensor_parallel}, pp {rollout.pipeline_parallel}"
+    console.print(f"rollout: {count_noun(len(workers), 'engine')}, {sizes}", highlight=False)
+    table = _make_table()
     for name in ("nodes", "process", "number", "GPUs", "NICs", "cores", "port"):
         table.add_column(name, overflow="fold")
     for nodes in _equal_nodes(placement):
@@ -108,7 +138,7 @@ def print_placement(config: Config, placement: Placement, console: Console) -> N
         table.add_section()
     console.print(table)
     console.print(f"control service: node 0, port {placement.control_port}", highlight=False)
-    for line in (*_ring_lines(placement), *_group_lines(config, placement)):
+    for line in _group_lines(config, placement):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -116,7 +146,7 @@ def print_memory(config: Config, estimate: MemoryEstimate, console: Console) -> 
     """Print the estimate, GiB per GPU."""
     uses = (*estimate.trainer, estimate.engine)
     columns = [name for name in uses[0].components if any(use.components[name] for use in uses)]
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
+    table = _make_table()
     digits = 1 if config.cluster.gpus_per_node else 3
     gib, shared = config.cluster.gpu_gib, config.cluster.colocate and len(uses) > 1
     limit = f"of {gib:g}" if config.cluster.gpus_per_node else ""
@@ -146,6 +176,78 @@ def print_memory(config: Config, estimate: MemoryEstimate, console: Console) -> 
     console.print("estimate; docs/slurm.md lists its assumptions", style="dim")
 
 
+def print_prediction(prediction: Prediction, console: Console) -> None:
+    """Print predicted times in at most 100 columns."""
+    training, generation = prediction.training, prediction.generation
+    lines = []
+    if training is not None:
+        console.print(_parts_table(f"training, {prediction.card}", "s an update", training.parts))
+        checkpoint = f"a checkpoint holds training for {_number(training.checkpoint_seconds)} s"
+        if training.checkpoint_every:
+            checkpoint += f", every {training.checkpoint_every} updates"
+        lines = [
+            f"MFU {training.mfu:.1%}, {training.tokens_per_second_per_gpu:,.0f} trained tokens/s a GPU, "
+            f"{training.operations / training.train_seconds / training.ranks / 1e12:.0f} TFLOP/s a GPU",
+            f"{training.microbatches} micro-batches of {training.microbatch_tokens:,.0f} tokens a replica and "
+            f"minibatch, {training.tokens:,.0f} tokens an update",
+            f"collectives behind computation {_number(training.hidden_seconds)} s; "
+            f"weight sync {_number(training.sync_seconds)} s",
+            checkpoint,
+            f"memory {prediction.trainer_gib:.0f} GiB of a trainer's GPU, {prediction.engine_gib:.0f} GiB of an "
+            "engine's",
+        ]
+    for line in lines:
+        console.print(line, highlight=False)
+    milliseconds = {name: 1000 * seconds for name, seconds in generation.parts.items()}
+    console.print(_parts_table("generation", "ms a step of an episode", milliseconds))
+    for line in (
+        f"{generation.requests:.1f} requests an engine at a time, {1000 * generation.decode_seconds:.1f} ms a token, "
+        f"prefix cache {generation.hit_rate:.0%} of {generation.prompt_tokens:,.0f} prompt tokens",
+        f"all engines {generation.response_tokens_per_second:,.0f} response tokens/s, the episodes of an update in "
+        f"{_number(generation.update_seconds)} s",
+        f"an update in mode async {_number(prediction.update_seconds)} s",
+    ):
+        console.print(line, highlight=False)
+    console.print("predicted, not measured; docs/performance.md lists the assumptions", style="dim")
+
+
+def print_layouts(layouts: Sequence[Layout], tried: int, most: int, console: Console) -> None:
+    """Print the fastest layouts, `most` of them."""
+    table = _make_table("tp", "pp", "ep", "dp", "recompute", "tokens", "s an update", "MFU", "GiB", left="recompute")
+    for layout in layouts[:most]:
+        trainer, prediction = layout.config.trainer, layout.prediction
+        assert prediction.training is not None
+        sizes = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.expert_parallel, trainer.data_parallel
+        table.add_row(
+            *map(str, sizes), trainer.recompute, str(trainer.tokens_per_microbatch), f"{layout.seconds:.1f}",
+            f"{prediction.training.mfu:.1%}", f"{prediction.trainer_gib:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"{len(layouts)} of {tried} layouts fit; predicted, not measured", highlight=False)
+
+
+def _make_table(*columns: str, left: str = "") -> Table:
+    """An empty table; column `left` holds words, the others numbers."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, collapse_padding=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name == left else "right")
+    return table
+
+
+def _parts_table(title: str, unit: str, parts: Mapping[str, float]) -> Table:
+    """A table of parts with their shares and their sum."""
+    table, total = _make_table(title, unit, "share", left=title), sum(parts.values())
+    for name, value in parts.items():
+        table.add_row(name, _number(value), f"{value / total:.1%}")
+    table.add_row("sum", _number(total), "")
+    return table
+
+
+def _number(value: float) -> str:
+    """Three significant digits at least, none after the point from 100."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _describe_nodes(config: Config) -> str:
     cluster = config.cluster
     nodes, whole = count_noun(cluster.nodes, "node"), config.evaluation.only
@@ -154,18 +256,6 @@ def _describe_nodes(config: Config) -> str:
     engines = "all" if whole else cluster.engine_gpus_per_node
     use = "shared by trainer and engines" if cluster.colocate and not whole else f"{engines} for engines"
     return f"{nodes} of {count_noun(cluster.gpus_per_node, 'GPU')}, {use}"
-
-
-def _sizes(config: Config) -> str:
-    trainer = config.trainer
-    return (
-        f"tp {trainer.tensor_parallel}, cp {trainer.context_parallel}, ep {trainer.expert_parallel}, "
-        f"dp {trainer.data_parallel}, pp {trainer.pipeline_parallel}"
-    )
-
-
-def _engine_sizes(config: Config) -> str:
-    return f"tp {config.rollout.tensor_parallel}, pp {config.rollout.pipeline_parallel}"
 
 
 def _equal_nodes(placement: Placement) -> list[list[int]]:
@@ -190,43 +280,29 @@ def _numbers(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} {numbers[1]} .. {numbers[-1]}{step}"
 
 
-def _ring_lines(placement: Placement) -> list[str]:
-    if not placement.rings:
-        return []
-    first = placement.rings[0]
-    lines = [f"ring of node 0: {first.name}, written by workers {format_cores(first.workers)}"]
+def _group_lines(config: Config, placement: Placement) -> Iterator[str]:
+    """Rings, and over how many nodes each kind of process group spreads."""
+    if placement.rings:
+        first = placement.rings[0]
+        yield f"ring of node 0: {first.name}, written by workers {format_cores(first.workers)}"
     if unused := [ring.node for ring in placement.rings if not ring.workers]:
-        lines.append(f"rings of nodes {_numbers(unused)} have no writer: their GPUs belong to engines of other nodes")
-    return lines
-
-
-def _group_lines(config: Config, placement: Placement) -> list[str]:
-    """One line per kind of process group: over how many nodes it spreads."""
+        yield f"rings of nodes {_numbers(unused)} have no writer: their GPUs belong to engines of other nodes"
+    if ranks := placement.of_role("trainer"):
+        blocks, stages = RankBlocks.from_config(config), config.trainer.pipeline_parallel
+        share = len(ranks) // stages
+        copies = [
+            [ranks[stage * share + first : stage * share + first + blocks.stage] for stage in range(stages)]
+            for first in range(0, share, blocks.stage)
+        ]
+        yield f"tensor-parallel groups of {blocks.tensor}: each inside a node"
+        if blocks.stage > blocks.tensor:
+            shared = "all experts" if blocks.stage > blocks.context else "the tokens of a packed sequence"
+            yield f"groups of {blocks.stage} that share {shared}: {_over_nodes([copy[0] for copy in copies])}"
+        yield f"copies of the model of {blocks.model_copy}: {_over_nodes([sum(copy, ()) for copy in copies])}"
     engines: dict[int, list[ProcessPlacement]] = {}
     for process in placement.of_role("rollout"):
         engines.setdefault(process.index, []).append(process)
-    line = f"engines of {config.ranks_per_engine}: {_over_nodes(list(engines.values()))}"
-    return [*_trainer_group_lines(config, placement), line]
-
-
-def _trainer_group_lines(config: Config, placement: Placement) -> list[str]:
-    by_rank = placement.of_role("trainer")
-    if not by_rank:
-        return []
-    share = len(by_rank) // config.trainer.pipeline_parallel
-    blocks = placement.blocks
-    lines = [f"tensor-parallel groups of {blocks.tensor}: each inside a node"]
-    stage = [by_rank[first : first + blocks.stage] for first in range(0, share, blocks.stage)]
-    if blocks.stage > blocks.tensor:
-        shared = "all experts" if blocks.stage > blocks.context else "the tokens of a packed sequence"
-        lines.append(f"groups of {blocks.stage} that share {shared}: {_over_nodes(stage)}")
-    stages = range(config.trainer.pipeline_parallel)
-    copies = [
-        [by_rank[s * share + first + i] for s in stages for i in range(blocks.stage)]
-        for first in range(0, share, blocks.stage)
-    ]
-    lines.append(f"copies of the model of {blocks.model_copy}: {_over_nodes(copies)}")
-    return lines
+    yield f"engines of {config.ranks_per_engine}: {_over_nodes(list(engines.values()))}"
 
 
 def _over_nodes(groups: Sequence[Sequence[ProcessPlacement]]) -> str:
@@ -256,14 +332,21 @@ def add_placement(commands: Any) -> None:
         "--time", action="store_true", help="predict the seconds of an update's parts; docs/performance.md"
     )
     placement.add_argument("--card", choices=tuple(CARDS), help="with --time: the GPU (default: H100)")
+    placement.add_argument(
+        "--lengths", nargs="+", default=[], metavar="NAME=X",
+        help=f"with --time: lengths of episodes: {', '.join(field.name for field in fields(EpisodeLengths))}",
+    )  # fmt: skip
+    placement.add_argument(
+        "--search", type=int, default=0, metavar="N", help="with --time: the N fastest layouts of the trainer that fit"
+    )
     placement.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    if options.card and not options.time:
-        raise ConfigError("--card names the GPU of --time; add --time")
+    for name in ("card", "lengths", "search"):
+        if getattr(options, name) and not options.time:
+            raise ConfigError(f"--{name} is for --time; add --time")
     card = CARDS[options.card or "H100"] if options.time else None
+    views = Views(options.memory, card, EpisodeLengths.from_words(options.lengths), max(options.search, 0))
     console = Console(width=None if sys.stdout.isatty() else 140)
-    return show_placement(options.config, options.overrides, options.json, options.memory, console, card)
+    return show_placement(options.config, options.overrides, options.json, views, console)

@@ -9,37 +9,38 @@ import pytest
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.placement.prediction import StartEstimate, describe_save, describe_start, estimate_start
+from megatron_webrl.placement.prediction import StartEstimate
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "configs").glob("*node.yaml"))
 
 
+def estimate(parameters: int, *overrides: str) -> tuple[StartEstimate, list[str]]:
+    config = parse_config(None, list(overrides))
+    found = StartEstimate.of_config(config, parameters)
+    return found, found.lines(config)
+
+
 def test_training_reads_one_copy_and_the_optimizer_if_resumed() -> None:
-    bfloat16 = estimate_start(parse_config(None, ["model.dtype=bfloat16", "cluster.nodes=4"]), 10**9)
-    assert bfloat16 == StartEstimate(2 * 10**9, 14 * 10**9, 2.0)  # weights; main weights and two moments, 4 bytes each
-    assert (bfloat16.new_seconds, bfloat16.resumed_seconds) == (1.0, 7.0)
-    float32 = estimate_start(parse_config(None), 10**9)
-    assert (float32.new_bytes, float32.resumed_bytes, float32.new_seconds) == (4 * 10**9, 12 * 10**9, 2.0)
+    bfloat16, lines = estimate(10**9, "model.dtype=bfloat16", "cluster.nodes=4")
+    assert bfloat16 == StartEstimate(2 * 10**9, 14 * 10**9)  # weights; main weights and two moments, 4 bytes each
+    assert lines[0].endswith("about 1 s at 2 GB/s; resumed 13 GiB, 7 s")
+    assert estimate(10**9)[0] == StartEstimate(4 * 10**9, 12 * 10**9)
 
 
-def test_an_evaluation_reads_a_copy_for_each_node() -> None:
-    config = parse_config(None, ["evaluation.only=true", "cluster.nodes=4", "model.dtype=bfloat16"])
-    assert estimate_start(config, 10**9) == StartEstimate(8 * 10**9, 8 * 10**9, 2.0)
-    assert "resumed" not in describe_start(config, estimate_start(config, 10**9))
-    assert not describe_save(config, estimate_start(config, 10**9))
+def test_an_evaluation_reads_a_copy_for_each_node_and_saves_nothing() -> None:
+    found, [line] = estimate(10**9, "evaluation.only=true", "cluster.nodes=4", "model.dtype=bfloat16")
+    assert found == StartEstimate(8 * 10**9, 8 * 10**9)
+    assert "resumed" not in line
 
 
 def test_a_short_timeout_is_named() -> None:
-    config = parse_config(None, ["model.dtype=bfloat16"])
-    assert describe_start(config, estimate_start(config, 10**10)).endswith("resumed 130 GiB, 70 s")
-    assert describe_start(config, estimate_start(config, 10**11)).endswith(
-        "run.startup_timeout_seconds=600 is short, set it to 1700 or more"
-    )
-    assert describe_save(config, estimate_start(config, 10**10)) == "checkpoint: writes 130 GiB, about 70 s"
-    assert describe_save(config, estimate_start(config, 10**11)).endswith(
-        "trainer.checkpoint.timeout_seconds=900 is short, set it to 1400 or more"
-    )
+    _, (start, save) = estimate(10**10, "model.dtype=bfloat16")
+    assert start.endswith("resumed 130 GiB, 70 s")
+    assert save == "checkpoint: writes 130 GiB, about 70 s"
+    _, (start, save) = estimate(10**11, "model.dtype=bfloat16")
+    assert start.endswith("run.startup_timeout_seconds=600 is short, set it to 1700 or more")
+    assert save.endswith("trainer.checkpoint.timeout_seconds=900 is short, set it to 1400 or more")
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.placement.hardware import CARDS
 from megatron_webrl.track.episodes import EpisodeLog
 from tests.tools.traced_run import traced
 from tests.tools.written_runs import Timed, update, write_episode, write_run
@@ -272,6 +274,16 @@ def test_the_work_is_as_the_inputs_say() -> None:
     assert {group.drop_reason for group in drawn} == {None, "all_succeeded", "all_failed"}
     kept = predicted.RandomWorkload(inputs.with_values(given, {"drop_zero_variance": 0}))
     assert {kept.draw(seed, np.random.default_rng(seed)).drop_reason for seed in range(50)} == {None}
+
+
+def test_the_speed_of_a_simulation_comes_from_the_cost_model() -> None:
+    published, path = inputs.SimulationInputs(), str(PAGE.parents[1] / "configs" / "8b_1node.yaml")
+    found = inputs.from_cost_model(published, parse_config(path, []), CARDS["H100"])
+    for name in ("token_seconds", "prefill_tokens_per_second", "train_tokens_per_second", "weights_gb"):
+        assert getattr(found, name) == pytest.approx(getattr(published, name), rel=0.25), name
+    assert found.token_seconds_per_request > 0
+    with pytest.raises(ValueError, match="tensor_parallel x pipeline_parallel = 2"):
+        inputs.from_cost_model(published, parse_config(path, ["rollout.tensor_parallel=2"]), CARDS["H100"])
 
 
 def test_sizes_follow_the_nodes_and_the_split() -> None:

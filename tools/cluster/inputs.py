@@ -10,6 +10,15 @@ from typing import Any
 
 import yaml
 
+from megatron_webrl.config.schema import Config
+from megatron_webrl.placement.cost_model import EngineCosts
+from megatron_webrl.placement.hardware import Card, Rates
+from megatron_webrl.placement.memory_estimate import DTYPE_BYTES
+from megatron_webrl.placement.model_shape import ModelShape
+from megatron_webrl.placement.placement_table import find_model_config
+from megatron_webrl.placement.prediction import EpisodeLengths, predict_training
+
+OTHER_REQUESTS = 128  # by which the cost model's decoding is made linear in the number of requests
 ASYNC_WEB_RL = "AsyncWebRL, arXiv 2606.05597: "
 WEBGYM = "WebGym, arXiv 2601.02439: "
 SILYBENCH = "silybench-data, Qwen3-8B in bfloat16 on one H100, vLLM 0.30: "
@@ -120,9 +129,36 @@ def with_values(inputs: SimulationInputs, values: dict[str, Any]) -> SimulationI
     return dataclasses.replace(inputs, **whole)
 
 
-def load(file: Path | None, assignments: list[str]) -> SimulationInputs:
+def from_cost_model(inputs: SimulationInputs, config: Config, card: Card) -> SimulationInputs:
+    """The inputs with the speed of engines and trainer that the cost model of `webrl placement` gives a configuration.
+
+    Raises ValueError for engines of several GPUs, which are not simulated, and what cannot be predicted.
+    """
+    description = find_model_config(config)
+    if description is None:
+        raise ValueError(f"model.path={config.model.path} has no config.json, and is not named as a released size")
+    if config.ranks_per_engine > 1:
+        raise ValueError(f"rollout.tensor_parallel x pipeline_parallel = {config.ranks_per_engine} GPUs; set both to 1")
+    model, rates = ModelShape.from_description(description), Rates.of_card(card)
+    engine, context = EngineCosts(config, model, rates), inputs.prompt + inputs.response / 2
+    alone, together = (engine.decode(requests, context) for requests in (1, 1 + OTHER_REQUESTS))
+    return with_values(
+        inputs,
+        {
+            "token_seconds": alone,
+            "token_seconds_per_request": (together - alone) / OTHER_REQUESTS,
+            "prefill_tokens_per_second": inputs.prompt / engine.prefill(inputs.prompt, 0),
+            "train_tokens_per_second": predict_training(
+                config, description, rates, EpisodeLengths()
+            ).tokens_per_second_per_gpu,
+            "weights_gb": DTYPE_BYTES[config.engine_dtype] * model.counts.total / 1e9,
+        },
+    )
+
+
+def load(file: Path | None, assignments: list[str], inputs: SimulationInputs | None = None) -> SimulationInputs:
     """Defaults, overridden by a YAML file, then by `name=value` assignments. Raises ValueError, OSError."""
-    inputs = SimulationInputs()
+    inputs = inputs or SimulationInputs()
     if file is not None:
         try:
             content = yaml.safe_load(file.read_text())

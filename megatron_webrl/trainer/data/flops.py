@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
+from megatron_webrl.placement.model_shape import MicrobatchShape, ModelShape
 from megatron_webrl.trainer.data.prefix_merging import MergedSequence, Segment, unique_images
 
 FORWARD_ONLY_SHARE = 1 / 3  # a backward pass costs two forward passes; frozen parameters need none

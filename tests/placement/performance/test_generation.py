@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 
 from megatron_webrl.model import parameter_counts
+from megatron_webrl.placement.cost_model import EngineCosts
 from megatron_webrl.placement.hardware import CARDS, Rates
-from megatron_webrl.placement.performance.shapes import ModelShape
-from megatron_webrl.placement.prediction import (
-    EpisodeLengths,
-    GenerationPrediction,
-    decode_seconds,
-    predict_generation,
-    prefill_seconds,
-)
+from megatron_webrl.placement.model_shape import ModelShape
+from megatron_webrl.placement.prediction import EpisodeLengths, GenerationPrediction, predict_generation
 from tests.placement.performance.test_training import made
 
 H100 = Rates.of_card(CARDS["H100"])
 EIGHT = ModelShape.from_description(parameter_counts.config_sections("8B"))
+
+
+def engine(*overrides: str, model: ModelShape = EIGHT) -> EngineCosts:
+    return EngineCosts(made(*overrides), model, H100)
 
 
 def predicted(size: str, *overrides: str, lengths: EpisodeLengths | None = None) -> GenerationPrediction:
@@ -30,19 +29,19 @@ def predicted(size: str, *overrides: str, lengths: EpisodeLengths | None = None)
     ("requests", "context", "milliseconds"), [(1, 512, 6.87), (64, 1088, 9.6), (128, 1088, 12.3), (256, 1088, 18.6)]
 )
 def test_a_token_takes_about_as_long_as_published(requests: int, context: int, milliseconds: float) -> None:
-    assert 1000 * decode_seconds(made(), EIGHT, H100, requests, context) == pytest.approx(milliseconds, rel=0.25)
+    assert 1000 * engine().decode(requests, context) == pytest.approx(milliseconds, rel=0.25)
 
 
 def test_a_prompt_takes_about_as_long_as_published() -> None:
-    assert 1000 * prefill_seconds(made(), EIGHT, H100, 2048, 0) == pytest.approx(61, rel=0.25)
+    assert 1000 * engine().prefill(2048, 0) == pytest.approx(61, rel=0.25)
 
 
 def test_a_single_request_reads_all_weights_and_a_mixture_reads_few_experts() -> None:
-    seconds = decode_seconds(made(), EIGHT, H100, 1, 0)
+    seconds = engine().decode(1, 0)
     text = EIGHT.counts.total - EIGHT.counts.embedding_parameters - EIGHT.counts.vision
     assert seconds == pytest.approx(2 * text / (0.8 * 3.35e12) + 0.5e-3, rel=1e-6)
     mixture = ModelShape.from_description(parameter_counts.config_sections("30B-A3B"))
-    alone, many = (decode_seconds(made(), mixture, H100, requests, 0) for requests in (1, 128))
+    alone, many = (engine(model=mixture).decode(requests, 0) for requests in (1, 128))
     assert alone < seconds / 1.5  # 3B of 30B
     assert many > 3 * alone  # nearly all experts
 
@@ -78,6 +77,6 @@ def test_more_engines_and_a_fuller_cache_are_faster() -> None:
 
 
 def test_an_fp8_cache_and_tensor_parallel_ranks_shorten_a_token() -> None:
-    plain = decode_seconds(made(), EIGHT, H100, 64, 4000)
-    assert decode_seconds(made("rollout.kv_cache_dtype=fp8"), EIGHT, H100, 64, 4000) < plain
-    assert plain / 2 < decode_seconds(made("rollout.tensor_parallel=2"), EIGHT, H100, 64, 4000) < plain
+    plain = engine().decode(64, 4000)
+    assert engine("rollout.kv_cache_dtype=fp8").decode(64, 4000) < plain
+    assert plain / 2 < engine("rollout.tensor_parallel=2").decode(64, 4000) < plain

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.qwen3_5 import delta_net
-from megatron_webrl.placement import memory_estimate
-from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
-from megatron_webrl.placement.performance.training import stage_seconds
-from megatron_webrl.placement.prediction import decode_seconds, prefill_seconds
+from megatron_webrl.placement import model_shape
+from megatron_webrl.placement.cost_model import EngineCosts, PassSeconds, StageCosts
+from megatron_webrl.placement.hardware import Rates
+from megatron_webrl.placement.model_shape import MicrobatchShape, ModelShape
 from tests.placement.performance.test_training import PLAIN, TINY, made
 
 LINEAR = {
@@ -29,8 +29,12 @@ def model(**text: Any) -> ModelShape:
     return ModelShape.from_description(TINY | {"text_config": TINY["text_config"] | LINEAR | text})
 
 
+def seconds(of: ModelShape, rates: Rates, *overrides: str, training: bool = True) -> PassSeconds:
+    return StageCosts(made(*overrides), of, rates, SHAPE, 0).seconds(training)
+
+
 def test_the_costs_are_those_of_the_chunks_that_the_model_computes() -> None:
-    assert memory_estimate.CHUNK == delta_net.CHUNK
+    assert model_shape.CHUNK == delta_net.CHUNK
 
 
 def test_a_layer_projects_convolves_and_applies_the_rule() -> None:
@@ -52,39 +56,33 @@ def test_every_token_meets_router_shared_expert_and_its_gate() -> None:
 
 
 def test_the_rule_takes_arithmetic_and_traffic_or_the_chunks_of_a_sequence_in_turn() -> None:
-    config = made("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
-    plain = stage_seconds(config, model(), PLAIN, SHAPE, 0, training=True)
+    gpus = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
+    plain = seconds(model(), PLAIN, *gpus)
     linear = model().text.linear
     assert linear is not None
-    seconds = 256 * (RULE + BETWEEN + 2 * memory_estimate.rule_bytes(linear, 2)) / 1e6
-    assert plain.compute["delta rule"] == pytest.approx(3 * seconds)  # a backward pass takes twice as long
-    slow = stage_seconds(config, model(), replace(PLAIN, chunk_seconds=10.0), SHAPE, 0, training=True)
+    rule = 256 * (RULE + BETWEEN + 2 * model_shape.rule_bytes(linear, 2)) / 1e6
+    assert plain.compute["delta rule"] == pytest.approx(3 * rule)  # a backward pass takes twice as long
+    slow = seconds(model(), replace(PLAIN, chunk_seconds=10.0), *gpus)
     chunks = (0.75 * 192 + 0.25 * 64) / 64  # of a token's sequence, in the mean
     assert slow.compute["delta rule"] == pytest.approx(3 * chunks * 10.0)
-    full = made("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1", "trainer.recompute=selective")
-    assert stage_seconds(full, model(), PLAIN, SHAPE, 0, True).compute["delta rule"] == pytest.approx(4 * seconds)
+    again = seconds(model(), PLAIN, *gpus, "trainer.recompute=selective")
+    assert again.compute["delta rule"] == pytest.approx(4 * rule)
 
 
 def test_tensor_parallel_ranks_share_heads_but_not_chunks() -> None:
     description = ModelShape.from_description(parameter_counts.config_sections("Qwen3.5-9B"))
     for rates, factor in ((PLAIN, 0.5), (replace(PLAIN, chunk_seconds=1e9), 1.0)):
-        one, two = (
-            stage_seconds(made(f"trainer.tensor_parallel={size}"), description, rates, SHAPE, 0, False)
-            for size in (1, 2)
-        )
+        one, two = (seconds(description, rates, f"trainer.tensor_parallel={size}", training=False) for size in (1, 2))
         assert two.compute["delta rule"] == pytest.approx(factor * one.compute["delta rule"])
 
 
 def test_an_engine_reads_states_instead_of_a_cache_that_grows() -> None:
-    config, found = made(), ModelShape.from_description(parameter_counts.config_sections("Qwen3.5-9B"))
-
-    def decode(requests: float, context: float) -> float:
-        return decode_seconds(config, found, PLAIN, requests, context)
-
+    found = ModelShape.from_description(parameter_counts.config_sections("Qwen3.5-9B"))
+    engine = EngineCosts(made(), found, PLAIN)
     cache = 8 * 2 * 4 * 256 * 2  # bytes of a token in the eight layers of full attention
-    assert decode(1, 101) - decode(1, 100) == pytest.approx(cache / 1e6)
-    longer, shorter = (prefill_seconds(config, found, PLAIN, tokens, 0) for tokens in (2, 1))
-    rule = memory_estimate.chunked_operations(found.text.linear)  # type: ignore[arg-type]
+    assert engine.decode(1, 101) - engine.decode(1, 100) == pytest.approx(cache / 1e6)
+    longer, shorter = (engine.prefill(tokens, 0) for tokens in (2, 1))
+    rule = model_shape.chunked_operations(found.text.linear)  # type: ignore[arg-type]
     weights = found.counts.total - found.counts.vision
     weights -= 2 * found.counts.embedding_parameters  # a lookup, and logits of one token
     assert longer - shorter == pytest.approx((2 * weights + 8 * 4 * 2 * 16 * 256 + 24 * rule) / 1e6)

@@ -11,18 +11,18 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.parameter_counts import count_parameters
+from megatron_webrl.placement.cost_model import StageCosts
 from megatron_webrl.placement.hardware import CARDS, Rates
 from megatron_webrl.placement.memory_estimate import resolve_automatic
-from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
-from megatron_webrl.placement.performance.training import TrainingPrediction, predict_training, stage_seconds
-from megatron_webrl.placement.prediction import EpisodeLengths, TrainingBatch
+from megatron_webrl.placement.model_shape import MicrobatchShape, ModelShape
+from megatron_webrl.placement.prediction import EpisodeLengths, TrainingBatch, TrainingPrediction, predict_training
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 
 LENGTHS = EpisodeLengths()
 # Each rate is so that its part of the model below is easy to compute by hand.
 PLAIN = Rates(
-    products=1e6, attention=1e6, vision_attention=1e6, grouped=1e6, prefill=1e6, memory=1e6, nvlink=1e6, network=1e5,
-    collective_seconds=0.0, host=1e6, float32=1e6, chunk_seconds=0.0, grouped_half_rows=0.0,
+    peak=1e6, products=1e6, attention=1e6, vision_attention=1e6, grouped=1e6, prefill=1e6, memory=1e6, nvlink=1e6,
+    network=1e5, collective_seconds=0.0, host=1e6, float32=1e6, chunk_seconds=0.0, grouped_half_rows=0.0,
 )  # fmt: skip
 TINY: dict[str, Any] = {
     "model_type": "qwen3_vl",
@@ -50,14 +50,14 @@ def made(*overrides: str) -> Config:
 
 def predicted(size: str, *overrides: str, card: str = "H100", lengths: EpisodeLengths = LENGTHS) -> TrainingPrediction:
     description = parameter_counts.config_sections(size)
-    return predict_training(made(*overrides), description, Rates.of_card(CARDS[card]), lengths, CARDS[card].peak_tflops)
+    return predict_training(made(*overrides), description, Rates.of_card(CARDS[card]), lengths)
 
 
 def test_the_parts_of_a_small_pass_are_those_by_hand() -> None:
     config = made("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
     shape = MicrobatchShape.of_sequences([3, 2], 4, [(1, 2, 2)])
     assert (shape.tokens, shape.pairs, shape.patches, shape.patch_pairs) == (5, 6 + 3, 4, 16)
-    found = stage_seconds(config, ModelShape.from_description(TINY), PLAIN, shape, 0, training=True)
+    found = StageCosts(config, ModelShape.from_description(TINY), PLAIN, shape, 0).seconds(training=True)
     attention, mlp = 8 * (8 + 4 + 4) + 8 * 8, 3 * 8 * 16  # weights of a layer: q, k, v, output; gate, up, down
     assert found.compute["products"] == pytest.approx(3 * 2 * 2 * 5 * (attention + mlp) / 1e6)
     # Two products of 8 values for each pair, in two layers; 3.5 times with the backward pass.
@@ -93,7 +93,7 @@ def test_a_published_run_is_near_the_prediction() -> None:
     config = made("trainer.recompute=selective")
     model = ModelShape.from_description(parameter_counts.config_sections("8B"))
     shape = MicrobatchShape.of_sequences([8192], 8192, [])
-    seconds = stage_seconds(config, model, Rates.of_card(CARDS["H100"]), shape, 0, training=True).total
+    seconds = StageCosts(config, model, Rates.of_card(CARDS["H100"]), shape, 0).seconds(training=True).total
     assert 8192 / seconds == pytest.approx(6514, rel=0.25)
 
 
@@ -101,8 +101,6 @@ def test_a_published_run_is_near_the_prediction() -> None:
 def test_twice_the_gpus_are_not_slower_and_not_twice_as_fast(size: str) -> None:
     one, two = (predicted(size, "trainer.groups_per_update=64", f"cluster.nodes={nodes}") for nodes in (4, 8))
     assert one.train_seconds / 2 <= two.train_seconds <= one.train_seconds
-    assert two.mfu is not None
-    assert one.mfu is not None
     assert 0 < two.mfu <= one.mfu < 1
 
 
@@ -144,7 +142,7 @@ def test_a_pipelines_bubble_is_that_of_its_ramp() -> None:
     config, model = resolve_automatic(made(*overrides), description), ModelShape.from_description(description)
     count, shape = TrainingBatch.of_config(config, LENGTHS, model).microbatches(config)
     rates = Rates.of_card(CARDS["H100"])
-    slowest = max(stage_seconds(config, model, rates, shape, stage, True).total for stage in (0, 1))
+    slowest = max(StageCosts(config, model, rates, shape, stage).seconds(training=True).total for stage in (0, 1))
     assert found.microbatches == count > 1
     assert found.parts["pipeline bubble"] == pytest.approx(slowest)  # one stage waits for the other once
     passes = sum(found.parts.values()) - found.parts["optimizer"] - found.parts.get("gradients and weights", 0.0)

@@ -31,7 +31,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.model import parameter_counts
 from megatron_webrl.placement.hardware import CARDS
 from megatron_webrl.placement.memory_estimate import resolve_automatic
-from megatron_webrl.placement.performance.shapes import ModelShape
+from megatron_webrl.placement.model_shape import ModelShape
 from megatron_webrl.placement.prediction import TrainingBatch
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring

@@ -30,8 +30,7 @@ from megatron_webrl.model.platform import CPU
 from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.util import torchvision_shim
 from tools.bench.host.groups import GRID
-from tools.cpu_prediction.rates import cpu_seconds, in_process
-from tools.cpu_prediction.step_parts import count_operations
+from tools.bench.host.measures import count_operations, cpu_seconds, in_process
 from tools.make_tiny_model import make_tiny_model
 
 META = torch.device("meta")

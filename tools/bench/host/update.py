@@ -19,9 +19,10 @@ from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.processor import Processor
+from megatron_webrl.placement.cost_model import StageCosts
 from megatron_webrl.placement.hardware import CARDS, Rates
-from megatron_webrl.placement.performance.shapes import ModelShape
-from megatron_webrl.placement.performance.training import predict_training, stage_seconds
+from megatron_webrl.placement.model_shape import ModelShape
+from megatron_webrl.placement.prediction import predict_training
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.track.episodes import EpisodeLog
 from megatron_webrl.track.metrics import episode_metrics, mean_response_tokens, rollout_seconds, step_metrics
@@ -29,7 +30,7 @@ from megatron_webrl.types import Group
 from tools.bench.host.device import ImageClock, SimulatedDevice
 from tools.bench.host.groups import GRID, HEIGHT, LENGTHS, WIDTH
 from tools.bench.host.launches import Launches
-from tools.cpu_prediction.rates import cpu_seconds, packed_shape
+from tools.bench.host.measures import cpu_seconds, packed_shape
 from tools.make_tiny_model import make_tiny_model
 
 RECORD_SECONDS = 60.0
@@ -229,7 +230,7 @@ class _Update:
                 pixels()
         with self.device.paused():
             shape = packed_shape(batch.inputs)
-            seconds = stage_seconds(self.config, bench.model, bench.rates, shape, 0, training).total
+            seconds = StageCosts(self.config, bench.model, bench.rates, shape, 0).seconds(training).total
         self._launch(seconds, operations, "between micro-batches" if self.launching else "groups, packing")
         return seconds
 

@@ -1,29 +1,22 @@
-"""Predicted seconds of the parts of a training update."""
+"""The cost model: seconds of the parts of a training update and of generation, from shapes and rates."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.placement.hardware import Rates, gathered_bytes
-from megatron_webrl.placement.memory_estimate import (
-    CHUNK,
-    DTYPE_BYTES,
-    EXPERT_IMBALANCE,
-    OPTIMIZER_BYTES,
-    resolve_automatic,
-)
-from megatron_webrl.placement.performance.shapes import MicrobatchShape, ModelShape
-from megatron_webrl.placement.prediction import EpisodeLengths, TrainingBatch
+from megatron_webrl.placement.memory_estimate import DTYPE_BYTES, EXPERT_IMBALANCE, OPTIMIZER_BYTES
+from megatron_webrl.placement.model_shape import CHUNK, MicrobatchShape, ModelShape, chunked_operations, state_bytes
 
 BACKWARD_PRODUCTS = 2.0  # times the forward pass: gradients of inputs and of weights
 BACKWARD_ATTENTION = 2.5  # FlashAttention: five products for two
 GATHER_BYTES_PER_SECOND = 1.5e9  # of trainer.checkpoint.optimizer_shards=whole, which gathers over gloo
 SYNC_SECONDS = 0.1  # of a weight sync besides its transfer: pauses of engines, messages
+STEP_SECONDS = 0.5e-3  # of an engine step besides weights and cache: scheduling, sampling, graph launch; assumed
 LOGIT_PASSES = 12  # float32 values read or written for a logit in both passes (model/logprobs.py)
 COMPUTE = ("products", "experts", "attention", "delta rule", "vision", "output layer", "other kernels")
 PARTS = (
@@ -46,50 +39,9 @@ class PassSeconds:
         return sum(self.compute.values()) + sum(self.exposed.values())
 
 
-@dataclass(frozen=True)
-class TrainingPrediction:
-    """An update of the trainer."""
+class StageCosts:
+    """A rank of a pipeline stage that computes its part of a micro-batch. trainer.recompute=auto recomputes nothing."""
 
-    parts: Mapping[str, float]  # seconds by part, in order; they add up to `train_seconds`
-    hidden_seconds: float  # of collectives behind computation
-    sync_seconds: float
-    checkpoint_seconds: float  # for which training waits, of one checkpoint
-    checkpoint_every: int  # updates; 0: at the end only
-    microbatches: int  # of a replica in a minibatch
-    microbatch_tokens: float  # mean
-    tokens: float  # trained, all passes with a backward pass, as performance/tokens_per_second_per_gpu counts them
-    operations: float  # as performance/mfu counts them
-    ranks: int
-    peak_tflops: float | None = field(default=None)
-
-    @property
-    def train_seconds(self) -> float:
-        """Packing aside, what seconds/train measures."""
-        return sum(self.parts.values())
-
-    @property
-    def tokens_per_second_per_gpu(self) -> float:
-        return self.tokens / self.train_seconds / self.ranks
-
-    @property
-    def mfu(self) -> float | None:
-        """Share of the peak; None without a peak."""
-        if self.peak_tflops is None:
-            return None
-        return self.operations / self.train_seconds / self.ranks / (1e12 * self.peak_tflops)
-
-
-def stage_seconds(
-    config: Config, model: ModelShape, rates: Rates, shape: MicrobatchShape, stage: int, training: bool
-) -> PassSeconds:
-    """A rank of a pipeline stage computes its part of a micro-batch: `training`, with a backward pass, else without.
-
-    trainer.recompute=auto recomputes nothing here; see `resolve_automatic`.
-    """
-    return _Stage(config, model, rates, shape, stage).seconds(training)
-
-
-class _Stage:
     def __init__(self, config: Config, model: ModelShape, rates: Rates, shape: MicrobatchShape, stage: int) -> None:
         self.config, self.model, self.rates, self.shape, self.stage = config, model, rates, shape, stage
         trainer = self.trainer = config.trainer
@@ -100,6 +52,7 @@ class _Stage:
         self.layers = [layer for chunk in chunks[stage :: trainer.pipeline_parallel] for layer in chunk]
 
     def seconds(self, training: bool) -> PassSeconds:
+        """`training`: with a backward pass, else without."""
         forward, backward = self._layers_compute()
         exposed_forward = self._layers_exposed()
         again = self._recomputed(forward, exposed_forward) if training else ({}, {})
@@ -123,28 +76,17 @@ class _Stage:
     def _layers_compute(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of the forward and of the backward pass of the layers."""
         model, shape, rates, split = self.model, self.shape, self.rates, self.split
-        products = sum(model.projections(layer, shape) for layer in self.layers) / split / rates.products
-        attention = sum(model.attention(layer, shape) for layer in self.layers) / split / rates.attention
-        experts = sum(map(self._experts, self.layers))
-        other, other_backward = (
-            sum(model.traffic(layer, shape, self.size, backward) for layer in self.layers) / split / rates.memory
-            for backward in (False, True)
-        )
-        rule = sum(map(self._delta_rule, self.layers))
         forward = {
-            "products": products,
-            "experts": experts,
-            "attention": attention,
-            "delta rule": rule,
-            "other kernels": other,
+            "products": sum(model.projections(layer, shape) for layer in self.layers) / split / rates.products,
+            "experts": sum(map(self._experts, self.layers)),
+            "attention": sum(model.attention(layer, shape) for layer in self.layers) / split / rates.attention,
+            "delta rule": sum(map(self._delta_rule, self.layers)),
         }
-        backward = {
-            "products": BACKWARD_PRODUCTS * products,
-            "experts": BACKWARD_PRODUCTS * experts,
-            "attention": BACKWARD_ATTENTION * attention,
-            "delta rule": BACKWARD_PRODUCTS * rule,
-            "other kernels": other_backward,
-        }
+        backward = {kind: BACKWARD_PRODUCTS * seconds for kind, seconds in forward.items()}
+        backward["attention"] = BACKWARD_ATTENTION * forward["attention"]
+        for kinds, is_backward in ((forward, False), (backward, True)):
+            moved = sum(model.traffic(layer, shape, self.size, is_backward) for layer in self.layers)
+            kinds["other kernels"] = moved / split / rates.memory
         return forward, backward
 
     def _added_gradients(self) -> float:
@@ -257,58 +199,7 @@ class _Stage:
         return trainer.virtual_pipeline * each
 
 
-def predict_training(
-    config: Config,
-    description: Mapping[str, Any],
-    rates: Rates,
-    lengths: EpisodeLengths,
-    peak_tflops: float | None = None,
-) -> TrainingPrediction:
-    """Predict an update. `description`: the config.json. Raises ValueError if a sequence fits no micro-batch."""
-    config = resolve_automatic(config, description)
-    model, trainer = ModelShape.from_description(description), config.trainer
-    count, shape = TrainingBatch.of_config(config, lengths, model).microbatches(config)
-    steps = trainer.epochs * trainer.minibatches
-    needs_proximal = trainer.critic is not None or (steps > 1 and trainer.loss.name != "raft")
-    scored_passes = needs_proximal + (trainer.loss.kl_coefficient > 0)
-    stages = range(trainer.pipeline_parallel)
-    parts: dict[str, float] = {}
-    hidden = 0.0
-    for training, passes in ((True, trainer.epochs), (False, scored_passes)):
-        if not passes:
-            continue
-        each = [stage_seconds(config, model, rates, shape, stage, training) for stage in stages]
-        slowest = max(each, key=lambda one: one.total)
-        times = passes * trainer.minibatches * count
-        if training:
-            for kind, seconds in (*slowest.compute.items(), *slowest.exposed.items()):
-                parts[kind] = parts.get(kind, 0.0) + times * seconds
-            hidden += times * slowest.hidden
-        else:
-            parts["log-probabilities"] = times * slowest.total
-        bubble = (len(stages) - 1) / trainer.virtual_pipeline * slowest.total
-        parts["pipeline bubble"] = parts.get("pipeline bubble", 0.0) + passes * trainer.minibatches * bubble
-    state = _State(config, model, rates)
-    parts["gradients and weights"] = steps * state.reduce_seconds()
-    parts["optimizer"] = steps * state.step_seconds()
-    replicas = count * trainer.minibatches * trainer.data_parallel
-    forward = model.useful(shape, trainer.train_vision) / 3
-    return TrainingPrediction(
-        parts={name: parts[name] for name in PARTS if parts.get(name)},
-        hidden_seconds=hidden,
-        sync_seconds=state.sync_seconds(),
-        checkpoint_seconds=state.checkpoint_seconds(),
-        checkpoint_every=trainer.checkpoint.every,
-        microbatches=count,
-        microbatch_tokens=shape.tokens,
-        tokens=trainer.epochs * replicas * shape.tokens,
-        operations=replicas * forward * (3 * trainer.epochs + scored_passes),
-        ranks=config.trainer_world_size,
-        peak_tflops=peak_tflops,
-    )
-
-
-class _State:
+class StateCosts:
     """Weights, gradients and optimizer state of the rank that has most."""
 
     def __init__(self, config: Config, model: ModelShape, rates: Rates) -> None:
@@ -362,3 +253,60 @@ class _State:
         copy = max(copy, self.trainer.expert_parallel * self.trainer.expert_tensor_parallel)
         # Engines take weights from a whole copy on their own node, if there is one.
         return SYNC_SECONDS + max(taken, sent) / self.rates.link(copy, config.trainer_gpus_per_node)
+
+
+class EngineCosts:
+    """Seconds of an engine."""
+
+    def __init__(self, config: Config, model: ModelShape, rates: Rates) -> None:
+        self.config, self.model, self.rates = config, model, rates
+        self.tensor, self.size = config.rollout.tensor_parallel, DTYPE_BYTES[config.engine_dtype]
+        counts, text = model.counts, model.text
+        self.experts = sum(layer.experts for layer in counts.layers)  # weights of all experts
+        embedding = 0 if counts.tied else counts.embedding_parameters  # of the input, which is looked up
+        tower = counts.vision
+        self.dense = counts.total - self.experts - tower - embedding  # of what each token meets, with the output layer
+        self.chosen = text.num_experts_per_token / text.num_experts if text.num_experts else 0.0  # share of experts
+
+    def decode(self, requests: float, context: float) -> float:
+        """One token of each request. `context`: tokens of a request so far, mean."""
+        rates, text, size = self.rates, self.model.text, self.size
+        # Each request goes to experts of its own: the share of experts that at least one of them needs is read.
+        read = 1 - (1 - self.chosen) ** requests if text.num_experts else 0.0
+        weights = size * (self.dense + read * self.experts) / self.tensor / rates.memory
+        cached = size if self.config.rollout.kv_cache_dtype == "auto" else 1
+        cache = requests * context * 2 * cached * text.key_width * text.full_layers / self.tensor / rates.memory
+        if text.linear:  # the state of each request is read and written
+            states = sum(text.linear_layers) * 2 * state_bytes(text.linear, size)
+            cache += requests * states / self.tensor / rates.memory
+        arithmetic = 2 * requests * (self.dense + self.chosen * self.experts) / self.tensor / rates.prefill
+        return max(weights, arithmetic) + cache + STEP_SECONDS + self._collectives(requests)
+
+    def prefill(self, tokens: float, before: float) -> float:
+        """`tokens` of a prompt whose first `before` tokens are in the cache."""
+        model, text, rates = self.model, self.model.text, self.rates
+        linear = self.dense - model.counts.embedding_parameters + self.chosen * self.experts  # logits of one token only
+        attention = text.full_layers * 4 * tokens * (before + (tokens + 1) / 2) * text.query_width / rates.attention
+        rule = (
+            sum(text.linear_layers) * tokens * chunked_operations(text.linear) / rates.prefill if text.linear else 0.0
+        )
+        compute = 2 * tokens * linear / rates.prefill + attention + rule
+        return compute / self.tensor + self._collectives(tokens)
+
+    def image(self, patches: float) -> float:
+        """A screenshot; tensor-parallel ranks share the layers, or the images of several requests."""
+        model, rates, shape = self.model, self.rates, MicrobatchShape(0, 0, 0, patches, patches**2)
+        seconds = model.vision(shape) / rates.prefill + model.vision_attention(shape) / rates.vision_attention
+        return seconds / self.tensor
+
+    def _collectives(self, tokens: float) -> float:
+        """The two sums over tensor-parallel ranks in each layer, and sending to the next stages."""
+        config, model, rates = self.config, self.model, self.rates
+        node, width, total = config.engine_gpus_per_node, tokens * model.text.hidden_size * self.size, 0.0
+        if self.tensor > 1:
+            sent = 2 * gathered_bytes(width, self.tensor) / rates.link(self.tensor, node)
+            total += 2 * model.layers * (rates.collective_seconds / 2 + sent)
+        if (stages := config.rollout.pipeline_parallel) > 1:
+            each = rates.collective_seconds + width / rates.link(config.ranks_per_engine, node)
+            total += (stages - 1) * each
+        return total

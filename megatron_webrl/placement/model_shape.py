@@ -1,4 +1,9 @@
-"""Operations and traffic of a micro-batch, from the model's config.json. Operations count a multiply-add as two."""
+"""Operations and bytes of a micro-batch, from the model's config.json. Operations count a multiply-add as two.
+
+The delta rule of linear attention (model/qwen3_5/delta_net.py) is computed in float32 and in chunks of CHUNK tokens;
+samples of many chunks are assumed, so that the padding of the last one does not matter. Bytes that it keeps were
+counted with torch.autograd.graph.saved_tensors_hooks in bfloat16; a test compares them. `of`: the layer's dimensions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,51 @@ from megatron_webrl.model.parameter_counts import (
     count_parameters,
     deepstack_layers,
 )
-from megatron_webrl.placement.memory_estimate import chunked_operations, rule_bytes, rule_operations
+
+CHUNK = 64  # tokens, as in model/qwen3_5/delta_net.py, which imports torch
+CONVOLUTION_BYTES = 3  # times the size of a value: input, padded input and output
+SELECTIVE_CONVOLUTION_BYTES = 4.5  # the values that enter the rule are views of it, too
+GATED_NORM_BYTES = 16.5  # of a value: input and unit in float32, the gate, and what they are multiplied to
+
+
+def saved_bytes(of: LinearAttention, size: int, keeps_rule: bool) -> float:
+    """Bytes saved for the backward pass, `size` of a value, without the norms and the input of the layer.
+
+    `keeps_rule`: what the delta rule saves; without it, recomputed, its inputs.
+    """
+    convolution = CONVOLUTION_BYTES if keeps_rule else SELECTIVE_CONVOLUTION_BYTES
+    rule = rule_bytes(of, size) if keeps_rule else rule_inputs(of, size)
+    return convolution * size * of.channels + GATED_NORM_BYTES * of.value_width + rule
+
+
+def rule_bytes(of: LinearAttention, size: int) -> float:
+    """Bytes that the delta rule saves, its inputs included: float32 but for queries, keys and values."""
+    keys = of.value_heads * of.key_dim  # each value head has a query and a key of its own
+    matrices = 6.2 * CHUNK  # of a head: products of keys, decays, the triangular system, masks
+    state = of.key_dim * of.value_dim / CHUNK
+    return (2 * size + 48) * keys + (size + 16) * of.value_width + 4 * of.value_heads * (matrices + state)
+
+
+def rule_inputs(of: LinearAttention, size: int) -> float:
+    """Bytes of the inputs of the delta rule: queries, keys, values, decays and strengths."""
+    return size * (2 * of.value_heads * of.key_dim + of.value_width) + 8 * of.value_heads
+
+
+def state_bytes(of: LinearAttention, size: int) -> int:
+    """Bytes that an engine keeps for a sequence: the float32 state, and the last tokens of the convolution."""
+    return 4 * of.value_heads * of.key_dim * of.value_dim + size * (of.kernel - 1) * of.channels
+
+
+def rule_operations(of: LinearAttention) -> int:
+    """Operations of the delta rule as it is defined: the state is read, changed and read, a product each."""
+    return 6 * of.value_heads * of.key_dim * of.value_dim
+
+
+def chunked_operations(of: LinearAttention) -> int:
+    """Operations of the delta rule in chunks: three products with the state, and those between tokens of a chunk."""
+    between = 2 * CHUNK * (2 * of.key_dim + of.value_dim) + CHUNK * (of.key_dim + of.value_dim)
+    return rule_operations(of) + of.value_heads * between
+
 
 # Values that SwiGLU reads and writes for one of an MLP's width in a forward and in a backward pass, compiled
 # (model/vision_language/swiglu.py); of experts with the weights of the router, whose gradients are another kernel.
