@@ -286,10 +286,11 @@ def _read(content: bytes) -> Completion:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UnusableReply("unparsable_response", redact(content.decode("utf-8", "replace"))) from None
     usage = found.get("usage")
-    counts = tuple(usage.get(key) for key in ("prompt_tokens", "completion_tokens")) if isinstance(usage, dict) else ()
+    names = ("prompt_tokens", "completion_tokens")
+    counts: list[Any] = [usage.get(name) for name in names] if isinstance(usage, dict) else []
     known = len(counts) == 2 and all(type(count) is int and 0 <= count <= MAX_TOKEN_COUNT for count in counts)
     return Completion(
         redact(text) if isinstance(text, str) else "",
         reason if isinstance(reason, str) else None,
-        (int(counts[0]), int(counts[1])) if known else None,
+        (counts[0], counts[1]) if known else None,
     )
