@@ -94,9 +94,9 @@ async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(con
     ):
         assert episodes.teacher is None  # opened as it is here, it runs no training episodes
         trains = replace(episodes, teacher=scorer)
-        first, second = (episodes.new_try(drawn(episodes, 0), 0) for _ in range(2))
-        found = await trains.run_try(generator, first)
-        failed = await trains.run_try(generator, second, on_acted=scorer_fails(scorer))
+        tries = [trains.new_try(drawn(episodes, 0), 0) for _ in range(2)]
+        found = await trains.run_try(generator, tries[0])
+        failed = await trains.run_try(generator, tries[1], on_acted=scorer_fails(scorer))
     assert found.outcome == "success"
     for step in found.steps:
         first = len(step.prompt_token_ids)
