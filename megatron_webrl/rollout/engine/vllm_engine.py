@@ -232,8 +232,9 @@ class VLLMEngine:
                 f"the prompt has {len(expanded)} tokens; rollout.max_model_len={limit} leaves no room for a response"
             )
         prompt = vllm_prompt(self._config, self._weights, token_ids, images, decoded)
-        given = temperature is not None
-        sampling = sampling_params(self._config, self.processor, temperature) if given else self._sampling
+        sampling = self._sampling
+        if temperature is not None:
+            sampling = sampling_params(self._config, self.processor, temperature)
         output = await self._limited(self._request(prompt, sampling))
         return to_generation(output, self.processor, expanded, grids, self._worker)
 
