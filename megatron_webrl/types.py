@@ -57,6 +57,11 @@ def is_infrastructure_failure(outcome: str) -> bool:
     return outcome.startswith(_INFRASTRUCTURE_FAILURE)
 
 
+# How episodes end, if nothing masks them.
+DONE, ANSWER = "done", "answer"  # ends by the page, by the agent
+STEPS_EXHAUSTED, GO_BACKS = "steps_exhausted", "go_backs"  # by the last step, by going back from the start page
+REGULAR_ENDS = (DONE, ANSWER, STEPS_EXHAUSTED, GO_BACKS)
+
 TRAINABLE_OUTCOMES = frozenset({"success", "failure"})
 """Outcomes that measure the policy. Every other outcome masks the episode and names the reason."""
 

@@ -30,12 +30,12 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.evaluation import ANSWER, STEPS_EXHAUSTED, outcome
+from megatron_webrl.judge.evaluation import outcome
 from megatron_webrl.ring.record import RecordFileWriter, count_records, encode_trajectory, read_record_file
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.sites.websites import OfflineWebsites
 from megatron_webrl.tasks.web import SOURCE_NAME, OpenWeb
-from megatron_webrl.types import Action, Observation, Step, Task, Trajectory
+from megatron_webrl.types import ANSWER, STEPS_EXHAUSTED, Action, Observation, Step, Task, Trajectory
 from tools.arguments import bounded_number
 from tools.offline.scripted_episodes import EpisodePlan, EpisodePlayer, Tasks, plan_episodes
 from tools.offline.task_rows import read_tasks, write_lines

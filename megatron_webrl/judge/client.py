@@ -9,9 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.judge import TOKEN_LIMITS, BudgetConfig, JudgeConfig, JudgeModelConfig
 from megatron_webrl.config.setting import ConfigError, check_sections
@@ -19,6 +17,9 @@ from megatron_webrl.judge.budget import Usage, UsageMeter
 from megatron_webrl.judge.replies import UnusableReply
 from megatron_webrl.util import atomic_file, network
 from megatron_webrl.util.text import declare_secret, redact, shorten
+
+if TYPE_CHECKING:
+    import openai
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ def open_client(
             f"the key of {url} has characters that no header can hold ({settings}.key_variable names its "
             "environment variable); copy it again"
         )
+    import openai  # takes a second
+
     try:
         chosen = {"max_retries": 0, "timeout": timeout_seconds, **options}
         client = openai.AsyncOpenAI(api_key=key or "none", base_url=url, **chosen)
@@ -174,6 +177,8 @@ class JudgeClient:
 
     def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
         """Raises ConfigError for a missing model, endpoint or key, and for settings beyond their limits."""
+        import openai
+
         check_sections(settings, "judge.")
         self._meter = meter
         self.models = {slot: JudgeModel.resolve(settings, slot) for slot in SLOTS}
@@ -214,6 +219,8 @@ class JudgeClient:
 
         Errors are raised without their cause, which holds the request and its key.
         """
+        import openai
+
         prompt = _text_chars(body) // CHARS_PER_TOKEN + IMAGE_TOKENS * images
         actual = estimate = model.usage(1, prompt, next(body[name] for name in TOKEN_LIMITS if name in body))
         hour, calls = await self._meter.reserve(estimate), 1

@@ -20,12 +20,12 @@ from megatron_webrl.config.load import merge_config
 from megatron_webrl.config.schema import Config, RunConfig
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, LocalMeter
-from megatron_webrl.judge.evaluation import ANSWER, REGULAR_ENDS, STEPS_EXHAUSTED, EpisodeEvaluator, open_evaluator
+from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
 from megatron_webrl.judge.verdict_file import VerdictFile, settings_digest
 from megatron_webrl.ring.record import count_records, decode_trajectory, read_record_file
 from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.track.tables import progress_bar
-from megatron_webrl.types import JUDGE_ERROR, TRAINABLE_OUTCOMES, Trajectory
+from megatron_webrl.types import ANSWER, JUDGE_ERROR, REGULAR_ENDS, STEPS_EXHAUSTED, TRAINABLE_OUTCOMES, Trajectory
 from megatron_webrl.util.text import first_line
 
 RECORDS = "*.records"

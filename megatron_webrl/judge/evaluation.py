@@ -33,12 +33,8 @@ from megatron_webrl.judge.budget import BudgetSpent, UsageMeter
 from megatron_webrl.judge.client import JudgeClient, ReplyCache, check_prices
 from megatron_webrl.judge.protocols import PROTOCOLS, Finding
 from megatron_webrl.judge.questions import Asker, EpisodeView, PromptFiles, Undecided
-from megatron_webrl.types import JUDGE_ERROR, TRAINABLE_OUTCOMES, Trajectory, Verdict
+from megatron_webrl.types import ANSWER, DONE, JUDGE_ERROR, REGULAR_ENDS, TRAINABLE_OUTCOMES, Trajectory, Verdict
 from megatron_webrl.util.text import encodable, first_line, redact, shorten
-
-DONE, ANSWER = "done", "answer"  # ends by the page, by the agent
-STEPS_EXHAUSTED, GO_BACKS = "steps_exhausted", "go_backs"  # by the last step, by going back from the start page
-REGULAR_ENDS = (DONE, ANSWER, STEPS_EXHAUSTED, GO_BACKS)
 
 _NUMBER = re.compile(r"([$€£]?) ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?)")
 

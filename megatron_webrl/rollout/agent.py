@@ -13,7 +13,6 @@ from megatron_webrl.browser.errors import BrowserError, TaskRefused
 from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge import evaluation as judge
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import ContextOverflow, Prompt, make_context
 from megatron_webrl.rollout.generator import Generation, GenerationError, Generator
@@ -23,7 +22,7 @@ from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, ParsedCall, Tools
 from megatron_webrl.track import live_rollouts
 from megatron_webrl.track.live_rollouts import LiveRollout
 from megatron_webrl.track.timeline import NO_TRACK, Span, Track
-from megatron_webrl.types import Observation, Step, Task, Trajectory
+from megatron_webrl.types import ANSWER, DONE, GO_BACKS, STEPS_EXHAUSTED, Observation, Step, Task, Trajectory
 from megatron_webrl.util.clock import steady_time
 
 log = logging.getLogger(__name__)
@@ -188,12 +187,12 @@ class Agent:
             kind = call.action.kind if call.action else None
             go_backs = go_backs + 1 if kind == "go_back" and before.url == start_url else 0
             if observation.done:
-                return judge.DONE
+                return DONE
             if kind == "answer":
-                return judge.ANSWER
+                return ANSWER
             if go_backs and go_backs == settings.max_go_backs:  # 0: they never end an episode
-                return judge.GO_BACKS
-        return judge.STEPS_EXHAUSTED
+                return GO_BACKS
+        return STEPS_EXHAUSTED
 
     def _parse(self, generation: Generation, lenient: bool) -> ParsedCall:
         """The response's action, or the name of its format error. The decoded text does not show special tokens."""

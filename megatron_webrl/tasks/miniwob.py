@@ -7,8 +7,7 @@ import importlib.util
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-from playwright.async_api import BrowserContext, Page
+from typing import TYPE_CHECKING
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
@@ -17,6 +16,9 @@ from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.server import FolderServer
 from megatron_webrl.tasks.source import LocalTaskSource, check_environments
 from megatron_webrl.types import Action, Task
+
+if TYPE_CHECKING:
+    from playwright.async_api import BrowserContext, Page
 
 UNSUPPORTED_ENVIRONMENTS = {"hover-shape": "its page never gives a reward and never ends"}  # reason by environment
 

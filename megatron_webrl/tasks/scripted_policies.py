@@ -7,10 +7,13 @@ Each is a JavaScript expression over the page's state that names the next action
 
 from __future__ import annotations
 
-from playwright.async_api import Page
+from typing import TYPE_CHECKING
 
 from megatron_webrl.tasks.click_target import ScriptedPolicyError, resolve_target
 from megatron_webrl.types import Action, ActionKind
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 _BOXES = r"""tick((box) => asked(/^Select (.*) and click/).split(', ').includes(say(box.parentNode)))"""
 

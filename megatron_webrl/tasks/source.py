@@ -6,9 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, Self
-
-from playwright.async_api import Page
+from typing import TYPE_CHECKING, Protocol, Self
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
@@ -18,6 +16,9 @@ from megatron_webrl.tasks.sampler.step_limits import evaluation_limit, training_
 from megatron_webrl.tasks.server import LocalServer
 from megatron_webrl.types import Action, Task, TaskReference, TaskSite
 from megatron_webrl.util.text import close_matches
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 TRAINING_SEEDS = range(0, 2**30)
 HELD_OUT_SEEDS = range(2**30, 2**31)  # page seeds of evaluation; disjoint from the training seeds

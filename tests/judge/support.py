@@ -12,8 +12,8 @@ from aiohttp import web
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeConfig, JudgeModelConfig, judge_config
 from megatron_webrl.judge.budget import LocalMeter
-from megatron_webrl.judge.evaluation import ANSWER, STEPS_EXHAUSTED, EpisodeEvaluator, open_evaluator
-from megatron_webrl.types import Action, RubricFact, Task, Trajectory
+from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
+from megatron_webrl.types import ANSWER, STEPS_EXHAUSTED, Action, RubricFact, Task, Trajectory
 from tests.trajectories import screenshot, trajectory
 from tools.judge_endpoint.server import Endpoint, EndpointOptions, serve_endpoint
 

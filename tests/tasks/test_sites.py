@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
-from megatron_webrl.judge.evaluation import ANSWER, DONE, STEPS_EXHAUSTED, outcome
+from megatron_webrl.judge.evaluation import outcome
 from megatron_webrl.tasks.latency import ResponseDelays
 from megatron_webrl.tasks.server import PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, route
@@ -23,7 +23,7 @@ from megatron_webrl.tasks.sites.high_level_actions import FollowLink, GiveAnswer
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS, SiteEpisode, SiteTaskSource, get_goal
 from megatron_webrl.tasks.sites.wiki import WikiData
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS
-from megatron_webrl.types import Task
+from megatron_webrl.types import ANSWER, DONE, STEPS_EXHAUSTED, Task
 from tests.tasks.site_client import Client, PageParser
 
 SEEDS = range(4)

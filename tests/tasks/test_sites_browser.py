@@ -11,11 +11,11 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
-from megatron_webrl.judge.evaluation import ANSWER, DONE, STEPS_EXHAUSTED, outcome
+from megatron_webrl.judge.evaluation import outcome
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.sites.high_level_actions import SubmitForm, first_action
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSource, get_goal
-from megatron_webrl.types import Action, Observation, Task
+from megatron_webrl.types import ANSWER, DONE, STEPS_EXHAUSTED, Action, Observation, Task
 
 MAX_STEPS = 40
 SETTINGS = TasksConfig(max_steps=MAX_STEPS)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.judge.evaluation import ANSWER, STEPS_EXHAUSTED
 from megatron_webrl.ring.record import decode_trajectory, read_record_file
-from megatron_webrl.types import Trajectory
+from megatron_webrl.types import ANSWER, STEPS_EXHAUSTED, Trajectory
 from tests.judge.support import judging
 from tools import make_labelled_episodes
 from tools.make_webgym_tasks import main as make_tasks

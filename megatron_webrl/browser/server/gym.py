@@ -36,9 +36,12 @@ from megatron_webrl.tasks import miniwob
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS
 from megatron_webrl.tasks.source import TRAINING_SEEDS
 from megatron_webrl.types import (
+    ANSWER,
     COORDINATE_ACTION_KINDS,
     COORDINATE_RANGE,
+    DONE,
     MARK_ACTION_KINDS,
+    STEPS_EXHAUSTED,
     TRAINABLE_OUTCOMES,
     Action,
     Observation,
@@ -227,15 +230,15 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
             self._observation = None
             return fields, 0.0, False, True, self._info() | {"outcome": error.outcome}
         observation, answer = self._observation, parsed.text if parsed.kind == "answer" else None
-        ended = judge.DONE if observation.done else judge.ANSWER if answer is not None else judge.STEPS_EXHAUSTED
+        ended = DONE if observation.done else ANSWER if answer is not None else STEPS_EXHAUSTED
         fields, info = self._fields(observation), self._info()
-        if ended == judge.STEPS_EXHAUSTED and self._steps < self._max_steps:
+        if ended == STEPS_EXHAUSTED and self._steps < self._max_steps:
             return fields, 0.0, False, False, info
         assert self._session.task is not None
         reference = self._session.task.answer
         outcome = judge.outcome(observation.reward, ended, reference, answer)
         self._observation = None
-        terminated = outcome in TRAINABLE_OUTCOMES and ended != judge.STEPS_EXHAUSTED
+        terminated = outcome in TRAINABLE_OUTCOMES and ended != STEPS_EXHAUSTED
         reward = float(outcome == "success") if reference is not None else float(observation.reward or 0.0)
         return fields, reward if terminated else 0.0, terminated, not terminated, info | {"outcome": outcome}
 

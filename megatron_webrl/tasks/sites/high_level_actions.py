@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from playwright.async_api import Page
+from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.tasks.click_target import ScriptedPolicyError, read_page, resolve_target
 from megatron_webrl.types import Action
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-
-from playwright.async_api import BrowserContext, Page, Response
+from typing import TYPE_CHECKING
 
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
@@ -28,6 +27,9 @@ from megatron_webrl.tasks.sites.high_level_actions import (
 )
 from megatron_webrl.tasks.source import LocalTaskSource, check_environments
 from megatron_webrl.types import Action, Task
+
+if TYPE_CHECKING:
+    from playwright.async_api import BrowserContext, Page, Response
 
 ENVIRONMENTS: dict[str, Environment] = {
     **shop.ENVIRONMENTS,

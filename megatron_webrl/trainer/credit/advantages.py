@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_webrl.judge.evaluation import STEPS_EXHAUSTED
 from megatron_webrl.trainer.credit.rewards import RewardFunction, outcome_reward
-from megatron_webrl.types import Group, Step, Trajectory
+from megatron_webrl.types import STEPS_EXHAUSTED, Group, Step, Trajectory
 
 EPSILON = 1e-6
 State = tuple[str, bytes]  # URL, digest of the screenshot

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from megatron_webrl.judge.evaluation import ANSWER
-from megatron_webrl.types import Action, RubricFact, Task, Trajectory
+from megatron_webrl.types import ANSWER, Action, RubricFact, Task, Trajectory
 from tools.bench.judge.episodes import make_step
 
 PLACES = (

@@ -9,8 +9,7 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image
 
-from megatron_webrl.judge.evaluation import ANSWER, STEPS_EXHAUSTED
-from megatron_webrl.types import BLOCKED, Action, RubricFact, Step, Task, Trajectory
+from megatron_webrl.types import ANSWER, BLOCKED, STEPS_EXHAUSTED, Action, RubricFact, Step, Task, Trajectory
 
 KINDS = ("success", "unsupported", "wrong_fact", "wrong_reference", "no_answer", "blocked", "success", "near_miss")
 FACTS = 3
