@@ -87,6 +87,7 @@ async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(con
         return reply(body | {"token_ids": processor.expand_image_tokens(tokens, shown).tolist()})
 
     config.trainer.distillation.coefficient = 1.0
+    config.trainer.distillation.url = "http://127.0.0.1:1"  # without it browser servers refuse the configuration
     async with (
         serving(handle) as url,
         teacher(url, processor) as scorer,
