@@ -61,7 +61,6 @@ def test_settings_may_follow_an_option(config_file: Path, capsys: pytest.Capture
         (["tasks.test_file=''"], "tasks.source=webgym needs tasks.test_file for evaluations; name the file"),
         (["tasks.train_file=''", "tasks.test_file=''"], "needs tasks.train_file, tasks.test_file or both"),
         (["tasks.environments=[click-dialog]"], "is a setting of tasks.source=miniwob, tasks.source=sites"),
-        (["tasks.latency.median_seconds=1"], "tasks.latency has no effect on tasks.source=webgym without "),
         (["tasks.source=webgim"], "; near: webgym"),
         (["tasks.source=miniwob"], "which tasks.source=miniwob has not; set it to at least 1"),
         (["tasks.source=own:Source"], "tasks.source=own:Source: own cannot be imported: No module named 'own'"),
