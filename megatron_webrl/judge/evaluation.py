@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import unicodedata
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
@@ -157,8 +157,8 @@ Evaluate = Callable[[Trajectory], Awaitable[tuple[Verdict, bool]]]
 class EpisodeEvaluator:
     """Combines evaluators into one verdict."""
 
-    def __init__(self, parts: Mapping[str, Evaluate], combine: str) -> None:
-        """`parts`: by name; `combine`: "first", "all" or "any"."""
+    def __init__(self, parts: Sequence[tuple[str, Evaluate]], combine: str) -> None:
+        """`parts`: name and function of each; `combine`: "first", "all" or "any"."""
         self._parts, self._combine = parts, combine
 
     async def evaluate(self, trajectory: Trajectory) -> Verdict:
@@ -173,7 +173,7 @@ class EpisodeEvaluator:
         decisive = {"all": "failure", "any": "success"}.get(self._combine)
         verdicts: list[Verdict] = []
         is_decided = False
-        for evaluate in self._parts.values():
+        for _, evaluate in self._parts:
             verdict, decides = await evaluate(trajectory)
             verdicts.append(verdict)
             is_decided = decides if decisive is None else verdict.outcome == decisive
@@ -182,7 +182,7 @@ class EpisodeEvaluator:
         masks = [verdict for verdict in verdicts if verdict.outcome not in TRAINABLE_OUTCOMES]
         chosen = verdicts[-1] if is_decided or not masks else masks[0]
         if len(self._parts) > 1 and decisive:
-            chosen = replace(chosen, evaluator=f"{self._combine}({', '.join(self._parts)})")
+            chosen = replace(chosen, evaluator=f"{self._combine}({', '.join(name for name, _ in self._parts)})")
         judged = next((verdict for verdict in verdicts if verdict.protocol), chosen)
         totals = {name: sum(getattr(verdict, name) for verdict in verdicts) for name in _USAGE}
         return replace(
@@ -203,18 +203,18 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
     if not settings.evaluators:
         raise ConfigError("judge.evaluators is empty; name at least one, such as page")
     async with AsyncExitStack() as stack:
-        parts: dict[str, Evaluate] = {}
+        parts: list[tuple[str, Evaluate]] = []
         for name in settings.evaluators:
             if name == "judge":
                 judge = Judge(settings, meter)
                 await stack.enter_async_context(judge.client)
-                parts[name] = judge.judge
+                parts.append((name, judge.judge))
             elif name == "page":
-                parts[name] = _by_page(settings.reward_threshold)
+                parts.append((name, _by_page(settings.reward_threshold)))
             elif name in _BY_ANSWER:
-                parts[name] = _by_answer(name, _BY_ANSWER[name])
+                parts.append((name, _by_answer(name, _BY_ANSWER[name])))
             else:
-                parts[name] = _ByFunction(name, settings.deadline_seconds)
+                parts.append((name, _ByFunction(name, settings.deadline_seconds)))
         yield EpisodeEvaluator(parts, settings.combine)
 
 
