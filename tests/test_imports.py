@@ -208,10 +208,8 @@ def test_no_process_group_is_formed_over_the_control_services_store():
     # A failed NCCL group sets a key of its store that ends every process of every group on that store.
     stores = {str(p.relative_to(PACKAGE)): stores_of_process_groups(p.read_text()) for p in FILES}
     assert {path: found for path, found in stores.items() if found} == {
-        "checks/gpu_links.py": ["dist.HashStore()"],
-        "checks/gpu_model.py": ["torch.distributed.HashStore()"],
         "checks/model_scores.py": [""],
-        "checks/node_network.py": ["store", "store"],  # of the check alone, on node 0
+        "checks/network.py": ["store", "store"],  # of the check alone, on node 0
         "trainer/parallel.py": ["_attempt_store(config, rank, control, attempt)"],
         "weights/link.py": ["store", "own"],  # of the link alone, on its rank 0
     }

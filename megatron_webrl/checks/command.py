@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import socket
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +17,20 @@ from megatron_webrl.config.setting import ConfigError
 
 DEFAULT_CONFIG = "configs/tiny_1gpu.yaml"
 PARTS = ("installation", "model", "weights", "gpu", "node")
+MODEL_SIZES = {
+    "tp": ("trainer.tensor_parallel", "Megatron's tensor-parallel size"),
+    "pp": ("trainer.pipeline_parallel", "Megatron's pipeline-parallel size"),
+    "vpp": ("trainer.virtual_pipeline", "model chunks of each pipeline stage"),
+    "ep": ("trainer.expert_parallel", "Megatron's expert-parallel size"),
+    "vllm-tp": ("rollout.tensor_parallel", "vLLM's tensor-parallel size"),
+}
+MODEL_CHOICES = {
+    "layers": ("trainer.layers", ("local", "transformer_engine"), "library of Megatron's linear layers and norms"),
+    "attention": ("trainer.attention", ("auto", "sdpa", "varlen", "flash"), "Megatron's attention"),
+    "dtype": ("model.dtype", ("float32", "bfloat16"), "type of weights and activations"),
+    "platform": ("model.platform", ("auto", "cpu", "cuda"), "device to compute on"),
+}
+"""Options of `check model`, with the setting that each one makes."""
 
 
 def add_check(commands: Any) -> None:
@@ -21,27 +41,23 @@ def add_check(commands: Any) -> None:
         "checks, and writes all lines to a JSON file on request. Exit code 1: something failed; 2: invalid input.",
     )  # fmt: skip
     parts = check.add_subparsers(required=True, metavar="PART")
-    installation = _add_part(
-        parts, "installation", "list what is installed here and which roles can run", _installation
-    )
-    installation.add_argument("--role", choices=("all", "trainer", "rollout"), default="all", help="fail for this role")
-    installation.add_argument("--config", metavar="CONFIG", help="list also the packages that this configuration names")
-    installation.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of CONFIG")
+    part = _add_part(parts, "installation", "list what is installed here and which roles can run", _installation)
+    part.add_argument("--role", choices=("all", "trainer", "rollout"), default="all", help="fail for this role")
+    part.add_argument("--config", metavar="CONFIG", help="list also the packages that this configuration names")
+    part.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of CONFIG")
     _add_model(parts)
-    weights = _add_part(
-        parts, "weights", "send the weights of a configuration to its engines, and compare every slice", _weights
-    )
-    weights.add_argument("config", help="YAML file")
-    weights.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    text = "send the weights of a configuration to its engines, and compare every slice"
+    part = _add_part(parts, "weights", text, _weights)
+    part.add_argument("config", help="YAML file")
+    part.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     _add_gpu(parts)
-    node = parts.add_parser("node", help="check a node of a job, and its network together with the other nodes")
-    node.add_argument("config", type=Path, help="config.yaml in the run's folder, as `webrl node prepare` made it")
-    node.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, this one among them")
-    node.add_argument("--first-address", required=True, metavar="ADDRESS", help="address of the first node")
-    node.add_argument(
-        "--min-gib-per-second", type=float, default=0.0, metavar="G", help="least GiB/s between two nodes (default: 0)"
-    )
-    node.set_defaults(run=_node)
+    part = parts.add_parser("node", help="check a node of a job, and its network together with the other nodes")
+    part.add_argument("config", type=Path, help="config.yaml in the run's folder, as `webrl node prepare` made it")
+    part.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, this one among them")
+    part.add_argument("--first-address", required=True, metavar="ADDRESS", help="address of the first node")
+    text = "least GiB/s between two nodes (default: 0)"
+    part.add_argument("--min-gib-per-second", type=float, default=0.0, metavar="G", help=text)
+    part.set_defaults(run=_node)
 
 
 def with_part(arguments: list[str]) -> list[str]:
@@ -64,39 +80,24 @@ def _add_model(parts: Any) -> None:
         "installed, with vLLM, and compare the log-probabilities.",
         epilog="example: webrl check model models/Qwen3-VL-4B-Instruct --tp 2 --dtype bfloat16 --samples mine.jsonl",
     )  # fmt: skip
-    model.add_argument("model", type=Path, metavar="HF_FOLDER", help="folder of a Qwen3-VL or Qwen3.5 model")
-    model.add_argument(
-        "--samples", type=Path, metavar="FILE",
-        help='JSONL, {"messages": [...], "response": "text"} a line (default: built-in samples); see docs/parity.md',
-    )  # fmt: skip
-    for option, text in (
-        ("--tp", "Megatron's tensor-parallel size"),
-        ("--pp", "Megatron's pipeline-parallel size"),
-        ("--vpp", "model chunks of each pipeline stage"),
-        ("--ep", "Megatron's expert-parallel size"),
-        ("--vllm-tp", "vLLM's tensor-parallel size"),
-    ):
-        model.add_argument(option, type=int, default=1, metavar="N", help=f"{text} (default: 1)")
-    for option, choices, text in (
-        ("--layers", ("local", "transformer_engine"), "library of Megatron's linear layers and norms"),
-        ("--attention", ("auto", "sdpa", "varlen", "flash"), "Megatron's attention"),
-        ("--dtype", ("float32", "bfloat16"), "type of weights and activations"),
-        ("--platform", ("auto", "cpu", "cuda"), "device to compute on"),
-    ):
-        model.add_argument(option, choices=choices, default=choices[0], help=f"{text} (default: {choices[0]})")
+    model.add_argument("model", metavar="HF_FOLDER", help="folder of a Qwen3-VL or Qwen3.5 model")
+    text = 'JSONL, {"messages": [...], "response": "text"} a line (default: built-in samples); see docs/parity.md'
+    model.add_argument("--samples", type=Path, metavar="FILE", help=text)
+    for option, (_, text) in MODEL_SIZES.items():
+        model.add_argument(f"--{option}", type=int, default=1, metavar="N", help=f"{text} (default: 1)")
+    for option, (_, choices, text) in MODEL_CHOICES.items():
+        model.add_argument(f"--{option}", choices=choices, default=choices[0], help=f"{text} (default: {choices[0]})")
     model.add_argument(
         "--tolerance", type=float, metavar="X",
         help="largest allowed log-probability difference (default: 0.001 in float32; in bfloat16 mean and quantile are "
         "compared with the error of transformers in bfloat16, which needs the model in float32, too)",
     )  # fmt: skip
+    model.add_argument("--gradients", action="store_true", help="compare the gradients of all weights, too")
     model.add_argument("--no-vllm", action="store_true", help="skip vLLM")
-    for option, default, kind, text in (
-        ("--max-new-tokens", 32, int, "tokens of a sampled response"),
-        ("--max-model-len", 4096, int, "limit of prompt and response in tokens; the long built-in sample reaches it"),
-        ("--seed", 0, int, "seed of sampled responses"),
-        ("--timeout-seconds", 1800.0, float, "time limit of each backend"),
-    ):
-        model.add_argument(option, type=kind, default=default, metavar="N", help=f"{text} (default: {default:g})")
+    text = "limit of prompt and response in tokens; the long built-in sample reaches it (default: 4096)"
+    model.add_argument("--max-model-len", type=int, default=4096, metavar="N", help=text)
+    text = "time limit of each backend (default: 1800)"
+    model.add_argument("--timeout-seconds", type=float, default=1800.0, metavar="S", help=text)
 
 
 def _add_gpu(parts: Any) -> None:
@@ -104,118 +105,108 @@ def _add_gpu(parts: Any) -> None:
 
     gpu = _add_part(
         parts, "gpu", "prove that a machine computes, sends weights and trains as it should", _gpu,
-        description="Check this machine section by section: environment, the reports of the nodes of a Slurm job, the "
-        "model on one GPU against transformers, speed and memory, links between its GPUs with peers that die, and a "
-        "short whole job. docs/gpu.md says what each line means.",
+        description="Check this machine section by section: environment, the reports of the nodes of a Slurm job, "
+        "layers of the model on one GPU against transformers, links between its GPUs, and a short whole job. "
+        "docs/gpu.md says what each line means.",
         epilog="example: webrl check gpu configs/8b_1node.yaml --json gpu.json",
     )  # fmt: skip
-    gpu.add_argument(
-        "config", nargs="?", default=DEFAULT_CONFIG, help=f"YAML file of the job (default: {DEFAULT_CONFIG})"
-    )
+    text = f"YAML file of the job (default: {DEFAULT_CONFIG})"
+    gpu.add_argument("config", nargs="?", default=DEFAULT_CONFIG, help=text)
     gpu.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
-    gpu.add_argument(
-        "--platform", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto: model.platform; "
-        "if that is auto, too, CUDA where the machine has a GPU)",
-    )  # fmt: skip
-    gpu.add_argument(
-        "--section", action="append", choices=tuple(SECTIONS), metavar="NAME", dest="sections",
-        help=f"check only this section; may be repeated: {', '.join(SECTIONS)}",
-    )  # fmt: skip
+    text = "device (default: auto: model.platform; if that is auto, too, CUDA where the machine has a GPU)"
+    gpu.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto", help=text)
+    text = f"check only this section; may be repeated: {', '.join(SECTIONS)}"
+    gpu.add_argument("--section", action="append", choices=tuple(SECTIONS), metavar="NAME", dest="sections", help=text)
     limits = ", ".join(f"{seconds:g}" for _, seconds in SECTIONS.values())
-    gpu.add_argument(
-        "--timeout-seconds", type=float, metavar="S", help=f"limit of each section (default: their own: {limits})"
-    )
-    gpu.add_argument(
-        "--min-link-gib-per-second", type=float, default=0.0, metavar="X",
-        help="least speed between two GPUs, GiB/s (default: half of the median of all pairs)",
-    )  # fmt: skip
-    gpu.add_argument(
-        "--node-report", action="append", type=Path, default=[], metavar="FILE", dest="node_reports",
-        help="report of `webrl check node` to include; may be repeated",
-    )  # fmt: skip
+    text = f"limit of each section (default: their own: {limits})"
+    gpu.add_argument("--timeout-seconds", type=float, metavar="S", help=text)
+    text = "least speed between two GPUs, GiB/s (default: half of the median of all pairs)"
+    gpu.add_argument("--min-link-gib-per-second", type=float, default=0.0, metavar="X", help=text)
+    text = "report of `webrl check node` to include; may be repeated"
+    gpu.add_argument("--node-report", action="append", type=Path, default=[], metavar="FILE", help=text)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse a `--json` in a folder that does not exist, and a limit of no time. Raises ConfigError."""
+    if options.json and not options.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json={options.json}: the folder {options.json.absolute().parent} does not exist")
+    seconds = getattr(options, "timeout_seconds", None)
+    if seconds is not None and not seconds > 0:
+        raise ConfigError(f"--timeout-seconds={seconds:g} must be greater than 0")
 
 
 def _installation(options: argparse.Namespace) -> int:
     from megatron_webrl.checks.installation import ROLES, check_installation
-    from megatron_webrl.checks.report import check_json_option, report
+    from megatron_webrl.checks.report import report
 
     if options.overrides and not options.config:
         raise ConfigError(f"{options.overrides[0]!r} has no effect without --config CONFIG")
-    check_json_option(options.json)
+    _check_options(options)
     config = parse_config(options.config, options.overrides) if options.config else None
-    roles = ROLES if options.role == "all" else (options.role,)
-    return report(check_installation(roles, config), options.json)
+    return report(check_installation(ROLES if options.role == "all" else (options.role,), config), options.json)
 
 
 def _model(options: argparse.Namespace) -> int:
     from megatron_webrl.checks.model import ModelCheckRequest, check_model
-    from megatron_webrl.checks.report import check_json_option, make_console, report
-    from megatron_webrl.model.layout import ParallelSizes
+    from megatron_webrl.checks.report import make_console, report
 
-    check_json_option(options.json)
+    _check_options(options)
+    for option in MODEL_SIZES:
+        if (size := getattr(options, option.replace("-", "_"))) < 1:
+            raise ConfigError(f"--{option}={size} must be at least 1")
+    settings = {option: setting for option, (setting, *_) in {**MODEL_SIZES, **MODEL_CHOICES}.items()}
+    values = {setting: getattr(options, option.replace("-", "_")) for option, setting in settings.items()}
+    config = parse_config(None, [f"{setting}={value}" for setting, value in values.items()])
+    config.model.path, config.run.startup_timeout_seconds = options.model, options.timeout_seconds
     request = ModelCheckRequest(
-        model=options.model,
-        samples=options.samples,
-        sizes=ParallelSizes(tensor=options.tp, pipeline=options.pp, virtual=options.vpp, expert=options.ep),
-        layers=options.layers,
-        attention=options.attention,
-        dtype=options.dtype,
-        platform=options.platform,
-        tolerance=options.tolerance,
-        max_new_tokens=options.max_new_tokens,
-        max_model_len=options.max_model_len,
-        vllm=not options.no_vllm,
-        vllm_tensor_parallel=options.vllm_tp,
-        timeout_seconds=options.timeout_seconds,
-        seed=options.seed,
+        config, options.samples, options.max_model_len, options.tolerance, options.gradients, not options.no_vllm
     )
     return report(check_model(request, make_console()), options.json)
 
 
 def _weights(options: argparse.Namespace) -> int:
-    from megatron_webrl.checks.report import check_json_option, make_console, report
-    from megatron_webrl.checks.weights import check_weights
+    from megatron_webrl.checks.jobs import check_weights
+    from megatron_webrl.checks.report import make_console, report
     from megatron_webrl.launch.validation import load_config
 
-    check_json_option(options.json)
+    _check_options(options)
     return report(check_weights(load_config(options.config, options.overrides), make_console()), options.json)
 
 
 def _gpu(options: argparse.Namespace) -> int:
     from megatron_webrl.checks.gpu import SECTIONS, GpuCheckRequest, check_gpu, choose_platform
-    from megatron_webrl.checks.report import check_json_option, make_console, report
+    from megatron_webrl.checks.report import make_console, report
 
-    check_json_option(options.json)
-    if options.timeout_seconds is not None and not options.timeout_seconds > 0:
-        raise ConfigError(f"--timeout-seconds={options.timeout_seconds:g} must be greater than 0")
-    console, asked = make_console(), options.platform
-    if asked == "auto":
-        asked = parse_config(options.config, options.overrides).model.platform
+    _check_options(options)
+    console, config = make_console(), parse_config(options.config, options.overrides)
+    asked = config.model.platform if options.platform == "auto" else options.platform
     platform, cuda_problem = choose_platform(asked)
     if asked == "auto" and platform == "cpu":
         console.print("no GPU on this machine: all sections compute on its cores (--platform auto)", markup=False)
     request = GpuCheckRequest(
-        config=parse_config(options.config, [*options.overrides, f"model.platform={platform}"]),
+        config=replace(config, model=replace(config.model, platform=platform)),
         platform=platform,
         cuda_problem=cuda_problem,
         sections=tuple(section for section in SECTIONS if section in (options.sections or SECTIONS)),
         timeout_seconds=options.timeout_seconds,
         min_link_gib_per_second=options.min_link_gib_per_second,
-        node_reports=tuple(options.node_reports),
+        node_reports=tuple(options.node_report),
     )
     return report(check_gpu(request, console), options.json, platform=platform)
 
 
 def _node(options: argparse.Namespace) -> int:
-    import os
-    import socket
-    from contextlib import nullcontext
-
-    from megatron_webrl.checks.node import run_node_check
+    """Returns 0 for a bad node, too: `webrl node choose` excludes it."""
+    from megatron_webrl.checks.node import check_node, describe_node
     from megatron_webrl.track.run_lock import launch_of_process
 
     config = parse_config(options.config)
-    is_first = options.nodes[0] in (os.environ.get("SLURMD_NODENAME"), socket.gethostname())
-    launch = launch_of_process(config.run_folder, os.environ) if is_first else None
+    names = [name for name in (os.environ.get("SLURMD_NODENAME"), socket.gethostname()) if name]
+    launch = launch_of_process(config.run_folder, os.environ) if options.nodes[0] in names else None
     with launch.locked() if launch is not None else nullcontext():
-        return run_node_check(config, options.nodes, options.first_address, options.min_gib_per_second)
+        results = check_node(config, names[0], options.nodes, options.first_address, options.min_gib_per_second)
+    sys.stdout.write(f"node {names[0]} {describe_node(results)}\n")
+    if multiprocessing.active_children():  # a call of a hung GPU's driver cannot be killed, nor waited for
+        sys.stdout.flush()
+        os._exit(0)
+    return 0

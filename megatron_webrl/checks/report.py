@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_webrl import __version__
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.util import atomic_file
 
 STYLES = {"passed": None, "failed": "bold red", "skipped": "dim"}
@@ -71,12 +70,6 @@ def skipped(section: str, name: str, note: str) -> CheckResult:
     return CheckResult(section, name, "skipped", note=note)
 
 
-def check_json_option(path: Path | None) -> None:
-    """Refuse a `--json` in a folder that does not exist. Raises ConfigError."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"--json={path}: the folder {path.absolute().parent} does not exist")
-
-
 def make_console() -> Console:
     """Standard output, wide enough for the table where it is no terminal."""
     return Console(width=None if sys.stdout.isatty() else 160)
@@ -85,17 +78,21 @@ def make_console() -> Console:
 def report(results: Sequence[CheckResult], path: Path | None = None, **header: Any) -> int:
     """Print the table and a summary; write all to the JSON file `path`. Returns 1 if a check failed. Raises OSError."""
     console, table = make_console(), Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column in ("section", "check", ""):
-        table.add_column(column, overflow="fold")
-    for column in ("value", "limit", "ratio"):
-        table.add_column(column, justify="right", overflow="fold")
-    table.add_column("unit")
-    table.add_column("note", overflow="fold", ratio=1)
+    for column in ("section", "check", "", "value", "limit", "ratio", "unit", "note"):
+        justify: Any = "right" if column in ("value", "limit", "ratio") else "left"
+        table.add_column(column, overflow="fold", justify=justify, ratio=1 if column == "note" else None)
     section = ""
     for each in results:
-        ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
-        fields = (each.name, each.status, _text(each.value), _text(each.limit), ratio, each.unit, each.note)
-        table.add_row("" if each.section == section else each.section, *fields, style=STYLES[each.status])
+        numbers = (_text(each.value), _text(each.limit), "" if each.ratio is None else f"{each.ratio:.2f}")
+        fields = (
+            "" if each.section == section else each.section,
+            each.name,
+            each.status,
+            *numbers,
+            each.unit,
+            each.note,
+        )
+        table.add_row(*fields, style=STYLES[each.status])
         section = each.section
     console.print(table)
     console.print(summary_line(results), highlight=False, markup=False)
@@ -105,9 +102,8 @@ def report(results: Sequence[CheckResult], path: Path | None = None, **header: A
     return int(any(each.status == "failed" for each in results))
 
 
-def summary_line(results: Iterable[CheckResult]) -> str:
+def summary_line(results: Sequence[CheckResult]) -> str:
     """The number of results by status, and the names of the failed ones."""
-    results = list(results)
     by_status = Counter[str](each.status for each in results)
     names = "; ".join(f"{each.section}: {each.name}" for each in results if each.status == "failed")
     return ", ".join(f"{by_status[status]} {status}" for status in STYLES) + (f": {names}" if names else "")

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of `webrl check model`."""
+"""Fixtures of the tests of `webrl check`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.checks.samples import draw_page
+from megatron_webrl.checks.model import screenshot
 from megatron_webrl.model.processor import Processor
+from tests import forks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> None:
+    """Processes of checks start from a server that has imported torch."""
+    forks.context()
 
 
 @pytest.fixture(scope="session")
@@ -22,8 +29,8 @@ def processor(tiny_model: Path) -> Processor:
 @pytest.fixture
 def samples_file(tmp_path: Path) -> Callable[..., Path]:
     """Writes lines, dictionaries or text, as a samples file next to two images."""
-    (tmp_path / "page.png").write_bytes(draw_page(1, 160, 96))
-    (tmp_path / "wide.png").write_bytes(draw_page(2, 256, 64))
+    (tmp_path / "page.png").write_bytes(screenshot(1, 160, 96))
+    (tmp_path / "wide.png").write_bytes(screenshot(2, 256, 64))
 
     def write(*lines: Any) -> Path:
         path = tmp_path / "samples.jsonl"

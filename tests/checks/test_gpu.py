@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from megatron_webrl.checks.gpu import SECTIONS
 from megatron_webrl.checks.report import failed, measured, write_json
 from megatron_webrl.cli import main
 
@@ -24,10 +23,8 @@ def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit code and report of a check on the CPU; checks that no process is left."""
     file = tmp_path / "report.json"
-    code = main(["check", "gpu", "--platform", "cpu", "--json", str(file), *arguments])
-    assert not [
-        each for each in psutil.Process().children(recursive=True) if "checks.processes" in " ".join(each.cmdline())
-    ]
+    code = main(["check", "gpu", "configs/tiny_1gpu.yaml", "--platform", "cpu", "--json", str(file), *arguments])
+    assert not multiprocessing.active_children()
     return code, json.loads(file.read_text())
 
 
@@ -39,56 +36,54 @@ def machine_with_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_all_sections_pass_on_the_cpu_and_the_report_is_complete(tmp_path: Path) -> None:
+def names(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(each["section"], each["name"]): each for each in report["results"]}
+
+
+def test_the_environment_the_nodes_and_the_links_pass_on_the_cpu(tmp_path: Path) -> None:
     node = tmp_path / "n1.json"
     write_json(node, [measured("n1", "link n2", 1.25, "GiB/s")])
-    code, report = run(tmp_path, "--node-report", str(node))
+    sections = [word for name in ("environment", "nodes", "links") for word in ("--section", name)]
+    code, report = run(tmp_path, "--node-report", str(node), *sections)
     assert code == 0, report["summary"]
-    found = {(each["section"], each["name"]): each for each in report["results"]}
-    assert {section for section, _ in found} == {*SECTIONS, "installation", "roles"}
-    assert not [each for each in report["results"] if each["status"] == "failed"]
-    for name in (
-        "logits: dense, float32, local, sdpa",
-        "gradients: experts, bfloat16, local, sdpa",
-        "gradients: experts, bfloat16, local, sdpa, prefix tree",
-        "gradients: experts, bfloat16, local, sdpa, one expert after the other",
-        "gradients: linear attention, bfloat16, local, sdpa",
-        "optimizer step: dense, float32",
-        "checkpoint before the first step: experts, bfloat16",
-    ):
-        assert found["one GPU", name]["status"] == "passed"
-    for recompute in ("none", "selective", "full"):
-        assert found["speed", f"arithmetic of 1024 tokens, recompute {recompute}"]["ratio"] > 0
-    assert found["speed", "pass of a group of 8, 4096 tokens, as a prefix tree"]["ratio"] > 0
-    assert found["speed", "pass of experts, computed together"]["ratio"] > 0
-    for fault in ("a receiver killed", "a receiver stopped", "a receiver killed during creation"):
-        assert "the trainer lives on: link" in found["links", f"{fault}: seconds to the error"]["note"]
-    assert found["links", "a sender killed: seconds to the error"]["status"] == "passed"
-    assert found["one GPU", "checkpoint of ranks' parts: experts, bfloat16"]["status"] == "passed"
-    assert found["engine", "updates of a whole job"]["value"] == 3
-    compared = "log-probabilities of engine and trainer"
-    assert 0 < found["engine", f"{compared}: mean difference"]["value"] < 1e-4
-    assert found["engine", f"{compared}: largest difference"]["value"] < 1e-3
-    crossed = found["engine", "updates during an episode, at most"]
-    assert crossed["value"] or crossed["status"] == "skipped"  # a busy machine may train longer than episodes take
-    assert found["engine", "engines with CUDA graphs"]["value"] == 0
-    assert found["engine", "parameters written in place"]["value"] > 0
+    found = names(report)
+    assert {section for section, _ in found} == {"environment", "installation", "roles", "nodes", "links"}
     assert found["nodes", "n1: link n2"]["value"] == 1.25
-    reasons = [each["note"] for each in report["results"] if each["status"] == "skipped"]
-    assert reasons
-    assert all(reasons)
-    assert report["command"][:1] == ["webrl"]
-    assert report["seconds"] > 1
+    assert found["links", "pair 0-1"]["value"] > found["links", "pair 0-1"]["limit"] > 0
+    assert all(each["note"] for each in report["results"] if each["status"] == "skipped")
 
 
-def test_each_section_has_a_limit_and_leaves_no_process(tmp_path: Path) -> None:
-    code, report = run(tmp_path, "--section", "speed", "--section", "links", "--timeout-seconds", "0.5")
+def test_layers_of_the_model_pass_on_the_cpu(tmp_path: Path, tiny_model: Path) -> None:
+    code, report = run(tmp_path, "--section", "model", f"model.path={tiny_model}", "rollout.max_model_len=480")
+    assert code == 0, report["summary"]
+    found = names(report)
+    assert 0 < found["model", "gradients of megatron, float32: mean error"]["value"] < 1e-4
+    assert found["model", "megatron, float32: arithmetic"]["value"] > 0
+
+
+@pytest.mark.slow
+def test_a_whole_job_passes_on_the_cpu(tmp_path: Path, tiny_model: Path) -> None:
+    code, report = run(tmp_path, "--section", "engine", f"model.path={tiny_model}")
+    assert code == 0, report["summary"]
+    found = {each["name"]: each for each in report["results"]}
+    assert found["updates of a whole job"]["value"] == 3
+    compared = "log-probabilities of engine and trainer"
+    assert 0 < found[f"{compared}: mean difference"]["value"] < 1e-4
+    assert found[f"{compared}: largest difference"]["value"] < 1e-3
+    crossed = found["updates during an episode, at most"]
+    assert crossed["value"] or crossed["status"] == "skipped"  # a busy machine may train longer than episodes take
+    assert found["parameters written in place"]["value"] > 0
+
+
+def test_each_section_has_a_limit_and_a_missing_model_is_a_line(tmp_path: Path) -> None:
+    code, report = run(tmp_path, "--section", "links", "--timeout-seconds", "0.5")
     assert code == 1
     assert [(each["section"], each["note"]) for each in report["results"]] == [
-        (section, "it did not finish within 0.5 s (--timeout-seconds sets the limit)") for section in ("speed", "links")
+        ("links", "it did not finish within 0.5 s (--timeout-seconds sets the limit)")
     ]
+    code, report = run(tmp_path, "--section", "model", "model.path=/nowhere")
+    assert code == 1
+    assert "/nowhere" in report["results"][0]["note"]
 
 
 def test_a_failed_node_and_an_unreadable_report_fail(tmp_path: Path) -> None:
@@ -100,11 +95,11 @@ def test_a_failed_node_and_an_unreadable_report_fail(tmp_path: Path) -> None:
     assert report["summary"].endswith("nodes: n2: link; nodes: n3")
 
 
-@pytest.mark.slow
 def test_a_link_below_the_least_speed_is_named(tmp_path: Path) -> None:
     code, report = run(tmp_path, "--section", "links", "--min-link-gib-per-second", "100000")
     assert code == 1
     assert report["summary"].endswith("1 failed, 0 skipped: links: pair 0-1")
+    assert "slow" in names(report)["links", "pair 0-1"]["note"]
 
 
 def test_a_gpu_that_torch_cannot_use_fails_the_driver_and_skips_what_computes_on_it(
@@ -112,15 +107,15 @@ def test_a_gpu_that_torch_cannot_use_fails_the_driver_and_skips_what_computes_on
 ) -> None:
     machine_with_a_gpu(tmp_path, monkeypatch)
     file = tmp_path / "report.json"
-    sections = [word for name in ("environment", "speed", "engine") for word in ("--section", name)]
+    sections = [word for name in ("environment", "model", "engine") for word in ("--section", name)]
     assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--json", str(file), *sections]) == 1
     report = json.loads(file.read_text())
     assert report["platform"] == "cuda"
     found = {(each["section"], each["name"]): each for each in report["results"]}
     driver = found["environment", "driver"]
     assert (driver["status"], "driver 550.54.15" in driver["note"]) == ("failed", True)
-    assert {found[section, "all"]["status"] for section in ("speed", "engine")} == {"skipped"}
-    assert found["speed", "all"]["note"] == driver["note"]
+    assert {found[section, "all"]["status"] for section in ("model", "engine")} == {"skipped"}
+    assert found["model", "all"]["note"] == driver["note"]
     assert "no GPU on this machine" not in capsys.readouterr().out
 
 
@@ -128,7 +123,7 @@ def test_a_section_alone_fails_with_a_gpu_that_torch_cannot_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine_with_a_gpu(tmp_path, monkeypatch)
-    assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--section", "speed"]) == 1
+    assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--section", "model"]) == 1
     assert "driver 550.54.15" in " ".join(capsys.readouterr().out.split())
 
 
@@ -137,7 +132,7 @@ def test_the_platform_is_the_configured_one_unless_the_command_names_one(capsys:
     nodes = ("--section", "nodes")
     assert main(["check", "gpu", "configs/tiny_1gpu.yaml", *nodes]) == 0
     assert "no GPU on this machine: all sections compute on its cores" in capsys.readouterr().out
-    assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--section", "speed", "model.platform=cuda"]) == 1
+    assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--section", "model", "model.platform=cuda"]) == 1
     assert "torch sees no GPU: nvidia-smi is not installed" in " ".join(capsys.readouterr().out.split())
     assert main(["check", "gpu", "configs/tiny_1gpu.yaml", *nodes, "--platform=cpu", "model.platform=cuda"]) == 0
     assert "no GPU" not in capsys.readouterr().out

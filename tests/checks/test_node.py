@@ -1,22 +1,30 @@
-"""Node checks before a job: each one passes on this machine, and fails with a reason that names the fault."""
+"""Checks of a node by itself: each one passes on this machine, and fails with a reason that names the fault."""
 
 from __future__ import annotations
 
 import os
+import resource
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_webrl.checks.node import CHECKS, check_gpu_memory, check_locally
-from megatron_webrl.checks.report import CheckFailed
+from megatron_webrl.checks import node
+from megatron_webrl.checks.node import CHECKS, check_locally, file_system, needed_open_files
+from megatron_webrl.checks.processes import Outcome
+from megatron_webrl.checks.report import CheckFailed, failed, measured
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.slurm.prepare import choose_nodes
 from megatron_webrl.placement.placement import place_processes
+from megatron_webrl.util import cuda_driver
+from megatron_webrl.util.child_process import MAX_OPEN_FILES, start_process
 
-pytestmark = pytest.mark.alone  # it needs free ports and measures speeds
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.alone  # it needs free ports
 
 
 def made(*overrides: str) -> Config:
@@ -38,14 +46,13 @@ def script(folder: Path, text: str) -> Path:
 # -- checks of one node -------------------------------------------------------------------------------
 
 
-def test_the_software_check_looks_for_packages() -> None:
-    look("software")
-
-
-def test_a_package_that_does_not_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torchvision.py").write_text("raise ImportError('built for another machine')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(CheckFailed, match=r"missing torchvision.*; run `webrl check` on the node for details"):
+def test_a_package_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [measured("installation", "torch", "2.13"), failed("installation", "torchvision", "does not import")]
+    monkeypatch.setattr(node, "run_processes", lambda *_: [Outcome(lines)])
+    with pytest.raises(CheckFailed, match=r"missing torchvision; run `webrl check` on the node for details"):
+        look("software")
+    monkeypatch.setattr(node, "run_processes", lambda *_: [Outcome(lines[:1], "its process killed by SIGSEGV")])
+    with pytest.raises(CheckFailed, match=r"killed by SIGSEGV; run `webrl check`"):
         look("software")
 
 
@@ -91,29 +98,95 @@ def test_cores_that_the_job_may_not_use_are_named() -> None:
 GPUS = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
 
 
-def test_the_number_and_memory_of_gpus_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_and_memory_of_gpus_and_the_driver_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look("gpus")  # the configuration has none
-    check_gpu_memory(made(*GPUS), ["81559", "81559"])
-    with pytest.raises(CheckFailed, match=r"1 GPUs, but cluster.gpus_per_node=2"):
-        check_gpu_memory(made(*GPUS), ["81559"])
-    with pytest.raises(CheckFailed, match=r"a GPU has 40960 MiB, but cluster.gpu_gib=80"):
-        check_gpu_memory(made(*GPUS), ["81559", "40960"])
-    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CheckFailed, match=r"cluster.gpus_per_node=2, but nvidia-smi is not installed"):
         look("gpus", *GPUS)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(cuda_driver, "torch_cuda_version", lambda: None)  # the tests' own torch may be for CUDA
+    for sizes, reason in (
+        (["81559"], "1 GPUs, but cluster.gpus_per_node=2"),
+        (["81559", "40960"], "a GPU has 40960 MiB, but cluster.gpu_gib=80"),
+        (["81559", "81559"], "torch is built for CPUs, but the machine has GPUs .driver 580.65.06"),
+    ):
+        rows = "; ".join(f"echo {number}, GPU-{number}, {mib}" for number, mib in enumerate(sizes))
+        script(tmp_path, f"case $1 in *memory*) {rows};; *) echo 580.65.06;; esac").rename(tmp_path / "nvidia-smi")
+        with pytest.raises(CheckFailed, match=reason):
+            look("gpus", *GPUS)
+
+
+def test_packages_that_settings_name_are_missed() -> None:
+    with pytest.raises(CheckFailed, match=r"trainer.layers=transformer_engine needs the package transformer_engine"):
+        look("software", "trainer.layers=transformer_engine", "trainer.attention=flash")
+
+
+def limited(shell: str, folder: Path, *overrides: str) -> str:
+    """What the check of limits says in a process with limits that `shell` sets, and cards as the files of `folder`."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from megatron_webrl.placement.placement import place_processes\n"
+        "from megatron_webrl.config.load import parse_config\n"
+        "from megatron_webrl.checks import node\n"
+        "config, node.INFINIBAND_DEVICES = parse_config(None, sys.argv[2:]), Path(sys.argv[1])\n"
+        "try: node.check_limits(config, place_processes(config))\n"
+        "except node.CheckFailed as error: print(error)\n"
+    )
+    command = ["bash", "-c", f'{shell}; exec "$@"', "-", sys.executable, "-c", program, str(folder), *overrides]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
+def test_a_low_limit_of_open_files_or_of_memory_for_infiniband_is_named(tmp_path: Path) -> None:
+    config = made()
+    needed = needed_open_files(config, place_processes(config))
+    assert 1024 < needed < 4096
+    assert limited(f"ulimit -n {needed}; ulimit -l 64", tmp_path, *GPUS) == ""  # without cards
+    (tmp_path / "mlx5_0").touch()
+    assert "a process may lock 64 KiB of memory (ulimit -l), but InfiniBand (mlx5_0) needs unlimited" in limited(
+        "ulimit -l 64", tmp_path, *GPUS
+    )
+    assert f"may open {needed - 1} files (ulimit -Hn), but one of this job may need {needed}" in limited(
+        f"ulimit -n {needed - 1}", tmp_path
+    )
+    large = parse_config(ROOT / "configs" / "8b_32node.yaml")
+    assert 3000 < needed_open_files(large, place_processes(large)) < MAX_OPEN_FILES
+
+
+def test_a_role_starts_with_a_high_limit_of_open_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    program = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        role = start_process([sys.executable, "-c", program], tmp_path / "log", {"PATH": "/usr/bin"}, "role")
+        assert role.wait(30) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (tmp_path / "log").read_text().strip() == str((min(hard, MAX_OPEN_FILES), hard))
+
+
+def test_a_cache_on_a_file_system_of_all_nodes_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = made()
+    mounts = "/dev/sda / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\ntmpfs /home/me/local tmpfs rw 0 0\n"
+    found = [file_system(Path(folder), mounts) for folder in ("/home/me/.triton", "/home/me/local/triton", "/raid")]
+    assert found == ["nfs4", "tmpfs", "ext4"]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert CHECKS["caches"](config, place_processes(config)) == ""
+    monkeypatch.setattr(node, "file_system", lambda folder, _: "nfs4" if folder == tmp_path else "ext4")
+    warning = CHECKS["caches"](config, place_processes(config))
+    assert warning.endswith("set TRITON_CACHE_DIR to a local folder")
 
 
 def test_each_check_is_a_line_with_its_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> str:
         raise CheckFailed("port 1 is not free")
 
-    for name, check in (("cores", lambda *_: ""), ("topology", lambda *_: "gpu 3 is elsewhere"), ("ports", fail)):
-        monkeypatch.setitem(CHECKS, name, check)
+    monkeypatch.setattr(
+        node, "CHECKS", {"cores": lambda *_: "", "caches": lambda *_: "on nfs", "ports": fail, "software": fail}
+    )
     config = made()
-    lines = check_locally("n1", config, place_processes(config), ["cores", "topology", "ports"])
+    lines = check_locally("n1", config, place_processes(config), without="software")
     assert [(each.name, each.status, each.note) for each in lines] == [
-        ("cores", "passed", ""), ("topology", "passed", "gpu 3 is elsewhere"), ("ports", "failed", "port 1 is not free")
-
+        ("cores", "passed", ""), ("caches", "passed", "on nfs"), ("ports", "failed", "port 1 is not free")
     ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_webrl.checks.weights import weight_sync_config
+from megatron_webrl.checks.jobs import weight_sync_config
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch.run_folder import prepared_run_folder
 from megatron_webrl.placement.placement import place_processes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.checks.gpu_engine import short_job
+from megatron_webrl.checks.jobs import short_job
 from megatron_webrl.config.advantage import ADVANTAGES, CriticConfig
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.judge import PROTOCOLS

@@ -6,19 +6,48 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_webrl.checks.gpu_links import StoreFacts
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
 
 SENDERS = 2
+
+
+class StoreFacts:
+    """What a link asks of a job's control service (control/connection.py), from a TCPStore of this machine."""
+
+    def __init__(self, port: int) -> None:
+        self.host, self.port = "127.0.0.1", port
+        self.store = dist.TCPStore(self.host, port, is_master=False, timeout=timedelta(seconds=60))
+
+    def connect(self) -> StoreFacts:
+        """The address of the service."""
+        return self
+
+    def sync(self, commands: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Run commands in order; returns their replies."""
+        return {"replies": [getattr(self, f"_{name}")(*arguments) for name, *arguments in commands]}
+
+    def _put(self, key: str, value: str | None) -> None:
+        if value is None:
+            self.store.delete_key(key)
+        else:
+            self.store.set(key, value)
+
+    def _get(self, keys: Sequence[str]) -> list[str | None]:
+        return [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
+
+    def _put_if_absent(self, key: str, value: str) -> str:
+        return self.store.compare_set(key, "", value).decode()
 
 
 @dataclass(frozen=True)

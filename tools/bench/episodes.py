@@ -12,7 +12,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_webrl.checks.samples import draw_page, random_words
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import make_context
@@ -21,6 +20,7 @@ from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.rollout.toolset import format_tool_call
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.types import Action, Observation
+from tools.bench.screenshots import draw_page, random_words
 
 STEPS = (1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8, 10)
 """Steps of an episode are drawn from these: most tasks are short, a few take long."""

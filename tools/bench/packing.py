@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.model import parameter_counts
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.hf_config import load_hf_config
@@ -38,6 +37,7 @@ from megatron_webrl.trainer.data.prefix_merging import MergedSequence, merge_pre
 from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.episodes import make_episodes
+from tools.bench.screenshots import draw_page
 from tools.make_tiny_model import make_tiny_model
 
 MODEL = {

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.hf_config import load_hf_config
@@ -34,6 +33,7 @@ from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
 from tools.arguments import make_bench_parser, write_json
+from tools.bench.screenshots import draw_page
 from tools.make_tiny_model import make_tiny_model
 
 SIZES = ((1280, 720), (1280, 768), (160, 224))

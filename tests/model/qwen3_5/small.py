@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from megatron_webrl.checks.oracles import (
+from tests.model import tiny
+from tests.model.tiny import (
     FULL,
     KEY_VALUE_HEADS,
     LINEAR,
@@ -14,7 +15,6 @@ from megatron_webrl.checks.oracles import (
     configuration,
     write_model,
 )
-from tests.model import tiny
 
 __all__ = [
     "FULL",

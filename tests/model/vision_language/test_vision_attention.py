@@ -12,10 +12,10 @@ from transformers import vision_utils
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from megatron_webrl.checks import oracles
 from megatron_webrl.model.vision_language import vision as module
 from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.vision import build_vision_tower
+from tests.model import tiny as oracles
 from tests.model.vision_language.compiler import counted_compiler
 
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 2**-6}  # of the norm; in bfloat16 sums of gradients are rounded

@@ -6,9 +6,9 @@ import random
 
 from playwright.async_api import Page
 
-from megatron_webrl.checks.samples import random_words
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.types import Task
+from tools.bench.screenshots import random_words
 
 HOST = "bench.localhost"
 ORIGIN = f"http://{HOST}"

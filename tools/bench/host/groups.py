@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.placement.prediction import EpisodeLengths
 from megatron_webrl.types import Action, Step, Task, Trajectory
+from tools.bench.screenshots import draw_page
 
 LENGTHS = EpisodeLengths()
 WIDTH, HEIGHT, GRID = 1280, 768, (1, 48, 80)

@@ -15,7 +15,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_webrl.checks.samples import draw_page
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.processor import Processor
@@ -31,6 +30,7 @@ from tools.bench.host.device import ImageClock, SimulatedDevice
 from tools.bench.host.groups import GRID, HEIGHT, LENGTHS, WIDTH
 from tools.bench.host.launches import Launches
 from tools.bench.host.measures import cpu_seconds, packed_shape
+from tools.bench.screenshots import draw_page
 from tools.make_tiny_model import make_tiny_model
 
 RECORD_SECONDS = 60.0

@@ -1,0 +1,214 @@
+"""All-reduces of GPUs and nodes: each one passes here, and a fault is blamed on the node that has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import TCPStore
+
+from megatron_webrl.checks import network, node
+from megatron_webrl.checks.network import Link, NodeNetwork, Rank, all_reduce, blame, neighbour_rounds, slow_link
+from megatron_webrl.checks.node import check_node
+from megatron_webrl.checks.report import CheckFailed, CheckResult
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.launch.node_reports import bad_nodes, report_folder, slow_nodes
+
+MIB = 2**20
+GOOD, BAD, LOCAL = Link(10.0, 5.0), Link(error="timed out"), Link(error="hung", local=True)
+
+
+# -- who is at fault --------------------------------------------------------------------------------------------------
+
+
+def circle(count: int, bad: Iterable[int]) -> dict[int, dict[int, Link]]:
+    """Links of nodes in a circle of which those of `bad` nodes time out at both ends."""
+    links: dict[int, dict[int, Link]] = {number: {} for number in range(count)}
+    for a, b in (pair for pairs in neighbour_rounds(count) for pair in pairs):
+        links[a][b] = links[b][a] = BAD if {a, b} & set(bad) else GOOD
+    return links
+
+
+@given(st.integers(4, 12), st.data())
+@settings(max_examples=200)
+def test_bad_nodes_are_found_if_their_neighbours_have_a_good_link(count: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, 3))  # at most one bad node in any four that follow each other
+    bad = {number for number in range(first, count - 3 + first, 4) if data.draw(st.booleans())}
+    assert blame(circle(count, bad)) == bad
+
+
+def test_a_good_node_between_two_bad_ones_passes() -> None:
+    assert blame(circle(6, [1, 3])) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "faulty"),
+    [
+        (GOOD, GOOD, set()),
+        (BAD, BAD, {1}),  # unknown: of two nodes, the first passes
+        (BAD, GOOD, {1}),
+        (LOCAL, BAD, {0}),
+        (BAD, LOCAL, {1}),
+        (LOCAL, LOCAL, {0, 1}),
+    ],
+)
+def test_of_two_nodes_the_one_with_the_fault_is_blamed(first: Link, second: Link, faulty: set[int]) -> None:
+    assert blame({0: {1: first}, 1: {0: second}}) == faulty
+
+
+def test_a_node_far_below_the_median_of_all_is_slow() -> None:
+    links = {0: {1: Link(20), 2: Link(4)}, 1: {0: Link(20), 2: Link(4)}, 2: {0: Link(4), 1: Link(4)}}
+    assert [bool(slow_link(links, number)) for number in range(3)] == [False, False, True]
+    assert "4.00 GiB/s" in slow_link(links, 2)
+    assert slow_link({}, 0) == ""
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_a_round_contains_each_member_at_most_once(count: int) -> None:
+    rounds = neighbour_rounds(count)
+    for pairs in rounds:
+        everyone = [each for pair in pairs for each in pair]
+        assert len(everyone) == len(set(everyone))
+    edges = {frozenset(pair) for pairs in rounds for pair in pairs}
+    assert edges == {frozenset((i, (i + 1) % count)) for i in range(count) if count > 1}
+
+
+# -- processes and nodes ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _shared_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "warm_up", lambda: None)  # the tests' own fork server has imported torch
+
+
+def together(*work: Callable[[], Any], seconds: float = 50.0) -> list[Any]:
+    """The results of functions that run at the same time."""
+    results: list[Any] = [None] * len(work)
+
+    def run(number: int) -> None:
+        results[number] = work[number]()
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(work))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(deadline - time.monotonic())
+        assert not thread.is_alive()
+    return results
+
+
+def test_speed_and_latency_are_measured_and_a_device_without_memory_is_a_local_fault() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [Rank(store.port, "both", number, 2, message_bytes=4 * MIB) for number in range(2)]
+    for link in all_reduce(ranks):
+        assert (link.error, link.local) == ("", False)
+        assert 0.001 < link.gib_per_second < 1000
+        assert 1 < link.microseconds < 1e6
+    [link] = all_reduce([Rank(store.port, "large", 0, 1, message_bytes=2**60)])
+    assert link.local
+    assert "memory" in link.error
+
+
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "not finish")])
+def test_a_process_that_dies_or_hangs_is_a_local_fault_and_its_peer_reports_an_error(
+    number: signal.Signals, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "KILL_MARGIN_SECONDS", 2.0)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (Rank(store.port, f"fault {number}", rank, 2, seconds=3.0) for rank in range(2))
+    [[good], [bad]] = together(lambda: all_reduce([first]), lambda: all_reduce([Stopped(second, number)]))
+    assert bad.local
+    assert says in bad.error
+    assert good.error
+    assert not good.local
+
+
+class Stopped(Rank):
+    """A rank whose process gets a signal as soon as it has read what it is to do."""
+
+    def __init__(self, rank: Rank, number: int) -> None:
+        super().__init__(**vars(rank))
+        object.__setattr__(self, "number", int(number))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        os.kill(os.getpid(), state["number"])
+
+
+def nodes_of(tmp_path: Path, *names: str, **options: Any) -> list[NodeNetwork]:
+    size = {"processes": 2, "message_bytes": 4 * MIB, **options}
+    return [NodeNetwork(name, names, "127.0.0.1", tmp_path / "port", **size) for name in names]
+
+
+def by_name(lines: Iterable[CheckResult]) -> dict[str, CheckResult]:
+    return {each.name: each for each in lines}
+
+
+def test_nodes_measure_links_and_an_all_reduce_without_a_bad_one(tmp_path: Path) -> None:
+    first, second, third = nodes_of(tmp_path, "n1", "n2", "n3")
+    found = together(
+        lambda: by_name(first.check(True)), lambda: by_name(second.check(False)), lambda: by_name(third.check(True))
+    )
+    assert not [line for lines in found for line in lines.values() if line.status == "failed"]
+    for lines, other in ((found[0], "n3"), (found[2], "n1")):
+        for name in ("all-reduce of the node", f"link {other}", "all-reduce of all"):
+            assert lines[name].value > 0
+            assert lines[f"{name}: latency"].unit == "us"
+        assert abs(lines["clock"].value) < 1.5
+    assert not [name for name in found[1] if name.startswith("link") or name == "all-reduce of all"]
+
+
+def test_a_wrong_clock_and_a_slow_link_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = nodes_of(tmp_path, "n1", "n2", "n3", processes=1, min_gib_per_second=1e6)
+    gather = third._gather
+    monkeypatch.setattr(third, "_gather", lambda stage, value: gather(stage, value - 5 if stage == "clock" else value))
+    found = together(*(lambda each=each: by_name(each.check(True)) for each in (first, second, third)))  # type: ignore[misc]
+    assert "differs by +5.0 s" in found[2]["clock"].note or "differs by +4.9 s" in found[2]["clock"].note
+    assert found[0]["clock"].status == "passed"
+    assert "link n2" not in found[0]  # of two nodes, the first passes
+    assert "below 1e+06" in found[1]["link n1"].note
+
+
+def test_a_first_node_that_does_not_answer_fails_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "GATHER_SECONDS", 1.0)
+    [line] = nodes_of(tmp_path, "n1", "n2", processes=1)[1].check(True)
+    assert (line.name, line.status) == ("network", "failed")
+    assert "n1 (127.0.0.1): did not start the network check within 1 s" in line.note
+
+
+def test_an_absent_node_is_no_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "GATHER_SECONDS", 2.0)
+    first, _, third = nodes_of(tmp_path, "n1", "n2", "n3", processes=1)
+    found = together(lambda: by_name(first.check(True)), lambda: by_name(third.check(True)))
+    assert found[0]["link n3"].value > 0
+    assert found[1]["all-reduce of all"].value > 0
+
+
+def test_reports_are_written_for_the_choice_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config(None, [f"run.directory={tmp_path}", "run.name=run"])
+    report_folder(config).mkdir(parents=True)
+
+    def check(*_: object) -> str:
+        raise CheckFailed("it shows nothing")
+
+    monkeypatch.setattr(node, "CHECKS", {"browser": check, "caches": lambda *_: "on nfs"})
+    check_node(config, "n1", ["n1"], "127.0.0.1")
+    assert bad_nodes(config, ["n1", "n2"]) == {
+        "n1": "browser: it shows nothing",
+        "n2": "its check did not finish; search the job's log for its name",
+    }
+    assert slow_nodes(config, ["n1"]) == {"n1": "caches: on nfs"}
+    assert json.loads((report_folder(config) / "n1.json").read_text())["results"][0]["section"] == "n1"
+    with pytest.raises(ConfigError, match=r"node n9 .* is not one of n1, n2"):
+        check_node(config, "n9", ["n1", "n2"], "127.0.0.1")

@@ -1,0 +1,55 @@
+"""Functions in processes of their own: results, errors, deaths and limits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_webrl.checks import processes
+from megatron_webrl.checks.processes import run_processes
+
+
+def work(argument: Any) -> Iterator[Any]:
+    """Yield rank and argument, then fail as the argument says."""
+    yield os.environ["RANK"], os.environ["WORLD_SIZE"], argument
+    if argument == "raise":
+        raise ValueError("of the\nfunction")
+    if argument == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if argument == "sleep":
+        yield psutil.Popen(["sleep", "600"]).pid
+        time.sleep(600)
+
+
+def run(*arguments: str, seconds: float = 30.0) -> list[processes.Outcome]:
+    return run_processes(f"{__name__}:work", arguments, seconds)
+
+
+def test_each_process_returns_its_results() -> None:
+    found = run("a", "b")
+    assert [each.results for each in found] == [[("0", "2", "a")], [("1", "2", "b")]]
+    assert not any(each.error for each in found)
+
+
+def test_an_error_and_a_death_are_lines_and_earlier_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    found = run("raise", "die", "sleep")
+    assert [each.error for each in found] == [
+        "ValueError: of the function", "its process killed by SIGKILL", "it did not finish within 30 s"
+    ]  # fmt: skip
+    assert [len(each.results) for each in found] == [1, 1, 2]
+    assert "ValueError: of the" in found[0].log
+
+
+def test_a_process_that_exceeds_its_limit_ends_with_its_children() -> None:
+    [found] = run("sleep", seconds=3.0)
+    assert found.error == "it did not finish within 3 s"
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(found.results[1]).status() == psutil.STATUS_ZOMBIE  # killed, and not yet reaped
