@@ -16,7 +16,7 @@ for name in (
     "megatron.core.models.gpt.gpt_layer_specs",
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
     "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
-    "megatron_webrl.trainer.factory",
+    "megatron_webrl.trainer.main",
     "megatron_webrl.trainer.checkpoint.checkpointer",
     "megatron_webrl.trainer.loop",
 ):

@@ -18,8 +18,12 @@ from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.model.vision_language.routing_replay import check_routing_replay
 from megatron_webrl.placement.memory_estimate import check_memory, check_parallel_layout, estimate_memory
 from megatron_webrl.placement.placement import check_cluster
-from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError, latest_checkpoint
-from megatron_webrl.trainer.checkpoint.resume_check import check_resumable, needs_initial_weights
+from megatron_webrl.trainer.checkpoint.checkpoint_files import (
+    CheckpointError,
+    check_resumable,
+    latest_checkpoint,
+    needs_initial_weights,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 _DIMENSIONS = {

@@ -29,7 +29,7 @@ from megatron_webrl.util.history import History
 log = logging.getLogger(__name__)
 
 FOLDER = "timeline"
-PROFILES = "profiles"  # folder of torch's profiles of a run (trainer/profile.py)
+PROFILES = "profiles"  # folder of torch's profiles of a run (trainer/telemetry.py)
 FILE_BYTES, FILES = 16 * 2**20, 4  # of each process
 UNWRITTEN_SPANS = 200_000  # in memory; while the disk stalls the oldest are lost
 FLUSH_SECONDS, CLOSE_SECONDS = 1.0, 10.0

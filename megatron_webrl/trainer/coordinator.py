@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.control.tickets import ticket_limit
 from megatron_webrl.judge.budget import restore_usage, save_usage
 from megatron_webrl.tasks.files.table import TASK_FILES, task_file_digests
 from megatron_webrl.tasks.registry import make_source
@@ -32,25 +34,19 @@ from megatron_webrl.track.metrics import (
 )
 from megatron_webrl.track.run_lock import Launch, LaunchLost
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
-from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
-from megatron_webrl.trainer.checkpoint.fallback import save_in_fallback
+from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState, save_in_fallback
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.credit.rewards import configured_penalties, reward_function
-from megatron_webrl.trainer.data import group_files
 from megatron_webrl.trainer.data.group_source import GroupSource
+from megatron_webrl.trainer.data.replay_buffer import group_file_path, write_trajectories
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.trainer.learner import Learner, Metrics
-from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
+from megatron_webrl.trainer.metrics.group_statistics import credit_metrics
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
 from megatron_webrl.trainer.metrics.system_metrics import EngineUtilization
 from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
-from megatron_webrl.trainer.multi_node.exchange import (
-    CollectInterrupt,
-    MultiNodeExchange,
-    SelectedGroups,
-    SingleNodeExchange,
-)
-from megatron_webrl.types import Group, TaskReference, Trajectory
+from megatron_webrl.trainer.multi_node.exchange import CollectInterrupt, RecordExchange, SelectedGroups
+from megatron_webrl.types import Group, TaskReference
 from megatron_webrl.util.atomic_file import continue_without
 from megatron_webrl.util.clock import steady_time
 from megatron_webrl.util.history import History
@@ -87,18 +83,16 @@ class Coordinator:
         self,
         config: Config,
         control: ControlClient,
-        exchange: SingleNodeExchange | MultiNodeExchange,
+        exchange: RecordExchange,
         state: TrainerState,
         resume_point: ResumePoint,
         tracker: MLflowTracker | None,
-        on_ready: Callable[[Group], None] = lambda group: None,
         launch: Launch | None = None,
         fallback: Path | None = None,
     ) -> None:
         """`state`: that of the checkpoint to go on from, or a new one. `tracker`: None except on the first rank.
 
-        The first rank calls `on_ready` for each group that waits to be trained. `launch`: of the run, if it has one.
-        `fallback`: the run's folder in trainer.checkpoint.fallback_folder.
+        `launch`: of the run, if it has one. `fallback`: the run's folder in trainer.checkpoint.fallback_folder.
         """
         self.config, self.control, self.exchange, self.tracker = config, control, exchange, tracker
         self._launch, self._launch_checked_at = launch, -math.inf
@@ -106,12 +100,15 @@ class Coordinator:
         self.resume_point = resume_point
         self.tickets_dropped_before = state.dropped_tickets
         self._resumed_version = state.version if state.restart_epoch else None  # of a checkpoint of this run
-        self.task_sampler = _open_task_sampler(config, state, resume_point) if self.is_first_rank else None
+        self.task_sampler: TaskSampler | None = None
         self.episode_log: EpisodeLog | None = None
         self.updates: History | None = None
         self.evaluation_log: EvaluationLog | None = None
         self._histories: tuple[History, ...] = ()  # on the first rank
         if tracker is not None:
+            source, files = make_source(config.tasks), task_file_digests(config.tasks)
+            self.task_sampler = TaskSampler(config, source, state.task_sampler, state.version, files)
+            self.task_sampler.tasks |= resume_point.surviving_tickets
             self.episode_log = EpisodeLog(
                 config.run_folder, self.accounting.closed_episodes, state.episode_log_bytes, self._check_launch
             )
@@ -126,7 +123,6 @@ class Coordinator:
             self.accounting,
             self.task_sampler.record_group if self.task_sampler else lambda group: None,
             self.episode_log,
-            on_ready,
             self.task_sampler.block_list.record_group if self.task_sampler else lambda group: None,
             lambda: control.add(DAMAGED_COUNTER, 1),
         )
@@ -141,8 +137,7 @@ class Coordinator:
         self._fallback = fallback
         self.utilization = EngineUtilization(control, config.worker_names)
         self._sequences: dict[int, list[int]] = {}
-        self._reissued = deque(resume_point.reissued_tickets)  # those that are still to be issued
-        self._next_ticket = resume_point.next_ticket
+        self._tickets = chain(resume_point.reissued_tickets, count(resume_point.next_ticket))
         self._issued = 0  # tickets of this restart epoch
 
     @property
@@ -161,7 +156,7 @@ class Coordinator:
     def open_next_batch(self, version: int) -> None:
         """Mode one_step_off: let the workers generate the next batch while this one is trained from `version`."""
         if self.is_first_rank:
-            self._raise_ticket_limit(version, 1)
+            self._issue_tickets(version, 1)
 
     def collect(
         self, version: int, has_new_engines: Callable[[], bool], has_engines: Callable[[], bool] = lambda: True
@@ -169,18 +164,16 @@ class Coordinator:
         """Groups of the next update, or the reason of an interrupt, on every rank. Raises TimeoutError or JobFailed."""
         chosen: SelectedGroups | CollectInterrupt | None = None
         if self.is_first_rank:
-            count, seconds = self.config.trainer.groups_per_update, self.config.trainer.batch_timeout_seconds
-            selected = self.group_source.wait_for_groups(
+            settings = self.config.trainer
+            chosen = self.group_source.wait_for_groups(
                 version,
-                count,
-                seconds,
+                settings.groups_per_update,
+                settings.batch_timeout_seconds,
                 lambda ready: self._should_continue(version, ready, has_new_engines),
                 has_engines,
             )
-            if selected is not None:
-                chosen = selected
-                self._sequences = {group.ticket: sequences for group, sequences in selected}
-            else:
+            self._sequences = {group.ticket: sequences for group, sequences in chosen or ()}
+            if chosen is None:
                 chosen = CollectInterrupt.STOP if self.control.stop_requested() else CollectInterrupt.NEW_ENGINES
         groups = self.exchange.broadcast_groups(chosen)
         if isinstance(groups, CollectInterrupt):
@@ -192,9 +185,9 @@ class Coordinator:
         """Log an update and, with keep_records, its groups. Collective."""
         version, groups = result.version, result.groups
         if self.config.tracking.keep_records and self.exchange.writes_node_files:
-            path = group_files.group_file_path(self.config.records_folder, version - 1, self.exchange.topology.node)
+            path = group_file_path(self.config.records_folder, version - 1, self.exchange.topology.node)
             with continue_without(str(path)):
-                group_files.write_trajectories(path, self.exchange.trajectories_to_store(groups))
+                write_trajectories(path, self.exchange.trajectories_to_store(groups))
         if self.tracker is None:
             return
         update = self._update_metrics(result)
@@ -209,6 +202,26 @@ class Coordinator:
         trajectories = [t for group in groups for t in group.trajectories if t.trainable]
         oldest_versions = map(self.group_source.oldest_version, trajectories)
         staleness = [version - 1 - oldest for oldest in oldest_versions if oldest is not None]
+        extra = loss_metrics(metrics) | {"staleness_min": float(min(staleness, default=0))}
+        if self.config.trainer.loss.oldest_replayed:
+            extra["replayed_trajectories"] = metrics["replayed"]
+        if configured_penalties(self.config):
+            extra["reward_shaped_mean"] = mean([*map(reward_function(self.config), trajectories)])
+        for more in (
+            result.mismatch.metrics(),
+            episode_metrics(groups),
+            credit_metrics(groups, self.config.trainer.advantage),
+            step_metrics(groups, self.config.rollout.context.response_format.startswith("memory_")),
+            self.checkpoints.pop_metrics(),
+            result.system_metrics,
+            self.exchange.pop_metrics(),
+            self.group_source.pop_metrics(),
+            self.task_sampler.metrics() if self.task_sampler else {},
+            self.utilization.pop_metrics(),
+            self.accounting.wasted_token_shares(),
+            {f"dropped/{metric_label(reason)}": float(number) for reason, number in self.accounting.dropped.items()},
+        ):
+            extra |= more
         return UpdateMetrics(
             version=version,
             groups=len(groups),
@@ -223,36 +236,15 @@ class Coordinator:
             tokens_per_second=metrics["tokens"] / (seconds.wait + seconds.train + seconds.sync),
             seconds=seconds,
             finished_at=steady_time(),
-            extra=self._learner_metrics(metrics, trajectories)
-            | result.mismatch.metrics()
-            | {"staleness_min": float(min(staleness, default=0))}
-            | episode_metrics(groups)
-            | credit_metrics(groups, self.config.trainer.advantage)
-            | step_metrics(groups, self.config.rollout.context.response_format.startswith("memory_"))
-            | self.checkpoints.pop_metrics()
-            | result.system_metrics
-            | self.exchange.pop_metrics()
-            | self.group_source.pop_metrics()
-            | (self.task_sampler.metrics() if self.task_sampler else {})
-            | self.utilization.pop_metrics()
-            | self.accounting.wasted_token_shares()
-            | {f"dropped/{metric_label(reason)}": float(count) for reason, count in self.accounting.dropped.items()},
+            extra=extra,
         )
-
-    def _learner_metrics(self, metrics: Metrics, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        named = loss_metrics(metrics)
-        if self.config.trainer.loss.oldest_replayed:
-            named["replayed_trajectories"] = metrics["replayed"]
-        if configured_penalties(self.config):
-            named["reward_shaped_mean"] = mean([*map(reward_function(self.config), trajectories)])
-        return named
 
     def close_update(self, groups: Sequence[Group], version: int) -> None:
         """Count the trained groups, free their records, and let the workers claim more tickets."""
         if self.is_first_rank:
             for group in groups:
                 self.group_source.close_group(group, self._sequences.pop(group.ticket))
-            self._raise_ticket_limit(version, self._updates_ahead)
+            self._issue_tickets(version, self._updates_ahead)
 
     def checkpoint_if_due(self, learner: Learner, version: int) -> None:
         """Complete the checkpoint in progress if it is written, and start one of `version` if it is due. Collective."""
@@ -282,8 +274,9 @@ class Coordinator:
 
     def trainer_state(self, version: int) -> TrainerState:
         """The state that a checkpoint of `version` stores."""
+        new_tickets = max(0, self._issued - len(self.resume_point.reissued_tickets))
         closed_tickets, open_tickets = self.resume_point.checkpoint_tickets(
-            self._next_ticket, self.group_source.closed_tickets
+            self.resume_point.next_ticket + new_tickets, self.group_source.closed_tickets
         )
         return TrainerState(
             version=version,
@@ -360,7 +353,7 @@ class Coordinator:
     def _should_continue(self, version: int, ready: int, has_new_engines: Callable[[], bool]) -> bool:
         self.control.check_job()
         self._check_launch()
-        self._raise_ticket_limit(version, self._updates_ahead)
+        self._issue_tickets(version, self._updates_ahead)
         count = self.config.trainer.groups_per_update
         dropped = self.accounting.format_dropped()
         self.control.report_status(
@@ -381,30 +374,21 @@ class Coordinator:
         """Updates beyond the next one whose groups workers may start while the trainer collects groups."""
         return self.config.rollout.max_staleness if self.config.rollout.mode == "async" else 0
 
-    def _raise_ticket_limit(self, version: int, updates_ahead: int) -> None:
+    def _issue_tickets(self, version: int, updates_ahead: int) -> None:
         if tickets := self._draw_tickets(version, updates_ahead):
             self.control.issue_tickets(tickets)
 
     def _draw_tickets(self, version: int, updates_ahead: int) -> dict[int, TaskReference]:
         """The tickets up to the limit, with their tasks: those that are issued again come first."""
-        assert self.task_sampler is not None
-        tickets = []
-        for _ in range(self._compute_ticket_limit(version, updates_ahead) - self._issued):
-            if self._reissued:
-                tickets.append(self._reissued.popleft())
-            else:
-                tickets.append(self._next_ticket)
-                self._next_ticket += 1
+        if self.task_sampler is None or version >= self.config.trainer.updates:
+            return {}  # no more groups are needed
+        groups = self.config.trainer.groups_per_update
+        lost = self.group_source.dropped_tickets + self.group_source.lost_tickets
+        closed = (version - self.resume_point.version) * groups + lost
+        limit = ticket_limit(len(self.resume_point.surviving_tickets), closed, updates_ahead, groups)
+        tickets = list(islice(self._tickets, max(0, limit - self._issued)))
         self._issued += len(tickets)
         return self.task_sampler.draw(tickets, version)
-
-    def _compute_ticket_limit(self, version: int, updates_ahead: int) -> int:
-        if version >= self.config.trainer.updates:
-            return self._issued  # no more groups are needed
-        count = self.config.trainer.groups_per_update
-        closed = (version - self.resume_point.version) * count + self.group_source.dropped_tickets
-        replaced = closed + self.group_source.lost_tickets
-        return self.resume_point.ticket_limit(replaced, updates_ahead, count)
 
     def _final_report(self, worker: str, deadline: float) -> tuple[str, dict[str, Any]] | None:
         """A worker's instance id and final counts; None if it sends no report before the deadline."""
@@ -414,11 +398,3 @@ class Coordinator:
                 return None
             time.sleep(0.05)
         return report["instance_id"], report
-
-
-def _open_task_sampler(config: Config, state: TrainerState, resume_point: ResumePoint) -> TaskSampler:
-    """The sampler as the checkpoint left it, with the tasks of the surviving tickets."""
-    source, files = make_source(config.tasks), task_file_digests(config.tasks)
-    sampler = TaskSampler(config, source, state.task_sampler, state.version, files)
-    sampler.tasks |= resume_point.surviving_tickets
-    return sampler

@@ -18,7 +18,6 @@ from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.track import evaluations, tables
 from megatron_webrl.track.evaluations import (
     EvaluationLog,
-    EvaluationRequest,
     ResultCollector,
     aggregate_results,
     make_request,
@@ -73,11 +72,8 @@ class EvaluationScheduler:
         if self._collector is not None:
             log.warning(
                 "skipping the evaluation of version %d: an earlier one has %d of %d episodes (evaluation.every=%d)",
-                version,
-                len(self._collector.results),
-                self._collector.request.episodes,
-                settings.every,
-            )
+                version, len(self._collector.results), self._collector.request.episodes, settings.every,
+            )  # fmt: skip
             return
         self._submit("during", version)
 
@@ -123,7 +119,7 @@ class EvaluationScheduler:
         except OSError as error:
             log.error("earlier evaluations cannot be read: %s; the job continues without them", first_line(error))
         lines = [line for line in lines if (line["kind"], line["version"]) == (kind, version)]
-        request = self._make_request(0, kind, version, variant, exclusive=True)
+        request = make_request(0, kind, variant, self._task_indices, self.config.evaluation, version, True)
         fields = ("variant", "temperature", "samples", "first_task")
         wanted = {"tasks_requested": request.tasks} | {name: getattr(request, name) for name in fields}
         return not any(all(line[name] == value for name, value in wanted.items()) for line in lines)
@@ -132,12 +128,9 @@ class EvaluationScheduler:
     def _task_indices(self) -> range:
         return evaluation_task_indices(self.config)
 
-    def _make_request(self, number: int, kind: str, version: int, variant: str, exclusive: bool) -> EvaluationRequest:
-        return make_request(number, kind, variant, self._task_indices, self.config.evaluation, version, exclusive)
-
     def _submit(self, kind: str, version: int, variant: str = "", exclusive: bool = False) -> None:
         number = evaluations.next_request_number(self.control)
-        request = self._make_request(number, kind, version, variant, exclusive)
+        request = make_request(number, kind, variant, self._task_indices, self.config.evaluation, version, exclusive)
         evaluations.submit_request(self.control, request)
         self._collector, self._started = ResultCollector(self.control, request), time.monotonic()
 
@@ -181,11 +174,8 @@ class EvaluationScheduler:
         if not complete:
             log.warning(
                 "evaluation %s: %d of %d episodes are missing after %g s (evaluation.timeout_seconds)",
-                collector.request.name,
-                collector.missing_count,
-                collector.request.episodes,
-                self.config.evaluation.timeout_seconds,
-            )
+                collector.request.name, collector.missing_count, collector.request.episodes, seconds,
+            )  # fmt: skip
         self._record(collector, seconds)
 
     def _record(self, collector: ResultCollector, seconds: float) -> None:

@@ -5,10 +5,9 @@ Pillow, NumPy and torch release the interpreter's lock while they decode, resize
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -64,11 +63,6 @@ class _Image:
         """Bytes that it occupies from its start until it is freed: the copy that a thread decodes, and the patches."""
         return self.patch_bytes + len(self.data)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether its patches are ready, or cannot be made."""
-        return self.patches is not None and self.patches.done()
-
 
 class PrefetchedPixels:
     """The pixels of one micro-batch. A call returns float32 [patches, dim] on the prefetcher's device."""
@@ -85,10 +79,9 @@ class ImagePrefetcher:
     """Decodes and patchifies the images of micro-batches in the order of use, as memory permits.
 
     Life cycle: `schedule` each micro-batch of an update, in the order of computation; then call its PrefetchedPixels
-    `passes` times, in the same order. `prefetch` announces images of micro-batches that are not packed yet. An image of
-    several micro-batches is prepared once, and again only if it had to make room for one needed sooner; it is freed
-    after its last pass. Threads write uint8, an eighth of the size of the float32 patches, which are made on the
-    device.
+    `passes` times, in the same order. An image of several micro-batches is prepared once, and again only if it had to
+    make room for one needed sooner; it is freed after its last pass. Threads write uint8, an eighth of the size of the
+    float32 patches, which are made on the device.
     """
 
     def __init__(
@@ -116,23 +109,16 @@ class ImagePrefetcher:
         """Add a micro-batch of `passes` passes and start its images. `episodes`: the episode name of each image."""
         wanted = []
         for data, grid in images:
-            image = self._images.setdefault(data, self._new_image(data, grid, episodes[data]))
+            image = self._images.get(data)
+            if image is None:
+                size = self._patchifier.image_bytes(grid)
+                image = self._images[data] = _Image(data, grid, episodes[data], size)
             image.uses += passes
             wanted.append(image)
         pixels = PrefetchedPixels(self, wanted, passes)
         self._order.append(pixels)
         self._work_ahead()
         return pixels
-
-    def prefetch(self, images: Iterable[tuple[bytes, Grid]], episode: str) -> None:
-        """Start images of micro-batches that are scheduled later, while there is room."""
-        for data, grid in images:
-            if data not in self._images:
-                # A copy: the group may be dropped before, and its record be overwritten.
-                image = self._new_image(bytes(data), grid, episode)
-                if not self._start(image):
-                    return
-                self._images[image.data] = image
 
     def resolve(self, pixels: PrefetchedPixels) -> torch.Tensor:
         """The pixels of a micro-batch: normally the next one of the order, but any is allowed."""
@@ -144,6 +130,7 @@ class ImagePrefetcher:
             image.uses -= 1
             if image.uses <= 0:
                 self._free(image)
+                self._images.pop(image.data, None)
         if pixels in self._order:
             self._order.remove(pixels)
         pixels.passes -= 1
@@ -156,9 +143,6 @@ class ImagePrefetcher:
         """Stop the threads, each after the image that it decodes."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _new_image(self, data: bytes, grid: Grid, episode: str) -> _Image:
-        return _Image(data, grid, episode, self._patchifier.image_bytes(grid))
-
     def _patchify(self, data: bytes, grid: Grid) -> np.ndarray:
         patches = np.empty(self._patchifier.image_bytes(grid), np.uint8)
         self._patchifier.patchify(data, grid, patches)
@@ -166,66 +150,49 @@ class ImagePrefetcher:
 
     def _patches(self, image: _Image) -> np.ndarray:
         """The patches of an image, uint8; waits if they are not ready."""
-        if not image.is_done:
-            with self.wait_timer.measure():
-                self._wait(image)
+        if image.patches is None and not self._start(image, -1):
+            raise ImagePreparationError(
+                f"a screenshot of {image.episode} takes {image.buffer_bytes / 2**20:.1f} MiB, but the image buffer "
+                f"has {self.buffer_bytes / 2**20:.1f} MiB; raise rollout.max_model_len, which sets its size"
+            )
         assert image.patches is not None
+        if not image.patches.done():
+            with self.wait_timer.measure():
+                wait([image.patches], self._timeout_seconds)
+        if not image.patches.done():
+            raise ImagePreparationError(
+                f"a screenshot of {image.episode} ({len(image.data)} bytes) was not prepared within "
+                f"{self._timeout_seconds:.0f} s by {self.threads} threads (trainer.image_workers)"
+            )
         try:
             return image.patches.result()
         except Exception as error:  # decoders raise many types on damaged images
             reason = str(error) or type(error).__name__
             raise ImagePreparationError(f"a screenshot of {image.episode} cannot be trained on: {reason}") from error
 
-    def _wait(self, image: _Image) -> None:
-        deadline = time.monotonic() + self._timeout_seconds
-        while not image.is_done:
-            if image.patches is None:
-                self._make_room(image, -1)
-            pending = [each.patches for each in {image, *self._images.values()} if each.patches and not each.is_done]
-            if image.patches is None and not pending:
-                raise ImagePreparationError(
-                    f"a screenshot of {image.episode} takes {image.buffer_bytes / 2**20:.1f} MiB, but the image buffer "
-                    f"has {self.buffer_bytes / 2**20:.1f} MiB; raise rollout.max_model_len, which sets its size"
-                )
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise ImagePreparationError(
-                    f"a screenshot of {image.episode} ({len(image.data)} bytes) was not prepared within "
-                    f"{self._timeout_seconds:.0f} s by {self.threads} threads (trainer.image_workers), which have "
-                    f"{len(pending)} images to decode"
-                )
-            wait([image.patches] if image.patches else pending, left, FIRST_COMPLETED)
-
     def _work_ahead(self) -> None:
         """Start images in the order of use, while there is room."""
         for position, pixels in enumerate(self._order):
             for image in pixels.images:
-                if image.patches is None and not self._make_room(image, position):
+                if image.patches is None and not self._start(image, position):
                     return
 
-    def _make_room(self, image: _Image, position: int) -> bool:
-        """Start an image of the micro-batch at `position`, freeing images of later micro-batches if necessary."""
-        while not self._start(image):
-            victim, needed_at = self._last_needed()
-            if victim is None or needed_at <= position:
-                return False
-            self._free(victim)
-        return True
+    def _start(self, image: _Image, position: int) -> bool:
+        """Give an image of the micro-batch at `position` of the order to the threads; images of later ones make room.
 
-    def _last_needed(self) -> tuple[_Image | None, int]:
-        """The image in memory that is needed last, and the position of the micro-batch that needs it."""
-        needed_at: dict[_Image, int] = {}
-        for position, pixels in enumerate(self._order):
-            for image in pixels.images:
-                needed_at.setdefault(image, position)
-        done = [image for image in self._images.values() if image.is_done]
-        last = max(done, key=lambda image: needed_at.get(image, NEVER), default=None)
-        return last, -1 if last is None else needed_at.get(last, NEVER)
-
-    def _start(self, image: _Image) -> bool:
-        """Give an image to the threads; False if there is no room for it."""
+        False if there is no room.
+        """
         if self.used_bytes + image.buffer_bytes > self.buffer_bytes:
-            return False
+            needed_at = {each: at for at, pixels in reversed([*enumerate(self._order)]) for each in pixels.images}
+            started = [each for each in self._images.values() if each.patches is not None]
+            for victim in sorted(started, key=lambda each: needed_at.get(each, NEVER), reverse=True):
+                if needed_at.get(victim, NEVER) <= position:
+                    return False
+                self._free(victim)
+                if self.used_bytes + image.buffer_bytes <= self.buffer_bytes:
+                    break
+            else:
+                return False
         self.used_bytes += image.buffer_bytes
         self.started_images += 1
         image.patches = self._pool.submit(self._patchify, bytes(image.data), image.grid)
@@ -234,7 +201,6 @@ class ImagePrefetcher:
     def _free(self, image: _Image) -> None:
         """Free its memory. One that is used again must be prepared again."""
         if image.patches is not None:
+            image.patches.cancel()
             image.patches = None
             self.used_bytes -= image.buffer_bytes
-        if image.uses <= 0:
-            self._images.pop(image.data, None)

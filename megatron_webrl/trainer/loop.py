@@ -50,8 +50,9 @@ def train(context: TrainingContext) -> None:
     coordinator.open_job(context.version)
     telemetry = Telemetry(config, learner.timeline, packer, syncer)
     while context.version < config.trainer.updates:
-        with telemetry.waiting(context.version + 1):
-            groups = _collect(context)
+        telemetry.phase("wait for groups", context.version + 1)
+        groups = _collect(context)
+        telemetry.phase()
         if groups is None:
             break
         old = context.replay.sample(context.version)
@@ -59,23 +60,25 @@ def train(context: TrainingContext) -> None:
         new = batching.shuffled_rewards(new, config, context.version)
         if one_step_off:
             sync_seconds = _sync_before_training(context)
-        with telemetry.training(context.version + 1):
-            metrics, mismatch = train_batch(learner, packer, config, [*new, *old], context.version)
-            context.replay.add(new, context.version)
+        telemetry.phase("train", context.version + 1)
+        metrics, mismatch = train_batch(learner, packer, config, [*new, *old], context.version)
+        context.replay.add(new, context.version)
+        telemetry.phase()
         context.version += 1
         if not one_step_off:
             sync_seconds = syncer.sync(context.version)
         metrics |= {"replayed": len(old)}
         result = telemetry.finish_update(context.version, groups, metrics, mismatch, sync_seconds)
-        with telemetry.span("log and account"):
-            coordinator.log_update(result)
-            coordinator.close_update(groups, context.version)
-        with telemetry.span("checkpoint"):
-            coordinator.checkpoint_if_due(learner, context.version)
+        telemetry.phase("log and account", context.version)
+        coordinator.log_update(result)
+        coordinator.close_update(groups, context.version)
+        telemetry.phase("checkpoint", context.version)
+        coordinator.checkpoint_if_due(learner, context.version)
         if not one_step_off:
             evaluations.poll_during_training(context.version)
-    with telemetry.span("checkpoint"):
-        coordinator.final_checkpoint(learner, context.version)
+    telemetry.phase("checkpoint", context.version)
+    coordinator.final_checkpoint(learner, context.version)
+    telemetry.phase()
     evaluations.run_after_training(context.version, syncer)
     complete = context.version >= config.trainer.updates and not evaluations.cut_short
     coordinator.end_job(context.version, complete)

@@ -72,6 +72,13 @@ def parallel_sizes(config: Config) -> ParallelSizes:
     )
 
 
+def image_rank() -> int | None:
+    """This rank among those that divide the images of its replica; None: it has no vision tower."""
+    if not parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+        return None
+    return int(parallel_state.get_tensor_and_context_parallel_group().rank())
+
+
 def shutdown() -> None:
     """Destroy all process groups."""
     process_groups.destroy_process_groups()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,27 @@ from megatron_webrl.trainer.checkpoint.checkpoint_writer import (
     run_on_first_rank,
     write_metadata,
 )
-from megatron_webrl.trainer.learner import Learner, ReferencePolicy
+from megatron_webrl.trainer.learner import ReferencePolicy
 from megatron_webrl.trainer.parallel import all_gather_object, broadcast_object
 from megatron_webrl.util import atomic_file
 
 log = logging.getLogger(__name__)
 
 
-def attach_reference_policy(learner: Learner, config: Config) -> Learner:
-    """Give the learner the policy at the start of the run as its reference, if the loss has a KL penalty. Collective.
+def make_reference(chunks: list[Any], config: Config) -> ReferencePolicy | None:
+    """The policy at the start of the run as the reference of the KL penalty; None without one. Collective.
 
-    A fresh run's learner has these weights; a warm start stores them. A resumed one, before its checkpoint loads, has
-    model.path or model.checkpoint: the reference unless one is stored. Raises CheckpointError on failure.
+    In a fresh run the chunks have its weights; after a warm start they are stored. In a resumed one, before its
+    checkpoint loads, they have those of model.path or model.checkpoint: the reference unless one is stored. Raises
+    CheckpointError on failure.
     """
     if not config.trainer.loss.kl_coefficient:
-        return learner
+        return None
     if not config.run.resume and config.trainer.warm_start.demonstrations:
-        store_reference(config.reference_weights_folder, learner.chunks, Path(config.model.path))
+        store_reference(config.reference_weights_folder, chunks, Path(config.model.path))
     elif config.run.resume and broadcast_object(config.reference_weights_folder.exists()):
-        load_weights(config.reference_weights_folder, learner.chunks)
-    return replace(learner, reference=ReferencePolicy(learner.models))
+        load_weights(config.reference_weights_folder, chunks)
+    return ReferencePolicy([chunk.module for chunk in chunks])
 
 
 def store_reference(path: Path, chunks: list[Any], model_folder: Path) -> None:
@@ -51,19 +51,19 @@ def store_reference(path: Path, chunks: list[Any], model_folder: Path) -> None:
     temporary = path.with_name(f".{path.name}")
     _run_on_first_rank(path, lambda: files.make_empty_folder(temporary))
     plan = plan_checkpoint(sharded_weights(chunks), temporary, validate=True)
-    outcome: tuple[list[Any], str | None]
+    locations: list[Any] | str
     try:
-        outcome = (plan.write_task()(), None)
+        locations = plan.write_task()()
     except OSError as error:
-        outcome = ([], one_line_error(error))
-    outcomes = all_gather_object(outcome)
-    for rank, (_, error_line) in enumerate(outcomes):
-        if error_line is not None:
-            raise _write_error(path, f"rank {rank}: {error_line}")
+        locations = one_line_error(error)
+    outcomes = all_gather_object(locations)
 
     def complete() -> None:
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, str):
+                raise CheckpointError(f"rank {rank}: {outcome}")
         write_metadata(temporary, plan.common, {}, model_folder)
-        plan.write_index([locations for locations, _ in outcomes])
+        plan.write_index([outcome for outcome in outcomes if not isinstance(outcome, str)])
         shutil.rmtree(path, ignore_errors=True)  # left by a trainer that died before its first checkpoint
         atomic_file.publish(temporary, path)
 
@@ -75,8 +75,4 @@ def store_reference(path: Path, chunks: list[Any], model_folder: Path) -> None:
 def _run_on_first_rank(path: Path, action: Callable[[], object]) -> None:
     _, error = run_on_first_rank(action)
     if error is not None:
-        raise _write_error(path, error)
-
-
-def _write_error(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"the reference {path} could not be written: {reason}")
+        raise CheckpointError(f"the reference {path} could not be written: {error}")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.trainer import WARM_START_TIMEOUT_SECONDS
@@ -27,36 +28,34 @@ from megatron_webrl.types import Group, Trajectory
 log = logging.getLogger(__name__)
 
 
-def warm_start(learner: Learner, packer: SequencePacker, config: Config, control: ControlClient) -> Learner:
-    """Train on demonstrations from a file or from the first worker; returns the learner with a new optimiser for RL.
+def warm_start(chunks: list[Any], packer: SequencePacker, config: Config, control: ControlClient) -> None:
+    """Train the model's chunks on demonstrations from a file or from the first worker.
 
     Collective. Every rank reads the same file. Raises JobFailed if it comes too late or has another tokenizer.
     """
-    settings, dtype = config.trainer.warm_start, next(learner.chunks[0].parameters()).dtype
+    packer = replace(packer, image_cache=None)  # the samples have their images
+    settings, dtype = config.trainer.warm_start, next(chunks[0].parameters()).dtype
     demonstrations = _wait_for_demonstrations(config, control)
     _check_tokenizer(demonstrations[0], packer.processor, config.demonstrations_path)
     groups = [Group(t.ticket, (t,)) for t in demonstrations]
     samples = batching.make_samples(groups, batching.demonstration_advantages)
     warm_start_config = replace(config.trainer.optimizer, learning_rate=settings.learning_rate, warmup_fraction=0.05)
     steps = settings.epochs * -(-len(samples) // settings.samples_per_update)
-    learner = replace(learner, optimizer=make_optimizer(learner.chunks, warm_start_config, steps, dtype))
+    optimizer = make_optimizer(chunks, warm_start_config, steps, dtype)
+    vocab_size = chunks[0].module.unpadded_vocab_size
+    learner = Learner(chunks, vocab_size, optimizer, report_progress=control.report_progress)
     started, step = time.monotonic(), 0
     for microbatches in _prefetch_one(_minibatches(packer, samples, config)):
         metrics, _ = learner.train_step(microbatches, None, negative_log_likelihood)
         step += 1
         control.report_status(f"warm start, step {step} of {steps}, loss {metrics['loss']:.3f}")
         control.check_job()
+    seconds, waited = time.monotonic() - started, packer.wait_timer.pop_seconds()
     log.info(
         "warm start: %d steps on %d samples in %.1f s (%.1f s of them waiting for images), loss %.4f",
-        step,
-        len(samples),
-        time.monotonic() - started,
-        packer.wait_timer.pop_seconds(),
-        metrics["loss"],
-    )
+        step, len(samples), seconds, waited, metrics["loss"],
+    )  # fmt: skip
     control.put_json("demonstrations/trained", True)
-    rl_optimizer = make_optimizer(learner.chunks, config.trainer.optimizer, config.trainer.optimizer_steps, dtype)
-    return replace(learner, optimizer=rl_optimizer)
 
 
 def _wait_for_demonstrations(config: Config, control: ControlClient) -> list[Trajectory]:

@@ -83,7 +83,7 @@ class WeightSyncer:
 
     def has_new_engines(self) -> bool:
         """First rank: whether an engine waits for its first weights."""
-        return bool(self._engines_to_serve(new_only=True))
+        return any(self._linked.get(worker) != engine for worker, engine in self._announced().items())
 
     def has_engines(self) -> bool:
         """First rank: whether the last `has_new_engines` or `sync` found an engine that has, or waits for, weights.
@@ -108,7 +108,8 @@ class WeightSyncer:
         self.version = self.version if new_engines_only else version
         if self._plan is None:
             self._make_plan(broadcast_object(self._await_engines() if self._rank == 0 else {}))
-        pending = self._engines_to_serve(new_engines_only) if self._rank == 0 else {}
+        announced = self._announced() if self._rank == 0 else {}
+        pending = {w: a for w, a in announced.items() if not new_engines_only or self._linked.get(w) != a}
         pending, self._given_up = broadcast_object((pending, self._given_up))
         failures = _all_failures(self._join_all(pending))
         served = {worker: a.link_id for worker, a in pending.items() if worker not in failures}
@@ -152,11 +153,13 @@ class WeightSyncer:
         self._given_up = tuple(self.control.given_up_workers())
         for worker in self._active(self.config.worker_names):
             value = self.control.get_json(f"engine/{worker}")
-            if not isinstance(value, dict) or value["trainer"] != self._trainer_id:
-                continue
-            if value["link_id"] in self._closed_links or self._consecutive_failures[worker] >= MAX_FAILURES:
-                continue
-            if not self.control.instance_has_ended(value["instance_id"]):
+            if (
+                isinstance(value, dict)
+                and value["trainer"] == self._trainer_id
+                and value["link_id"] not in self._closed_links
+                and self._consecutive_failures[worker] < MAX_FAILURES
+                and not self.control.instance_has_ended(value["instance_id"])
+            ):
                 nodes, sizes = tuple(value["nodes"]), EngineSizes(**value["sizes"])
                 announced[worker] = EngineAnnouncement(value["link_id"], value["instance_id"], nodes, sizes)
         self._any_announced = bool(announced)
@@ -178,9 +181,6 @@ class WeightSyncer:
 
     def _active(self, workers: Sequence[str]) -> list[str]:
         return [worker for worker in workers if worker not in self._given_up]
-
-    def _engines_to_serve(self, new_only: bool) -> dict[str, EngineAnnouncement]:
-        return {w: a for w, a in self._announced().items() if not new_only or self._linked.get(w) != a}
 
     def _make_plan(self, engines: Mapping[str, EngineAnnouncement]) -> None:
         """Make the plan of all transfers: a restarted engine receives the same slices as before."""
@@ -273,20 +273,17 @@ class WeightSyncer:
         timeout_seconds = self.config.weights.timeout_seconds
         deadline = time.monotonic() + timeout_seconds
         for worker, link_id in served.items():
-            while not self._has_applied(worker, link_id, version):
+            while worker not in failures:
+                applied = self.control.get_json(f"weights/applied/{worker}")
+                if isinstance(applied, dict) and (applied["link_id"], applied["version"]) == (link_id, version):
+                    break
                 self.control.check_job()
                 if reason := self._engine_failure(worker):
                     failures[worker] = reason
-                    break
-                if time.monotonic() > deadline:
+                elif time.monotonic() > deadline:
                     failures[worker] = f"it did not serve version {version} within {timeout_seconds:g} s"
-                    break
                 time.sleep(_POLL_SECONDS)
         return failures
-
-    def _has_applied(self, worker: str, link_id: str, version: int) -> bool:
-        applied = self.control.get_json(f"weights/applied/{worker}")
-        return isinstance(applied, dict) and (applied["link_id"], applied["version"]) == (link_id, version)
 
     def _engine_failure(self, worker: str) -> str | None:
         """Why an engine cannot finish its transfer; None if it still can."""
@@ -324,14 +321,8 @@ class WeightSyncer:
             "weights/engines_with_async_scheduling": float(sum(value["async_scheduling"] for value in applied)),
             "weights/failed_transfers": float(self.failed_transfers),
         }
-        log.info(
-            "version %d to %d engines: %.3f GiB in %.3f s, longest pause %.3f s",
-            version,
-            len(updated),
-            gib,
-            seconds,
-            pause,
-        )
+        count = len(updated)
+        log.info("version %d to %d engines: %.3f GiB in %.3f s, pause %.3f s", version, count, gib, seconds, pause)
 
     @property
     def _transfer_plan(self) -> TransferPlan:

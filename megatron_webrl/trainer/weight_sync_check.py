@@ -10,7 +10,7 @@ from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.placement.placement import RankInfo
 from megatron_webrl.ring.ring import NodeRing
 from megatron_webrl.trainer import parallel
-from megatron_webrl.trainer.factory import make_learner
+from megatron_webrl.trainer.main import load_model
 from megatron_webrl.trainer.parallel import all_gather_object
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.util import atomic_file, torchvision_shim
@@ -24,9 +24,9 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     control.start_heartbeat()
     control.report_status("loading the model")
     platform = parallel.initialize(config, rank, control, f"{node_ring.job_id}/weight_sync_check")
-    learner = make_learner(config, platform)
+    models = [chunk.module for chunk in load_model(config, platform)]
     control.report_status("waiting for the engines")
-    weight_syncer = WeightSyncer(learner.models, config, control, platform)
+    weight_syncer = WeightSyncer(models, config, control, platform)
     transfers = []
     for version in range(TRANSFER_COUNT):
         control.report_status(f"transfer {version + 1} of {TRANSFER_COUNT}")

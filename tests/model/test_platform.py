@@ -83,7 +83,7 @@ cpu = platform.activate("cpu")
 from megatron.core import fp8_utils, optimizer
 from megatron_webrl.model.build import build_model
 from megatron_webrl.model.compute_options import ComputeOptions, MissingLibraryError
-from megatron_webrl.trainer.factory import choose_layers
+from megatron_webrl.trainer.main import choose_layers
 
 assert not fp8_utils.HAVE_TE and optimizer.Adam is torch.optim.AdamW
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -54,17 +54,17 @@ def _train(config: Config, platform: Any) -> dict[str, Any]:
     """The updates; then the gradient of a batch, whole and as the mean of its groups'."""
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
-    from megatron_webrl.trainer.data import group_files
-    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
+    from megatron_webrl.trainer.data import replay_buffer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.main import load_model, make_learner, make_sequence_packer
 
-    learner, builder = make_learner(config, platform), make_sequence_packer(config, platform)
+    learner, builder = make_learner(config, load_model(config, platform)), make_sequence_packer(config, platform)
     checkpoints = Checkpointer(config.run_folder / "checkpoints", Path(config.model.path), config.trainer.checkpoint)
     updates, batch = [], make_groups(config, GROUPS)
     for version in range(UPDATES):
         batch = [_played(group, version, learner, builder) for group in batch]
-        group_files.write_trajectories(
-            group_files.group_file_path(config.records_folder, version),
+        replay_buffer.write_trajectories(
+            replay_buffer.group_file_path(config.records_folder, version),
             (t for group in batch for t in group.trajectories),
         )
         if version == UPDATES - 1:

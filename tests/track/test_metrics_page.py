@@ -24,8 +24,7 @@ from megatron_webrl.trainer.credit.rewards import outcome_reward
 from megatron_webrl.trainer.credit.step_critic import critic_credit
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.loss.token_data import StepValues, TokenData
-from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
-from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
+from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, credit_metrics
 from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
 from megatron_webrl.trainer.metrics.token_metrics import PER_STEP_METRICS, loss_metrics, token_statistics
 from megatron_webrl.types import Group, JudgeStage, Verdict

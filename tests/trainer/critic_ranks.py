@@ -85,8 +85,8 @@ def weights_of(learner: Any) -> dict[str, torch.Tensor]:
 
 
 def _update(learner: Any, config: Config, platform: Any, groups: list[Group]) -> dict[str, float]:
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.main import make_sequence_packer
 
     metrics: dict[str, float] = train_batch(learner, make_sequence_packer(config, platform), config, groups, VERSION)[0]
     return metrics

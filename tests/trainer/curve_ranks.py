@@ -60,8 +60,8 @@ def _curve_from(folder: Path, model: str, sizes: Any, platform: Any) -> list[tup
 
 def _qwen(model: str, sizes: Any, platform: Any) -> tuple[Any, Any]:
     """A learner, and an update on always the same samples, which returns loss and gradient norm."""
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.main import make_sequence_packer
     from tests.trainer import learner_ranks
 
     config = learner_ranks.make_config(model)
@@ -82,8 +82,8 @@ def _qwen(model: str, sizes: Any, platform: Any) -> tuple[Any, Any]:
 def _one_step(model: str, platform: Any, limit: int) -> dict[str, Any]:
     """One step on all samples, in rows of at most `limit` tokens."""
     from megatron_webrl.trainer.data import batching
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loss.objective import make_objective
+    from megatron_webrl.trainer.main import make_sequence_packer
     from tests.trainer import learner_ranks
 
     config = learner_ranks.make_config(model)

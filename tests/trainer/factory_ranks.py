@@ -17,8 +17,8 @@ PACKAGE = "transformer_engine.pytorch"
 def choose(rank: int, folder: str) -> None:
     """Write the layers that this rank takes: on CUDA with the package on no, one and all ranks, and on the CPU."""
     from megatron_webrl.model.platform import Platform
-    from megatron_webrl.trainer import factory
-    from megatron_webrl.trainer.factory import choose_compilation, choose_layers
+    from megatron_webrl.trainer import main
+    from megatron_webrl.trainer.main import choose_compilation, choose_layers
 
     with session(rank, folder) as cpu:
         cuda = Platform("cuda", torch.device("cpu"), "gloo")
@@ -32,6 +32,6 @@ def choose(rank: int, folder: str) -> None:
         Path(folder, f"layers-{rank}").write_text(" ".join(found))
         compiled = [choose_compilation(cpu, torch.float32)]
         for problem in ("", "no C compiler" if rank else ""):
-            with mock.patch.object(factory, "compilation_problem", return_value=problem):
+            with mock.patch.object(main, "compilation_problem", return_value=problem):
                 compiled.append(choose_compilation(cuda, torch.float32))
         Path(folder, f"compiled-{rank}").write_text(" ".join(map(str, compiled)))

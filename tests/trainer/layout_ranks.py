@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,13 @@ def run(rank: int, folder: str, models: dict[str, str]) -> None:
 
 def _updates(config: Any, platform: Any) -> dict[str, Any]:
     """Two updates of several optimiser steps each; returns metrics and weights."""
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
-    from megatron_webrl.trainer.reference import attach_reference_policy
+    from megatron_webrl.trainer.main import make_sequence_packer
+    from megatron_webrl.trainer.reference import make_reference
     from tests.model.hf_export import hf_tensors
 
-    learner = attach_reference_policy(make_learner(config, platform), config)
+    learner = make_learner(config, platform)
+    learner = replace(learner, reference=make_reference(learner.chunks, config))
     builder = make_sequence_packer(config, platform)
     figures = [train_batch(learner, builder, config, make_groups(config), VERSION) for _ in range(2)]
     held = None if builder.prefetcher is None else builder.prefetcher.used_bytes

@@ -39,14 +39,13 @@ def make_config(model: str) -> Config:
 
 def make_learner(config: Config, platform: Any, *, with_weights: bool = True) -> Any:
     """A learner with a large epsilon of Adam: a step depends on the size of the gradient, not only on its sign."""
-    from megatron_webrl.trainer import factory
+    from megatron_webrl.trainer import main
     from megatron_webrl.trainer.optimizer import make_optimizer
 
-    learner, trainer = factory.make_learner(config, platform, with_weights=with_weights), config.trainer
-    optimizer = make_optimizer(
-        learner.chunks, trainer.optimizer, trainer.optimizer_steps, getattr(torch, config.model.dtype), epsilon=1e-3
-    )
-    return replace(learner, optimizer=optimizer)
+    chunks, trainer = main.load_model(config, platform, with_weights=with_weights), config.trainer
+    dtype = getattr(torch, config.model.dtype)
+    optimizer = make_optimizer(chunks, trainer.optimizer, trainer.optimizer_steps, dtype, epsilon=1e-3)
+    return replace(main.make_learner(config, chunks), optimizer=optimizer)
 
 
 def make_groups(config: Config, count: int = 4) -> list[Group]:
@@ -158,8 +157,8 @@ def _rates(learner: Any, count: int) -> list[float]:
 
 
 def _update(learner: Any, config: Config, platform: Any, groups: list[Group]) -> tuple[dict[str, float], Any]:
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.main import make_sequence_packer
 
     return train_batch(learner, make_sequence_packer(config, platform), config, groups, VERSION)
 
@@ -168,9 +167,9 @@ def _update_ahead(
     learner: Any, config: Config, platform: Any, groups: list[Group], folder: Path
 ) -> tuple[tuple[dict[str, float], Any], dict[str, float]]:
     """An update with prefetched images, in a buffer smaller than all of them together."""
-    from megatron_webrl.trainer import factory
-    from megatron_webrl.trainer.factory import make_sequence_packer
+    from megatron_webrl.trainer import main as factory
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.main import make_sequence_packer
 
     config.run.directory, config.trainer.image_workers = str(folder), 1
     factory.image_buffer_mib = lambda *_: 1
@@ -213,8 +212,8 @@ def _mismatch(microbatches: Any) -> dict[str, Any]:
 def _single_step(config: Config, platform: Any, groups: list[Group]) -> dict[str, Any]:
     """One minibatch, one epoch; then a replica without samples, and a gradient that is not finite."""
     from megatron_webrl.trainer.data import batching
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loss.objective import make_objective
+    from megatron_webrl.trainer.main import make_sequence_packer
     from megatron_webrl.trainer.optimizer import NonFiniteGradient
     from tests.model.hf_export import hf_tensors
 

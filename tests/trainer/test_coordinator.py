@@ -17,7 +17,7 @@ from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.coordinator import Coordinator
-from megatron_webrl.trainer.multi_node.exchange import SingleNodeExchange
+from megatron_webrl.trainer.multi_node.exchange import RecordExchange
 from tests.job_control import connect, control_service
 from tools.drills.file_faults import FileFaults
 
@@ -47,7 +47,7 @@ def test_a_checkpoint_has_the_lines_that_wait_for_a_full_disk(tmp_path: Path) ->
         ring.unlink()
         control, exchange, tracker = (
             connect(address, "trainer-0"),
-            SingleNodeExchange(ring),
+            RecordExchange(ring),
             MLflowTracker(config),
         )
         coordinator = Coordinator(config, control, exchange, state, ResumePoint(), tracker)

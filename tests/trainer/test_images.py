@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import mmap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,21 +118,6 @@ def test_microbatches_are_equal_with_and_without_workers(make: Make, tiny_model:
     assert bench.prefetcher.used_bytes == 0
 
 
-def test_only_a_packer_that_encodes_all_images_prefetches(make: Make) -> None:
-    bench, cost = make(), FlopsEstimator(1, 1, 1, 1, 1)
-    samples = episode(bench.processor, 0, (4, 3, 2))
-    for replicas in (2, 1):
-        assert bench.prefetcher.started_images == 0
-        builder = SequencePacker(
-            bench.processor, 400, torch.device("cpu"), 0, replicas, cost, prefetcher=bench.prefetcher
-        )
-        builder.prefetch(samples)
-    assert bench.prefetcher.started_images == 4
-    (batch,) = builder.build(samples, "constant", 10)
-    assert torch.equal(batch.inputs.load_pixels(), bench.processor.pixels(samples[-1].images)[0])
-    assert bench.prefetcher.started_images == 4
-
-
 def test_images_wait_for_room_and_those_needed_last_are_freed(make: Make) -> None:
     bench, pictures = make(blocks=3), shots(8)
     rows = [[pictures[i], pictures[(i + 1) % 8]] for i in range(8)]
@@ -155,17 +139,6 @@ def test_pixels_may_be_used_in_another_order_and_more_often_than_scheduled(make:
     assert bench.prefetcher.used_bytes == 0
 
 
-def test_prefetched_images_are_cut_before_scheduling_and_make_room_for_others(make: Make) -> None:
-    bench, pictures, others = make(blocks=3), shots(3), shots(3, first=10)
-    (grid,) = bench.processor.grids(pictures[:1]).tolist()
-    bench.prefetcher.prefetch([(picture, tuple(grid)) for picture in pictures], "ticket 7, episode 0")
-    assert bench.prefetcher.started_images == 3
-    assert torch.equal(bench.schedule(*pictures[:2])(), bench.processor.pixels(pictures[:2])[0])
-    assert bench.prefetcher.started_images == 3
-    assert torch.equal(bench.schedule(*others)(), bench.processor.pixels(others)[0])
-    assert bench.prefetcher.started_images == 6
-
-
 def test_an_image_that_cannot_be_decoded_is_named(make: Make) -> None:
     bench, (whole,) = make(), shots(1)
     row = bench.schedule(whole, screenshot(1, SIDE, SIDE)[:-2000])
@@ -178,18 +151,6 @@ def test_an_image_that_cannot_be_decoded_is_named(make: Make) -> None:
     builder = SequencePacker(bench.processor, 400, torch.device("cpu"), 0, 1, FlopsEstimator(1, 1, 1, 1, 1))
     with pytest.raises(ImagePreparationError, match=r"ticket 3, episode 0 .*are no PNG, JPEG or WebP"):
         builder.build([sample, broken], "constant", 10)
-
-
-def test_a_dropped_groups_images_are_copies_and_make_room(make: Make) -> None:
-    bench, (dropped, *others) = make(blocks=1), shots(4)
-    record = mmap.mmap(-1, len(dropped))  # as a ring's
-    record[:] = dropped
-    (grid,) = bench.processor.grids([dropped]).tolist()
-    bench.prefetcher.prefetch([(memoryview(record).toreadonly(), tuple(grid))], "ticket 7, episode 0")
-    record[:] = bytes(len(record))  # the ring has freed and overwritten it
-    assert torch.equal(bench.schedule(*others)(), bench.processor.pixels(others)[0])
-    assert bench.prefetcher.used_bytes == 0
-    assert not bench.prefetcher._images
 
 
 def test_an_image_larger_than_the_buffer_is_refused(make: Make) -> None:
@@ -223,7 +184,7 @@ def test_waiting_is_measured_and_a_timeout_names_the_setting(make: Make, monkeyp
     row, _ = bench.schedule(second), bench.schedule(third)
     try:
         with pytest.raises(
-            ImagePreparationError, match=r"ticket 7, .* within 0 s by 1 threads \(trainer.image_workers\), which have 2"
+            ImagePreparationError, match=r"ticket 7, .* within 0 s by 1 threads \(trainer.image_workers\)"
         ):
             row()
     finally:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.track.timeline import PROFILES, Timeline
-from megatron_webrl.trainer.profile import profiled
+from megatron_webrl.trainer.telemetry import profiled
 
 
 def test_only_chosen_updates_of_the_first_rank_are_profiled(tmp_path: Path) -> None:

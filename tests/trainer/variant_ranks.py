@@ -39,7 +39,7 @@ def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
     from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
     from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
     from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
-    from megatron_webrl.trainer.reference import attach_reference_policy
+    from megatron_webrl.trainer.reference import make_reference
 
     config = make_config(model)
     config.run.directory = str(folder)
@@ -51,7 +51,7 @@ def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
     config.trainer.warm_start.demonstrations, config.trainer.loss.kl_coefficient = 1, 0.1
     rows = _microbatches(config, platform)
     found: dict[str, Any] = {"start": learner.compute_logprobs(rows)}
-    learner = attach_reference_policy(learner, config)
+    learner = replace(learner, reference=make_reference(learner.chunks, config))
     found["figures"] = [_update(learner, config, platform) for _ in range(3)]
     before, scores = _weights(learner), learner.compute_logprobs(rows)
     (found["reference"],) = learner.compute_reference_logprobs([rows])
@@ -63,7 +63,8 @@ def _reference(folder: Path, model: str, platform: Any) -> dict[str, Any]:
     checkpoints.start_save(learner, TrainerState(VERSION, 0, 0, (), Accounting().state_dict(), 0))
     checkpoints.close()
     config.run.resume = True
-    resumed = attach_reference_policy(make_learner(config, platform), config)
+    resumed = make_learner(config, platform)
+    resumed = replace(resumed, reference=make_reference(resumed.chunks, config))
     load_learner(latest_checkpoint(config.run_folder), resumed)
     found["resumed"] = resumed.compute_logprobs(rows)
     found["at checkpoint"] = learner.compute_logprobs(rows)
@@ -104,8 +105,8 @@ def _variants(model: str, platform: Any) -> dict[str, Any]:
 def _distillation(model: str, platform: Any) -> dict[str, Any]:
     """Eight updates by a teacher alone, which has imitated successes; the mean distance to it, in nats per token."""
     from megatron_webrl.trainer.data import batching
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.main import make_sequence_packer
 
     config = make_config(model)
     config.trainer.loss = loss_config("raft")
@@ -149,15 +150,15 @@ def _with_logprobs(trajectory: Trajectory, pairs: Iterator[tuple[np.ndarray, np.
 
 
 def _update(learner: Any, config: Config, platform: Any) -> dict[str, float]:
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.main import make_sequence_packer
 
     return train_batch(learner, make_sequence_packer(config, platform), config, make_groups(config), VERSION)[0]
 
 
 def _microbatches(config: Config, platform: Any) -> Any:
     from megatron_webrl.trainer.data import batching
-    from megatron_webrl.trainer.factory import make_sequence_packer
+    from megatron_webrl.trainer.main import make_sequence_packer
 
     samples = batching.make_samples(make_groups(config))
     return make_sequence_packer(config, platform).build(samples, "constant", 10)

@@ -22,7 +22,7 @@ def run(rank: int, folder: str, model: str) -> None:
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
     from megatron_webrl.model.processor import Processor
-    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
+    from megatron_webrl.trainer.main import load_model, make_sequence_packer
     from megatron_webrl.trainer.warm_start import warm_start
     from tests.model.hf_export import hf_tensors
 
@@ -42,11 +42,12 @@ def run(rank: int, folder: str, model: str) -> None:
         for workers in (0, 1):
             config.trainer.image_workers = workers
             builder = make_sequence_packer(config, platform)
-            learner = warm_start(make_learner(config, platform), builder, config, control)
+            chunks = load_model(config, platform)
+            warm_start(chunks, builder, config, control)
             assert control.get_json("demonstrations/trained")
             assert builder.prefetcher is None or builder.prefetcher.used_bytes == 0
             builder.close()
-            weights = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
+            weights = {name: tensor.clone() for name, tensor in hf_tensors([chunk.module for chunk in chunks])}
             torch.save(weights, Path(folder) / f"weights-{workers}.pt")
     process_groups.destroy_process_groups()
     torch.distributed.destroy_process_group()

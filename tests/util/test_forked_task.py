@@ -1,4 +1,4 @@
-"""A function in a forked child: its result, its errors, and that it leaves no zombie."""
+"""A function in a forked child: its result, its errors, and that it leaves no process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from megatron_webrl.trainer.checkpoint.checkpoint_writer import ForkedTask, Fork
 from tests.waiting import until
 
 
-def test_a_finished_task_is_no_zombie_before_anybody_asks_for_it() -> None:
+def test_a_task_returns_more_than_a_pipe_holds() -> None:
     task = ForkedTask(lambda: [1] * 2**18, timeout_seconds=60)
+    until(lambda: task.done, "the result", 30)
+    assert task.result() == [1] * 2**18
+    assert not psutil.pid_exists(task.pid)
+
+
+def test_a_finished_task_is_no_zombie_before_anybody_asks_for_it() -> None:
+    task = ForkedTask(lambda: 1, timeout_seconds=60)
     until(lambda: not psutil.pid_exists(task.pid), "the child to be reaped", 30)
     assert task.done
-    assert task.result() == [1] * 2**18
+    assert task.result() == 1
 
 
 def test_an_error_of_the_task_is_one_line() -> None:

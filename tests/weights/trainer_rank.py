@@ -30,7 +30,7 @@ def run(rank: RankInfo, config_file: Path, address: Path, folders: Sequence[Path
     # Imported already in the server that forks this process, and not to be imported beside vLLM.
     from megatron_webrl.model.build import load_hf
     from megatron_webrl.trainer import parallel
-    from megatron_webrl.trainer.factory import make_learner
+    from megatron_webrl.trainer.main import load_model, make_learner
     from megatron_webrl.trainer.weight_sync import WeightSyncer
     from tests.model.hf_export import hf_tensors
 
@@ -38,7 +38,7 @@ def run(rank: RankInfo, config_file: Path, address: Path, folders: Sequence[Path
     control = ControlClient(address, f"trainer-{rank.rank}")
     control.start_heartbeat()
     platform = parallel.initialize(config, rank, control, f"test/{control.register_instance()}")
-    learner = make_learner(config, platform)
+    learner = make_learner(config, load_model(config, platform))
     weight_syncer = WeightSyncer(learner.models, config, control, platform)
     forever = control.get_json("go/forever")
     for version in itertools.count() if forever else range(len(folders) + 1):

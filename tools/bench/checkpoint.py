@@ -57,12 +57,12 @@ def measure(rank: int, folder: str, model: str) -> None:
 
 def _one(folder: Path, model: str, platform: Any, tensor_parallel: int, asynchronous: bool) -> dict[str, Any]:
     from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
-    from megatron_webrl.trainer.factory import make_learner
+    from megatron_webrl.trainer.main import load_model, make_learner
 
     config = Config()
     config.model.path = model
     config.trainer.tensor_parallel, config.trainer.data_parallel = tensor_parallel, 2 // tensor_parallel
-    learner = make_learner(config, platform)
+    learner = make_learner(config, load_model(config, platform))
     checkpoints = Checkpointer(folder / f"{tensor_parallel}-{asynchronous}", Path(model), CheckpointConfig())
     blocked, concurrent, alone, written, size = [], [], [], [], 0.0
     alone += [_update(learner) for _ in range(3)]

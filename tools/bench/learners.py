@@ -97,10 +97,10 @@ class PackedLearner:
         # Import Megatron after the platform is active.
         from megatron_webrl.model import process_groups
         from megatron_webrl.model.layout import ParallelSizes
-        from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
+        from megatron_webrl.trainer.main import load_model, make_learner, make_sequence_packer
 
         process_groups.init_process_groups(ParallelSizes())
-        self.learner = make_learner(config, platform)
+        self.learner = make_learner(config, load_model(config, platform))
         self.builder = make_sequence_packer(config, platform)
 
     def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:

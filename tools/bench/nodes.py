@@ -108,11 +108,11 @@ class ExchangeBench:
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
-        from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, SingleNodeExchange
+        from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, RecordExchange
         from megatron_webrl.trainer.multi_node.screenshots import ImageCache, ImageShard
 
         self.write_groups(homes or (0, 0))
-        rings: SingleNodeExchange | MultiNodeExchange = SingleNodeExchange(self.rings[0])
+        rings = RecordExchange(self.rings[0])
         if homes is not None:
             cache, damaged = ImageCache(self.wire, ImageShard(self.rank, 0)), self.config.run_folder / "damaged_records"
             rings = MultiNodeExchange(self.rings[self.rank], self.wire, cache, damaged)
@@ -146,15 +146,15 @@ class ExchangeBench:
         wanted = {rank: [bytes(name) for i in part for name in chains[i].images] for rank, part in enumerate(parts)}
         torch.distributed.barrier()
         before = time.perf_counter()
-        fetched = rings.image_cache.fetch(wanted)
+        rings.image_cache.fetch(wanted)
         torch.distributed.barrier()
         after = time.perf_counter()
         figures = {
-            "plan": planned - begun, "fetch": after - before, "moved": float(fetched.transferred_bytes),
-            "local_fraction": 1 - fetched.transferred_bytes / fetched.needed_bytes,
+            "plan": planned - begun, "fetch": after - before, "moved": float(rings.image_cache.transferred_bytes),
+            "local_fraction": 1 - rings.image_cache.transferred_bytes / rings.image_cache.needed_bytes,
             "other": rings.pop_metrics()["nodes/other_mib"] * 2**20,
         }  # fmt: skip
-        return figures | {"send": self._send(fetched.transferred_bytes)}
+        return figures | {"send": self._send(int(figures["moved"]))}
 
     def _send(self, size: int) -> float:
         """Seconds that torch takes to send `size` bytes from one rank to the other."""

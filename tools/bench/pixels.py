@@ -156,8 +156,8 @@ class PreprocessingBench:
         return found
 
     def _builder(self, workers: int, samples: Sequence[TrainingSample]) -> SequencePacker:
-        from megatron_webrl.trainer.factory import make_image_prefetcher
         from megatron_webrl.trainer.images import WaitTimer
+        from megatron_webrl.trainer.main import make_image_prefetcher
 
         config = Config()
         config.run.directory, config.trainer.image_workers = str(self.folder), workers

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_webrl.ring.record import decode_trajectory, read_record_file
-from megatron_webrl.trainer.data.group_files import group_file_path, list_group_files
+from megatron_webrl.trainer.data.replay_buffer import group_file_path, list_group_files
 from megatron_webrl.types import Group, Trajectory
 
 

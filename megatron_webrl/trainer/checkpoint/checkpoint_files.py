@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: names, the newest complete one, commit, deletion.
+"""Checkpoint folders on disk: names, the newest complete one, commit, deletion, and what a resume needs. Without torch.
 
     checkpoints/latest                     name of the newest complete checkpoint
     checkpoints/version-000005/            complete; its files never change
@@ -14,11 +14,21 @@ next launch moves away (track/run_lock.py), and a commit refuses a version below
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
+from megatron_webrl.config.schema import Config
+from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint, version_and_copy
 from megatron_webrl.util import atomic_file
+
+CRITIC_HINT = (
+    "a run has a critic (trainer.advantage.name=critic) from its start or not at all: leave it as it was, or start "
+    "another run from the weights (model.checkpoint)"
+)
 
 
 class CheckpointError(RuntimeError):
@@ -51,11 +61,6 @@ def make_empty_folder(temporary: Path) -> Path:
     return temporary
 
 
-def version_folder(folder: Path, version: int, copy: int = 0) -> Path:
-    """The final folder of a checkpoint; `copy` counts earlier checkpoints of the same version."""
-    return folder / (f"version-{version:06d}" + (f".{copy}" if copy else ""))
-
-
 def commit(temporary: Path, version: int) -> Path:
     """Rename a complete folder to its final name and point `latest` to it; returns it. Its files must be on disk.
 
@@ -66,11 +71,10 @@ def commit(temporary: Path, version: int) -> Path:
     newest_version, newest_copy = (newest and version_and_copy(newest)) or (-1, 0)
     if newest is not None and newest_version > version:
         raise CheckpointError(f"{folder / 'latest'} names {newest.name}, which is newer than version {version}")
-    copy = newest_copy + 1 if newest_version == version else 0
-    target = version_folder(folder, version, copy)
-    while target.exists():  # replacing the folder that `latest` names would take two steps
-        copy += 1
-        target = version_folder(folder, version, copy)
+    # A new name for each copy: replacing the folder that `latest` names would take two steps.
+    copies = count(newest_copy + 1 if newest_version == version else 0)
+    names = (f"version-{version:06d}" + (f".{copy}" if copy else "") for copy in copies)
+    target = next(folder / name for name in names if not (folder / name).exists())
     atomic_file.publish(temporary, target)
     with atomic_file.replacing(folder / "latest", folder=staging) as pointer:
         pointer.write(target.name.encode())
@@ -85,14 +89,13 @@ def obsolete_checkpoints(newest: Path, keep: int, keep_every: int) -> list[Path]
     found = {key: path for path in newest.parent.iterdir() if (key := version_and_copy(path)) is not None}
     newest_key = version_and_copy(newest)
     assert newest_key is not None
-    newest_version = newest_key[0]
-    versions = sorted({version for version, _ in found if version <= newest_version}, reverse=True)
-    kept = set(versions[:keep]) | {version for version in versions if keep_every and version % keep_every == 0}
-    last_copy = {version: max(copy for v, copy in found if v == version) for version in versions}
+    last_copy = {version: copy for version, copy in sorted(found) if version <= newest_key[0]}
+    last_versions = sorted(last_copy)[-keep:]
+    kept = {v: c for v, c in last_copy.items() if v in last_versions or (keep_every and v % keep_every == 0)}
     return [
         path
         for (version, copy), path in sorted(found.items())
-        if version <= newest_version and path != newest and (version not in kept or copy != last_copy[version])
+        if version <= newest_key[0] and path != newest and kept.get(version) != copy
     ]
 
 
@@ -111,3 +114,46 @@ def delete_leftovers(staging: Path) -> list[str]:
     for path in left:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return [path.name for path in left]
+
+
+def needs_initial_weights(config: Config) -> bool:
+    """Whether a start reads model.checkpoint or the weights of model.path.
+
+    A resumed one needs them only as the reference of the KL penalty, unless a warm start has stored that.
+    """
+    if not config.run.resume:
+        return True
+    return config.trainer.loss.kl_coefficient > 0 and not config.reference_weights_folder.exists()
+
+
+def check_resumable(checkpoint: Path, trainer: TrainerConfig) -> None:
+    """Raises CheckpointError if a setting has another value than the checkpoint needs, as its state.json says."""
+    path = checkpoint / "state.json"
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if state.get("optimizer_shards") == "ranks":
+        layout = {
+            "tensor": trainer.tensor_parallel,
+            "pipeline": trainer.pipeline_parallel,
+            "virtual_pipeline": trainer.virtual_pipeline,
+            "context": trainer.context_parallel,
+            "expert": trainer.expert_parallel,
+            "expert_tensor": trainer.expert_tensor_parallel,
+        }
+        check_same_model_parallel(state["layout"], layout, checkpoint)
+    if state.get("has_critic") not in (None, trainer.critic is not None):
+        has = "has a critic" if state["has_critic"] else "has no critic"
+        raise CheckpointError(f"{checkpoint} {has}, but trainer.advantage.name={trainer.advantage.name}; {CRITIC_HINT}")
+
+
+def check_same_model_parallel(stored: Mapping[str, int], layout: Mapping[str, int], folder: Path) -> None:
+    """Raises CheckpointError unless only the number of replicas differs from the checkpoint's layout."""
+    for name, size in layout.items():
+        if name != "ranks" and stored[name] != size:
+            raise CheckpointError(
+                f"{folder} was saved with trainer.checkpoint.optimizer_shards=ranks and {name} size {stored[name]}, "
+                f"not {size}: resume with the same sizes and any number of replicas, or start a run from its weights "
+                "(model.checkpoint)"
+            )

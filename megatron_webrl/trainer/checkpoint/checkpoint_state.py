@@ -28,9 +28,8 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron_webrl.model.build import is_first_replica
 from megatron_webrl.model.value_head import VALUE_HEAD
-from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
+from megatron_webrl.trainer.checkpoint.checkpoint_files import CRITIC_HINT, CheckpointError, check_same_model_parallel
 from megatron_webrl.trainer.checkpoint.checkpoint_writer import one_line_error
-from megatron_webrl.trainer.checkpoint.resume_check import CRITIC_HINT, check_same_model_parallel
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.parallel import all_gather_object
 

@@ -8,14 +8,12 @@ writes every byte but the final index.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import inspect
 import json
+import multiprocessing
 import os
-import pickle
 import queue
-import re
 import signal
 import threading
 import time
@@ -23,10 +21,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -38,15 +36,13 @@ from megatron_webrl.model.convert.hf_files import copy_metadata
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.util.atomic_file import fsync, fsync_tree
-from megatron_webrl.util.child_process import die_with_parent
+from megatron_webrl.util.child_process import describe_exit, die_with_parent
 
 SAVE_STRATEGY = ("torch_dist", 1)
 # Megatron 0.19 uses another package's writer by default; 0.16 has only its own, and no such argument.
 _TAKES_STRATEGY = "async_strategy" in inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
 _OWN_WRITER = {"async_strategy": "mcore"} if _TAKES_STRATEGY else {}
 Result = TypeVar("Result")
-_TRACE_SIGNAL = signal.SIGUSR1  # makes the child write its stack
-_TRACE_SECONDS = 0.3
 _KILL_SECONDS = 1.0
 
 
@@ -64,87 +60,64 @@ class ForkedTask:
     """A function running in a forked child. It dies with this process; `result` never waits past the timeout.
 
     The child lacks the other threads: the function must need no lock that one may hold, no CUDA and no logging. A
-    thread waits for its end: it is no zombie however late `done` or `result` is called.
+    thread waits for its end: it is no zombie however late `result` is called.
     """
 
     def __init__(self, function: Callable[[], Any], timeout_seconds: float) -> None:
         """Start `function`; its result must be picklable. Call from the main thread: the child dies with the thread."""
         self._deadline, self._timeout_seconds = time.monotonic() + timeout_seconds, timeout_seconds
-        self._outcome = os.memfd_create("forked_task")  # a pipe would block the child once it is full
-        self._trace = os.memfd_create("forked_task_trace")
-        self._status = 0  # as os.waitpid returns it; valid once it has ended
-        self._ended = threading.Event()
+        self._outcome, sender = multiprocessing.Pipe(duplex=False)
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            self._run_child(function, parent)
-        threading.Thread(target=self._reap, name="forked task", daemon=True).start()
-
-    def _run_child(self, function: Callable[[], Any], parent: int) -> None:
-        """Run the function in the child and exit; does not return."""
-        code = 1
-        try:
-            die_with_parent(parent=parent)
-            faulthandler.register(_TRACE_SIGNAL, file=self._trace, all_threads=False)
-            gc.disable()  # a collection would run finalisers of objects that belong to the parent
-            torch.set_num_threads(1)  # the pool of threads was not copied
-            try:
-                outcome = (True, function())
-            except Exception as error:  # every error is reported to the parent
-                outcome = (False, one_line_error(error))
-            with os.fdopen(self._outcome, "wb") as file:
-                pickle.dump(outcome, file)
-            code = 0
-        finally:
-            os._exit(code)
-
-    @property
-    def done(self) -> bool:
-        """Whether `result` would return without waiting."""
-        return self._ended.is_set() or time.monotonic() > self._deadline
-
-    def result(self) -> Any:
-        """Wait for the function and return its result. Raises ForkedTaskError. Call it once."""
-        timed_out = not self._ended.wait(max(0.0, self._deadline - time.monotonic()))
-        if timed_out:
-            where = self._current_calls()
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            self._ended.wait(_KILL_SECONDS)  # a file system that stalls keeps it longer
-        try:
-            if timed_out:
-                raise ForkedTaskError(f"not finished within {self._timeout_seconds:.0f} s, {where}")
-            if self._status:
-                code = os.waitstatus_to_exitcode(self._status)
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-                raise ForkedTaskError(f"the writing process {how}")
-            os.lseek(self._outcome, 0, os.SEEK_SET)
-            with os.fdopen(os.dup(self._outcome), "rb") as file:
-                succeeded, value = pickle.load(file)
-        finally:
-            os.close(self._outcome)
-            os.close(self._trace)
-        if not succeeded:
-            raise ForkedTaskError(value)
-        return value
-
-    def _current_calls(self) -> str:
-        """Process state and innermost calls of the child; the state alone if it writes no stack."""
-        try:
-            state = psutil.Process(self.pid).status()
-            os.kill(self.pid, _TRACE_SIGNAL)
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            return "ended meanwhile"
-        time.sleep(_TRACE_SECONDS)
-        trace = os.pread(self._trace, 2**14, 0).decode(errors="replace")
-        calls = re.findall(r'File "(.+?)", line (\d+) in (\S+)', trace)[:3]
-        if not calls:
-            return state
-        return f"{state} in " + " of ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in calls)
+            _run_child(function, sender, parent)
+        sender.close()
+        self._status = 0  # as os.waitpid returns it; valid once the thread has ended
+        self._reaper = threading.Thread(target=self._reap, name="forked task", daemon=True)
+        self._reaper.start()
 
     def _reap(self) -> None:
         _, self._status = os.waitpid(self.pid, 0)
-        self._ended.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` would return without waiting for the function."""
+        return self._outcome.poll() or time.monotonic() > self._deadline  # an ended child has closed its end
+
+    def result(self) -> Any:
+        """Wait for the function and return its result. Raises ForkedTaskError. Call it once."""
+        outcome: tuple[bool, Any] | None = None
+        in_time = self._outcome.poll(max(0.0, self._deadline - time.monotonic()))
+        if in_time:
+            with suppress(EOFError, OSError):  # it was killed
+                outcome = self._outcome.recv()
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self._outcome.close()
+        self._reaper.join(_KILL_SECONDS)  # a file system that stalls keeps a killed process longer
+        if not in_time:
+            raise ForkedTaskError(f"not finished within {self._timeout_seconds:.0f} s")
+        if outcome is None:
+            raise ForkedTaskError(f"the writing process was {describe_exit(os.waitstatus_to_exitcode(self._status))}")
+        if not outcome[0]:
+            raise ForkedTaskError(outcome[1])
+        return outcome[1]
+
+
+def _run_child(function: Callable[[], Any], sender: Connection, parent: int) -> None:
+    """Run the function in the child and exit; does not return."""
+    try:
+        die_with_parent(parent=parent)
+        gc.disable()  # a collection would run finalisers of objects that belong to the parent
+        torch.set_num_threads(1)  # the pool of threads was not copied
+        try:
+            outcome = (True, function())
+        except Exception as error:  # every error is reported to the parent
+            outcome = (False, one_line_error(error))
+        sender.send(outcome)
+    finally:
+        os._exit(0)
 
 
 def run_on_first_rank(action: Callable[[], Result]) -> tuple[Result | None, str | None]:

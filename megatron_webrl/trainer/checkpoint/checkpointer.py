@@ -13,8 +13,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from megatron_webrl.config.trainer import CheckpointConfig
 from megatron_webrl.model.convert.hf_files import copy_passthrough
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.track.run_lock import STAGING_PREFIX
+from megatron_webrl.track.run_lock import STAGING_PREFIX, Launch
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.checkpoint_state import sharded_learner_state
@@ -39,6 +39,7 @@ from megatron_webrl.trainer.checkpoint.checkpoint_writer import (
 )
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.parallel import all_gather_object
+from megatron_webrl.util.history import History, restore_unwritten
 
 log = logging.getLogger(__name__)
 
@@ -195,26 +196,27 @@ class Checkpointer:
 
     def _complete(self, save: _Save) -> None:
         started, self._current = time.monotonic(), None
-        writing = started - save.started
+        outcome: tuple[list[Any], str | None]  # the locations of this rank's shards, or the error of writing them
+        try:
+            outcome = save.task.result(), None
+        except ForkedTaskError as error:
+            outcome = [], str(error)
         outcomes: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.gather_object(_outcome(save.task), outcomes if self._is_first_rank else None, dst=0)
+        torch.distributed.gather_object(outcome, outcomes if self._is_first_rank else None, dst=0)
         path = self._run_on_first_rank(save.version, lambda: _commit(save, outcomes))
         if path is None:
             self._discard(save.folder)
             return
         self.last_completed = (save.version, path)
-        if self._is_first_rank:
-            self._delete_obsolete(path)
         blocked, mib = save.blocking_seconds + time.monotonic() - started, save.bytes / 2**20
         self._metrics = {
             "checkpoint/blocking_seconds": blocked,
-            "checkpoint/write_seconds": writing,
+            "checkpoint/write_seconds": started - save.started,
             "checkpoint/size_mib": mib,
         }
         if self._is_first_rank:
-            log.info(
-                "checkpoint %s: %.1f MiB, written in %.2f s, training blocked for %.2f s", path, mib, writing, blocked
-            )
+            self._delete_obsolete(path)
+            log.info("checkpoint %s: %.1f MiB, training blocked for %.2f s", path, mib, blocked)
 
     def _run_on_first_rank(self, version: int, action: Callable[[], Path]) -> Path | None:
         """The result of `action` on every rank, or None if it failed, which is logged and counted."""
@@ -222,12 +224,8 @@ class Checkpointer:
         if self.last_error is not None:
             self.failures += 1
             if self._is_first_rank:
-                log.error(
-                    "checkpoint %d of %s could not be written, training continues without it: %s",
-                    version,
-                    self.folder,
-                    self.last_error,
-                )
+                what = f"checkpoint {version} of {self.folder}"
+                log.error("%s could not be written, training continues without it: %s", what, self.last_error)
         return path
 
     def _discard(self, folder: Path) -> None:
@@ -239,18 +237,15 @@ class Checkpointer:
         if self._deletion is not None:
             self._deletion.join(DELETE_TIMEOUT_SECONDS)
         paths = files.obsolete_checkpoints(newest, self.settings.keep, self.settings.keep_every)
-        self._deletion = threading.Thread(
-            target=_delete, args=(paths, self._staging), name="delete checkpoints", daemon=True
-        )
+
+        def delete() -> None:
+            try:
+                files.delete_checkpoints(paths, self._staging)
+            except OSError as error:
+                log.error("an old checkpoint could not be deleted: %s", one_line_error(error))
+
+        self._deletion = threading.Thread(target=delete, name="delete checkpoints", daemon=True)
         self._deletion.start()
-
-
-def _outcome(task: ForkedTask) -> tuple[list[Any], str | None]:
-    """The locations of this rank's shards, or the error of writing them."""
-    try:
-        return task.result(), None
-    except ForkedTaskError as error:
-        return [], str(error)
 
 
 def _commit(save: _Save, outcomes: list[tuple[list[Any], str | None]]) -> Path:
@@ -279,8 +274,39 @@ def _delete_leftovers(staging: Path) -> None:
         log.error("what interrupted saves left in %s could not be deleted: %s", staging, one_line_error(error))
 
 
-def _delete(paths: list[Path], staging: Path) -> None:
-    try:
-        files.delete_checkpoints(paths, staging)
-    except OSError as error:
-        log.error("an old checkpoint could not be deleted: %s", one_line_error(error))
+def save_in_fallback(
+    failed: Checkpointer,
+    folder: Path,
+    launch: Launch,
+    learner: Learner,
+    state: TrainerState,
+    histories: Sequence[History],
+) -> Checkpointer:
+    """Write `state` to a fallback folder, as the run's own could not take it; returns the writer. Collective.
+
+    Its `last_error` names both errors if this save fails, too. `histories`: on the first rank, those of the run; lines
+    that could not be written are stored with the state.
+    """
+    saver = Checkpointer(
+        folder / "checkpoints",
+        failed.model_folder,
+        failed.settings,
+        failed.report_progress,
+        staging=launch.staging_in(folder),
+    )
+    unwritten = {history.path.name: history.unwritten for history in histories}
+    saver.start_save(learner, replace(state, unwritten_lines=unwritten))
+    saver.close()
+    if saver.last_error is not None:
+        saver.last_error = f"{failed.last_error}; the fallback folder: {saver.last_error}"
+    elif histories:  # once, not on every rank
+        log.warning(
+            "checkpoint %d is in %s; the run's folder could not take it: %s", state.version, folder, failed.last_error
+        )
+    return saver
+
+
+def restore_histories(run_folder: Path, state: TrainerState) -> None:
+    """Complete the run's histories with the lines that are stored in a checkpoint. Raises OSError."""
+    for name, (start, lines) in (state.unwritten_lines or {}).items():
+        restore_unwritten(run_folder / name, start, lines)

@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.tickets import ticket_limit
 from megatron_webrl.ring.record import undamaged_trajectories
 from megatron_webrl.track import episodes
 from megatron_webrl.track.episodes import line_identity, trajectory_identity
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
-from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, RecordSource, SingleNodeExchange
+from megatron_webrl.trainer.multi_node.exchange import RecordExchange, RecordSource
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.types import TaskReference, Trajectory
 
@@ -60,10 +59,6 @@ class ResumePoint:
         """Whether a ticket was trained or dropped before."""
         return ticket < self.next_ticket and ticket not in self.unclosed_tickets
 
-    def ticket_limit(self, closed: int, updates_ahead: int, groups_per_update: int) -> int:
-        """Number of tickets to issue once `closed` tickets are closed in this epoch; see control's ticket_limit."""
-        return ticket_limit(len(self.surviving_tickets), closed, updates_ahead, groups_per_update)
-
     def checkpoint_tickets(self, next_ticket: int, closed: Set[int]) -> tuple[int, tuple[int, ...]]:
         """For a checkpoint: the number of tickets closed in the whole run, and the open ones in order.
 
@@ -93,7 +88,7 @@ class ResumePoint:
 
 def make_resume_point(
     control: ControlClient,
-    exchange: SingleNodeExchange | MultiNodeExchange,
+    exchange: RecordExchange,
     state: TrainerState,
     folder: Path,
     is_first_rank: bool,

@@ -49,14 +49,14 @@ class GroupSource:
         accounting: Accounting,
         on_close: Callable[[Group], None] = lambda group: None,
         episode_log: EpisodeLog | None = None,
-        on_ready: Callable[[Group], None] = lambda group: None,
         on_complete: Callable[[Group], None] = lambda group: None,
         on_damaged: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_complete` gets all complete groups, `on_ready` those that may be trained, `on_close` trained and dropped
-        ones, `episode_log` closed episodes. `on_damaged` is called for each damaged record before it is freed.
+        """`on_complete` gets all complete groups, `on_close` trained and dropped ones, `episode_log` closed episodes.
+
+        `on_damaged` is called for each damaged record before it is freed.
         """
-        self._on_close, self._episode_log, self._on_ready = on_close, episode_log, on_ready
+        self._on_close, self._episode_log = on_close, episode_log
         self._on_complete, self._on_damaged = on_complete, on_damaged
         self._version = 0  # policy version at the last poll
         self.records, self.config, self.resume_point, self.accounting = records, config, resume_point, accounting
@@ -192,7 +192,6 @@ class GroupSource:
             self._drop(group, sequences, reason)
         else:
             self._groups[group.ticket], self._ready[group.ticket] = group, sequences
-            self._on_ready(group)
 
     def _reason_to_drop(self, group: Group, version: int) -> str | None:
         if not group.has_one_task:

@@ -98,8 +98,7 @@ class SequencePacker:
     merge_prefixes: str = "all"  # trainer.merge_prefixes: what is computed once
     min_shared_tokens: int = MIN_SHARED_TOKENS  # of a prefix that several sequences have in common
     replays_routing: bool = False  # trainer.routing_replay: whether tokens go to the experts that samples hold
-    encodes_images: bool = True  # whether this rank encodes images
-    image_rank: int = 0  # this rank among those that divide a micro-batch's images
+    image_rank: int | None = 0  # this rank among those that divide a micro-batch's images; None: it encodes none
     num_image_ranks: int = 1
     context_parallel_rank: int = 0
     context_parallel_size: int = 1
@@ -126,7 +125,7 @@ class SequencePacker:
         plans: Iterable[_Plan] = (self._plan(samples, normalizer, constant_steps) for samples in minibatches)
         if self.image_cache is not None:
             plans = list(plans)
-            self.image_cache.transfer_stats += self.image_cache.fetch(self._wanted_images(self.image_cache, plans))
+            self.image_cache.fetch(self._wanted_images(self.image_cache, plans))
         return [[self._microbatch(each, passes) for each in plan[self.data_parallel_rank]] for plan in plans]
 
     def _plan(self, samples: Sequence[TrainingSample], normalizer: str, constant_steps: int) -> _Plan:
@@ -171,19 +170,6 @@ class SequencePacker:
                 for image_rank, part in enumerate(partition_images([grid for _, grid in unique], self.num_image_ranks)):
                     wanted.setdefault(ranks[image_rank], []).extend(unique[i][0] for i in part)
         return wanted
-
-    def prefetch(self, samples: Sequence[TrainingSample]) -> None:
-        """Start preparing pixels of samples that will be packed later, if this rank alone encodes all images."""
-        if (
-            self.prefetcher is None
-            or self.image_cache is not None
-            or self.data_parallel_size * self.num_image_ranks > 1
-        ):
-            return
-        for sample in samples:
-            ticket, index = sample.trajectory_id
-            grids = [(t, h, w) for t, h, w in sample.grids.tolist()]
-            self.prefetcher.prefetch(zip(sample.images, grids, strict=True), f"ticket {ticket}, episode {index}")
 
     def close(self) -> None:
         """Stop the prefetcher's workers."""
@@ -249,7 +235,9 @@ class SequencePacker:
         unique = unique_images(sequences)
         index_of = {image: index for index, image in enumerate(unique)}
         grids = np.array([grid for _, grid in unique], np.int64).reshape(-1, 3)
-        local = partition_images(grids.tolist(), self.num_image_ranks)[self.image_rank] if self.encodes_images else []
+        local: list[int] = []
+        if self.image_rank is not None:
+            local = partition_images(grids.tolist(), self.num_image_ranks)[self.image_rank]
         owners = {image: each.samples[0].trajectory_id for each in reversed(sequences) for image in each.images}
         episodes = {image: f"ticket {ticket}, episode {index}" for image, (ticket, index) in owners.items()}
         # Positions and images of the sequences that represent segments.

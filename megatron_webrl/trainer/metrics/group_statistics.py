@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
+from megatron_webrl.config.advantage import AdvantageConfig, AnchoredConfig
 from megatron_webrl.track.evaluations import pass_at, success_within
-from megatron_webrl.trainer.credit.advantages import common_outcome
+from megatron_webrl.track.metrics import mean
+from megatron_webrl.trainer.credit.advantages import common_outcome, is_overlong, steps_by_state
 from megatron_webrl.types import BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory, Verdict
 from megatron_webrl.util.text import metric_label
 
@@ -17,80 +20,27 @@ GROUP_KINDS = ("all_succeeded", "all_failed")
 ALWAYS_NAMED_MASKS = (BLOCKED, JUDGE_ERROR)  # have a rate even if it is 0
 FIGURES = ("calls", "prompt_tokens", "response_tokens", "dollars", "seconds")
 UNJUDGED = "none"  # evaluator of an episode without a regular end
-_Sums = dict[str, float]  # by figure, and "episodes"
+Item = TypeVar("Item")
 
 
-class VerdictStatistics:
-    """Sums over verdicts by evaluator and outcome. Episodes that ended before they could be judged do not count."""
+@dataclass(frozen=True)
+class _Episode:
+    """What is counted of an episode, without its arrays: these are views of the ring."""
 
-    def __init__(self) -> None:
-        self._by_outcome: defaultdict[str, defaultdict[str, _Sums]]
-        self._stages: defaultdict[str, Counter[str]]
-        self._errors: defaultdict[str, Counter[str]]
-        self._reset()
-
-    def add(self, verdict: Verdict) -> None:
-        """Count a verdict."""
-        if verdict.evaluator == UNJUDGED:
-            return
-        judge = metric_label(f"{verdict.evaluator} {verdict.protocol}")
-        sums = self._by_outcome[judge][metric_label(verdict.outcome)]
-        sums["episodes"] = sums.get("episodes", 0) + 1
-        for figure in FIGURES:
-            sums[figure] = sums.get(figure, 0.0) + getattr(verdict, figure)
-        for stage in verdict.stages:
-            name = metric_label(stage.name)
-            self._stages[name].update(questions=1, attempts=stage.attempts, undecided=int(stage.decision == "none"))
-            self._errors[name].update(map(metric_label, stage.errors))
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Metrics since the last call, by MLflow name; cost only of evaluators that asked a judge model."""
-        metrics: dict[str, float] = {}
-        for judge, outcomes in sorted(self._by_outcome.items()):
-            metrics |= _judge_metrics(f"verdict/{judge}", outcomes)
-        for stage, counts in sorted(self._stages.items()):
-            metrics[f"judge_stage/{stage}/questions"] = float(counts["questions"])
-            metrics[f"judge_stage/{stage}/undecided_rate"] = counts["undecided"] / counts["questions"]
-            for error, count in sorted(self._errors[stage].items()):
-                metrics[f"judge_stage/{stage}/error_rate/{error}"] = count / max(1, counts["attempts"])
-        self._reset()
-        return metrics
-
-    def _reset(self) -> None:
-        self._by_outcome = defaultdict(lambda: defaultdict(dict))
-        self._stages, self._errors = defaultdict(Counter), defaultdict(Counter)
+    environment: str
+    difficulty: str
+    steps: int
+    succeeded: bool
+    crashed: bool
+    mask: str  # why it is masked; empty if it is trainable
+    reward: float
 
 
-def _judge_metrics(prefix: str, outcomes: dict[str, _Sums]) -> dict[str, float]:
-    episodes = sum(sums["episodes"] for sums in outcomes.values())
-    metrics = {f"{prefix}/episodes": float(episodes)}
-    metrics |= {f"{prefix}/rate/{name}": sums["episodes"] / episodes for name, sums in sorted(outcomes.items())}
-    totals = {figure: sum(sums[figure] for sums in outcomes.values()) for figure in FIGURES}
-    if not totals["calls"]:
-        return metrics
-    metrics[f"{prefix}/dollars_total"] = totals["dollars"]
-    for figure in FIGURES:
-        metrics[f"{prefix}/{figure}"] = totals[figure] / episodes
-        metrics |= {
-            f"{prefix}/{figure}/{name}": sums[figure] / sums["episodes"] for name, sums in sorted(outcomes.items())
-        }
-    return metrics
-
-
-@dataclass
-class _Totals:
-    """Counts since the last call of `pop_metrics`. Holds no trajectory: their arrays are views of the ring."""
-
-    groups: Counter[str] = field(default_factory=Counter)
-    episodes: Counter[str] = field(default_factory=Counter)  # trainable, by environment
-    successes: Counter[str] = field(default_factory=Counter)  # by environment
-    success_steps: Counter[int] = field(default_factory=Counter)  # successes by their number of steps
-    reward_variances: list[float] = field(default_factory=list)  # of groups
-    pass_at: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by k, of groups
-    finished: int = 0  # episodes, masked ones included
-    masks: Counter[str] = field(default_factory=Counter)  # masked episodes by reason
-    difficulties: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    dropped_steps: Counter[str] = field(default_factory=Counter)  # steps of dropped groups, by reason
+@dataclass(frozen=True)
+class _Group:
+    kind: str | None  # one of GROUP_KINDS
+    size: int
+    episodes: tuple[_Episode, ...]  # trainable ones
 
 
 class GroupStatistics:
@@ -103,50 +53,47 @@ class GroupStatistics:
     def __init__(self, reward: Callable[[Trajectory], float]) -> None:
         """`reward`: the reward function whose variance within groups is measured."""
         self._reward = reward
-        self._totals, self._verdicts = _Totals(), VerdictStatistics()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._finished: list[_Episode] = []
+        self._verdicts: list[Verdict] = []
+        self._groups: list[_Group] = []
+        self._dropped: Counter[str] = Counter()  # steps of dropped groups, by reason
 
     def add(self, group: Group) -> None:
         """Count a complete group."""
-        for trajectory in group.trajectories:
-            self._add_finished(trajectory)
-        trainable = [trajectory for trajectory in group.trajectories if trajectory.trainable]
-        if not trainable or not group.is_complete:
-            return
-        totals, common = self._totals, common_outcome(group)
-        totals.groups.update(["all", *([common] if common else [])])
-        totals.reward_variances.append(float(np.var([self._reward(trajectory) for trajectory in trainable])))
-        for trajectory in trainable:
-            environment, succeeded = metric_label(trajectory.task.environment), trajectory.outcome == "success"
-            difficulty = totals.difficulties[metric_label(trajectory.task.difficulty)]
-            difficulty.update(trainable=1, successes=succeeded)
-            totals.episodes[environment] += 1
-            totals.successes[environment] += succeeded
-            totals.success_steps[len(trajectory.steps)] += succeeded
-        successes, size = sum(t.outcome == "success" for t in trainable), len(group.trajectories)
-        for k in {size, size // 2} - {0}:
-            if len(trainable) >= k:
-                totals.pass_at[k].append(pass_at(k, len(trainable), successes))
+        episodes = [
+            _Episode(
+                metric_label(t.task.environment),
+                metric_label(t.task.difficulty),
+                len(t.steps),
+                t.outcome == "success",
+                t.outcome in FAULT_OUTCOMES,
+                "" if t.trainable else metric_label(mask_name(t)),
+                self._reward(t) if t.trainable else 0.0,
+            )
+            for t in group.trajectories
+        ]
+        self._finished += episodes
+        self._verdicts += [t.verdict for t in group.trajectories if t.verdict is not None]
+        trainable = tuple(each for each in episodes if not each.mask)
+        if trainable and group.is_complete:
+            self._groups.append(_Group(common_outcome(group), len(episodes), trainable))
 
     def add_dropped(self, group: Group, reason: str) -> None:
         """Count the steps of a group that is dropped for `reason`."""
-        self._totals.dropped_steps[metric_label(reason)] += sum(len(t.steps) for t in group.trajectories)
+        self._dropped[metric_label(reason)] += sum(len(t.steps) for t in group.trajectories)
 
     def pop_metrics(self) -> dict[str, float]:
         """Metrics since the last call, by MLflow name; none without a complete or a dropped group."""
-        totals, self._totals = self._totals, _Totals()
-        return (
-            _finished_metrics(totals) | _group_metrics(totals) | _dropped_metrics(totals) | self._verdicts.pop_metrics()
-        )
-
-    def _add_finished(self, trajectory: Trajectory) -> None:
-        totals, difficulty = self._totals, self._totals.difficulties[metric_label(trajectory.task.difficulty)]
-        totals.finished += 1
-        difficulty["episodes"] += 1
-        difficulty["crashes"] += trajectory.outcome in FAULT_OUTCOMES
-        if not trajectory.trainable:
-            totals.masks[metric_label(mask_name(trajectory))] += 1
-        if trajectory.verdict is not None:
-            self._verdicts.add(trajectory.verdict)
+        metrics = _finished_metrics(self._finished, [each for group in self._groups for each in group.episodes])
+        metrics |= _group_metrics(self._groups) | verdict_metrics(self._verdicts)
+        if self._finished or self._dropped:
+            metrics |= {f"filtered_steps/{name}": float(count) for name, count in sorted(self._dropped.items())}
+            metrics["filtered_steps"] = float(self._dropped.total())
+        self._reset()
+        return metrics
 
 
 def mask_name(trajectory: Trajectory) -> str:
@@ -154,39 +101,93 @@ def mask_name(trajectory: Trajectory) -> str:
     return "no_tokens" if trajectory.outcome in ("success", "failure") else trajectory.outcome
 
 
-def _group_metrics(totals: _Totals) -> dict[str, float]:
-    """Rates of kinds of groups, success over all and by environment: over the groups that `add` counts in full."""
-    groups, episodes, successes = totals.groups, totals.episodes, totals.successes
-    if not groups:
-        return {}
-    metrics = {f"group_rate/{name}": groups[name] / groups["all"] for name in GROUP_KINDS}
-    metrics |= {f"rollout_success_rate/{name}": successes[name] / count for name, count in episodes.items()}
-    total = episodes.total()
-    metrics |= {"rollout_success_rate": successes.total() / total, "rollout_episodes": float(total)}
-    within = success_within(totals.success_steps.elements(), total)
-    metrics |= {f"success_within/{limit}": share for limit, share in within.items()}
-    metrics |= {f"rollout_pass_at/{k}": float(np.mean(values)) for k, values in sorted(totals.pass_at.items())}
-    return metrics | {"group_reward_variance": float(np.mean(totals.reward_variances))}
+def _finished_metrics(finished: Sequence[_Episode], counted: Sequence[_Episode]) -> dict[str, float]:
+    """Rates of masked episodes by reason and of crashes by difficulty: over all episodes of complete groups.
 
-
-def _finished_metrics(totals: _Totals) -> dict[str, float]:
-    """Rates of masked episodes by reason and of crashes by difficulty: over all episodes of complete groups."""
-    if not totals.finished:
+    `counted`: the trainable episodes that estimate the policy.
+    """
+    if not finished:
         return {}
-    metrics = {"finished_episodes": float(totals.finished), "masked_rate": totals.masks.total() / totals.finished}
-    reasons = sorted({*totals.masks, *ALWAYS_NAMED_MASKS})
-    metrics |= {f"masked_rate/{reason}": totals.masks[reason] / totals.finished for reason in reasons}
-    for name, counts in sorted(totals.difficulties.items()):
-        metrics[f"difficulty/{name}/episodes"] = float(counts["episodes"])
-        metrics[f"difficulty/{name}/crash_rate"] = counts["crashes"] / counts["episodes"]
-        if counts["trainable"]:
-            metrics[f"difficulty/{name}/success_rate"] = counts["successes"] / counts["trainable"]
+    masks = Counter(each.mask for each in finished if each.mask)
+    metrics = {"finished_episodes": float(len(finished)), "masked_rate": masks.total() / len(finished)}
+    reasons = sorted({*masks, *ALWAYS_NAMED_MASKS})
+    metrics |= {f"masked_rate/{reason}": masks[reason] / len(finished) for reason in reasons}
+    for name, alike in _by(finished, lambda each: each.difficulty):
+        metrics[f"difficulty/{name}/episodes"] = float(len(alike))
+        metrics[f"difficulty/{name}/crash_rate"] = mean([each.crashed for each in alike])
+        if trainable := [each.succeeded for each in counted if each.difficulty == name]:
+            metrics[f"difficulty/{name}/success_rate"] = mean(trainable)
     return metrics
 
 
-def _dropped_metrics(totals: _Totals) -> dict[str, float]:
-    """Steps of dropped groups, in total and by reason."""
-    if not (totals.finished or totals.dropped_steps):
+def _group_metrics(groups: Sequence[_Group]) -> dict[str, float]:
+    """Rates of kinds of groups, success over all and by environment: over the groups that `add` counts in full."""
+    if not groups:
         return {}
-    by_reason = {f"filtered_steps/{name}": float(count) for name, count in sorted(totals.dropped_steps.items())}
-    return by_reason | {"filtered_steps": float(totals.dropped_steps.total())}
+    episodes = [each for group in groups for each in group.episodes]
+    metrics = {f"group_rate/{name}": mean([group.kind == name for group in groups]) for name in GROUP_KINDS}
+    for name, alike in _by(episodes, lambda each: each.environment):
+        metrics[f"rollout_success_rate/{name}"] = mean([each.succeeded for each in alike])
+    metrics["rollout_success_rate"] = mean([each.succeeded for each in episodes])
+    metrics["rollout_episodes"] = float(len(episodes))
+    within = success_within((each.steps for each in episodes if each.succeeded), len(episodes))
+    metrics |= {f"success_within/{limit}": share for limit, share in within.items()}
+    chances: defaultdict[int, list[float]] = defaultdict(list)  # by k
+    for group in groups:
+        count, successes = len(group.episodes), sum(each.succeeded for each in group.episodes)
+        for k in {group.size, group.size // 2} - {0}:
+            if count >= k:
+                chances[k].append(pass_at(k, count, successes))
+    metrics |= {f"rollout_pass_at/{k}": mean(values) for k, values in sorted(chances.items())}
+    variances = [float(np.var([each.reward for each in group.episodes])) for group in groups]
+    return metrics | {"group_reward_variance": mean(variances)}
+
+
+def verdict_metrics(verdicts: Iterable[Verdict]) -> dict[str, float]:
+    """Metrics by MLflow name, by evaluator and outcome; cost only of evaluators that asked a judge model.
+
+    Episodes that ended before they could be judged do not count.
+    """
+    judged = [verdict for verdict in verdicts if verdict.evaluator != UNJUDGED]
+    metrics: dict[str, float] = {}
+    for judge, given in _by(judged, lambda each: metric_label(f"{each.evaluator} {each.protocol}")):
+        outcomes, prefix = _by(given, lambda each: metric_label(each.outcome)), f"verdict/{judge}"
+        metrics[f"{prefix}/episodes"] = float(len(given))
+        metrics |= {f"{prefix}/rate/{name}": len(alike) / len(given) for name, alike in outcomes}
+        if any(verdict.calls for verdict in given):
+            metrics[f"{prefix}/dollars_total"] = float(sum(verdict.dollars for verdict in given))
+            for suffix, alike in (("", given), *((f"/{name}", alike) for name, alike in outcomes)):
+                metrics |= {
+                    f"{prefix}/{figure}{suffix}": mean([getattr(verdict, figure) for verdict in alike])
+                    for figure in FIGURES
+                }
+    stages = [stage for verdict in judged for stage in verdict.stages]
+    for name, asked in _by(stages, lambda each: metric_label(each.name)):
+        metrics[f"judge_stage/{name}/questions"] = float(len(asked))
+        metrics[f"judge_stage/{name}/undecided_rate"] = mean([stage.decision == "none" for stage in asked])
+        attempts = max(1, sum(stage.attempts for stage in asked))
+        errors = Counter(metric_label(error) for stage in asked for error in stage.errors)
+        metrics |= {f"judge_stage/{name}/error_rate/{error}": n / attempts for error, n in sorted(errors.items())}
+    return metrics
+
+
+def _by(items: Iterable[Item], key: Callable[[Item], str]) -> list[tuple[str, list[Item]]]:
+    """The items of each key, in the order of the keys."""
+    found: defaultdict[str, list[Item]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return sorted(found.items())
+
+
+def credit_metrics(groups: Sequence[Group], settings: AdvantageConfig) -> dict[str, float]:
+    """What the configured options of credit assignment change in a batch, over its trainable episodes."""
+    members = [[t for t in group.trajectories if t.trainable] for group in groups]
+    metrics: dict[str, float] = {}
+    if settings.overlong == "mask":
+        metrics["overlong_masked_rate"] = mean([is_overlong(t) for trajectories in members for t in trajectories])
+    if isinstance(settings, AnchoredConfig) and settings.anchor_weight:
+        steps = sum(len(t.steps) for trajectories in members for t in trajectories)
+        states = [state for trajectories in members for state in steps_by_state(trajectories).values()]
+        anchored = sum(len(state) for state in states if len(state) > 1)
+        metrics["anchored_step_rate"] = anchored / max(1, steps)
+    return metrics

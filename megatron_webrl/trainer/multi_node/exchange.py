@@ -12,29 +12,23 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
+from megatron.core import parallel_state
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.record import FOLDER as DAMAGED_FOLDER
 from megatron_webrl.ring.record import Buffer, decode_trajectory, encode_trajectory, read_trajectory
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.trainer.data.sequence_packer import SequencePacker
-from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMessage, RankMessenger
-from megatron_webrl.trainer.multi_node.screenshots import (
-    ImageCache,
-    ImageShard,
-    ImageTransferStats,
-    restore_images,
-    strip_images,
-)
-from megatron_webrl.trainer.parallel import broadcast_object, collective_timeout_seconds
+from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMessenger
+from megatron_webrl.trainer.multi_node.screenshots import ImageCache, ImageShard, restore_images, strip_images
+from megatron_webrl.trainer.parallel import broadcast_object, collective_timeout_seconds, image_rank
 from megatron_webrl.types import Group, Trajectory
 
 MESSAGE_TIMEOUT_SECONDS = 120.0  # limit of one message between trainer ranks
-Value = TypeVar("Value")
-SelectedGroups = Sequence[tuple[Group, list[int]]]  # the groups of an update with the numbers of their records
+ONE_NODE = NodeTopology((0,), 0)
+SelectedGroups = list[tuple[Group, list[int]]]  # the groups of an update with the numbers of their records
 
 
 class CollectInterrupt(Enum):
@@ -55,19 +49,36 @@ class RecordSource(Protocol):
 
 
 class RecordExchange:
-    """Exchange among ranks on one node: every rank reads the same ring and files."""
+    """Exchange among ranks on one node: rank 0 selects records, and all ranks read the same ring and files."""
 
-    topology = NodeTopology((0,), 0)  # identifies the files that this rank reads and writes: those of node 0
     image_cache: ImageCache | None = None  # on several nodes: where a packer finds screenshots
+
+    def __init__(self, ring: Ring, topology: NodeTopology = ONE_NODE) -> None:
+        """`topology` identifies the files that this rank reads and writes."""
+        self._ring, self.topology = ring, topology
+
+    @property
+    def record_source(self) -> RecordSource:
+        """The records that rank 0 reads."""
+        return self._ring
+
+    def broadcast_groups(self, selected: SelectedGroups | CollectInterrupt | None) -> list[Group] | CollectInterrupt:
+        """Rank 0's selection, on every rank; other ranks pass None. Collective."""
+        if isinstance(selected, list):
+            broadcast_object([(group.ticket, sequences) for group, sequences in selected])
+            return [group for group, _ in selected]
+        shared: Any = broadcast_object(selected)
+        if isinstance(shared, CollectInterrupt):
+            return shared
+        return [
+            Group(ticket, tuple(decode_trajectory(self._ring.read(s, verify=False)) for s in sequences))
+            for ticket, sequences in shared
+        ]
 
     @property
     def writes_node_files(self) -> bool:
         """Whether this rank writes the episode files of its node."""
         return torch.distributed.get_rank() == 0
-
-    def broadcast_on_node(self, value: Value) -> Value:
-        """The value of the rank that writes node files, on every rank of its node. Collective."""
-        return broadcast_object(value)
 
     def all_gather_trajectories(self, local: Sequence[Trajectory]) -> list[Trajectory]:
         """Trajectories of all nodes, given those that every rank of a node has. Collective."""
@@ -80,36 +91,6 @@ class RecordExchange:
     def pop_metrics(self) -> dict[str, float]:
         """On rank 0: metrics of the last update by MLflow name."""
         return {}
-
-
-class SingleNodeExchange(RecordExchange):
-    """Single-node exchange: rank 0 selects records, and all ranks read them from the same ring."""
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-
-    @property
-    def record_source(self) -> RecordSource:
-        """The records that rank 0 reads."""
-        return self._ring
-
-    def broadcast_groups(self, selected: SelectedGroups | CollectInterrupt | None) -> list[Group] | CollectInterrupt:
-        """Rank 0's selection, on every rank; other ranks pass None. Collective."""
-        numbers: CollectInterrupt | Mapping[int, list[int]] | None = None
-        if isinstance(selected, CollectInterrupt):
-            numbers = selected
-        elif selected is not None:
-            numbers = {group.ticket: sequences for group, sequences in selected}
-        shared = broadcast_object(numbers)
-        assert shared is not None
-        if isinstance(shared, CollectInterrupt):
-            return shared
-        if selected is not None and not isinstance(selected, CollectInterrupt):
-            return [group for group, _ in selected]
-        return [
-            Group(ticket, tuple(decode_trajectory(self._ring.read(s, verify=False)) for s in sequences))
-            for ticket, sequences in shared.items()
-        ]
 
     def finish_collecting(self) -> None:
         """Tell all ranks that rank 0 reads no more records; nothing to do on one node. Collective."""
@@ -132,11 +113,10 @@ class MultiNodeExchange(RecordExchange):
 
     def __init__(self, ring: Ring, messenger: RankMessenger, image_cache: ImageCache, damaged_folder: Path) -> None:
         """`damaged_folder` receives the damaged records of this node's ring."""
-        self._ring, self._messenger, self.image_cache = ring, messenger, image_cache
-        self._damaged_folder = damaged_folder
-        self.topology: NodeTopology = messenger.topology
+        super().__init__(ring, messenger.topology)
+        self._messenger, self.image_cache, self._damaged_folder = messenger, image_cache, damaged_folder
         self._sent: set[int] = set()  # on a leader: sequences sent to rank 0 and not freed
-        self._records: dict[int, bytes | memoryview] = {}  # on rank 0: stripped records by number
+        self._records: dict[int, bytes] = {}  # on rank 0: stripped records by number
         self._to_free: dict[int, list[int]] = defaultdict(list)  # on rank 0: node -> sequences to free at the next poll
         self._node_of: dict[tuple[int, int], int] = {}  # (ticket, index) -> node, for the update's fresh episodes
         self._bytes = 0  # bytes of records and messages that this rank sent or received since the last update
@@ -150,18 +130,18 @@ class MultiNodeExchange(RecordExchange):
 
     def committed(self, seen: Container[int]) -> list[int]:
         """Poll all leaders; numbers of the records that are not in `seen`."""
-        others = [rank for rank in self.topology.node_leaders if rank != self.topology.rank]
+        others = self.topology.node_leaders[1:]
         for leader in others:
             self._send_request(leader, "poll")
         self._free(self._to_free.pop(self.topology.node, []))
-        self._add_records(self.topology.node, *self._new_records())
+        self._add_records(self.topology.node, self._new_records())
         for leader in others:
-            message = self._messenger.receive(leader)
-            self._bytes += sum(map(len, message.blobs))
-            self._add_records(self.topology.node_of_rank[leader], message.content, message.blobs)
+            records = self._messenger.receive(leader)
+            self._bytes += sum(map(len, records.values()))
+            self._add_records(self.topology.node_of_rank[leader], records)
         return sorted(number for number in self._records if number not in seen)
 
-    def read(self, sequence: int, verify: bool = True) -> bytes | memoryview:
+    def read(self, sequence: int, verify: bool = True) -> bytes:
         """A stripped record."""
         return self._records[sequence]
 
@@ -171,13 +151,13 @@ class MultiNodeExchange(RecordExchange):
             if self._records.pop(number, None) is not None:
                 self._to_free[number % self.topology.node_count].append(number // self.topology.node_count)
 
-    def _add_records(self, node: int, sequences: Sequence[int], records: Sequence[bytes | memoryview]) -> None:
-        for sequence, record in zip(sequences, records, strict=True):
+    def _add_records(self, node: int, records: Mapping[int, bytes]) -> None:
+        for sequence, record in records.items():
             self._records[sequence * self.topology.node_count + node] = record
 
     def _send_request(self, leader: int, request: str) -> None:
         sequences = self._to_free.pop(self.topology.node_of_rank[leader], [])
-        self._bytes += self._messenger.send(leader, {"request": request, "free": sequences})
+        self._bytes += self._messenger.send(leader, (request, sequences))
 
     # -- on a leader ------------------------------------------------------------------------------
 
@@ -185,19 +165,18 @@ class MultiNodeExchange(RecordExchange):
         """Answer the polls of rank 0 until it stops polling."""
         limit = self._messenger.collective_timeout_seconds  # between two polls rank 0 may wait for a service or a disk
         while True:
-            request: dict[str, Any] = self._messenger.receive(0, limit).content
-            self._free(request["free"])
-            if request["request"] == "stop":
+            request, freed = self._messenger.receive(0, limit)
+            self._free(freed)
+            if request == "stop":
                 return
-            sequences, records = self._new_records()
-            self._messenger.send(0, sequences, records)
+            self._messenger.send(0, self._new_records())
 
-    def _new_records(self) -> tuple[list[int], list[bytes]]:
-        """Sequences and stripped records of this node's ring that were not sent yet; a damaged one is empty."""
+    def _new_records(self) -> dict[int, bytes]:
+        """Stripped records of this node's ring that were not sent yet, by sequence; a damaged one is empty."""
         fresh = self._ring.committed(self._sent)
         self._sent.update(fresh)
-        read = [read_trajectory(self._ring, sequence, self._damaged_folder) for sequence in fresh]
-        return fresh, [b"".join(encode_trajectory(strip_images(each))) if each else b"" for each in read]
+        read = {sequence: read_trajectory(self._ring, sequence, self._damaged_folder) for sequence in fresh}
+        return {number: _stripped_record(each) if each else b"" for number, each in read.items()}
 
     def _free(self, sequences: Sequence[int]) -> None:
         if sequences:
@@ -209,37 +188,29 @@ class MultiNodeExchange(RecordExchange):
     def broadcast_groups(self, selected: SelectedGroups | CollectInterrupt | None) -> list[Group] | CollectInterrupt:
         """Rank 0's selection, on every rank; other ranks pass None. Collective. Raises RankMessageError."""
         self._stop_polling()
-        if selected is None:
-            message = self._messenger.broadcast()
-        elif isinstance(selected, CollectInterrupt):
-            message = self._messenger.broadcast({"interrupt": selected.name})
-        else:
-            tickets = [[group.ticket, numbers] for group, numbers in selected]
-            blobs = [self._records[number] for _, numbers in selected for number in numbers]
-            self._bytes += (self.topology.node_count - 1) * sum(map(len, blobs))
-            message = self._messenger.broadcast({"tickets": tickets}, blobs)
-        if "interrupt" in message.content:
-            return CollectInterrupt[message.content["interrupt"]]
-        return self._decode_groups(message)
-
-    def _decode_groups(self, message: RankMessage) -> list[Group]:
-        """The groups of an update; registers their images in the cache."""
+        message: Any = selected
+        if isinstance(selected, list):
+            message = [(group.ticket, {number: self._records[number] for number in each}) for group, each in selected]
+            sizes = (len(record) for _, records in message for record in records.values())
+            self._bytes += (self.topology.node_count - 1) * sum(sizes)
+        message = self._messenger.broadcast(message)
+        if isinstance(message, CollectInterrupt):
+            return message
         self.image_cache.clear()
         self._node_of = {}
-        records = iter(message.blobs)
-        groups = []
-        for ticket, numbers in message.content["tickets"]:
-            trajectories = []
-            for number in numbers:
-                sequence, node = divmod(number, self.topology.node_count)
-                trajectory = decode_trajectory(next(records))
-                local = node == self.topology.node
-                images = decode_trajectory(self._ring.read(sequence, verify=False)).images if local else ()
-                self.image_cache.register(node, trajectory.images, images)
-                self._node_of[ticket, trajectory.index] = node
-                trajectories.append(trajectory)
-            groups.append(Group(ticket, tuple(trajectories)))
-        return groups
+        return [
+            Group(ticket, tuple(self._decode(number, record) for number, record in records.items()))
+            for ticket, records in message
+        ]
+
+    def _decode(self, number: int, record: bytes) -> Trajectory:
+        """A trajectory of an update, whose images it registers in the cache."""
+        sequence, node = divmod(number, self.topology.node_count)
+        trajectory, local = decode_trajectory(record), node == self.topology.node
+        images = decode_trajectory(self._ring.read(sequence, verify=False)).images if local else ()
+        self.image_cache.register(node, trajectory.images, images)
+        self._node_of[trajectory.ticket, trajectory.index] = node
+        return trajectory
 
     def _stop_polling(self) -> None:
         """End the polls: leaders serve until rank 0 arrives here."""
@@ -255,45 +226,31 @@ class MultiNodeExchange(RecordExchange):
         """Whether this rank writes the episode files of its node: its leader does."""
         return self.topology.is_node_leader
 
-    def broadcast_on_node(self, value: Value) -> Value:
-        """The value of the node's leader, which must be JSON, on every rank of the node. Collective on the node."""
-        if not self.topology.is_node_leader:
-            received: Value = self._messenger.receive(self.topology.node_leader(self.topology.node)).content
-            return received
-        for peer in self.topology.other_ranks_on_node(self.topology.rank):
-            self._messenger.send(peer, value)
-        return value
-
     def all_gather_trajectories(self, local: Sequence[Trajectory]) -> list[Trajectory]:
         """Stripped trajectories of all nodes, in node order; registers their images. Raises RankMessageError."""
-        stripped = [strip_images(trajectory) for trajectory in local]
-        keys = [key for each in stripped for key in each.images]
+        keys = [key for each in local for key in strip_images(each).images]
         self.image_cache.register(self.topology.node, keys, [image for each in local for image in each.images])
-        records = [b"".join(encode_trajectory(each)) for each in stripped] if self.topology.is_node_leader else []
-        message = self._all_gather_records(records)
-        blobs, trajectories = iter(message.blobs), []
-        for node, count in message.content:
-            for _ in range(count):
-                trajectories.append(decode_trajectory(next(blobs)))
+        trajectories = []
+        for node, records in self._all_gather_records([_stripped_record(each) for each in local]).items():
+            for trajectory in map(decode_trajectory, records):
+                trajectories.append(trajectory)
                 if node != self.topology.node:
-                    self.image_cache.register(node, trajectories[-1].images)
+                    self.image_cache.register(node, trajectory.images)
         return trajectories
 
-    def _all_gather_records(self, records: Sequence[bytes]) -> RankMessage:
-        """The leaders' records, on every rank: [[node, number of its records], ...] and the records."""
+    def _all_gather_records(self, own: Sequence[bytes]) -> dict[int, Sequence[bytes]]:
+        """The records of each node, given those of this one, in node order."""
         if self.topology.rank != 0:
             if self.topology.is_node_leader:
-                self._messenger.send(0, None, records)
-            return self._messenger.broadcast()
-        by_node: dict[int, Sequence[bytes | memoryview]] = {self.topology.node: records}
+                self._messenger.send(0, own)
+            gathered: dict[int, Sequence[bytes]] = self._messenger.broadcast()
+            return gathered
+        by_node = {self.topology.node: own}
         for leader in self.topology.node_leaders[1:]:
-            received = self._messenger.receive(leader).blobs
-            by_node[self.topology.node_of_rank[leader]] = received
+            by_node[self.topology.node_of_rank[leader]] = received = self._messenger.receive(leader)
             self._bytes += sum(map(len, received))
-        nodes = sorted(by_node)
-        blobs = [blob for node in nodes for blob in by_node[node]]
-        self._bytes += (self.topology.node_count - 1) * sum(map(len, blobs))
-        return self._messenger.broadcast([[node, len(by_node[node])] for node in nodes], blobs)
+        self._bytes += (self.topology.node_count - 1) * sum(len(record) for each in by_node.values() for record in each)
+        return self._messenger.broadcast(dict(sorted(by_node.items())))
 
     def trajectories_to_store(self, groups: Iterable[Group]) -> list[Trajectory]:
         """The trajectories, with images, that came from this node's ring."""
@@ -306,9 +263,9 @@ class MultiNodeExchange(RecordExchange):
 
     def pop_metrics(self) -> dict[str, float]:
         """Traffic since the last call, MiB, and the fraction of screenshots that were local: see docs/packing.md."""
-        stats, other = self.image_cache.transfer_stats, self._bytes
-        self._bytes, self.image_cache.transfer_stats = 0, ImageTransferStats()
-        needed, transferred = stats.needed_bytes, stats.transferred_bytes
+        needed, transferred = self.image_cache.needed_bytes, self.image_cache.transferred_bytes
+        other, self._bytes = self._bytes, 0
+        self.image_cache.needed_bytes = self.image_cache.transferred_bytes = 0
         return {
             "nodes/images_mib": needed / 2**20,
             "nodes/remote_images_mib": transferred / 2**20,
@@ -320,19 +277,16 @@ class MultiNodeExchange(RecordExchange):
         """Tell all ranks that rank 0 reads no more records. Collective."""
         self._stop_polling()
 
-    def close(self) -> None:
-        """Detach from the ring."""
-        self._ring.close()
+
+def _stripped_record(trajectory: Trajectory) -> bytes:
+    return b"".join(encode_trajectory(strip_images(trajectory)))
 
 
-def make_exchange(
-    ring: Ring, topology: NodeTopology, config: Config, sequence_packer: SequencePacker
-) -> SingleNodeExchange | MultiNodeExchange:
-    """The exchange of a job, given this node's ring; on several nodes the packer needs its image cache. Collective."""
+def make_exchange(ring: Ring, topology: NodeTopology, config: Config) -> RecordExchange:
+    """The exchange of a job, given this node's ring. The process groups must exist. Collective."""
     if config.cluster.nodes == 1:
-        return SingleNodeExchange(ring)
+        return RecordExchange(ring)
     messenger = RankMessenger(topology, MESSAGE_TIMEOUT_SECONDS, collective_timeout_seconds(config))
-    image_rank = sequence_packer.image_rank if sequence_packer.encodes_images else None
-    image_cache = ImageCache(messenger, ImageShard(sequence_packer.data_parallel_rank, image_rank))
+    image_cache = ImageCache(messenger, ImageShard(parallel_state.get_data_parallel_rank(), image_rank()))
     damaged = config.run_folder / DAMAGED_FOLDER / f"node-{topology.node}"
     return MultiNodeExchange(ring, messenger, image_cache, damaged)

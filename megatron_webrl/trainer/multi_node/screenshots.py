@@ -49,19 +49,6 @@ def restore_images(stripped: Trajectory, get_image: Callable[[bytes], bytes]) ->
 
 
 @dataclass(frozen=True)
-class ImageTransferStats:
-    """Bytes of screenshots, over all ranks."""
-
-    needed_bytes: int = 0
-    transferred_bytes: int = 0  # part of needed_bytes: from another node
-
-    def __add__(self, other: ImageTransferStats) -> ImageTransferStats:
-        return ImageTransferStats(
-            self.needed_bytes + other.needed_bytes, self.transferred_bytes + other.transferred_bytes
-        )
-
-
-@dataclass(frozen=True)
 class ImageShard:
     """The replica whose images a rank encodes, and its shard of them."""
 
@@ -104,7 +91,7 @@ class ImageCache:
         )
         self._nodes_of_image: dict[bytes, set[int]] = {}
         self._images: dict[bytes, bytes] = {}  # key -> image; local ones are views
-        self.transfer_stats = ImageTransferStats()  # accumulated; the reader of the metrics resets it
+        self.needed_bytes = self.transferred_bytes = 0  # over all ranks, until the metrics are read
 
     def image_ranks_of(self, replica: int) -> dict[int, int]:
         """Image rank -> rank, for the ranks that encode a replica's images."""
@@ -135,39 +122,33 @@ class ImageCache:
         """Whether one of the nodes has an image."""
         return not self._nodes_of_image[key].isdisjoint(nodes)
 
-    def fetch(self, wanted: WantedImages) -> ImageTransferStats:
+    def fetch(self, wanted: WantedImages) -> None:
         """Transfer missing images. Collective, with equal arguments on all ranks. Raises RankMessageError."""
-        needed = transferred = 0
         transfers: dict[tuple[int, int], list[bytes]] = defaultdict(list)  # sender, receiver -> keys
         for rank, keys in sorted(wanted.items()):
             for key in dict.fromkeys(keys):
                 nodes, size = self._nodes_of_image[key], image_size(key)
-                needed += size
+                self.needed_bytes += size
                 if self._topology.node_of_rank[rank] not in nodes:
                     transfers[self._topology.node_leader(min(nodes)), rank].append(key)
-                    transferred += size
+                    self.transferred_bytes += size
         rank = self._topology.rank
         outgoing = {to: [self.get(key) for key in keys] for (sender, to), keys in transfers.items() if sender == rank}
         expected = {sender: keys for (sender, to), keys in transfers.items() if to == rank}
         sizes = {sender: sum(map(image_size, keys)) for sender, keys in expected.items()}
         for sender, received in self._messenger.exchange_blobs(outgoing, sizes).items():
-            self._add_received(sender, expected[sender], received)
-        return ImageTransferStats(needed, transferred)
+            offset = 0
+            for key in expected[sender]:
+                image = received[offset : offset + image_size(key)]
+                offset += len(image)
+                if image_key(image) != key:
+                    name = self._topology.rank_name(sender)
+                    raise RankMessageError(f"{name} sent {len(image)} bytes that are not the requested screenshot")
+                self._images[key] = bytes(image)  # a copy is hashable, a view of the received buffer is not
 
     def get(self, key: bytes) -> bytes:
         """An image of this node, or one that was fetched."""
         return self._images[key]
-
-    def _add_received(self, sender: int, keys: Sequence[bytes], received: memoryview) -> None:
-        offset = 0
-        for key in keys:
-            image = received[offset : offset + image_size(key)]
-            offset += len(image)
-            if image_key(image) != key:
-                raise RankMessageError(
-                    f"{self._topology.rank_name(sender)} sent {len(image)} bytes that are not the requested screenshot"
-                )
-            self._images[key] = bytes(image)  # a copy is hashable, a view of the received buffer is not
 
 
 def assign_to_nodes(

@@ -104,12 +104,12 @@ def train(rank: int, folder: str) -> None:
 
 
 def _learner(model: Path, platform: platforms.Platform) -> Any:
-    from megatron_webrl.trainer.factory import make_learner
+    from megatron_webrl.trainer.main import load_model, make_learner
 
     config = Config()
     config.model.path = str(model)
     config.trainer.tensor_parallel = config.trainer.data_parallel = 1
-    return make_learner(config, platform)
+    return make_learner(config, load_model(config, platform))
 
 
 def step_and_save(learner: Any, model: Path, folder: Path) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch.validation import check_config
-from megatron_webrl.trainer.data import group_files
+from megatron_webrl.trainer.data import replay_buffer
 from tests.gloo import spawn
 from tests.tools import staleness_ranks
 from tests.trajectories import trajectory
@@ -84,8 +84,8 @@ def test_groups_of_mixed_versions_and_missing_versions_are_refused(tmp_path: Pat
     config = parse_config(None, [f"run.directory={tmp_path}"])
     with pytest.raises(RuntimeError, match=r"groups of 3 versions in records/ \(there: 0\)"):
         staleness.complete_versions(config.run_folder, config, 2)
-    group_files.write_trajectories(
-        group_files.group_file_path(config.records_folder, 3), [trajectory(version=3), trajectory(1, version=2)]
+    replay_buffer.write_trajectories(
+        replay_buffer.group_file_path(config.records_folder, 3), [trajectory(version=3), trajectory(1, version=2)]
     )
     with pytest.raises(RuntimeError, match=r"tokens of versions \[2, 3\], not of 3 alone"):
         staleness.check_records(config, 3)

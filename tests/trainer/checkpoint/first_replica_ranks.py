@@ -27,7 +27,7 @@ def hugging_face(rank: int, folder: str, models: dict[str, str]) -> None:
     """Load each model in each layout, in which rank 1 has another folder if it has no first replica."""
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.build import load_hf
-    from megatron_webrl.trainer import factory
+    from megatron_webrl.trainer import main
     from megatron_webrl.trainer.parallel import parallel_sizes
 
     torchvision_shim.install()
@@ -40,7 +40,7 @@ def hugging_face(rank: int, folder: str, models: dict[str, str]) -> None:
             process_groups.init_process_groups(parallel_sizes(config), seed=1)
             reads = rank == 0 or name in ("experts", "tensor")
             config.model.path = model if reads else str(_without_tensors(Path(model), Path(folder, f"{kind}-{name}")))
-            learner = factory.make_learner(config, platform)
+            learner = main.make_learner(config, main.load_model(config, platform))
             values = [parameter.detach().clone() for chunk in learner.chunks for parameter in chunk.parameters()]
             load_hf(learner.models, model)  # all of this rank's
             wanted = [parameter.detach() for chunk in learner.chunks for parameter in chunk.parameters()]
@@ -81,12 +81,12 @@ def _main_weights_agree(learner: Any) -> list[bool]:
 def _refusals(rank: int, folder: Path, model: str, platform: Any) -> str:
     """The error of a load whose first replica lacks the tensors."""
     from megatron_webrl.model.build import LoadError
-    from megatron_webrl.trainer import factory
+    from megatron_webrl.trainer import main
 
     config = _config(model, {})
     config.model.path = str(_without_tensors(Path(model), folder / "refused")) if rank == 0 else model
     try:
-        factory.make_learner(config, platform)
+        main.make_learner(config, main.load_model(config, platform))
     except LoadError as error:
         return str(error)
     return "loaded"

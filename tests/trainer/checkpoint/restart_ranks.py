@@ -109,9 +109,9 @@ class _Trainer:
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
         from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
         from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
-        from megatron_webrl.trainer.multi_node.exchange import SingleNodeExchange
+        from megatron_webrl.trainer.multi_node.exchange import RecordExchange
 
-        control, exchange = connect(self.address, "trainer-0"), SingleNodeExchange(self.ring)
+        control, exchange = connect(self.address, "trainer-0"), RecordExchange(self.ring)
         folder = self.config.run_folder
         state = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)
         if self.saved is not None:

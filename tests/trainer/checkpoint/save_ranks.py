@@ -204,8 +204,7 @@ def _elsewhere(failed: Any, learner: Any, folder: Path) -> dict[str, Any]:
     """The last checkpoint in the fallback folder: not on one rank, then on both."""
     from megatron_webrl.track.latest_checkpoint import fallback_of
     from megatron_webrl.track.run_lock import start_launch
-    from megatron_webrl.trainer.checkpoint.checkpointer import read_trainer_state
-    from megatron_webrl.trainer.checkpoint.fallback import restore_histories, save_in_fallback
+    from megatron_webrl.trainer.checkpoint.checkpointer import read_trainer_state, restore_histories, save_in_fallback
     from megatron_webrl.trainer.parallel import broadcast_object
 
     launch, is_first = None, torch.distributed.get_rank() == 0

@@ -66,8 +66,7 @@ def _refusal(layout: Layout, folder: Path) -> str:
 
 
 def _launch_refusal(layout: Layout, folder: Path) -> str:
-    from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
-    from megatron_webrl.trainer.checkpoint.resume_check import check_resumable
+    from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError, check_resumable
 
     checkpoint, trainer = folder / "checkpoints" / "version-000002", TrainerConfig(data_parallel=2)
     check_resumable(checkpoint, trainer)

@@ -22,7 +22,7 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.track import episodes
-from megatron_webrl.trainer.data import group_files
+from megatron_webrl.trainer.data import replay_buffer as group_files
 from tests import forks
 from tests.job_control import control_service
 from tests.metrics_page import undocumented

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.state import TICKETS, JobState
+from megatron_webrl.control.tickets import ticket_limit
 from megatron_webrl.track import episodes
 from megatron_webrl.track.episodes import EpisodeLog, trajectory_identity
 from megatron_webrl.trainer.accounting import Accounting
@@ -121,7 +122,7 @@ class _Job:
         self.wasted = 0
 
     def issue(self) -> None:
-        limit = self.resume_point.ticket_limit(len(self.closed), self.AHEAD, self.GROUPS)
+        limit = ticket_limit(len(self.resume_point.surviving_tickets), len(self.closed), self.AHEAD, self.GROUPS)
         for _ in range(limit - self.issued):
             ticket = self.pending.pop(0) if self.pending else self.next
             self.next = max(self.next, ticket + 1)

@@ -9,7 +9,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.advantages import is_overlong
 from megatron_webrl.trainer.credit.assignment import step_advantages
 from megatron_webrl.trainer.data import batching
-from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
+from megatron_webrl.trainer.metrics.group_statistics import credit_metrics
 from megatron_webrl.types import Group, Trajectory
 from tests.trajectories import trajectory
 

@@ -107,9 +107,9 @@ class _Run:
         from megatron_webrl.trainer import coordinator as coordinators
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
         from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
-        from megatron_webrl.trainer.data import group_files
+        from megatron_webrl.trainer.data import replay_buffer
         from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
-        from megatron_webrl.trainer.multi_node.exchange import SingleNodeExchange
+        from megatron_webrl.trainer.multi_node.exchange import RecordExchange
         from tools.bench import recorded_groups
 
         ring_name = f"webrl-test-{secrets.token_hex(4)}"
@@ -120,7 +120,7 @@ class _Run:
             stack.callback(ring.unlink)
             control = connect(address, "trainer-0")
             tracker = MLflowTracker(self.config)
-            exchange = SingleNodeExchange(ring)
+            exchange = RecordExchange(ring)
             coordinator = Coordinator(
                 self.config,
                 control,
@@ -147,7 +147,7 @@ class _Run:
                     trained = [(g.ticket, [t.index for t in g.trajectories]) for g in groups]
                 coordinator.close_update(groups, version)
             sampler = coordinator.task_sampler
-            stored = recorded_groups.read_groups(group_files.group_file_path(self.config.records_folder, end - 1))
+            stored = recorded_groups.read_groups(replay_buffer.group_file_path(self.config.records_folder, end - 1))
             kept = [(g.ticket, [t.index for t in g.trajectories]) for g in stored]
             return coordinator.trainer_state(version), {
                 "rates": {name: sampler.pass_rate(name) for name in SKILL}, "kept_tasks": len(sampler.tasks),

@@ -334,19 +334,6 @@ def test_each_counted_episode_is_logged_with_its_disposition(ring: Ring, tmp_pat
     assert len(found) == source.accounting.closed_episodes
 
 
-def test_on_ready_is_called_when_a_group_becomes_trainable(ring: Ring):
-    ready: list[int] = []
-    source = GroupSource(ring, Config(), ResumePoint(), Accounting(), on_ready=lambda group: ready.append(group.ticket))
-    put(ring, 0, [1.0, 0.0])
-    put(ring, 1, [1.0, 1.0])  # without variance
-    ring.write(encode_trajectory(trajectory(2, 0)), 1.0)  # not whole
-    source.poll(0)
-    assert ready == [0]
-    ring.write(encode_trajectory(trajectory(2, 1, reward=1.0)), 1.0)
-    source.poll(0)
-    assert ready == [0, 2]
-
-
 def test_on_complete_is_called_for_every_complete_group_and_before_its_drop(ring: Ring):
     seen: list[tuple[int, int]] = []
     source = GroupSource(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ import torch
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.segment import RecordError
-from megatron_webrl.trainer.data import group_files
+from megatron_webrl.trainer.data import replay_buffer
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer, replay_probability
+from megatron_webrl.trainer.multi_node.exchange import RecordExchange
 from megatron_webrl.types import Group
 from tests.trajectories import screenshot, trajectory
 
@@ -31,7 +33,7 @@ def make(folder: Path, versions: int = 3, power: float = 0.0, every: int = 0) ->
     config.run.directory = str(folder)
     config.trainer.loss = loss_config("raft", replay_versions=versions)
     config.trainer.checkpoint.every = every
-    return ReplayBuffer(config, decay_power=power)
+    return ReplayBuffer(config, RecordExchange(mock.Mock()), decay_power=power)
 
 
 def batch(ticket: int, successes: int = 2) -> list[Group]:
@@ -106,12 +108,12 @@ def test_files_stay_for_the_versions_that_a_resume_needs(tmp_path: Path) -> None
 def test_files_of_removed_nodes_are_divided_and_overwritten(tmp_path: Path) -> None:
     replay = make(tmp_path)
     for node, ticket in ((0, 1), (1, 20), (2, 30)):
-        path = group_files.group_file_path(replay.folder, 1, node)
-        group_files.write_trajectories(
+        path = replay_buffer.group_file_path(replay.folder, 1, node)
+        replay_buffer.write_trajectories(
             path, [t for g in batch(ticket) for t in g.trajectories if t.trainable and t.reward]
         )
     assert names(replay.sample(2)) == [(ticket, i) for ticket in (1, 20, 30) for i in (0, 1)]
-    assert [path.name for _, path in group_files.list_group_files(replay.folder, 1, 2)] == [
+    assert [path.name for _, path in replay_buffer.list_group_files(replay.folder, 1, 2)] == [
         "version-000001.node-1.records"
     ]
     replay.add(batch(2), 1)

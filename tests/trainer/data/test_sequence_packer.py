@@ -186,7 +186,7 @@ def test_tensor_parallel_ranks_divide_the_images(processor: Processor, cost: Flo
 def test_a_rank_without_a_vision_tower_decodes_no_image(processor: Processor, cost: FlopsEstimator) -> None:
     (sample,) = episode(processor, 0, (4,))
     broken = replace(sample, images=tuple(b"no image" for _ in sample.images))
-    (batch,) = build(processor, cost, [broken], encodes_images=False)
+    (batch,) = build(processor, cost, [broken], image_rank=None)
     assert batch.inputs.pixels.shape == (0, processor.pixels([])[0].shape[1])
     assert batch.inputs.local_images is not None
     assert batch.inputs.local_images.numel() == 0

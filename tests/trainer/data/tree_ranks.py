@@ -46,7 +46,7 @@ def _pass(config: Config, merged: str, platform: Any) -> dict[str, Any]:
     from megatron_webrl.model import schedule
     from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.logprobs import vocab_parallel_logprobs
-    from megatron_webrl.trainer.factory import compute_options, make_sequence_packer
+    from megatron_webrl.trainer.main import compute_options, make_sequence_packer
 
     path, trainer = config.model.path, config.trainer
     chunks = build_model(path, dtype="float32", platform=platform, options=compute_options(config, platform))

@@ -39,8 +39,8 @@ def run(rank: int, folder: str, model: str) -> None:
     torchvision_shim.install()
     platform = gloo.join(rank, 2, folder)
     from megatron_webrl.model import process_groups
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.main import make_sequence_packer
     from megatron_webrl.trainer.parallel import parallel_sizes
 
     found: dict[str, dict[str, dict[str, float]]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_webrl.trainer.metrics.group_statistics import VerdictStatistics
+from megatron_webrl.trainer.metrics.group_statistics import verdict_metrics
 from megatron_webrl.types import JudgeStage, Verdict
 
 
@@ -30,18 +30,9 @@ VERDICTS = [
 ]
 
 
-def popped() -> dict[str, float]:
-    statistics = VerdictStatistics()
-    for verdict in VERDICTS:
-        statistics.add(verdict)
-    metrics = statistics.pop_metrics()
-    assert statistics.pop_metrics() == {}
-    return metrics
-
-
 def test_cost_and_outcomes_are_reported_by_evaluator_and_protocol():
     judge = "verdict/first-page-judge-rubric"
-    metrics = popped()
+    metrics = verdict_metrics(VERDICTS)
     wanted = {
         "episodes": 4, "rate/success": 0.5, "rate/failure": 0.25, "rate/judge_error": 0.25, "dollars_total": 1.0,
         "calls": 3.0, "calls/success": 3.0, "calls/failure": 3.0, "calls/judge_error": 3.0,
@@ -57,16 +48,17 @@ def test_cost_and_outcomes_are_reported_by_evaluator_and_protocol():
 
 
 def test_an_evaluator_without_a_model_has_outcomes_and_no_cost():
-    found = {name: value for name, value in popped().items() if name.startswith("verdict/page/")}
+    found = {name: value for name, value in verdict_metrics(VERDICTS).items() if name.startswith("verdict/page/")}
     assert found == {"verdict/page/episodes": 1, "verdict/page/rate/success": 1.0}
 
 
 def test_an_episode_that_was_not_judged_is_no_verdict():
-    assert not [name for name in popped() if name.startswith("verdict/none")]
+    assert not [name for name in verdict_metrics(VERDICTS) if name.startswith("verdict/none")]
 
 
 def test_failed_attempts_are_reported_by_stage_and_error():
-    assert {name: value for name, value in popped().items() if name.startswith("judge_stage")} == pytest.approx({
+    found = {name: value for name, value in verdict_metrics(VERDICTS).items() if name.startswith("judge_stage")}
+    assert found == pytest.approx({
         "judge_stage/relevance/questions": 3,
         "judge_stage/relevance/undecided_rate": 0.0,
         "judge_stage/relevance/error_rate/truncated": 1 / 4,

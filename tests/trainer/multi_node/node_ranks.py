@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,8 @@ def updates(rank: int, ranks: int, folder: str, model: str, rings: Sequence[str]
 
 
 def _update_of_one(config: Config, platform: Any) -> dict[str, Any]:
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.main import make_sequence_packer
     from tests.model.hf_export import hf_tensors
 
     learner = make_learner(config, platform)
@@ -99,8 +99,8 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
     from megatron_webrl.trainer.data.group_source import GroupSource
-    from megatron_webrl.trainer.factory import make_sequence_packer
     from megatron_webrl.trainer.loop import train_batch
+    from megatron_webrl.trainer.main import make_sequence_packer
     from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, make_exchange
     from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology
     from megatron_webrl.trainer.multi_node.screenshots import image_key
@@ -108,11 +108,11 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
 
     rank = torch.distributed.get_rank()
     learner = make_learner(config, platform)
-    builder = make_sequence_packer(config, platform)
     nodes = NodeTopology.all_gather(layout.nodes[rank], 2)
-    rings = make_exchange(Ring.attach(names[nodes.node]), nodes, config, builder)
+    rings = make_exchange(Ring.attach(names[nodes.node]), nodes, config)
     assert isinstance(rings, MultiNodeExchange)
-    builder, taken, source = replace(builder, image_cache=rings.image_cache), None, None
+    builder = make_sequence_packer(config, platform, image_cache=rings.image_cache)
+    taken, source = None, None
     if rank == 0:
         source = GroupSource(rings.record_source, config, ResumePoint(), Accounting())
         taken = source.wait_for_groups(VERSION, len(HOMES), 60.0, lambda ready: True)
@@ -306,14 +306,14 @@ def replayed(rank: int, folder: str, names: Sequence[str]) -> None:
     member.share(1, 1)
     drawn = replay.sample(1)
     wanted = {r: [bytes(i) for g in drawn for i in g.trajectories[0].images] for r in range(4)}
-    transferred = rings.image_cache.fetch(wanted)
+    rings.image_cache.fetch(wanted)
     found = {
         "drawn": sorted((g.ticket, g.trajectories[0].index) for g in drawn),
         "images": {
             g.ticket: [bytes(rings.image_cache.get(bytes(i))) for i in g.trajectories[0].images] for g in drawn
         },
         "stored": [(t.ticket, t.index, [bytes(i) for i in t.images]) for t in stored],
-        "moved": transferred.transferred_bytes, "needed": transferred.needed_bytes,
+        "moved": rings.image_cache.transferred_bytes, "needed": rings.image_cache.needed_bytes,
     }  # fmt: skip
     rings.finish_collecting()
     torch.save(found, f"{folder}/replayed-{rank}.pt")

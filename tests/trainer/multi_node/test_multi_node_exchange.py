@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.trainer.data import group_files
+from megatron_webrl.trainer.data import replay_buffer
 from megatron_webrl.trainer.multi_node.screenshots import image_key, image_size
 from tests import forks
 from tests.gloo import spawn
@@ -143,7 +143,7 @@ def test_each_node_stores_its_successes_and_all_ranks_replay_them(names: list[st
         assert rank["images"] == wanted
     folder = tmp_path / "run" / "replay"
     for node, tickets in ((0, [0]), (1, [20, 21, 22])):
-        stored = recorded_groups.read_groups(group_files.group_file_path(folder, 0, node))
+        stored = recorded_groups.read_groups(replay_buffer.group_file_path(folder, 0, node))
         assert [group.ticket for group in stored] == tickets
         assert {(t, i) for t, i, _ in ranks[2 * node]["stored"]} == {(t, i) for t in tickets for i in (0, 1)}
         for ticket, index, images in ranks[2 * node]["stored"]:

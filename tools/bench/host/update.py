@@ -65,8 +65,8 @@ class HostBench:
     def __init__(self, folder: Path, config: Config, size: str, card: str, launches: Launches) -> None:
         from megatron_webrl.trainer.data.flops import FlopsEstimator
         from megatron_webrl.trainer.data.sequence_packer import SequencePacker
-        from megatron_webrl.trainer.factory import make_image_prefetcher
         from megatron_webrl.trainer.images import WaitTimer
+        from megatron_webrl.trainer.main import make_image_prefetcher
 
         self.config, self.launches, trainer = config, launches, config.trainer
         config.run.directory = str(folder)
@@ -114,10 +114,10 @@ class _Update:
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
-        from megatron_webrl.trainer.multi_node.exchange import SingleNodeExchange
+        from megatron_webrl.trainer.multi_node.exchange import RecordExchange
 
         self.bench, self.count, self.config = bench, groups, bench.config
-        self.exchange = SingleNodeExchange(ring)
+        self.exchange = RecordExchange(ring)
         log = EpisodeLog(bench.config.run_folder, 0, 0, lambda: None)
         self.source = GroupSource(
             self.exchange.record_source, self.config, ResumePoint(), Accounting(), episode_log=log
@@ -240,7 +240,7 @@ class _Update:
 
     def _close(self, groups: Sequence[Group], sequences: dict[int, list[int]]) -> None:
         """The figures of an update and the accounting of its episodes."""
-        from megatron_webrl.trainer.metrics.credit_metrics import credit_metrics
+        from megatron_webrl.trainer.metrics.group_statistics import credit_metrics
 
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         rollout_seconds(trajectories)

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.loss import OffPolicyLossConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.trainer.checkpoint import checkpoint_files
 from megatron_webrl.types import Group
 from megatron_webrl.util import child_process, torchvision_shim
 from tools.bench import recorded_groups
@@ -65,7 +64,7 @@ def run_config(folder: Path) -> Config:
 
 def checkpoint_path(folder: Path, version: int) -> Path:
     """Where the run in `folder` has its checkpoint of a version."""
-    return checkpoint_files.version_folder(folder / "checkpoints", version)
+    return folder / "checkpoints" / f"version-{version:06d}"
 
 
 def serve(connection: Connection, parent: int, folder: Path, version: int, staleness: Sequence[int]) -> None:
@@ -173,7 +172,7 @@ def _make(config: Config) -> tuple[Any, Any]:
     # Import Megatron after the platform is active.
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
-    from megatron_webrl.trainer.factory import make_learner, make_sequence_packer
+    from megatron_webrl.trainer.main import load_model, make_learner, make_sequence_packer
 
     process_groups.init_process_groups(ParallelSizes(), config.run.seed)
-    return make_learner(config, platform), make_sequence_packer(config, platform)
+    return make_learner(config, load_model(config, platform)), make_sequence_packer(config, platform)
