@@ -147,7 +147,7 @@ def score_megatron(job: ScoringJob) -> Iterator[Scores]:
     from megatron_webrl.model import process_groups, schedule
     from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.logprobs import vocab_parallel_logprobs
-    from megatron_webrl.trainer.factory import compute_options, make_sequence_packer
+    from megatron_webrl.trainer.main import compute_options, make_sequence_packer
     from megatron_webrl.trainer.optimizer import wrap_ddp
     from megatron_webrl.trainer.parallel import parallel_sizes
 
