@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.control.clock import ClockOffset
 from megatron_webrl.control.connection import LOST_SECONDS, Connection, ControlLost, JobEnded, JobFailed
 from megatron_webrl.control.facts import FactFollower, Reports
 from megatron_webrl.control.liveness import VIEWED
@@ -108,10 +107,6 @@ class ControlClient:
         """Publish what `encode` returns with each heartbeat while someone looks at the rollouts."""
         self.get_json(VIEWED)
         self._rollouts = encode
-
-    def service_clock(self) -> ClockOffset | None:
-        """How far the service's clock is ahead of this machine's; None before the first exchange."""
-        return self._facts.clock.best()
 
     def job_status(self) -> dict[str, Any]:
         """The whole job at a glance: the answer to GET /status of server.py. One request."""

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megatron_webrl.control.clock import ServiceClock
 from megatron_webrl.control.connection import Connection, ControlLost
 
 log = logging.getLogger(__name__)
@@ -79,10 +78,10 @@ class FactFeed:
             if self._sessions.get(session) is event:
                 del self._sessions[session]
 
-    def answer(self, body: Body, replies: Sequence[Json] = (), times: Mapping[str, Any] | None = None) -> bytes:
-        """An answer with the changes that the sender lacks. `times`: those of clock.py."""
+    def answer(self, body: Body, replies: Sequence[Json] = ()) -> bytes:
+        """An answer with the changes that the sender lacks."""
         interval = max(1.0, len(self._sessions) / REQUESTS_PER_SECOND)
-        content = {"replies": replies, "revision": self.revision, "interval": interval, "times": times}
+        content = {"replies": replies, "revision": self.revision, "interval": interval}
         news = tuple(self._news(body))
         if self._encoded[0] != (news, self.revision):
             self._encoded = (news, self.revision), json.dumps({key: self._read(key) for key in news}).encode()
@@ -129,7 +128,6 @@ class FactFollower:
         self.facts: dict[str, tuple[int, Json]] = {}
         self.revision = 0  # all changes up to it are known
         self.interval = 1.0  # seconds between two requests
-        self.clock = ServiceClock()
         self.relay_answers = 0
         self._service, self._on_answer = service, on_answer
         self._relay: Connection | None = None
@@ -180,9 +178,8 @@ class FactFollower:
         sent: dict[str, Any] = {}
 
         def make_fields() -> dict[str, Any]:
-            sent.update(self.request(new), roles=reports(), sent=time.monotonic())
+            sent.update(self.request(new), roles=reports())
             return sent
 
         answer = connection.sync(make_fields=make_fields, wait_seconds=wait)
-        self.clock.add(sent["sent"], answer["times"], time.monotonic())
         self.merge(sent, answer)

@@ -23,7 +23,6 @@ from typing import Any
 
 from starlette.requests import Request
 
-from megatron_webrl.control.clock import stamp
 from megatron_webrl.control.connection import Connection, ControlLost
 from megatron_webrl.control.facts import Body, Change, FactFeed, FactFollower, Reports
 from megatron_webrl.control.http.access import Token
@@ -63,7 +62,7 @@ class Relay:
             except ControlLost as error:
                 raise Unavailable(str(error)) from error
         await self._feed.wait(body)
-        return self._feed.answer(body, times=stamp(now, self._upstream.clock.best()))
+        return self._feed.answer(body)
 
     def follow(self) -> None:
         """Follow the facts of the service until the relay has ended."""

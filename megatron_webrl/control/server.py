@@ -25,7 +25,6 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron_webrl.control import clock
 from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.control.facts import Body, FactFeed, wait_seconds
 from megatron_webrl.control.http.access import AuthMiddleware, Token, encoded, send_json
@@ -82,8 +81,8 @@ class ControlService:
                 await asyncio.sleep(TICK_SECONDS / 2)
 
     async def _sync(self, body: Body, request: Request) -> bytes:
-        received, replies = time.monotonic(), []
-        self._hear(body, received)
+        replies: list[Any] = []
+        self._hear(body, time.monotonic())
         if commands := body.get("commands"):
             stream, number = str(body["stream"]), int(body["number"])
             if await self._has_items(commands, body, lambda: self.state.request_count(stream) >= number, request):
@@ -92,7 +91,7 @@ class ControlService:
                 replies = [[]]
         else:
             await self._feed.wait(body)
-        return self._feed.answer(body, replies, clock.stamp(received, clock.own_clock()))
+        return self._feed.answer(body, replies)
 
     async def _has_items(self, commands: Any, body: Body, is_applied: Callable[[], bool], request: Request) -> bool:
         """Wait until a claim, which is the only command, finds an item, as long as the request allows.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.clock import clock_identity
+from megatron_webrl.util.clock import clock_identity
 from megatron_webrl.util.history import History
 
 log = logging.getLogger(__name__)

@@ -285,7 +285,6 @@ class Coordinator:
             open_tickets=open_tickets,
             accounting=self.accounting.state_dict(),
             dropped_tickets=self.tickets_dropped_before + self.group_source.dropped_tickets,
-            mlflow_run_id=self.tracker.run_id if self.tracker else None,
             task_sampler=self.task_sampler.state_dict() if self.task_sampler else None,
             episode_log_bytes=self.episode_log.size if self.episode_log else None,
             has_critic=self.config.trainer.critic is not None,

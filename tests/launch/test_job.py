@@ -166,7 +166,6 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_run_resumes(job: Job):
     assert summary["accounting"]["matches"]
     again = json.loads(Path(summary["checkpoint"], "state.json").read_text())
     assert again["restart_epoch"] == state["restart_epoch"] + 1
-    assert again["mlflow_run_id"] == state["mlflow_run_id"]
     (changed,) = [event for event in process_events.read_events(job.run_folder) if event.event == "schedule changed"]
     assert f"steps until the final learning rate 1001, now {done + 2}" in changed.reason
     # One update closed its two tickets and those dropped in it.

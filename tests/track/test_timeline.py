@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.clock import clock_identity
 from megatron_webrl.track import timeline as recorder
 from megatron_webrl.track.timeline import OFF, Timeline, TimelineFiles, Track, open_timeline
+from megatron_webrl.util.clock import clock_identity
 from megatron_webrl.util.history import History
 
 

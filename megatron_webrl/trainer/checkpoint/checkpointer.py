@@ -58,7 +58,6 @@ class TrainerState:
     open_tickets: tuple[int, ...]  # issued, neither trained nor dropped: issued again after a resume
     accounting: dict[str, Any]
     dropped_tickets: int
-    mlflow_run_id: str | None = None
     task_sampler: dict[str, Any] | None = None  # TaskSampler.state_dict
     episode_log_bytes: int | None = None  # size of episodes.jsonl at the checkpoint
     has_critic: bool | None = None  # None in a checkpoint that does not say it
