@@ -25,7 +25,15 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megatron_webrl", "megatron_webrl.*"]),
-    package_data={"megatron_webrl": ["util/_site/*.py", "monitor/static/*"]},
+    package_data={
+        "megatron_webrl": [
+            "util/_site/*.py",
+            "monitor/static/*",
+            "browser/page/*.js",
+            "tasks/*.js",
+            "tasks/sites/*.css",
+        ]
+    },
     install_requires=[
         "numpy",
         "omegaconf>=2.3",
