@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import aiohttp
 
-from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserMissing, BrowserTimeout, PageCrashed
+from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.server import protocol
 from megatron_webrl.config.browser import parse_server_addresses
 from megatron_webrl.config.setting import ConfigError
@@ -43,7 +43,7 @@ T = TypeVar("T")
 AddressProvider = Callable[[], Sequence[str]]  # returns the current addresses, which change if servers are restarted
 
 _BY_OUTCOME: dict[str, type[BrowserError]] = {
-    kind.outcome: kind for kind in (BrowserError, BrowserMissing, BrowserCrashed, PageCrashed, BrowserTimeout)
+    kind.outcome: kind for kind in (BrowserError, BrowserCrashed, PageCrashed, BrowserTimeout)
 }
 
 

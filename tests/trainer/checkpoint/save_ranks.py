@@ -209,7 +209,7 @@ def _elsewhere(failed: Any, learner: Any, folder: Path) -> dict[str, Any]:
 
     launch, is_first = None, torch.distributed.get_rank() == 0
     if is_first:
-        with start_launch(folder / "run", {}, None, str(folder / "other")) as launch:
+        with start_launch(folder / "run", {}, str(folder / "other")) as launch:
             pass
     launch = broadcast_object(launch)
     elsewhere = fallback_of(launch.run_folder, str(folder / "other"))
