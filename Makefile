@@ -71,11 +71,11 @@ ifeq ($(OTHER),)
 endif
 	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
 
-test: install slurm lint ## lint, types, and the tests that prove the system
-	PYTHON=$(BIN)/python tools/run_tests.sh "not slow and not soak" $(ARGS)
+test: install slurm lint ## lint, types, the tests of each part; what fails runs twice more and is listed
+	PYTHON=$(BIN)/python tools/run_tests.sh "not slow and not soak" --reruns 2 $(ARGS)
 
-test-all: install slurm ## the other tests: layout matrix, every failure of a job; what fails runs once more and is listed
-	PYTHON=$(BIN)/python tools/run_tests.sh "slow and not soak" --reruns 1 $(ARGS)
+test-all: install slurm ## the other tests: layout matrix, every failure of a job
+	PYTHON=$(BIN)/python tools/run_tests.sh "slow and not soak" --reruns 2 $(ARGS)
 
 test-times: ## the slowest tests and files of the last runs of tests, and what they waited for
 	@$(BIN)/python -m tools.test_times
