@@ -40,7 +40,7 @@ def test_a_login_node_without_packages_checks_a_configuration() -> None:
     command = [sys.executable, "-c", WITHOUT_PACKAGES, str(ROOT / "configs" / "8b_4node.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "the package playwright is not installed here; tasks are not checked" in done.stderr
+    assert "package" not in done.stderr  # tasks and judge are checked without them
 
 
 def test_of_another_model_the_config_file_alone_is_enough(tmp_path: Path) -> None:
