@@ -44,6 +44,8 @@ PAGES = {
         performance.now = () => 0; MutationObserver = null; document.title = 'Still';</script>""",
     "fetching": on_click("""fetch('slow.html').then((r) => r.text()).then((t) => fetch('slow.html')).then(() => {
         document.title = 'loaded'; })"""),
+    "chain": on_click("""(async () => { for (let i = 0; i < 20; i++) { await (await fetch('slow.html')).text();
+        await new Promise((resolve) => setTimeout(resolve, 10)); } document.title = 'loaded'; })()"""),
     "polling": on_click("setInterval(() => fetch('slow.html'), 50)"),
     "ping": "<title>Ping</title><script>onload = () => setTimeout(() => location.replace('pong.html'), 20)</script>",
     "pong": "<title>Pong</title><script>onload = () => setTimeout(() => location.replace('ping.html'), 20)</script>",
@@ -148,6 +150,10 @@ async def test_a_session_waits_for_the_requests_of_a_page(session: Session) -> N
     assert seen.title == "loaded"
     assert seen.seconds is not None
     assert 0.6 <= seen.seconds.settling < settle.NETWORK_IDLE_SECONDS
+
+
+async def test_a_session_does_not_take_a_pause_between_requests_for_the_end(session: Session) -> None:
+    assert (await click_on(session, "chain")).title == "loaded"
 
 
 async def test_a_session_waits_once_for_an_unanswered_request(

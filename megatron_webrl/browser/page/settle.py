@@ -13,7 +13,7 @@ LOAD_SECONDS = 10.0  # for a document to load
 QUIET_LIMIT_MS = 1000  # after that, for a page that never stops changing, such as an endless animation
 TIMER_MS = 14  # after the 13 ms of an animation of jQuery
 BUBBLE_MS = 1300  # for Chromium's message about an invalid field to appear, which is no part of the document
-NETWORK_IDLE_SECONDS = 3.0  # limit for all pending requests together, once nothing else changes
+NETWORK_IDLE_SECONDS = 3.0  # limit for all requests together, once nothing else changes
 SETTLE_SECONDS = 15.0  # limit for a page that is replaced over and over
 MAX_TITLE = 2000  # characters
 MAX_URL = 4000
@@ -112,6 +112,7 @@ class SettledPage:
 async def wait_until_idle(tab: Tab, until: float | None = None, still: bool = False) -> SettledPage:
     """Wait until nothing loads and nothing changes, each within its limit. Raises PlaywrightError.
 
+    No request may end meanwhile: a page that makes one request after the other has none pending between them.
     `until`: deadline on the event loop's clock for a page replaced over and over; None: SETTLE_SECONDS from now.
     `still`: end the animations of the page's styles, so that the same page looks the same at any time.
     """
@@ -119,6 +120,7 @@ async def wait_until_idle(tab: Tab, until: float | None = None, still: bool = Fa
     limit, network_seconds = clock() + SETTLE_SECONDS if until is None else until, NETWORK_IDLE_SECONDS
     while True:
         loaded = await _loaded(tab, min(LOAD_SECONDS, max(0.0, limit - clock())))
+        started, ended = clock(), tab.ended_requests
         try:
             script = f"() => ({_SETTLE})({QUIET_LIMIT_MS}, {str(still).lower()})"
             title, url, *scroll = await tab.evaluate(script)
@@ -130,9 +132,8 @@ async def wait_until_idle(tab: Tab, until: float | None = None, still: bool = Fa
             return SettledPage(title, url, Scroll(*scroll), loading=not loaded)
         if not tab.loaded.is_set():
             continue
-        if tab.requests_done.is_set() or network_seconds <= 0:
+        if (tab.requests_done.is_set() and tab.ended_requests == ended) or network_seconds <= 0:
             return SettledPage(title, url, Scroll(*scroll))
-        started = clock()
         await tab.wait_for_requests(network_seconds)
         network_seconds -= clock() - started
 

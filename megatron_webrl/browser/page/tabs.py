@@ -108,6 +108,7 @@ class Tab:
         self.loaded.set()
         self.requests_done = asyncio.Event()  # set unless a request is pending
         self.requests_done.set()
+        self.ended_requests = 0  # of those that were pending
         self._pending: set[Request] = set()
         page.on("request", self._on_request)
         page.on("requestfinished", self._on_response)
@@ -165,7 +166,9 @@ class Tab:
             self.requests_done.clear()
 
     def _on_response(self, request: Request) -> None:
-        self._pending.discard(request)
+        if request in self._pending:
+            self._pending.remove(request)
+            self.ended_requests += 1
         if not self._pending:
             self.requests_done.set()
 
