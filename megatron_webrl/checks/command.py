@@ -174,8 +174,8 @@ def _weights(options: argparse.Namespace) -> int:
 
 
 def _gpu(options: argparse.Namespace) -> int:
-    from megatron_webrl.checks.gpu import SECTIONS, GpuCheckRequest, check_gpu, choose_platform
-    from megatron_webrl.checks.report import make_console, report
+    from megatron_webrl.checks.gpu import SECTIONS, check_gpu, choose_platform
+    from megatron_webrl.checks.report import GpuCheckRequest, make_console, report
 
     _check_options(options)
     console, config = make_console(), parse_config(options.config, options.overrides)

@@ -6,15 +6,14 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_webrl.checks.processes import run_processes
-from megatron_webrl.checks.report import CheckResult, failed, skipped
-from megatron_webrl.config.schema import Config
+from megatron_webrl.checks.report import CheckResult, GpuCheckRequest, failed, skipped
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.placement.placement import place_processes
@@ -29,19 +28,6 @@ SECTIONS: dict[str, tuple[str, float]] = {
 """Sections of `check gpu`: function and limit in seconds."""
 LAYERS = 4  # of the random model: one of them with full attention
 GPU_SECTIONS = ("model", "links", "engine")  # compute on GPUs, if the platform is CUDA
-
-
-@dataclass(frozen=True)
-class GpuCheckRequest:
-    """Options of `webrl check gpu`."""
-
-    config: Config  # of the machine (cluster.*) and of the job of the section "engine"
-    platform: str  # "cpu" or "cuda"
-    cuda_problem: str = ""  # why torch cannot use the GPUs of this machine; fails the driver, skips GPU_SECTIONS
-    sections: Sequence[str] = tuple(SECTIONS)
-    timeout_seconds: float | None = None  # of each section; None: its own
-    min_link_gib_per_second: float = 0.0  # least speed between two GPUs
-    node_reports: Sequence[Path] = ()  # of `webrl check node`
 
 
 def choose_platform(asked: str) -> tuple[str, str]:

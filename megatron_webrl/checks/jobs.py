@@ -17,8 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_webrl.checks.gpu import GpuCheckRequest
-from megatron_webrl.checks.report import CheckResult, at_least, at_most, failed, measured, skipped
+from megatron_webrl.checks.report import CheckResult, GpuCheckRequest, at_least, at_most, failed, measured, skipped
 from megatron_webrl.config.judge import judge_config
 from megatron_webrl.config.schema import Config, EvaluationConfig
 from megatron_webrl.config.setting import ConfigError

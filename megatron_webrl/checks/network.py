@@ -25,9 +25,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from megatron_webrl.checks.gpu import GpuCheckRequest
 from megatron_webrl.checks.processes import run_processes
-from megatron_webrl.checks.report import CheckFailed, CheckResult, at_least, at_most, failed, measured, skipped
+from megatron_webrl.checks.report import (
+    CheckFailed,
+    CheckResult,
+    GpuCheckRequest,
+    at_least,
+    at_most,
+    failed,
+    measured,
+    skipped,
+)
 from megatron_webrl.placement.cores import format_cores
 from megatron_webrl.util import atomic_file
 from megatron_webrl.util.text import first_line

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_webrl import __version__
+from megatron_webrl.config.schema import Config
 from megatron_webrl.util import atomic_file
 
 STYLES = {"passed": None, "failed": "bold red", "skipped": "dim"}
@@ -39,6 +40,19 @@ class CheckResult:
         if isinstance(self.value, int | float) and isinstance(self.limit, int | float) and self.limit:
             return self.value / self.limit
         return None
+
+
+@dataclass(frozen=True)
+class GpuCheckRequest:
+    """Options of `webrl check gpu`."""
+
+    config: Config  # of the machine (cluster.*) and of the job of the section "engine"
+    platform: str  # "cpu" or "cuda"
+    sections: Sequence[str]
+    cuda_problem: str = ""  # why torch cannot use the GPUs of this machine; fails the driver, skips GPU_SECTIONS
+    timeout_seconds: float | None = None  # of each section; None: its own
+    min_link_gib_per_second: float = 0.0  # least speed between two GPUs
+    node_reports: Sequence[Path] = ()  # of `webrl check node`
 
 
 class CheckFailed(RuntimeError):

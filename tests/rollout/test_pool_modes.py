@@ -262,6 +262,7 @@ async def test_a_worker_waits_for_the_weights_of_a_restarted_trainer_and_runs_it
         await job.offer(3)
         job.open(limit=1)
         await job.until(lambda: job.pools[0].writer.written_episodes == 2)
+        await job.until(lambda: not job.queue()["open"])
         job.trainer.put_json("weights/trainer", 2)
         assert job.trainer.rewind_tickets() == ([(0, 0)], {}, 1)
         job.trainer.start_ticket_epoch(1, 2, job.drawn(range(2)))

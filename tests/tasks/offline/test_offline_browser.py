@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.server.protocol import InvalidRequest
+from megatron_webrl.browser.server.protocol import InvalidRequest, ResetRequest
 from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.schema import Config
@@ -84,11 +84,11 @@ def test_a_catalog_opens_what_its_settings_permit() -> None:
         for url in (offline, far):
             task = Task("x", "web", "page", 0, 1, url=url)
             if url in opened:
-                assert catalog._validate_task(task) is task
+                assert catalog.resolve_task(ResetRequest(task)) is task
             else:
                 missing = "tasks.offline_websites" if url == offline else "browser.open_web"
                 with pytest.raises(InvalidRequest, match=rf"^task.url: .*; start (it|the server) with {missing}=true$"):
-                    catalog._validate_task(task)
+                    catalog.resolve_task(ResetRequest(task))
         catalog.close()
         if catalog.web is not None:
             with pytest.raises(RuntimeError, match="was closed"):
