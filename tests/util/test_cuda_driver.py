@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_webrl.checks.node import check_gpus, check_software, needed_open_files
+from megatron_webrl.checks.node import check_gpus
 from megatron_webrl.checks.report import CheckFailed
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.util import cuda_driver
-from megatron_webrl.util.child_process import MAX_OPEN_FILES, start_process
 from megatron_webrl.util.cuda_driver import (
     CudaDriver,
     NvidiaSmiError,
@@ -73,62 +69,3 @@ def test_a_node_of_gpus_with_a_torch_for_cpus_fails(tmp_path: Path, monkeypatch:
     config = parse_config(None, ["cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1"])
     with pytest.raises(CheckFailed, match=r"torch is built for CPUs, but the machine has GPUs .driver 580.65.06"):
         check_gpus(config, place_processes(config))
-
-
-def test_packages_that_settings_name_are_missed_on_the_node() -> None:
-    config = parse_config(None, ["trainer.layers=transformer_engine", "trainer.attention=flash"])
-    with pytest.raises(CheckFailed, match=r"trainer.layers=transformer_engine needs the package transformer_engine"):
-        check_software(config, place_processes(config))
-
-
-def limited(shell: str, folder: Path, *overrides: str) -> str:
-    """What the check of limits says in a process with limits that `shell` sets, and cards as the files of `folder`."""
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from megatron_webrl.placement.placement import place_processes\n"
-        "from megatron_webrl.config.load import parse_config\n"
-        "from megatron_webrl.checks.node import check_limits\n"
-        "from megatron_webrl.checks.report import CheckFailed\n"
-        "config = parse_config(None, sys.argv[2:])\n"
-        "try: check_limits(config, place_processes(config), Path(sys.argv[1]))\n"
-        "except CheckFailed as error: print(error)\n"
-    )
-    command = ["bash", "-c", f'{shell}; exec "$@"', "-", sys.executable, "-c", program, str(folder), *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
-
-
-def test_a_low_limit_of_open_files_is_named(tmp_path: Path) -> None:
-    config = parse_config(None)
-    needed = needed_open_files(config, place_processes(config))
-    assert 1024 < needed < 4096
-    assert limited(f"ulimit -n {needed}", tmp_path) == ""
-    assert f"may open {needed - 1} files (ulimit -Hn), but one of this job may need {needed}" in limited(
-        f"ulimit -n {needed - 1}", tmp_path
-    )
-
-
-def test_a_large_job_needs_more_open_files_than_the_usual_soft_limit() -> None:
-    config = parse_config(ROOT / "configs" / "8b_32node.yaml")
-    assert 3000 < needed_open_files(config, place_processes(config)) < MAX_OPEN_FILES
-
-
-def test_infiniband_needs_locked_memory(tmp_path: Path) -> None:
-    gpus = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
-    assert limited("ulimit -l 64", tmp_path, *gpus) == ""  # without cards
-    (tmp_path / "mlx5_0").touch()
-    assert limited("ulimit -l 64", tmp_path) == ""  # without GPUs
-    assert "a process may lock 64 KiB of memory (ulimit -l), but InfiniBand (mlx5_0) needs unlimited" in limited(
-        "ulimit -l 64", tmp_path, *gpus
-    )
-
-
-def test_a_role_starts_with_a_high_limit_of_open_files(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    program = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-    try:
-        role = start_process([sys.executable, "-c", program], tmp_path / "log", {"PATH": "/usr/bin"}, "role")
-        assert role.wait(30) == 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (tmp_path / "log").read_text().strip() == str((min(hard, MAX_OPEN_FILES), hard))
