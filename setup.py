@@ -31,7 +31,7 @@ setup(
             "monitor/static/*",
             "browser/page/*.js",
             "tasks/*.js",
-            "tasks/sites/*.css",
+            "tasks/sites/templates/*",
         ]
     },
     install_requires=[
@@ -44,6 +44,7 @@ setup(
         "tenacity>=9,<10",
         "matplotlib>=3.10",
         "packaging",
+        "jinja2",  # the pages of the offline websites
         "starlette",  # the control service
         "uvicorn",
         "httptools",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_webrl.tasks.sites.content_generator import format_date
+from megatron_webrl.tasks.sites.app import format_date
 from megatron_webrl.tasks.sites.websites import (
     DENYING_NUMBERS,
     MOODY_NUMBERS,

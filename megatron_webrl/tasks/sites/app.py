@@ -1,120 +1,38 @@
-"""What the offline websites share: HTTP application, markup, style."""
+"""What the offline websites share: an HTTP application whose pages are Jinja2 templates."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from datetime import date
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, urlencode
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from megatron_webrl.tasks.server import PageRequest, PageResponse
 from megatron_webrl.tasks.sites.high_level_actions import FollowLink, PageLinks, SubmitForm
 
-ACCENTS = {
-    "shop": ("#14532d", "#f4f7f4"),
-    "forum": ("#5b3a8c", "#f6f4fa"),
-    "calendar": ("#0b5394", "#f3f7fb"),
-    "wiki": ("#7a4b12", "#faf7f2"),
-    "forms": ("#8a1f3d", "#faf5f6"),
-}
-
-_SHEET = Path(__file__).with_name("sites.css").read_text()
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True, undefined=StrictUndefined,
+    trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
 
 
-def stylesheet(site: str) -> str:
-    accent, ground = ACCENTS[site]
-    return _SHEET.replace("ACCENT", accent).replace("GROUND", ground)
+def format_date(day: date) -> str:
+    """A date such as 5 March 2026."""
+    return f"{day.day} {day:%B %Y}"
 
 
-class Html(str):
-    """Markup. Whatever else becomes part of a page is escaped."""
-
-
-def join(parts: Iterable[object]) -> Html:
-    return Html("".join(part if isinstance(part, Html) else escape(str(part)) for part in parts))
-
-
-def tag(name: str, *children: object, css: str = "") -> Html:
-    style = f' class="{escape(css)}"' if css else ""
-    return Html(f"<{name}{style}>{join(children)}</{name}>")
+_TEMPLATES.globals |= {"format_date": format_date, "zip": zip}
 
 
 def build_path(path: str, /, **query: str | int) -> str:
     """A path with a query string, without empty values and page=1."""
     kept = {name: value for name, value in query.items() if value != "" and (name, value) != ("page", 1)}
     return f"{path}?{urlencode(kept)}" if kept else path
-
-
-def link(href: str, label: str, css: str = "") -> Html:
-    style = f' class="{escape(css)}"' if css else ""
-    return Html(f'<a{style} href="{escape(href)}">{escape(label)}</a>')
-
-
-def form(action: str, *fields: Html, button: str, css: str = "", method: str = "post") -> Html:
-    return Html(
-        f'<form class="{escape(css)}" method="{method}" action="{escape(action)}" autocomplete="off">'
-        f'{"".join(fields)}<button type="submit">{escape(button)}</button></form>'
-    )
-
-
-def hidden_field(name: str, value: str) -> Html:
-    return Html(f'<input type="hidden" name="{escape(name)}" value="{escape(value)}">')
-
-
-def text_field(name: str, label: str, hint: str = "", value: str = "", kind: str = "text") -> Html:
-    return Html(
-        f'<label class="field"><span>{escape(label)}</span><input type="{kind}" name="{escape(name)}" '
-        f'value="{escape(value)}" placeholder="{escape(hint)}" required></label>'
-    )
-
-
-def text_area(name: str, label: str, hint: str = "") -> Html:
-    return Html(
-        f'<label class="field"><span>{escape(label)}</span><textarea name="{escape(name)}" rows="4" '
-        f'placeholder="{escape(hint)}" required></textarea></label>'
-    )
-
-
-def radio_group(name: str, label: str, options: Sequence[tuple[str, str]], chosen: str = "") -> Html:
-    """Required radio buttons of (value, label)."""
-    inputs = join(
-        Html(
-            f'<label class="choice"><input type="radio" name="{escape(name)}" value="{escape(value)}" required'
-            f"{' checked' if value == chosen else ''}> {escape(caption)}</label>"
-        )
-        for value, caption in options
-    )
-    return Html(f'<fieldset class="field"><legend>{escape(label)}</legend>{inputs}</fieldset>')
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    head = join(tag("th", name) for name in heads)
-    body = join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
-    return Html(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
-
-
-def definition_list(rows: Iterable[tuple[str, object]]) -> Html:
-    return tag("dl", *(join((tag("dt", name), tag("dd", value))) for name, value in rows), css="facts")
-
-
-def pager(path: str, page: int, pages: int, /, **query: str | int) -> Html:
-    """Links to the pages of a list; empty for a single page."""
-    if pages < 2:
-        return Html("")
-    parts = [link(build_path(path, **query, page=page - 1), "Previous")] if page > 1 else []
-    for n in range(1, pages + 1):
-        parts.append(tag("b", n) if n == page else link(build_path(path, **query, page=n), str(n)))
-    if page < pages:
-        parts.append(link(build_path(path, **query, page=page + 1), "Next"))
-    return tag("nav", *parts, css="pager")
-
-
-def dialog(title: str, body: Html, *buttons: Html) -> Html:
-    inner = tag("div", tag("h2", title), body, tag("div", *buttons, css="buttons"), css="dialog")
-    return tag("div", inner, css="veil")
 
 
 def page_count(items: int, per_page: int) -> int:
@@ -169,7 +87,10 @@ class App:
     name: ClassVar[str]  # first label of the host name
     title: ClassVar[str]
     search_hint: ClassVar[str]
+    accent: ClassVar[str] = "black"  # colours of the site in CSS
+    ground: ClassVar[str] = "white"
     popup: ClassVar[tuple[str, str]] = ("", "")  # title and text
+    template_functions: ClassVar[tuple[Callable[..., str], ...]] = ()  # that the site's template calls
     login_required: ClassVar[bool] = False
     _routes: ClassVar[tuple[tuple[str, re.Pattern[str], RouteHandler], ...]] = ()
 
@@ -191,9 +112,8 @@ class App:
     # Requests
 
     def handle_request(self, request: PageRequest) -> PageResponse:
-        self._current_path = (
-            build_path(request.path, **request.query) if request.method == "GET" else self._current_path
-        )
+        if request.method == "GET":
+            self._current_path = build_path(request.path, **request.query)
         if self.login_required and not self.signed_in and request.path not in ("/login", "/consent", "/dismiss"):
             return self.redirect(build_path("/login", next=self._current_path))
         try:
@@ -206,23 +126,27 @@ class App:
         return self.not_found()
 
     def render_page(
-        self, heading: str, *body: object, crumbs: Sequence[object] = (), status: int = 200
+        self,
+        heading: str,
+        page: str,
+        crumbs: Sequence[tuple[str, str]] = (),
+        status: int = 200,
+        template: str = "",
+        **values: object,
     ) -> PageResponse:
-        """A page in the site's layout, with notice, cookie banner and popup. `crumbs`: above the heading."""
+        """A page in the site's layout, with notice, cookie banner and popup.
+
+        `page`: the macro of the body, in `template` or that of the site; `crumbs`: links above the heading.
+        """  # fmt: skip
         self._views += 1
         self.visited_paths.add(self._current_path)
-        notice = tag("p", self._notice, css="notice") if self._notice else Html("")
-        path = tag("div", *crumbs, css="crumbs") if crumbs else Html("")
+        functions = {function.__name__: function for function in self.template_functions}
+        macros = _TEMPLATES.get_template(f"{template or self.name}.html", globals=functions).module
+        html = _TEMPLATES.get_template("layout.html").render(
+            app=self, heading=heading, body=getattr(macros, page)(**values), crumbs=crumbs, notice=self._notice,
+            path=self._current_path,
+        )  # fmt: skip
         self._notice = ""
-        overlays = self._overlays()
-        html = (
-            "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-            f"<title>{escape(heading)} - {self.title}</title>"
-            f"<link rel='icon' href='data:,'><meta name='viewport' content='width=device-width'>"
-            f"<style>{stylesheet(self.name)}</style></head><body>{self._header()}"
-            f"<main>{notice}{path}{tag('h1', heading)}{join(body)}</main><footer>{self.title}</footer>{overlays}"
-            "</body></html>"
-        )
         return PageResponse(status, html.encode(), headers={"Cache-Control": "no-store"})
 
     def redirect(self, path: str, notice: str = "") -> PageResponse:
@@ -231,7 +155,7 @@ class App:
         return PageResponse(303, headers={"Location": quote(path, safe="/?&=%+-_.~"), "Cache-Control": "no-store"})
 
     def not_found(self) -> PageResponse:
-        return self.render_page("Page not found", link("/", "To the start page"), status=404)
+        return self.render_page("Page not found", "not_found", status=404, template="common")
 
     def find(self, items: Mapping[K, V], key: K) -> V:
         """The item of a key; an unknown key interrupts with `not_found`."""
@@ -253,17 +177,7 @@ class App:
     # Pages of every site
 
     def login_page(self, request: PageRequest) -> PageResponse:
-        return self.render_page(
-            "Sign in",
-            form(
-                "/login",
-                hidden_field("next", local_path(request.query.get("next", "/"))),
-                text_field("user", "User name"),
-                text_field("password", "Password", kind="password"),
-                button="Sign in",
-                css="sheet narrow",
-            ),
-        )
+        return self.render_page("Sign in", "login", template="common", next=local_path(request.query.get("next", "/")))
 
     def login(self, request: PageRequest) -> PageResponse:
         credentials = request.form.get("user", "").strip(), request.form.get("password", "").strip()
@@ -303,30 +217,6 @@ class App:
         """Whether the popup has appeared and is still open."""
         return not self._popup_done and self._views >= self._popup_after
 
-    def _header(self) -> Html:
-        search = (
-            f'<form class="search" method="get" action="/search"><input name="q" placeholder="{self.search_hint}" '
-            'required><button type="submit">Search</button></form>'
-        )
-        if self.signed_in:
-            user = join((tag("span", self.account.name), form("/logout", button="Sign out", css="plain")))
-        else:
-            user = link("/login", "Sign in")
-        nav = join(link(href, label) for href, label in self.navigation_links())
-        return tag("header", link("/", self.title, "brand"), tag("nav", nav), Html(search), tag("div", user, css="who"))
-
-    def _overlays(self) -> Html:
-        parts = []
-        if self.cookie_banner:
-            message = tag("p", "We use cookies to keep this site working. By staying you agree to them.")
-            back = hidden_field("back", self._current_path)
-            parts.append(tag("div", message, form("/consent", back, button="Accept cookies"), css="banner"))
-        if self.is_popup_shown:
-            title, message_text = self.popup
-            close = form("/dismiss", hidden_field("back", self._current_path), button="No, thanks")
-            parts.append(dialog(title, tag("p", message_text), close))
-        return join(parts)
-
 
 def local_path(path: str) -> str:
     """The path, if it is one of this site; else the start page."""
@@ -355,13 +245,15 @@ def search_paths(title: str) -> tuple[str, ...]:
 
 def paginate(
     request: PageRequest, items: Sequence[V], per_page: int, path: str, /, **query: str
-) -> tuple[Sequence[V], Html]:
-    """The items on the requested page of a list, and the links to its pages."""
+) -> tuple[Sequence[V], list[tuple[str, str]]]:
+    """The items on the requested page of a list, and the links to its pages: label and path, empty for that page."""
     pages = page_count(len(items), per_page)
     number = request.query.get("page", "1")
     valid = number.isascii() and number.isdigit() and len(number) < 6
     page = min(max(int(number), 1), pages) if valid else 1
-    return items[(page - 1) * per_page : page * per_page], pager(path, page, pages, **query)
+    numbers = [("Previous", page - 1), *((str(n), n) for n in range(1, pages + 1)), ("Next", page + 1)]
+    links = [(label, build_path(path, **query, page=n) if n != page else "") for label, n in numbers if 0 < n <= pages]
+    return items[(page - 1) * per_page : page * per_page], links if pages > 1 else []
 
 
 def close_overlay(app: App) -> SubmitForm | None:

@@ -10,22 +10,12 @@ from megatron_webrl.tasks.server import PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import (
     Account,
     App,
-    Html,
     InitialSiteState,
-    definition_list,
-    dialog,
-    form,
     form_text,
-    join,
-    link,
     matches_query,
     query_text,
-    radio_group,
     route,
     search_paths,
-    table,
-    tag,
-    text_field,
 )
 from megatron_webrl.tasks.sites.content_generator import draw_account, draw_names, draw_pairs, draw_weekday
 from megatron_webrl.tasks.sites.goal import Fact, Goal, make_environments
@@ -51,6 +41,15 @@ class Appointment:
     @property
     def end(self) -> datetime:
         return self.start + timedelta(minutes=self.minutes)
+
+    @property
+    def hours(self) -> str:
+        return f"{self.start:%H:%M} to {self.end:%H:%M}"
+
+    @property
+    def when(self) -> str:
+        """Day and hours."""
+        return f"{self.start:%a} {self.start.date().isoformat()}, {self.hours}"
 
     def overlaps(self, other: Appointment) -> bool:
         return self.start < other.end and other.start < self.end
@@ -88,6 +87,7 @@ class Calendar(App):
     """A calendar. Effects: ("create", title, date, time, minutes), ("move", id, date, time) and ("cancel", id)."""
 
     name, title, search_hint = "calendar", "Daybook", "Search appointments"
+    accent, ground = "#0b5394", "#f3f7fb"
     popup = ("Daybook on your phone", "Take your appointments with you: our app is free for the first month.")
     login_required = True
 
@@ -115,15 +115,7 @@ class Calendar(App):
 
     @route("GET", r"/event/(\d{1,6})/cancel")
     def ask(self, request: PageRequest, id: str) -> PageResponse:
-        event = self.find(self.appointments, int(id))
-        keep = link(f"/event/{id}", "Keep it")
-        box = dialog(
-            "Cancel this appointment?",
-            tag("p", f"{event.title} with {event.person}, {_when(event)}. This cannot be undone."),
-            form(f"/event/{id}/cancel", button="Yes, cancel it"),
-            keep,
-        )
-        return self._event_page(event, box)
+        return self._event_page(self.find(self.appointments, int(id)), asking=True)
 
     @route("POST", r"/event/(\d{1,6})/cancel")
     def cancel(self, request: PageRequest, id: str) -> PageResponse:
@@ -134,12 +126,7 @@ class Calendar(App):
     @route("GET", r"/event/(\d{1,6})/move")
     def move_page(self, request: PageRequest, id: str) -> PageResponse:
         event = self.find(self.appointments, int(id))
-        return self.render_page(
-            f"Move {event.title}",
-            tag("p", f"Until now: {_when(event)}"),
-            form(f"/event/{id}/move", *_when_fields(), button="Move appointment", css="sheet"),
-            crumbs=(link(f"/event/{id}", event.title),),
-        )
+        return self.render_page(f"Move {event.title}", "move", crumbs=[(f"/event/{id}", event.title)], event=event)
 
     @route("POST", r"/event/(\d{1,6})/move")
     def move(self, request: PageRequest, id: str) -> PageResponse:
@@ -152,17 +139,12 @@ class Calendar(App):
             return self.redirect(f"/event/{id}/move", refusal)
         self.appointments[event.id] = moved
         return self.complete(
-            ("move", id, start.date().isoformat(), f"{start:%H:%M}"), f"/event/{id}", f"Moved to {_when(moved)}."
+            ("move", id, start.date().isoformat(), f"{start:%H:%M}"), f"/event/{id}", f"Moved to {moved.when}."
         )
 
     @route("GET", "/new")
     def new_page(self, request: PageRequest) -> PageResponse:
-        fields = (
-            radio_group("minutes", "Duration", DURATIONS, "30"),
-            text_field("title", "Title", "What it is about"),
-            *_when_fields(),
-        )
-        return self.render_page("New appointment", form("/new", *fields, button="Save appointment", css="sheet"))
+        return self.render_page("New appointment", "new", durations=DURATIONS)
 
     @route("POST", "/new")
     def new(self, request: PageRequest) -> PageResponse:
@@ -187,53 +169,20 @@ class Calendar(App):
             for event in sorted(self.appointments.values(), key=lambda event: event.start)
             if matches_query(request, f"{event.title} {event.person}")
         ][:20]
-        rows = [(_when(event), link(f"/event/{event.id}", event.title), event.person) for event in found]
-        return self.render_page(
-            f'{len(found)} appointments match "{query_text(request)}"', table(("When", "Appointment", "With"), rows)
-        )
+        return self.render_page(f'{len(found)} appointments match "{query_text(request)}"', "found", events=found)
 
     def _week(self, start: date) -> PageResponse:
         days = [start + timedelta(days=number) for number in range(5)]
-        week_links = (
-            link(week_path(start - timedelta(days=7)), "Week before"),
-            link(week_path(start + timedelta(days=7)), "Week after"),
-        )
-        title = f"{days[0].day} {days[0]:%B} to {days[4].day} {days[4]:%B %Y}"
-        today = tag("p", f"Today is {self.data.today:%A}, {self.data.today.isoformat()}.", css="muted")
+        events = sorted(self.appointments.values(), key=lambda event: event.start)
         return self.render_page(
-            title, today, tag("div", *week_links, css="tabs"), tag("div", *(self._day(day) for day in days), css="week")
-        )
+            f"{days[0].day} {days[0]:%B} to {days[4].day} {days[4]:%B %Y}", "week", today=self.data.today,
+            before=week_path(start - timedelta(days=7)), after=week_path(start + timedelta(days=7)),
+            days=[(day, [event for event in events if event.start.date() == day]) for day in days],
+        )  # fmt: skip
 
-    def _day(self, day: date) -> Html:
-        events = sorted((e for e in self.appointments.values() if e.start.date() == day), key=lambda event: event.start)
-        boxes = join(
-            tag(
-                "div",
-                tag("span", f"{e.start:%H:%M} to {e.end:%H:%M}"),
-                link(f"/event/{e.id}", e.title),
-                css="event",
-            )
-            for e in events
-        )
-        return tag("div", tag("h2", f"{day:%a} {day.isoformat()}"), boxes, css="day")
-
-    def _event_page(self, event: Appointment, *overlays: Html) -> PageResponse:
-        rows = (
-            ("When", _when(event)),
-            ("Duration", f"{event.minutes} minutes"),
-            ("With", event.person),
-            ("Where", event.room),
-        )
-        buttons = (
-            link(f"/event/{event.id}/move", "Move", "button"),
-            link(f"/event/{event.id}/cancel", "Cancel appointment", "button"),
-        )
-        return self.render_page(
-            event.title,
-            tag("div", definition_list(rows), tag("div", *buttons, css="buttons"), css="sheet"),
-            *overlays,
-            crumbs=(link(week_path(event.start.date()), "Week"),),
-        )
+    def _event_page(self, event: Appointment, asking: bool = False) -> PageResponse:
+        crumbs = [(week_path(event.start.date()), "Week")]
+        return self.render_page(event.title, "event", crumbs, event=event, asking=asking)
 
     def _refusal(self, event: Appointment) -> str:
         """Why an appointment cannot take place; empty if it can."""
@@ -272,14 +221,6 @@ def parse_start(day_text: str, time_text: str) -> datetime | None:
         return datetime.combine(day, datetime.strptime(time_text, "%H:%M").time()) if day else None
     except ValueError:
         return None
-
-
-def _when_fields() -> tuple[Html, Html]:
-    return text_field("day", "Date", "YYYY-MM-DD"), text_field("time", "Begins at", "HH:MM")
-
-
-def _when(event: Appointment) -> str:
-    return f"{event.start:%a} {event.start.date().isoformat()}, {event.start:%H:%M} to {event.end:%H:%M}"
 
 
 _TITLES = ("Dentist", "Bicycle repair", "Parents' evening", "Boiler service", "Choir rehearsal", "Eye test")

@@ -60,8 +60,3 @@ def draw_weekday(rng: random.Random) -> date:
     """A weekday, from January 2025 on."""
     day = date(2025, 1, 6) + timedelta(days=rng.randrange(700))
     return day - timedelta(days=max(0, day.weekday() - 4))
-
-
-def format_date(day: date) -> str:
-    """A date such as 5 March 2026."""
-    return f"{day.day} {day:%B %Y}"

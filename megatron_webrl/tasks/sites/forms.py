@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 
@@ -12,29 +12,19 @@ from megatron_webrl.tasks.server import PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import (
     Account,
     App,
-    Html,
     InitialSiteState,
     build_path,
-    definition_list,
-    dialog,
-    form,
     form_text,
-    join,
-    link,
+    format_date,
     matches_query,
     paginate,
-    radio_group,
     route,
-    table,
-    tag,
-    text_field,
 )
 from megatron_webrl.tasks.sites.content_generator import (
     FIRST_NAMES,
     LAST_NAMES,
     draw_account,
     draw_weekday,
-    format_date,
 )
 from megatron_webrl.tasks.sites.goal import Fact, Goal, make_environments
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, HighLevelAction, PageLinks, SubmitForm, next_link
@@ -149,10 +139,25 @@ def draw_values(rng: random.Random, service: Service) -> dict[str, str]:
     return {entry.name: rng.choice(entry.options) if entry.options else lines[entry.label] for entry in service.fields}
 
 
+def office_path(office: str) -> str:
+    return f"/office/{office.lower().replace(' ', '-')}"
+
+
+def form_step_path(service: Service, number: int) -> str:
+    """Path of a step of an application, from 1."""
+    return f"/service/{service.slug}/step/{number}"
+
+
+def application_path(application: Application) -> str:
+    return f"/application/{application.id}"
+
+
 class Forms(App):
     """A citizen's service desk. Effects: ("send", slug, "field=value", ...), ("withdraw", id) and ("vote", option)."""
 
     name, title, search_hint = "forms", "City Service Desk", "Search services"
+    accent, ground = "#8a1f3d", "#faf5f6"
+    template_functions = (office_path, form_step_path, application_path)
     popup = ("Tell us what you think", "Five minutes of your time make our desk better. Would you like to take part?")
 
     data: FormsData
@@ -169,57 +174,38 @@ class Forms(App):
     @route("GET", "/")
     def home(self, request: PageRequest) -> PageResponse:
         shown, links = paginate(request, self.data.services, SERVICES_PER_PAGE, "/")
-        return self.render_page("All services", _service_table(shown), links)
+        return self.render_page("All services", "services", services=shown, pages=links)
 
     @route("GET", "/offices")
     def offices(self, request: PageRequest) -> PageResponse:
-        rows = [(link(office_path(name), name), len(self.data.services_of(name))) for name in _OFFICES]
-        return self.render_page("Offices", table(("Office", "Services"), rows))
+        counts = [(name, len(self.data.services_of(name))) for name in _OFFICES]
+        return self.render_page("Offices", "offices", counts=counts)
 
     @route("GET", r"/office/([a-z-]+)")
     def office(self, request: PageRequest, slug: str) -> PageResponse:
         name = next((name for name in _OFFICES if office_path(name) == f"/office/{slug}"), None)
         if name is None:
             return self.not_found()
-        return self.render_page(name, _service_table(self.data.services_of(name)))
+        return self.render_page(name, "services", services=self.data.services_of(name))
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
         found = [service for service in self.data.services if matches_query(request, service.title)]
-        return self.render_page(f"{len(found)} services found", _service_table(found))
+        return self.render_page(f"{len(found)} services found", "services", services=found)
 
     @route("GET", r"/service/([a-z-]+)")
     def service(self, request: PageRequest, slug: str) -> PageResponse:
         service = self.find(self._services, slug)
-        rows = (
-            ("Office", link(office_path(service.office), service.office)),
-            ("Fee", f"${service.fee}"),
-            ("Decided within", f"{service.days} days"),
-        )
-        return self.render_page(
-            service.title,
-            tag("p", "Apply here or at the counter. You can look at everything again before you send it."),
-            tag("div", definition_list(rows), link(form_step_path(service, 1), "Apply now", "button"), css="sheet"),
-        )
+        return self.render_page(service.title, "service", service=service)
 
     @route("GET", r"/service/([a-z-]+)/step/(\d)")
     def step(self, request: PageRequest, slug: str, number: str) -> PageResponse:
         service = self.find(self._services, slug)
-        step = self.find(dict(enumerate(service.form_steps, 1)), int(number))
-        draft = self.drafts.get(slug, {})
-        fields = [
-            radio_group(
-                entry.name, entry.label, [(option, option) for option in entry.options], draft.get(entry.name, "")
-            )
-            if entry.options
-            else text_field(entry.name, entry.label, value=draft.get(entry.name, ""))
-            for entry in step
-        ]
         return self.render_page(
-            f"{service.title}: step {number} of {len(service.form_steps)}",
-            form(form_step_path(service, int(number)), *fields, button="Continue", css="sheet"),
-            crumbs=(link(f"/service/{slug}", service.title),),
-        )
+            f"{service.title}: step {number} of {len(service.form_steps)}", "step",
+            crumbs=[(f"/service/{slug}", service.title)], action=form_step_path(service, int(number)),
+            fields=self.find(dict(enumerate(service.form_steps, 1)), int(number)), draft=self.drafts.get(slug, {}),
+        )  # fmt: skip
 
     @route("POST", r"/service/([a-z-]+)/step/(\d)")
     def enter(self, request: PageRequest, slug: str, number: str) -> PageResponse:
@@ -236,15 +222,10 @@ class Forms(App):
     @route("GET", r"/service/([a-z-]+)/review")
     def review(self, request: PageRequest, slug: str) -> PageResponse:
         service = self.find(self._services, slug)
-        draft = self.drafts.get(slug, {})
         if missing := self._unfinished(service):
             return self.redirect(form_step_path(service, missing), "Please fill in this step first.")
-        return self.render_page(
-            f"{service.title}: is this right?",
-            tag("div", definition_list((entry.label, draft[entry.name]) for entry in service.fields), css="sheet"),
-            form(f"/service/{slug}/send", button="Send application"),
-            tag("p", link(form_step_path(service, 1), "Change something"), css="buttons"),
-        )
+        rows = [(entry.label, self.drafts[slug][entry.name]) for entry in service.fields]
+        return self.render_page(f"{service.title}: is this right?", "review", service=service, rows=rows)
 
     @route("POST", r"/service/([a-z-]+)/send")
     def send(self, request: PageRequest, slug: str) -> PageResponse:
@@ -260,8 +241,7 @@ class Forms(App):
         self.require_login()
         applications = list(self.applications.values())
         shown, links = paginate(request, applications, APPLICATIONS_PER_PAGE, "/applications")
-        rows = [(link(application_path(a), f"No. {a.id}"), a.service.title, format_date(a.day), a.state) for a in shown]
-        return self.render_page("Your applications", table(("Application", "Service", "Sent on", "State"), rows), links)
+        return self.render_page("Your applications", "applications", applications=shown, pages=links)
 
     @route("GET", r"/application/(\d{1,6})")
     def application(self, request: PageRequest, id: str) -> PageResponse:
@@ -269,15 +249,7 @@ class Forms(App):
 
     @route("GET", r"/application/(\d{1,6})/withdraw")
     def ask(self, request: PageRequest, id: str) -> PageResponse:
-        return self._application(
-            int(id),
-            dialog(
-                "Withdraw this application?",
-                tag("p", "The fee is not paid back. This cannot be undone."),
-                form(f"/application/{id}/withdraw", button="Yes, withdraw it"),
-                link(f"/application/{id}", "Keep it"),
-            ),
-        )
+        return self._application(int(id), asking=True)
 
     @route("POST", r"/application/(\d{1,6})/withdraw")
     def withdraw(self, request: PageRequest, id: str) -> PageResponse:
@@ -288,8 +260,7 @@ class Forms(App):
     @route("GET", "/poll")
     def poll(self, request: PageRequest) -> PageResponse:
         question, options = self.data.poll
-        box = form("/vote", radio_group("option", "Your choice", [(o, o) for o in options]), button="Vote", css="sheet")
-        return self.render_page(question, box)
+        return self.render_page(question, "poll", options=options)
 
     @route("POST", "/vote")
     def vote(self, request: PageRequest) -> PageResponse:
@@ -304,21 +275,14 @@ class Forms(App):
         missing = (n for n, step in enumerate(service.form_steps, 1) if any(entry.name not in draft for entry in step))
         return next(missing, 0)
 
-    def _application(self, id: int, *overlays: Html) -> PageResponse:
+    def _application(self, id: int, asking: bool = False) -> PageResponse:
         self.require_login()
         found = self.find(self.applications, id)
-        rows = [
-            ("Service", found.service.title),
-            ("Sent on", format_date(found.day)),
-            ("State", found.state),
-        ]
+        rows = [("Service", found.service.title), ("Sent on", format_date(found.day)), ("State", found.state)]
         rows += [(entry.label, found.values[entry.name]) for entry in found.service.fields]
-        tools = link(f"{application_path(found)}/withdraw", "Withdraw application", "button")
+        crumbs = [("/applications", "My applications")]
         return self.render_page(
-            f"Application No. {id}",
-            tag("div", definition_list(rows), join((tools,)), css="sheet"),
-            *overlays,
-            crumbs=(link("/applications", "My applications"),),
+            f"Application No. {id}", "application", crumbs, application=found, rows=rows, asking=asking
         )
 
 
@@ -326,34 +290,17 @@ def send_effect(service: Service, values: Mapping[str, str]) -> tuple[str, ...]:
     return ("send", service.slug, *(f"{name}={value}" for name, value in sorted(values.items())))
 
 
-def office_path(office: str) -> str:
-    return f"/office/{office.lower().replace(' ', '-')}"
-
-
 def service_list_page(data: FormsData, service: Service) -> int:
     """Number of the page that lists a service."""
     return data.services.index(service) // SERVICES_PER_PAGE + 1
-
-
-def form_step_path(service: Service, number: int) -> str:
-    """Path of a step of an application, from 1."""
-    return f"/service/{service.slug}/step/{number}"
 
 
 def review_path(service: Service) -> str:
     return f"/service/{service.slug}/review"
 
 
-def application_path(application: Application) -> str:
-    return f"/application/{application.id}"
-
-
 def service_list_path(page: int) -> str:
     return build_path("/", page=page)
-
-
-def _service_table(services: Sequence[Service]) -> Html:
-    return table(("Service", "Office"), [(link(f"/service/{s.slug}", s.title), s.office) for s in services])
 
 
 def find_fee(rng: random.Random, data: FormsData) -> Goal:

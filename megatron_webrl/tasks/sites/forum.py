@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, timedelta
 
@@ -12,24 +12,18 @@ from megatron_webrl.tasks.server import PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import (
     Account,
     App,
-    Html,
     InitialSiteState,
     build_path,
-    form,
     form_text,
-    join,
-    link,
+    format_date,
     matches_query,
     page_count,
     paginate,
     query_text,
     route,
     search_paths,
-    table,
-    tag,
-    text_area,
 )
-from megatron_webrl.tasks.sites.content_generator import draw_account, draw_names, draw_pairs, draw_weekday, format_date
+from megatron_webrl.tasks.sites.content_generator import draw_account, draw_names, draw_pairs, draw_weekday
 from megatron_webrl.tasks.sites.goal import Fact, Goal, make_environments
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, SubmitForm, next_link, next_unvisited
 
@@ -119,10 +113,20 @@ def _thread(rng: random.Random, id: int, title: str, people: list[str], ids: Ite
     return Thread(id, title, tuple(posts))
 
 
+def board_path(board: str, page: int = 1) -> str:
+    return build_path(f"/board/{board.lower().replace(' ', '-').replace(chr(39), '')}", page=page)
+
+
+def thread_path(thread: Thread, page: int = 1) -> str:
+    return build_path(f"/thread/{thread.id}", page=page)
+
+
 class Forum(App):
     """The forum of one member. Effects: ("reply", thread, text), ("like", post), ("follow", thread)."""
 
     name, title, search_hint = "forum", "The Clearing", "Search threads"
+    accent, ground = "#5b3a8c", "#f6f4fa"
+    template_functions = (board_path, thread_path)
     popup = ("Meet us in person", "Our summer meeting takes place in June. Tickets are on sale in the lounge.")
 
     data: ForumData
@@ -139,11 +143,7 @@ class Forum(App):
 
     @route("GET", "/")
     def home(self, request: PageRequest) -> PageResponse:
-        rows = []
-        for board, threads in self.data.boards.items():
-            open_to = "Members only" if board == LOUNGE else "Everyone"
-            rows.append((link(board_path(board), board), len(threads), open_to))
-        return self.render_page("Boards", table(("Board", "Threads", "Open to"), rows))
+        return self.render_page("Boards", "boards", boards=self.data.boards, lounge=LOUNGE)
 
     @route("GET", r"/board/([a-z-]+)")
     def board(self, request: PageRequest, slug: str) -> PageResponse:
@@ -154,7 +154,7 @@ class Forum(App):
             self.require_login()
         threads = self.data.boards[board]
         shown, links = paginate(request, threads, THREADS_PER_PAGE, board_path(board))
-        return self.render_page(board, _thread_table(shown), links, crumbs=(link("/", "Boards"),))
+        return self.render_page(board, "threads", crumbs=[("/", "Boards")], threads=shown, pages=links)
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
@@ -164,7 +164,7 @@ class Forum(App):
             for thread in threads
             if board != LOUNGE and matches_query(request, thread.title)
         ]
-        return self.render_page(f'{len(found)} threads match "{query_text(request)}"', _thread_table(found))
+        return self.render_page(f'{len(found)} threads match "{query_text(request)}"', "threads", threads=found)
 
     @route("GET", r"/thread/(\d{1,6})")
     def thread(self, request: PageRequest, id: str) -> PageResponse:
@@ -175,24 +175,14 @@ class Forum(App):
         shown, links = paginate(request, thread.posts, POSTS_PER_PAGE, f"/thread/{id}")
         replies = self._replies.get(thread.id, []) if shown[-1] is thread.posts[-1] else []
         return self.render_page(
-            thread.title,
-            form(f"/follow/{id}", button="Follow this thread", css="quiet") if self.signed_in else Html(""),
-            Html("<br>"),
-            join(self._post(post) for post in shown),
-            join(tag("div", tag("b", self.account.name), tag("div", reply), css="post") for reply in replies),
-            links,
-            self._reply_form(thread),
-            crumbs=(
-                link("/", "Boards"),
-                " / ",
-                link(board_path(board), board),
-            ),
-        )
+            thread.title, "thread", crumbs=[("/", "Boards"), (board_path(board), board)], thread=thread, posts=shown,
+            replies=replies, pages=links, app=self, liked=self._liked,
+        )  # fmt: skip
 
     @route("GET", "/members")
     def members(self, request: PageRequest) -> PageResponse:
         rows = [(name, town, format_date(since)) for name, (town, since) in sorted(self.data.members.items())]
-        return self.render_page("Members", table(("Name", "Town", "Member since"), rows))
+        return self.render_page("Members", "members", rows=rows)
 
     @route("POST", r"/follow/(\d{1,6})")
     def follow(self, request: PageRequest, id: str) -> PageResponse:
@@ -217,41 +207,11 @@ class Forum(App):
         path = thread_path(thread, page_count(len(thread.posts), POSTS_PER_PAGE))
         return self.complete(("reply", id, words), path, "Your reply has been posted.")
 
-    def _post(self, post: Post) -> Html:
-        likes = post.likes + (post.id in self._liked)
-        foot = [tag("span", f"{likes} likes", css="muted")]
-        if self.signed_in:
-            foot.append(form(f"/like/{post.id}", button="Like", css="quiet"))
-        author = tag("div", tag("b", post.author), tag("div", format_date(post.day), css="muted"))
-        return tag("div", author, tag("div", tag("p", post.text), tag("div", *foot, css="foot")), css="post")
-
-    def _reply_form(self, thread: Thread) -> Html:
-        if not self.signed_in:
-            return tag("p", link(build_path("/login", next=f"/thread/{thread.id}"), "Sign in to reply"))
-        return form(f"/reply/{thread.id}", text_area("words", "Your reply"), button="Post reply", css="sheet")
-
-
-def board_path(board: str, page: int = 1) -> str:
-    return build_path(f"/board/{board.lower().replace(' ', '-').replace(chr(39), '')}", page=page)
-
-
-def thread_path(thread: Thread, page: int = 1) -> str:
-    return build_path(f"/thread/{thread.id}", page=page)
-
 
 def post_path(thread: Thread, id: int) -> str:
     """Path of the page of a thread that shows a post."""
     index = next(index for index, post in enumerate(thread.posts) if post.id == id)
     return thread_path(thread, index // POSTS_PER_PAGE + 1)
-
-
-def _thread_table(threads: Sequence[Thread]) -> Html:
-    rows = [
-        (link(thread_path(thread), thread.title), thread.posts[0].author, len(thread.posts) - 1,
-         format_date(thread.posts[-1].day))
-        for thread in threads
-    ]  # fmt: skip
-    return table(("Thread", "Started by", "Replies", "Latest"), rows)
 
 
 _REPLIES = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from itertools import groupby
@@ -12,25 +11,17 @@ from megatron_webrl.tasks.server import PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import (
     Account,
     App,
-    Html,
     InitialSiteState,
     build_path,
-    definition_list,
-    form,
     form_text,
-    join,
-    link,
+    format_date,
     matches_query,
     paginate,
     query_text,
-    radio_group,
     route,
     search_paths,
-    table,
-    tag,
-    text_field,
 )
-from megatron_webrl.tasks.sites.content_generator import draw_account, draw_weekday, format_date
+from megatron_webrl.tasks.sites.content_generator import draw_account, draw_weekday
 from megatron_webrl.tasks.sites.goal import Fact, Goal, make_environments
 from megatron_webrl.tasks.sites.high_level_actions import (
     GiveAnswer,
@@ -68,7 +59,11 @@ class Item:
     rating: int  # tenths of a star
     reviews: int
     in_stock: bool
-    hue: int
+    hue: int  # of its picture
+
+    @property
+    def stars(self) -> str:
+        return f"{self.rating / 10:.1f}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +130,8 @@ class Shop(App):
     """The shop of one customer. Effects: ("order", user, delivery, "id x count", ...) and ("save", id)."""
 
     name, title, search_hint = "shop", "Larkfield Store", "Search items"
+    accent, ground = "#14532d", "#f4f7f4"
+    template_functions = (format_price,)
     popup = ("10 % off your next order", "Join 40,000 readers of our newsletter and save on everything you love.")
 
     data: ShopData
@@ -150,17 +147,8 @@ class Shop(App):
 
     @route("GET", "/")
     def home(self, request: PageRequest) -> PageResponse:
-        counts = [(name, f"{len(self.data.items_in_category(name))} items") for name in self.data.categories]
-        categories = join(
-            tag("div", link(category_path(name), name), tag("div", count, css="muted"), css="card")
-            for name, count in counts
-        )
-        return self.render_page(
-            "Good things for every day",
-            tag("div", categories, css="grid"),
-            tag("h2", "Popular this week"),
-            _cards(self.data.popular_items),
-        )
+        counts = [(name, len(self.data.items_in_category(name))) for name in self.data.categories]
+        return self.render_page("Good things for every day", "home", counts=counts, popular=self.data.popular_items)
 
     @route("GET", r"/category/([a-z]+)")
     def category(self, request: PageRequest, slug: str) -> PageResponse:
@@ -171,33 +159,19 @@ class Shop(App):
         sort = sort if sort in dict(SORT_OPTIONS) else ""
         items = self.data.items_in_category(name, sort)
         shown, links = paginate(request, items, ITEMS_PER_PAGE, f"/category/{slug}", sort=sort)
-        tabs = join(
-            tag("b", label) if key == sort else link(category_path(name, key), label) for key, label in SORT_OPTIONS
-        )
-        return self.render_page(name, tag("div", tabs, css="tabs"), _cards(shown), links)
+        tabs = [(label, "" if key == sort else category_path(name, key)) for key, label in SORT_OPTIONS]
+        return self.render_page(name, "category", tabs=tabs, items=shown, pages=links)
 
     @route("GET", "/search")
     def search(self, request: PageRequest) -> PageResponse:
         found = [item for item in self.data.items if matches_query(request, item.name)]
         title = f'{len(found)} results for "{query_text(request)}"'
-        return self.render_page(title, _cards(found))
+        return self.render_page(title, "cards", items=found)
 
     @route("GET", r"/item/(\d{1,6})")
     def item(self, request: PageRequest, id: str) -> PageResponse:
         item = self.find(self._items, int(id))
-        buy = form(f"/cart/add/{id}", text_field("quantity", "Quantity", value="1"), button="Add to cart")
-        details = (
-            ("Rating", f"{item.rating / 10:.1f} of 5 ({item.reviews} reviews)"),
-            ("Availability", "In stock" if item.in_stock else "Sold out"),
-            ("Article", f"No. {item.id}"),
-        )
-        right = tag(
-            "div", tag("p", format_price(item.price), css="price"),
-            definition_list(details), buy if item.in_stock else Html(""),
-            form(f"/save/{id}", button="Save to wish list", css="quiet"),
-        )  # fmt: skip
-        crumbs = (link(category_path(item.category), item.category),)
-        return self.render_page(item.name, tag("div", _picture(item), right, css="split"), crumbs=crumbs)
+        return self.render_page(item.name, "item", crumbs=[(category_path(item.category), item.category)], item=item)
 
     @route("POST", r"/save/(\d{1,6})")
     def save(self, request: PageRequest, id: str) -> PageResponse:
@@ -222,41 +196,17 @@ class Shop(App):
 
     @route("GET", "/cart")
     def show_cart(self, request: PageRequest) -> PageResponse:
-        if not self.cart:
-            return self.render_page("Your cart is empty", link("/", "Go shopping"))
-        rows = [
-            (
-                link(f"/item/{id}", self._items[id].name), count,
-                format_price(self._items[id].price * count),
-                form(f"/cart/remove/{id}", button="Remove", css="quiet"),
-            )
-            for id, count in self.cart.items()
-        ]  # fmt: skip
-        return self.render_page(
-            "Your cart",
-            table(("Item", "Quantity", "Price", ""), rows),
-            tag("h2", f"Total: {format_price(self._total())}"),
-            link("/checkout", "Go to check-out", "button"),
-        )
+        title = "Your cart" if self.cart else "Your cart is empty"
+        return self.render_page(title, "cart", lines=self._cart_lines(), total=self._total())
 
     @route("GET", "/checkout")
     def checkout(self, request: PageRequest) -> PageResponse:
         if not self.cart:
             return self.redirect("/cart")
-        customer = f"Ordering as {self.account.name}." if self.signed_in else "Ordering as a guest."
-        lines = [(self._items[id].name, count) for id, count in self.cart.items()]
         return self.render_page(
-            "Check-out",
-            tag("p", customer),
-            table(("Item", "Quantity"), lines),
-            tag("h2", f"Total: {format_price(self._total())}"),
-            form(
-                "/order",
-                radio_group("delivery", "Delivery", DELIVERY_OPTIONS, "standard"),
-                button="Place order",
-                css="sheet",
-            ),
-        )
+            "Check-out", "checkout", lines=self._cart_lines(), total=self._total(), options=DELIVERY_OPTIONS,
+            customer=self.account.name if self.signed_in else "a guest",
+        )  # fmt: skip
 
     @route("POST", "/order")
     def order(self, request: PageRequest) -> PageResponse:
@@ -269,14 +219,16 @@ class Shop(App):
 
     @route("GET", "/thanks")
     def thanks(self, request: PageRequest) -> PageResponse:
-        return self.render_page("Thank you for your order", link("/", "Go on shopping"))
+        return self.render_page("Thank you for your order", "thanks")
 
     @route("GET", "/orders")
     def orders(self, request: PageRequest) -> PageResponse:
         self.require_login()
         orders, links = paginate(request, self.data.orders, ORDERS_PER_PAGE, "/orders")
-        boxes = join(_order_box(order) for order in orders)
-        return self.render_page("Your orders", boxes, links)
+        return self.render_page("Your orders", "orders", orders=orders, pages=links)
+
+    def _cart_lines(self) -> list[tuple[Item, int]]:
+        return [(self._items[id], count) for id, count in self.cart.items()]
 
     def _total(self) -> int:
         return sum(self._items[id].price * count for id, count in self.cart.items())
@@ -288,36 +240,6 @@ def order_effect(user: str, delivery: str, cart: dict[int, int]) -> tuple[str, .
 
 def category_path(category: str, sort: str = "", page: int = 1) -> str:
     return build_path(f"/category/{category.lower()}", sort=sort, page=page)
-
-
-def _order_box(order: PastOrder) -> Html:
-    lines = join(tag("div", f"{count} x {item.name}") for item, count in order.lines)
-    head = tag("div", f"Order {order.id} of {format_date(order.day)}", css="muted")
-    return tag("div", head, lines, tag("div", f"Total {format_price(order.total)}", css="price"), css="box")
-
-
-def _cards(items: Sequence[Item]) -> Html:
-    return tag("div", *(_card(item) for item in items), css="grid")
-
-
-def _card(item: Item) -> Html:
-    stock = "" if item.in_stock else " · sold out"
-    return tag(
-        "div", _picture(item), link(f"/item/{item.id}", item.name),
-        tag("div", format_price(item.price), css="price"),
-        tag("div", f"{item.rating / 10:.1f} of 5{stock}", css="muted"), css="card",
-    )  # fmt: skip
-
-
-def _picture(item: Item) -> Html:
-    """A generated pattern as the item's picture."""
-    turn, size = item.id % 90, 18 + item.id % 17
-    return Html(
-        f'<svg viewBox="0 0 240 96" preserveAspectRatio="xMidYMid slice"><rect width="240" height="96" '
-        f'fill="hsl({item.hue} 35% 88%)"/><g transform="rotate({turn} 120 48)" fill="hsl({item.hue} 45% 45%)">'
-        f'<rect x="{120 - size}" y="{48 - size}" width="{2 * size}" height="{2 * size}" rx="{item.id % 3 * 8}"/>'
-        f'<circle cx="120" cy="48" r="{size * 0.55:.0f}" fill="hsl({item.hue} 60% 75%)"/></g></svg>'
-    )
 
 
 def find_price(rng: random.Random, data: ShopData) -> Goal:
@@ -351,7 +273,7 @@ def best_offer(rng: random.Random, data: ShopData) -> Goal:
     path = ("/", category_path(category), *(category_path(category, "price", n) for n in range(1, page + 1)))
     compared = (
         Fact(
-            f'The "{item.name}" costs {format_price(item.price)}, is rated {item.rating / 10:.1f} and is '
+            f'The "{item.name}" costs {format_price(item.price)}, is rated {item.stars} and is '
             f"{'in stock' if item.in_stock else 'sold out'}.",
             pages_showing(data, item),
         )

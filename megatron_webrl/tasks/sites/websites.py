@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from megatron_webrl.config.tasks import LatencyConfig
 from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
-from megatron_webrl.tasks.sites.app import App, Effect, Html, InitialSiteState
+from megatron_webrl.tasks.sites.app import App, Effect, InitialSiteState
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS, SiteVisit
 
 if TYPE_CHECKING:
@@ -140,12 +140,12 @@ def effects_digest(effects: Iterable[Effect]) -> int:
     return (_digest("\x1e".join(listed), 2) or 1) if listed else 0
 
 
-def draw_bar_code(code: BarCode) -> Html:
+def draw_bar_code(code: BarCode) -> str:
     """The bar code as SVG that takes no clicks and that assistive technology does not see."""
     bits = "".join(f"{byte:08b}" for byte in code.to_bytes())
     path = "".join(f"M{n % COLUMNS} {n // COLUMNS}h1v1h-1z" for n, bit in enumerate(bits) if bit == "0")
     width, height = COLUMNS * CELL_PIXELS, ROWS * CELL_PIXELS
-    return Html(
+    return (
         '<svg aria-hidden="true" style="position:fixed;right:0;bottom:0;z-index:2147483647;pointer-events:none" '
         f'width="{width}" height="{height}" viewBox="0 0 {COLUMNS} {ROWS}" shape-rendering="crispEdges">'
         f'<rect width="{COLUMNS}" height="{ROWS}" fill="#fff"/><path d="{path}" fill="#000"/></svg>'

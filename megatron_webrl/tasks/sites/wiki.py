@@ -12,21 +12,13 @@ from megatron_webrl.tasks.server import PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import (
     Account,
     App,
-    Html,
     InitialSiteState,
     build_path,
-    definition_list,
-    form,
     form_text,
-    join,
-    link,
     matches_query,
     page_count,
     paginate,
     route,
-    table,
-    tag,
-    text_field,
 )
 from megatron_webrl.tasks.sites.content_generator import (
     TOWN_PREFIXES,
@@ -35,7 +27,6 @@ from megatron_webrl.tasks.sites.content_generator import (
     draw_names,
     draw_pairs,
     draw_weekday,
-    format_date,
 )
 from megatron_webrl.tasks.sites.goal import Fact, Goal, make_environments
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, SubmitForm, next_link, next_unvisited
@@ -159,10 +150,16 @@ def _article(
     return Article(title.lower().replace(" ", "-"), title, category, box, paragraphs, sections, tuple(history))
 
 
+def article_path(article: Article) -> str:
+    return f"/article/{article.slug}"
+
+
 class Wiki(App):
     """The wiki of one reader. Effects: ("edit", slug, fact, value, summary) and ("watch", slug)."""
 
     name, title, search_hint = "wiki", "Island Almanac", "Search articles"
+    accent, ground = "#7a4b12", "#faf7f2"
+    template_functions = (article_path,)
     popup = ("The Almanac needs you", "If everyone who reads this gave two coins, our drive would be over in an hour.")
 
     data: WikiData
@@ -179,10 +176,8 @@ class Wiki(App):
     def home(self, request: PageRequest) -> PageResponse:
         featured = self.data.articles_in("Towns")[0]
         return self.render_page(
-            "Welcome to the Island Almanac",
-            tag("p", f"{len(self._articles)} articles on the island's towns, rivers and people."),
-            tag("div", tag("h2", "Article of the day"), tag("p", self._with_links(featured.paragraphs[0])),
-                link(article_path(featured), "Read on"), css="sheet"),
+            "Welcome to the Island Almanac", "home", count=len(self._articles), featured=featured,
+            beginning=self._pieces(featured.paragraphs[0]),
         )  # fmt: skip
 
     @route("GET", "/articles")
@@ -204,66 +199,33 @@ class Wiki(App):
     @route("GET", r"/article/([a-z-]+)")
     def article(self, request: PageRequest, slug: str) -> PageResponse:
         article = self.find(self._articles, slug)
-        box = definition_list((label, self._with_links(self._value(article, label))) for label, _ in article.facts)
-        tools = (
-            link(f"/article/{slug}/edit", "Edit"),
-            link(f"/article/{slug}/history", "History"),
-            form(f"/watch/{slug}", button="Watch", css="quiet"),
-        )
         return self.render_page(
-            article.title,
-            tag("div", *tools, css="tools"),
-            tag("div", tag("b", article.title), box, css="box infobox"),
-            *(tag("p", self._with_links(paragraph)) for paragraph in article.paragraphs),
-            *(join((tag("h2", heading), tag("p", body))) for heading, body in article.sections),
-            crumbs=(link(category_path(article.category), article.category),),
-        )
+            article.title, "article", crumbs=[(category_path(article.category), article.category)], article=article,
+            box=self._box(article), paragraphs=[self._pieces(paragraph) for paragraph in article.paragraphs],
+        )  # fmt: skip
 
     @route("GET", r"/article/([a-z-]+)/history")
     def history(self, request: PageRequest, slug: str) -> PageResponse:
         article = self.find(self._articles, slug)
         self.require_login()
         shown, links = paginate(request, article.history, REVISIONS_PER_PAGE, history_path(article))
-        rows = [(r.number, format_date(r.day), r.editor, r.summary) for r in shown]
-        return self.render_page(
-            f"History of {article.title}",
-            table(("Revision", "Date", "Editor", "Summary"), rows),
-            links,
-            crumbs=(link(article_path(article), article.title),),
-        )
+        crumbs = [(article_path(article), article.title)]
+        return self.render_page(f"History of {article.title}", "history", crumbs, revisions=shown, pages=links)
 
     @route("GET", r"/article/([a-z-]+)/edit")
     def choose_fact(self, request: PageRequest, slug: str) -> PageResponse:
         article = self.find(self._articles, slug)
         self.require_login()
-        rows = [
-            (
-                label,
-                self._with_links(self._value(article, label)),
-                link(f"/article/{slug}/edit/{number}", "Change"),
-            )
-            for number, (label, _) in enumerate(article.facts)
-        ]
         return self.render_page(
-            f"Edit the facts of {article.title}",
-            table(("Fact", "Value", ""), rows),
-            crumbs=(link(article_path(article), article.title),),
-        )
+            f"Edit the facts of {article.title}", "facts_to_edit", crumbs=[(article_path(article), article.title)],
+            path=request.path, box=self._box(article),
+        )  # fmt: skip
 
     @route("GET", r"/article/([a-z-]+)/edit/(\d)")
     def edit_page(self, request: PageRequest, slug: str, number: str) -> PageResponse:
         article, label = self._find_fact(slug, number)
-        return self.render_page(
-            f"{article.title}: {label}",
-            tag("p", "Until now: ", self._with_links(self._value(article, label))),
-            form(
-                f"/article/{slug}/edit/{number}",
-                text_field("value", "New value"),
-                text_field("summary", "Summary of your change"),
-                button="Save",
-                css="sheet",
-            ),
-        )
+        value = dict(self._box(article))[label]
+        return self.render_page(f"{article.title}: {label}", "edit", path=request.path, value=value)
 
     @route("POST", r"/article/([a-z-]+)/edit/(\d)")
     def edit(self, request: PageRequest, slug: str, number: str) -> PageResponse:
@@ -289,24 +251,21 @@ class Wiki(App):
 
     def _list(self, request: PageRequest, title: str, path: str, articles: list[Article]) -> PageResponse:
         shown, links = paginate(request, articles, ARTICLES_PER_PAGE, path)
-        rows = [(link(article_path(article), article.title), article.category) for article in shown]
-        return self.render_page(title, table(("Article", "Category"), rows), links)
+        return self.render_page(title, "articles", articles=shown, pages=links)
 
-    def _value(self, article: Article, label: str) -> str:
-        return self._changed.get((article.slug, label), dict(article.facts)[label])
+    def _box(self, article: Article) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Label and value of the facts, as they have been changed."""
+        changed = ((label, self._changed.get((article.slug, label), value)) for label, value in article.facts)
+        return [(label, self._pieces(value)) for label, value in changed]
 
-    def _with_links(self, source: str) -> Html:
-        """Text as markup with links."""
+    def _pieces(self, source: str) -> list[tuple[str, str]]:
+        """Text and path of the pieces of a text; the path is empty where it is no link."""
         parts = _LINK.split(source)  # text, title, text, title, ..., text
         articles = self.data.articles
-        return join(
-            link(article_path(articles[part]), part) if index % 2 and part in articles else part
+        return [
+            (part, article_path(articles[part]) if index % 2 and part in articles else "")
             for index, part in enumerate(parts)
-        )
-
-
-def article_path(article: Article) -> str:
-    return f"/article/{article.slug}"
+        ]
 
 
 def category_path(category: str) -> str:
