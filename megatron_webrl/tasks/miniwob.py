@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,15 +57,6 @@ def all_environments(folder: Path | None = None) -> list[str]:
     return sorted(set(names) - set(UNSUPPORTED_ENVIRONMENTS))
 
 
-def check_supported(names: Iterable[str]) -> None:
-    """Raises ConfigError for an unsupported environment."""
-    for name in names:
-        if name in UNSUPPORTED_ENVIRONMENTS:
-            raise ConfigError(
-                f"tasks.environments: {name} cannot be used: {UNSUPPORTED_ENVIRONMENTS[name]}; leave it out"
-            )
-
-
 def page_path(environment: str) -> str:
     kind, _, name = environment.partition(".")
     return f"/flight/{name}/wrapper.html" if kind == "flight" else f"/miniwob/{environment}.html"
@@ -93,7 +84,9 @@ class MiniWobTaskSource(LocalTaskSource):
     def __init__(self, environments: Sequence[str], tasks: TasksConfig) -> None:
         """Raises ConfigError for an unknown or unsupported environment."""
         folder = pages_folder()
-        check_supported(environments)
+        for name in {*environments} & {*UNSUPPORTED_ENVIRONMENTS}:
+            reason = UNSUPPORTED_ENVIRONMENTS[name]
+            raise ConfigError(f"tasks.environments: {name} cannot be used: {reason}; leave it out")
         check_environments("MiniWoB++ has", environments, all_environments(folder))
         super().__init__(tasks, environments, [DIFFICULTY] * len(environments), FolderServer(folder))
         self._delays = EpisodeDelays(tasks.latency)
@@ -124,8 +117,7 @@ class MiniWobTaskSource(LocalTaskSource):
         address = ORIGIN + page_path(task.environment)
         if page.url != address or not self.can_reuse_page(task) or not await page.evaluate(IS_STARTED_SCRIPT):
             await page.goto(address, wait_until="load", timeout=0)
-        start = start_arguments(task.environment, task.seed)
-        return str(await page.evaluate(START_SCRIPT, start))
+        return str(await page.evaluate(START_SCRIPT, start_arguments(task.environment, task.seed)))
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
         """The page's reward, None while there is none, and whether the page has ended the episode.

@@ -217,7 +217,7 @@ class Forms(App):
                 return self.redirect(form_step_path(service, int(number)), f"Please fill in {entry.label}.")
             self.drafts.setdefault(slug, {})[entry.name] = value
         last = int(number) == len(service.form_steps)
-        return self.redirect(review_path(service) if last else form_step_path(service, int(number) + 1))
+        return self.redirect(f"/service/{service.slug}/review" if last else form_step_path(service, int(number) + 1))
 
     @route("GET", r"/service/([a-z-]+)/review")
     def review(self, request: PageRequest, slug: str) -> PageResponse:
@@ -288,19 +288,6 @@ class Forms(App):
 
 def send_effect(service: Service, values: Mapping[str, str]) -> tuple[str, ...]:
     return ("send", service.slug, *(f"{name}={value}" for name, value in sorted(values.items())))
-
-
-def service_list_page(data: FormsData, service: Service) -> int:
-    """Number of the page that lists a service."""
-    return data.services.index(service) // SERVICES_PER_PAGE + 1
-
-
-def review_path(service: Service) -> str:
-    return f"/service/{service.slug}/review"
-
-
-def service_list_path(page: int) -> str:
-    return build_path("/", page=page)
 
 
 def find_fee(rng: random.Random, data: FormsData) -> Goal:
@@ -414,14 +401,15 @@ def _application_facts(service: Service, values: Mapping[str, str]) -> tuple[Fac
 def _apply(app: Forms, view: PageLinks, service: Service, values: Mapping[str, str]) -> HighLevelAction:
     """Fill in the application step by step, then send it."""
     draft = app.drafts.get(service.slug, {})
-    lists = (service_list_path(number) for number in range(1, service_list_page(app.data, service) + 1))
+    page = app.data.services.index(service) // SERVICES_PER_PAGE + 1
+    lists = (build_path("/", page=number) for number in range(1, page + 1))
     for number, step in enumerate(service.form_steps, 1):
         wanted = {entry.name: values[entry.name] for entry in step}
         if wanted.items() - draft.items():
             steps = (form_step_path(service, n) for n in range(1, number + 1))
             path = (*lists, f"/service/{service.slug}", *steps)
             return next_link(view, *path) or SubmitForm(form_step_path(service, number), wanted)
-    return next_link(view, review_path(service)) or SubmitForm(f"/service/{service.slug}/send")
+    return next_link(view, f"/service/{service.slug}/review") or SubmitForm(f"/service/{service.slug}/send")
 
 
 def _an_application(rng: random.Random, data: FormsData) -> Application:

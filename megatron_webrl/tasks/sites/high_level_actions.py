@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.tasks.click_target import ScriptedPolicyError, read_page, resolve_target
@@ -73,22 +74,7 @@ def next_unvisited(visited: Collection[str], view: PageLinks, *pages: str) -> Fo
     return None
 
 
-# The field to fill in next: radio buttons and checkboxes first, because Enter in a text field may send the form.
-_TARGET = """(() => {
-  if (argument.href !== undefined)
-    return {element: all('a[href]').find((a) => a.getAttribute('href') === argument.href)};
-  const form = all('form').find((f) => f.getAttribute('action') === argument.action);
-  if (!form) return {};
-  const wanted = Object.entries(argument.values);
-  const inputs = (name) => [...form.elements].filter((e) => e.name === name);
-  for (const [name, value] of wanted) for (const e of inputs(name)) {
-    if (e.type === 'radio' && e.value === value && !e.checked) return {element: e.closest('label') || e};
-    if (e.type === 'checkbox' && e.checked !== (e.value === value)) return {element: e.closest('label') || e};
-  }
-  for (const [name, value] of wanted) for (const e of inputs(name))
-    if (e.type !== 'radio' && e.type !== 'checkbox' && e.value.trim() !== value) return {element: e, text: value};
-  return {element: form.querySelector('button')};
-})()"""
+_TARGET = Path(__file__).with_suffix(".js").read_text()
 
 _READ_LINKS = """() => [location.pathname + location.search,
   [...document.querySelectorAll('a[href]')].map((a) => a.getAttribute('href'))]"""

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -38,12 +39,7 @@ MAX_VISITORS = 1024  # the one that has been idle longest is forgotten first
 MAX_COUNTED_HOSTS = 4096
 _HOST = re.compile(rf"({'|'.join(SITE_APPS)})-(0|[1-9][0-9]{{0,3}})\.localhost")
 _GENERATORS = {entry.app_class.name: entry.generate_data for entry in ENVIRONMENTS.values()}
-_DENIED = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Access denied</title>
-<link rel="icon" href="data:,"><style>body{font:16px/1.5 "DejaVu Sans",Arial,sans-serif;margin:40px auto;
-max-width:560px;padding:0 20px}.check{border:1px solid #b9c1c7;padding:14px 18px;border-radius:4px}</style></head>
-<body><h1>Access denied</h1><p>Our systems have detected unusual traffic from your network. Confirm that you are not a
-robot to continue.</p><p class="check">&#9744; I am not a robot</p><p>The CAPTCHA could not be loaded.</p></body></html>
-"""
+_DENIED = Path(__file__).with_name("templates").joinpath("denied.html").read_bytes()
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ class Visitor(SiteVisit):
         self.denied = _digest(delays.episode, 7) / 2**56 < website.denial_probability
 
     def _answer(self, request: PageRequest) -> PageResponse:
-        response = PageResponse(403, _DENIED.encode()) if self.denied else self.app.handle_request(request)
+        response = PageResponse(403, _DENIED) if self.denied else self.app.handle_request(request)
         before, end, after = response.body.rpartition(b"</body>")
         if not end:  # without a page
             return response
