@@ -50,7 +50,9 @@ def _find(path: str, setting: str) -> Any:
         raise ConfigError(f"{setting}: {module} cannot be imported: {first_line(error)}") from error
     except AttributeError as error:
         name = path.partition(":")[2]
-        raise ConfigError(f"{setting}: {module} has no {name}{close_matches(error.name, dir(error.obj))}") from error
+        raise ConfigError(
+            f"{setting}: {module} has no {name}{close_matches(error.name or name, dir(error.obj))}"
+        ) from error
 
 
 def _kind(value: object) -> str:
