@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_webrl.weights.checksums import checksum
 from megatron_webrl.weights.link import (
     TransferError,
     TransferLink,
@@ -27,7 +26,7 @@ from megatron_webrl.weights.link import (
     poll_until,
     reject_link,
 )
-from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
+from megatron_webrl.weights.slices import Slice, TransferMessage, box_index, checksum
 
 __all__ = ["TransferError", "TransferLink", "checksum", "join_link", "reject_link"]
 
@@ -104,21 +103,11 @@ class LinkTransfer:
         if number in self.slot_of_message:
             self.free_slots.append(self.slot_of_message.pop(number))
 
-    def contiguous_view(self, boxes: list[torch.Tensor]) -> torch.Tensor | None:
-        """Flat view of the boxes if they are adjacent in memory and have the messages' dtype and device, else None."""
-        first, device = boxes[0], self.link.message_device
-        if first.dtype != self.dtype or first.device != device or self.link.parameter_device != device:
-            return None
-        end = first.data_ptr()
-        for box in boxes:
-            if box.data_ptr() != end or not box.is_contiguous():
-                return None
-            end += box.nbytes
-        if len(boxes) == 1:
-            return first.view(-1)
-        if len({box.untyped_storage().data_ptr() for box in boxes}) > 1:
-            return None
-        return first.as_strided((sum(box.numel() for box in boxes),), (1,))
+    def in_place_view(self, box: torch.Tensor) -> torch.Tensor | None:
+        """Flat view of a box if it is contiguous, of the messages' dtype and on their device, else None."""
+        device = self.link.message_device
+        fits = box.dtype == self.dtype and box.device == device == self.link.parameter_device
+        return box.view(-1) if fits and box.is_contiguous() else None
 
     def record_progress(self) -> None:
         """Restart the timeout after progress."""
@@ -321,16 +310,13 @@ class LinkSender(LinkTransfer):
 
     def _packed(self, number: int, message: TransferMessage) -> torch.Tensor | None:
         """Flat data of a message: a view of the parameter if contiguous, else staging; None while no buffer is free."""
-        boxes = [self._box(piece) for piece in message.slices]
-        view = self.contiguous_view(boxes)
-        if view is not None:
+        if len(message.slices) == 1 and (view := self.in_place_view(self._box(message.slices[0]))) is not None:
             return view
-        data = self.allocate_staging(number)
+        data, start = self.allocate_staging(number), 0
         if data is None:
             return None
-        start = 0
-        for piece, box in zip(message.slices, boxes, strict=True):
-            data[start : start + piece.elements].view(piece.size).copy_(box)
+        for piece in message.slices:
+            data[start : start + piece.elements].view(piece.size).copy_(self._box(piece))
             start += piece.elements
         return data
 
@@ -458,10 +444,8 @@ class LinkReceiver(LinkTransfer):
 
     def _destination(self, number: int, message: TransferMessage) -> torch.Tensor | None:
         """Flat buffer for a message: the parameter itself if contiguous, else staging; None while no buffer is free."""
-        if len({piece.target_param for piece in message.slices}) == 1:
-            view = self.contiguous_view([self._box(piece) for piece in message.slices])
-            if view is not None:
-                return view
+        if len(message.slices) == 1 and (view := self.in_place_view(self._box(message.slices[0]))) is not None:
+            return view
         return self.allocate_staging(number)
 
     def _unpack(self, number: int) -> None:
