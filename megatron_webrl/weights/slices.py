@@ -51,5 +51,5 @@ def box_index(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[int | sli
 
 def checksum(tensor: torch.Tensor) -> int:
     """64-bit checksum of the tensor's bytes in row-major order, on any device and of any shape."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

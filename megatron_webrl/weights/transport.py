@@ -8,7 +8,7 @@ A failing rank publishes its error in the link's store and closes the link, so t
 
 from __future__ import annotations
 
-import struct
+import json
 import threading
 import time
 from collections import Counter
@@ -43,6 +43,8 @@ class TransferAborted(Exception):
 
 class LinkTransfer:
     """One rank's messages of one transfer over one link; base of sender and receiver."""
+
+    direction: str  # of the messages: "to" or "from"
 
     def __init__(
         self,
@@ -79,9 +81,51 @@ class LinkTransfer:
         in_flight = self.in_flight_elements + self.messages[self.posted].elements
         return in_flight * self.dtype.itemsize <= self.max_in_flight_bytes
 
-    def mark_posted(self) -> None:
-        self.in_flight_elements += self.messages[self.posted].elements
-        self.posted += 1
+    def peer_of(self, message: TransferMessage) -> int:
+        """Link rank of the other end of a message."""
+        raise NotImplementedError
+
+    def buffer(self, number: int) -> torch.Tensor | None:
+        """Flat data of a message to post; None while no staging buffer is free."""
+        raise NotImplementedError
+
+    def complete(self, number: int) -> None:
+        """Use a message that has arrived."""
+
+    def describe(self, number: int) -> str:
+        """A message, for errors."""
+        peer = self.link.describe_rank(self.peer_of(self.messages[number]))
+        return f"message {number + 1} of {len(self.messages)} {self.direction} {peer}"
+
+    def post(self, operation: Callable[[torch.Tensor, int, int], None]) -> None:
+        """Post as many messages as the limits allow."""
+        while self.can_post() and (data := self.buffer(self.posted)) is not None:
+            message = self.messages[self.posted]
+            try:
+                operation(data, self.peer_of(message), self.tags[self.posted])
+            except RuntimeError as error:
+                raise TransferAborted(f"{self.describe(self.posted)}: {error_summary(error)}") from error
+            self.in_flight_elements += message.elements
+            self.posted += 1
+
+    def advance(self, operation: Callable[[torch.Tensor, int, int], None]) -> bool:
+        """Process completed messages and post the next ones. Returns whether there was progress."""
+        self.post(operation)
+        count, error = self.link.channel.completed()
+        if count > self.completed:
+            while self.completed < count:
+                self.complete(self.completed)
+                self.release(self.completed)
+                self.completed += 1
+                self.post(operation)
+            self.record_progress()
+            return True
+        if self.completed < len(self.messages):
+            what = self.describe(self.completed)
+            if error is not None:
+                raise TransferAborted(f"{what}: {error}")
+            self.check_peer(self.peer_of(self.messages[self.completed]), what)
+        return False
 
     def allocate_staging(self, number: int) -> torch.Tensor | None:
         """Flat staging buffer for a message until its `release`; None while all are in use."""
@@ -191,6 +235,8 @@ class OutgoingMessages:
 class LinkSender(LinkTransfer):
     """Send one transfer over a link: all messages, then wait for the receivers' confirmation."""
 
+    direction = "to"
+
     def __init__(
         self,
         outgoing: OutgoingMessages,
@@ -230,9 +276,22 @@ class LinkSender(LinkTransfer):
         self.link.store.set(f"begin/{self.link.rank}", f"{self.transfer} {trainer}")
         return True
 
+    def peer_of(self, message: TransferMessage) -> int:
+        """Link rank of the receiver."""
+        return self.link_rank_by_receiver[message.receiver]
+
     def poll(self) -> bool:
         """Process completed messages and post the next ones. Returns whether there was progress."""
-        return self._confirm() if self.awaiting_confirmation else self._deliver()
+        if self.awaiting_confirmation:
+            return self._confirm()
+        moved = self.advance(self.link.channel.send)
+        if self.completed < len(self.messages):
+            return moved
+        if self.verify:
+            for to, sums in self.checksums.items():
+                self.link.store.set(f"sums/{self.transfer}/{self.link.rank}/{to}", json.dumps(sums))
+        self.awaiting_confirmation = True
+        return True
 
     def seconds_to_next_poll(self) -> float:
         """Longest wait until the next poll if no completion sets `wakeup`."""
@@ -241,28 +300,6 @@ class LinkSender(LinkTransfer):
             if self.awaiting_confirmation
             else self.link.channel.poll_seconds
         )
-
-    def _deliver(self) -> bool:
-        count, error = self.link.channel.completed()
-        moved = count > self.completed
-        if moved:
-            for number in range(self.completed, count):
-                self.release(number)
-            self.completed = count
-            self.record_progress()
-        self._post_sends()
-        if self.completed == len(self.messages):
-            self._publish_checksums()
-            self.awaiting_confirmation = True
-            return True
-        message = self.messages[self.completed]
-        peer = self.link_rank_by_receiver[message.receiver]
-        what = f"message {self.completed + 1} of {len(self.messages)} to {self.link.describe_rank(peer)}"
-        if error is not None:
-            raise TransferAborted(f"{what}: {error}")
-        if not moved:
-            self._check_peer(peer, what)
-        return moved
 
     def _confirm(self) -> bool:
         now = time.monotonic()
@@ -273,65 +310,42 @@ class LinkSender(LinkTransfer):
         # A rank that receives nothing may be ahead.
         missing = [rank for rank, transfer in zip(ranks, completed, strict=True) if int(transfer) < self.transfer]
         if not missing:
-            self._delete_checksums()
+            if self.verify:
+                for peer in self.checksums:
+                    link.store.delete_key(f"sums/{self.transfer}/{link.rank}/{peer}")
             link.last_completed = self.transfer
             self.finished = True
             return True
         self.next_confirmation_check = now + _CONFIRMATION_POLL_SECONDS
-        self._check_peer(missing[0], "the confirmation of " + ", ".join(map(link.describe_rank, missing)))
+        self.check_peer(missing[0], "the confirmation of " + ", ".join(map(link.describe_rank, missing)))
         return False
 
-    def _check_peer(self, peer: int, what: str) -> None:
+    def check_peer(self, peer: int, what: str) -> None:
+        """Also raise TransferAborted if the receivers' engine is known to have failed."""
         if time.monotonic() - self.last_failure_check >= FAILURE_CHECK_SECONDS and self.peer_failure is not None:
             failure = self.peer_failure(self.link.name)
             if failure is not None:
                 raise TransferAborted(f"{what}: {failure}")
-        self.check_peer(peer, what)
+        super().check_peer(peer, what)
 
-    def _post_sends(self) -> None:
-        while self.can_post():
-            number = self.posted
-            message = self.messages[number]
-            peer = self.link_rank_by_receiver[message.receiver]
-            data = self._packed(number, message)
-            if data is None:
-                return
-            if self.verify:
-                start = 0
-                for piece in message.slices:
-                    self.checksums[peer].append(checksum(data[start : start + piece.elements]))
-                    start += piece.elements
-            try:
-                self.link.channel.send(data, peer, self.tags[number])
-            except RuntimeError as error:
-                what = f"message {number + 1} of {len(self.messages)} to {self.link.describe_rank(peer)}"
-                raise TransferAborted(f"{what}: {error_summary(error)}") from error
-            self.mark_posted()
-
-    def _packed(self, number: int, message: TransferMessage) -> torch.Tensor | None:
+    def buffer(self, number: int) -> torch.Tensor | None:
         """Flat data of a message: a view of the parameter if contiguous, else staging; None while no buffer is free."""
-        if len(message.slices) == 1 and (view := self.in_place_view(self._box(message.slices[0]))) is not None:
-            return view
-        data, start = self.allocate_staging(number), 0
+        message = self.messages[number]
+        data = self.in_place_view(self._box(message.slices[0])) if len(message.slices) == 1 else None
         if data is None:
-            return None
-        for piece in message.slices:
-            data[start : start + piece.elements].view(piece.size).copy_(self._box(piece))
-            start += piece.elements
+            data, start = self.allocate_staging(number), 0
+            if data is None:
+                return None
+            for piece in message.slices:
+                data[start : start + piece.elements].view(piece.size).copy_(self._box(piece))
+                start += piece.elements
+        if self.verify:
+            parts = data.split([piece.elements for piece in message.slices])
+            self.checksums[self.peer_of(message)] += map(checksum, parts)
         return data
 
     def _box(self, piece: Slice) -> torch.Tensor:
         return self.source(piece.source_param).detach()[box_index(piece.source_offset, piece.size)]
-
-    def _publish_checksums(self) -> None:
-        if self.verify:
-            for to, sums in self.checksums.items():
-                self.link.store.set(f"sums/{self.transfer}/{self.link.rank}/{to}", struct.pack(f"<{len(sums)}Q", *sums))
-
-    def _delete_checksums(self) -> None:
-        if self.verify:
-            for peer in self.checksums:
-                self.link.store.delete_key(f"sums/{self.transfer}/{self.link.rank}/{peer}")
 
 
 _MAX_POLL_PAUSE = 0.02  # seconds
@@ -350,6 +364,8 @@ class WeightTarget(Protocol):
 class LinkReceiver(LinkTransfer):
     """Receive one transfer over a link: wait for announcements, receive all messages, compare checksums."""
 
+    direction = "from"
+
     def __init__(self, target: WeightTarget, *arguments: Any) -> None:
         """`arguments`: those of LinkTransfer."""
         super().__init__(*arguments)
@@ -364,10 +380,9 @@ class LinkReceiver(LinkTransfer):
         self.start(self.wakeup)
         if self.messages:
             self._await_announcements()
-        self._post_receives()
         while self.completed < len(self.messages):
             self.wakeup.clear()
-            if not self._step():
+            if not self.advance(self.link.channel.receive):
                 self.wakeup.wait(self.link.channel.poll_seconds)
         if self.link.parameter_device.type == "cuda":  # the engine may read its weights on another stream
             torch.cuda.current_stream(self.link.parameter_device).synchronize()
@@ -409,58 +424,31 @@ class LinkReceiver(LinkTransfer):
         self.link_rank_by_sender[trainer] = rank
         return True
 
-    def _step(self) -> bool:
-        count, error = self.link.channel.completed()
-        moved = count > self.completed
-        while self.completed < count:
-            self._unpack(self.completed)
-            self.completed += 1
-            self._post_receives()
-        if moved:
-            self.record_progress()
-        elif self.completed < len(self.messages):
-            peer = self.link_rank_by_sender[self.messages[self.completed].sender]
-            what = f"message {self.completed + 1} of {len(self.messages)} from {self.link.describe_rank(peer)}"
-            if error is not None:
-                raise TransferAborted(f"{what}: {error}")
-            self.check_peer(peer, what)
-        return moved
+    def peer_of(self, message: TransferMessage) -> int:
+        """Link rank of the sender."""
+        return self.link_rank_by_sender[message.sender]
 
-    def _post_receives(self) -> None:
-        while self.can_post():
-            number = self.posted
-            message = self.messages[number]
-            data = self._destination(number, message)
-            if data is None:
-                return
-            peer = self.link_rank_by_sender[message.sender]
-            try:
-                self.link.channel.receive(data, peer, self.tags[number])
-            except RuntimeError as error:
-                what = f"message {number + 1} of {len(self.messages)} from {self.link.describe_rank(peer)}"
-                raise TransferAborted(f"{what}: {error_summary(error)}") from error
-            self.receive_buffers[number] = data
-            self.mark_posted()
-
-    def _destination(self, number: int, message: TransferMessage) -> torch.Tensor | None:
+    def buffer(self, number: int) -> torch.Tensor | None:
         """Flat buffer for a message: the parameter itself if contiguous, else staging; None while no buffer is free."""
-        if len(message.slices) == 1 and (view := self.in_place_view(self._box(message.slices[0]))) is not None:
-            return view
-        return self.allocate_staging(number)
+        slices = self.messages[number].slices
+        data = self.in_place_view(self._box(slices[0])) if len(slices) == 1 else None
+        data = self.allocate_staging(number) if data is None else data
+        if data is not None:
+            self.receive_buffers[number] = data
+        return data
 
-    def _unpack(self, number: int) -> None:
+    def complete(self, number: int) -> None:
+        """Copy a staged message to its parameters; report and, if asked, verify what is written."""
         data, staged = self.receive_buffers.pop(number), number in self.slot_of_message
-        message = self.messages[number]
-        start = 0
+        message, start = self.messages[number], 0
         for piece in message.slices:
             if staged:
                 self._box(piece).copy_(data[start : start + piece.elements].view(piece.size))
                 start += piece.elements
             if self.verify:
                 written = checksum(self._box(piece).to(self.dtype))
-                self.checksums.setdefault(self.link_rank_by_sender[message.sender], []).append(written)
+                self.checksums.setdefault(self.peer_of(message), []).append(written)
             self.target.mark_written(piece.target_param, piece.elements)
-        self.release(number)
 
     def _box(self, piece: Slice) -> torch.Tensor:
         return self.target.tensor(piece.target_param).detach()[box_index(piece.target_offset, piece.size)]
@@ -481,18 +469,18 @@ class LinkReceiver(LinkTransfer):
                         f" {sent:016x} in {piece.source_param} on {sender}"
                     )
 
-    def _sender_checksums(self, peer: int) -> tuple[int, ...]:
+    def _sender_checksums(self, peer: int) -> list[int]:
         key = f"sums/{self.transfer}/{peer}/{self.link.rank}"
 
         def published() -> bool:
-            found = bool(self.link.store.check([key]))
+            found = self.link.store.check([key])
             if not found:
                 self.check_peer(peer, f"the checksums of {self.link.describe_rank(peer)}")
             return found
 
         poll_until(published, max_pause=_MAX_POLL_PAUSE)
-        data = self.link.store.get(key)
-        return struct.unpack(f"<{len(data) // 8}Q", data)
+        sums: list[int] = json.loads(self.link.store.get(key))
+        return sums
 
 
 def send(
