@@ -14,7 +14,6 @@ Every rank computes the same plan from the model's shapes and the layouts of bot
 from __future__ import annotations
 
 import hashlib
-import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -140,8 +139,6 @@ def _overlaps(mapping: ParameterMapping, trainer_shard: int, count: int, shard: 
             yield Slice(mapping.hf_param, *boxes)
 
 
-TensorShapes = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the Hugging Face tensors, in order
-
 SEPARATE_BYTES = 2 * 2**20  # slices from this size are sent alone, so that they need no copy
 MAX_MESSAGE_BYTES = 32 * 2**20  # larger ones are not faster, and packing overlaps with sending only among several
 _RULE_VERSION = 3  # of the choice of senders and the message order
@@ -197,7 +194,8 @@ class TransferPlan:
         check_rank_count(trainer.sizes, trainer.ranks)
         self.trainer, self.engines, self.item_bytes, self.staging_bytes = trainer, engines, item_bytes, staging_bytes
         mappings = parameter_mappings(hf_config)
-        self.tensors: TensorShapes = tuple(dict.fromkeys((entry.hf_param, entry.tensor_shape) for entry in mappings))
+        # Names and shapes of the Hugging Face tensors, in order.
+        self.tensors = tuple(dict.fromkeys((entry.hf_param, entry.tensor_shape) for entry in mappings))
         runs_by_sizes = {
             sizes: slice_runs(mappings, hf_config, trainer.sizes, trainer.ranks, sizes) for sizes in set(engines.sizes)
         }
@@ -207,7 +205,8 @@ class TransferPlan:
         self._messages: dict[tuple[int, int | None, int | None], tuple[TransferMessage, ...]] = {}
         by_shape = {piece.size: piece for runs in runs_by_sizes.values() for run in runs for piece in run.slices}
         self.max_message_bytes = self._message_bytes(max(by_shape.values(), key=row_elements), staging_bytes)
-        self.digest = _digest(mappings, trainer, engines, item_bytes, self.max_message_bytes)
+        terms = (MAP_VERSION, _RULE_VERSION, trainer, engines, item_bytes, self.max_message_bytes)
+        self.digest = hashlib.sha256(repr((terms, mappings)).encode()).hexdigest()
 
     def senders(self, engine: int) -> tuple[int, ...]:
         """Trainer ranks that send to an engine, ascending."""
@@ -393,23 +392,3 @@ def _cut(slices: Iterable[Slice], limit: int) -> Iterable[Slice]:
         step = limit // row_elements(piece)  # rows
         for first in range(0, piece.size[0], step):
             yield piece if piece.size[0] <= step else slice_rows(piece, first, min(first + step, piece.size[0]))
-
-
-def _digest(
-    mappings: Sequence[ParameterMapping],
-    trainer: TrainerTopology,
-    engines: EngineTopology,
-    item_bytes: int,
-    message_bytes: int,
-) -> str:
-    head = {
-        "versions": [MAP_VERSION, _RULE_VERSION],
-        "trainer": asdict(trainer),
-        "engines": asdict(engines),
-        "item_bytes": item_bytes,
-        "message_bytes": message_bytes,
-    }
-    state = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    for mapping in mappings:
-        state.update(repr(mapping).encode())
-    return state.hexdigest()

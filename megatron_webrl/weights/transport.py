@@ -14,18 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from megatron_webrl.weights.link import (
-    TransferError,
-    TransferLink,
-    error_summary,
-    join_link,
-    poll_until,
-    reject_link,
-)
+from megatron_webrl.weights.link import TransferError, TransferLink, error_summary, join_link, poll_until, reject_link
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index, checksum
 
 __all__ = ["TransferError", "TransferLink", "checksum", "join_link", "reject_link"]
@@ -351,23 +344,13 @@ class LinkSender(LinkTransfer):
 _MAX_POLL_PAUSE = 0.02  # seconds
 
 
-class WeightTarget(Protocol):
-    """Destination of an engine rank's slices."""
-
-    def tensor(self, parameter: str) -> torch.Tensor:
-        """Parameter to write slices into. Requested as late as possible; may be allocated on first use."""
-
-    def mark_written(self, parameter: str, elements: int) -> None:
-        """Report that `elements` more elements of the parameter have been written."""
-
-
 class LinkReceiver(LinkTransfer):
     """Receive one transfer over a link: wait for announcements, receive all messages, compare checksums."""
 
     direction = "from"
 
-    def __init__(self, target: WeightTarget, *arguments: Any) -> None:
-        """`arguments`: those of LinkTransfer."""
+    def __init__(self, target: Any, *arguments: Any) -> None:
+        """`target`: as in `receive`; `arguments`: those of LinkTransfer."""
         super().__init__(*arguments)
         self.target = target
         self.wakeup = threading.Event()
@@ -528,15 +511,17 @@ def send(
 def receive(
     link: TransferLink,
     messages: Sequence[TransferMessage],
-    target: WeightTarget,
+    target: Any,
     dtype: torch.dtype,
     staging_bytes: int,
     transfer: int,
     timeout_seconds: float,
     verify: bool = False,
 ) -> None:
-    """Receive this rank's messages of a link, in link order, into `target`.
+    """Receive this rank's messages of a link, in link order, into `target`, such as ModelTarget of vllm_target.py.
 
+    Its tensor(parameter), the memory to write to, is called as late as possible, and mark_written(parameter, elements)
+    after each slice.
     `timeout_seconds` limits each wait for a peer. With `verify` slices are read back and their checksums compared.
     Raises ValueError for messages that do not fit, and TransferError for other errors; the link is closed then.
     """
