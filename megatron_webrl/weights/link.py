@@ -7,7 +7,6 @@ the first failed rank. Private attributes and variables of torch are those of to
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -18,10 +17,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
+from unittest import mock
 
 import tenacity
 import torch
@@ -187,7 +187,7 @@ def make_nccl_group(
     deadline = time.monotonic() + timeout_seconds
     options = dist.ProcessGroupNCCL.Options()
     set_link_options(options, timeout_seconds)
-    with environment_variables(CONSTRUCTOR_VARIABLES):
+    with mock.patch.dict(os.environ, CONSTRUCTOR_VARIABLES):
         group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
     try:
         # One communicator for the whole link: pairs would create theirs later, and a dead peer would block all links.
@@ -232,21 +232,6 @@ def set_link_options(options: Any, timeout_seconds: float) -> None:
     options.config.max_ctas = MAX_CTAS
 
 
-@contextlib.contextmanager
-def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Context with these environment variables; afterwards they are as before."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 CPU = torch.device("cpu")
 JOIN_POLL_SECONDS = 0.01
 _REFUSED, _FAILED = "refused", "failed"  # keys
@@ -258,7 +243,7 @@ class TransferError(RuntimeError):
 
 
 class LinkFacts:
-    """The facts of one link, out of those of the job, so that a member that ends takes none with it. Values are bytes.
+    """The facts of one link, out of those of the job, so that a member that ends takes none with it. Values are text.
 
     Methods raise ControlLost, a RuntimeError, if the control service does not answer.
     """
@@ -266,21 +251,21 @@ class LinkFacts:
     def __init__(self, control: Connection, name: str) -> None:
         self._control, self._prefix = control, f"link/{name}/"
 
-    def set(self, key: str, value: str | bytes) -> None:
-        text = value if isinstance(value, str) else value.decode("latin-1")  # a character for each byte
-        self._run("put", self._prefix + key, text)
+    def set(self, key: str, value: str) -> None:
+        self._run("put", self._prefix + key, value)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> str:
         """The value of a key."""
-        return self.multi_get([key])[0]
+        return str(self.multi_get([key])[0])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys have values."""
-        return None not in self._read(keys)
+        return None not in self.multi_get(keys)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys, all of which have one."""
-        return [value.encode("latin-1") for value in self._read(keys)]
+    def multi_get(self, keys: Sequence[str]) -> list[Any]:
+        """The values of keys; None for those without one."""
+        values: list[Any] = self._run("get", [self._prefix + key for key in keys])
+        return values
 
     def set_first(self, key: str, value: str) -> str:
         """Set a key unless another rank has; returns its value."""
@@ -288,10 +273,6 @@ class LinkFacts:
 
     def delete_key(self, key: str) -> None:
         self._run("put", self._prefix + key, None)
-
-    def _read(self, keys: Sequence[str]) -> list[Any]:
-        values: list[Any] = self._run("get", [self._prefix + key for key in keys])
-        return values
 
     def _run(self, *command: Any) -> Any:
         return self._control.sync([command])["replies"][0]
@@ -325,7 +306,7 @@ class TransferLink:
 
     def first_failure(self) -> str | None:
         """Error of the first failed rank, if any. Raises RuntimeError when the store does not answer."""
-        return self.store.get(_FAILED).decode() if self.store.check([_FAILED]) else None
+        return self.store.get(_FAILED) if self.store.check([_FAILED]) else None
 
     def fail(self, reason: str) -> TransferError:
         """Publish this rank's error in the store and close the link; the returned error names the first failure."""
@@ -418,10 +399,10 @@ def _await_members(
     poll_until(lambda: scoped.check(keys) or scoped.check([_REFUSED]), timeout_seconds, JOIN_POLL_SECONDS)
     if not scoped.check(keys):
         if scoped.check([_REFUSED]):
-            raise TransferError(f"link {name} was refused: {scoped.get(_REFUSED).decode()}")
+            raise TransferError(f"link {name} was refused: {scoped.get(_REFUSED)}")
         ranks = ", ".join(str(other) for other, key in enumerate(keys) if not scoped.check([key]))
         raise TransferError(f"link {name}: rank {ranks} of {size} did not join within {timeout_seconds:g} s")
-    return [member.decode() for member in scoped.multi_get(keys)]
+    return scoped.multi_get(keys)
 
 
 def _run_limited(make: Callable[[], Any], seconds: float, cancelled: Callable[[], bool]) -> Any:

@@ -14,8 +14,6 @@ Every rank computes the same plan from the model's shapes and the layouts of bot
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,11 +44,11 @@ class SliceRun:
     element_offsets: list[int] = field(default_factory=list)  # of each slice: elements of the preceding slices
     num_elements: int = 0
 
-    def add(self, mapping_index: int, piece: Slice, elements: int) -> None:
+    def add(self, mapping_index: int, piece: Slice) -> None:
         self.slices.append(piece)
         self.mapping_indices.append(mapping_index)
         self.element_offsets.append(self.num_elements)
-        self.num_elements += elements
+        self.num_elements += piece.elements
 
     def floor_to_row(self, element: int) -> int:
         """Start of the slice row that contains an element."""
@@ -97,8 +95,6 @@ def slice_runs(
     """Slices from trainer ranks to the ranks of one engine. Every element of the engine is in exactly one run."""
     runs: dict[tuple[tuple[int, ...], int], SliceRun] = {}
     runs_by_group: dict[object, list[list[SliceRun]]] = {}  # mapping group -> shard -> receiver -> run
-    forms: dict[object, int] = {}  # layout form -> number
-    overlaps: dict[object, list[_Overlap]] = {}  # by form and engine box
     engine_map, experts = EngineMap(hf_config, engine), getattr(hf_config.text_config, "num_experts", 0)
 
     def runs_of(mapping: ParameterMapping) -> list[list[SliceRun]]:
@@ -120,53 +116,32 @@ def slice_runs(
         if group not in runs_by_group:
             runs_by_group[group] = runs_of(mapping)
         into = runs_by_group[group]
-        form = forms.setdefault((mapping.layout, mapping.shape, len(into)), len(forms))
         for receiver in range(engine.ranks):
             for shard in engine_map.shards_of(mapping, receiver):
-                offset = shard.parameter_offset[-len(shard.size) :]
-                boxes = (form, shard.tensor_offset, shard.size, offset)
-                if boxes not in overlaps:
-                    overlaps[boxes] = _overlaps(mapping, len(into), shard, offset)
-                for trainer_shard, elements, size, source, target in overlaps[boxes]:
-                    full = (*shard.parameter_offset[: -len(size)], *target)
-                    piece = Slice(mapping.hf_param, size, mapping.megatron_param, source, shard.engine_param, full)
-                    into[trainer_shard][receiver].add(number, piece, elements)
+                for trainer_shard, runs_of_shard in enumerate(into):
+                    for piece in _overlaps(mapping, trainer_shard, len(into), shard):
+                        runs_of_shard[receiver].add(number, piece)
     return [run for run in runs.values() if run.num_elements]
 
 
-class _Overlap(NamedTuple):
-    """Overlap of a trainer shard and an engine shard."""
-
-    trainer_shard: int
-    elements: int
-    size: tuple[int, ...]
-    source: tuple[int, ...]  # offset in the trainer's parameter
-    target: tuple[int, ...]  # offset in the engine's parameter, without stacked dimensions
-
-
-def _overlaps(mapping: ParameterMapping, count: int, shard: Shard, offset: tuple[int, ...]) -> list[_Overlap]:
-    """Overlaps of each of the trainer's `count` shards of a mapping with an engine shard at `offset`."""
-    found = []
-    for trainer_shard in range(count):
-        for piece in shard_ranges(mapping, trainer_shard, count):
-            dim = piece.dim
-            start = max(piece.part_offset, shard.tensor_offset[dim])
-            length = min(piece.part_offset + piece.length, shard.tensor_offset[dim] + shard.size[dim]) - start
-            if length <= 0:
-                continue
-            size, source, target = list(shard.size), list(shard.tensor_offset), list(offset)
+def _overlaps(mapping: ParameterMapping, trainer_shard: int, count: int, shard: Shard) -> Iterable[Slice]:
+    """Overlaps of one of the trainer's `count` shards of a mapping with an engine shard."""
+    for piece in shard_ranges(mapping, trainer_shard, count):
+        dim, stacked = piece.dim, len(shard.parameter_offset) - len(shard.size)
+        start = max(piece.part_offset, shard.tensor_offset[dim])
+        length = min(piece.part_offset + piece.length, shard.tensor_offset[dim] + shard.size[dim]) - start
+        if length > 0:
+            size, source, target = list(shard.size), list(shard.tensor_offset), list(shard.parameter_offset)
             size[dim] = length
             source[dim] = piece.shard_offset + start - piece.part_offset
-            target[dim] += start - shard.tensor_offset[dim]
-            found.append(_Overlap(trainer_shard, math.prod(size), tuple(size), tuple(source), tuple(target)))
-    return found
+            target[stacked + dim] += start - shard.tensor_offset[dim]
+            boxes = tuple(size), mapping.megatron_param, tuple(source), shard.engine_param, tuple(target)
+            yield Slice(mapping.hf_param, *boxes)
 
 
-TensorShapes = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the Hugging Face tensors, in order
-
-SEPARATE_BYTES = 2 * 2**20  # runs of adjacent slices from this size are sent alone, so that they need no copy
+SEPARATE_BYTES = 2 * 2**20  # slices from this size are sent alone, so that they need no copy
 MAX_MESSAGE_BYTES = 32 * 2**20  # larger ones are not faster, and packing overlaps with sending only among several
-_RULE_VERSION = 2  # of the choice of senders and the message order
+_RULE_VERSION = 3  # of the choice of senders and the message order
 _MAX_SWEEPS = 100
 
 
@@ -213,10 +188,14 @@ class TransferPlan:
     def __init__(
         self, hf_config: Any, trainer: TrainerTopology, engines: EngineTopology, item_bytes: int, staging_bytes: int
     ) -> None:
-        _check_ranks(hf_config, trainer, engines)
+        check_parallel_sizes(hf_config.text_config, trainer.sizes)
+        for sizes in dict.fromkeys(engines.sizes):
+            check_engine_sizes(hf_config, sizes)
+        check_rank_count(trainer.sizes, trainer.ranks)
         self.trainer, self.engines, self.item_bytes, self.staging_bytes = trainer, engines, item_bytes, staging_bytes
         mappings = parameter_mappings(hf_config)
-        self.tensors: TensorShapes = tuple(dict.fromkeys((entry.hf_param, entry.tensor_shape) for entry in mappings))
+        # Names and shapes of the Hugging Face tensors, in order.
+        self.tensors = tuple(dict.fromkeys((entry.hf_param, entry.tensor_shape) for entry in mappings))
         runs_by_sizes = {
             sizes: slice_runs(mappings, hf_config, trainer.sizes, trainer.ranks, sizes) for sizes in set(engines.sizes)
         }
@@ -226,7 +205,8 @@ class TransferPlan:
         self._messages: dict[tuple[int, int | None, int | None], tuple[TransferMessage, ...]] = {}
         by_shape = {piece.size: piece for runs in runs_by_sizes.values() for run in runs for piece in run.slices}
         self.max_message_bytes = self._message_bytes(max(by_shape.values(), key=row_elements), staging_bytes)
-        self.digest = _digest(mappings, trainer, engines, item_bytes, self.max_message_bytes)
+        terms = (MAP_VERSION, _RULE_VERSION, trainer, engines, item_bytes, self.max_message_bytes)
+        self.digest = hashlib.sha256(repr((terms, mappings)).encode()).hexdigest()
 
     def senders(self, engine: int) -> tuple[int, ...]:
         """Trainer ranks that send to an engine, ascending."""
@@ -258,8 +238,6 @@ class TransferPlan:
 
     def received_bytes(self, engine: int, receiver: int | None = None) -> int:
         """Bytes that an engine, or one of its ranks, receives. Padding is not transferred."""
-        if not 0 <= engine < len(self._runs):
-            raise IndexError(f"engine {engine} is not among the {len(self._runs)} of the plan")
         return sum(run.num_elements for run in self._runs[engine] if receiver in (None, run.receiver)) * self.item_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -301,14 +279,6 @@ class TransferPlan:
                 ordered.append((order, TransferMessage(source, target, slices, elements)))
         ordered.sort(key=lambda item: item[0])
         return tuple(message for _, message in ordered)
-
-
-def _check_ranks(hf_config: Any, trainer: TrainerTopology, engines: EngineTopology) -> None:
-    sizes = trainer.sizes
-    check_parallel_sizes(hf_config.text_config, sizes)
-    for engine_sizes in dict.fromkeys(engines.sizes):
-        check_engine_sizes(hf_config, engine_sizes)
-    check_rank_count(sizes, trainer.ranks)
 
 
 def _assign_senders(
@@ -399,70 +369,26 @@ def _in_order(parts: Sequence[_RunPart]) -> Iterable[Slice]:
 def _pack(slices: Iterable[Slice], limit: int, separate: int) -> Iterable[tuple[tuple[Slice, ...], int]]:
     """Pack slices into messages of at most `limit` elements; only larger slices are cut, at rows.
 
-    Runs of at least `separate` elements that are adjacent in the receiver's parameter are messages of their own.
+    Slices of at least `separate` elements are messages of their own.
     """
     packed: list[Slice] = []
     elements = 0
-    for run, size in _runs(slices, limit):
-        if packed and (elements + size > limit or size >= separate):
+    for piece in _cut(slices, limit):
+        if piece.elements >= separate:
+            yield (piece,), piece.elements
+            continue
+        if elements + piece.elements > limit:
             yield tuple(packed), elements
             packed, elements = [], 0
-        packed += run
-        elements += size
-        if size >= separate:
-            yield tuple(packed), elements
-            packed, elements = [], 0
+        packed.append(piece)
+        elements += piece.elements
     if packed:
         yield tuple(packed), elements
 
 
-def _runs(slices: Iterable[Slice], limit: int) -> Iterable[tuple[list[Slice], int]]:
-    """Runs of at most `limit` elements of slices, or rows of one, that are adjacent in their target."""
-    run: list[Slice] = []
-    elements = 0
+def _cut(slices: Iterable[Slice], limit: int) -> Iterable[Slice]:
+    """The slices, those of more than `limit` elements in several."""
     for piece in slices:
         step = limit // row_elements(piece)  # rows
         for first in range(0, piece.size[0], step):
-            part = piece if piece.size[0] <= step else slice_rows(piece, first, min(first + step, piece.size[0]))
-            if run and (elements + part.elements > limit or not _follows(run[-1], part)):
-                yield run, elements
-                run, elements = [], 0
-            run.append(part)
-            elements += part.elements
-    if run:
-        yield run, elements
-
-
-def _follows(first: Slice, second: Slice) -> bool:
-    """Whether the second box starts where the first ends in the same parameter, with rows of the same shape."""
-    stacked = len(first.target_offset) - len(first.size)
-    end = first.target_offset[stacked] + first.size[0]
-    after = (*first.target_offset[:stacked], end, *first.target_offset[stacked + 1 :])
-    return (first.target_param, first.size[1:], after) == (second.target_param, second.size[1:], second.target_offset)
-
-
-def _digest(
-    mappings: Sequence[ParameterMapping],
-    trainer: TrainerTopology,
-    engines: EngineTopology,
-    item_bytes: int,
-    message_bytes: int,
-) -> str:
-    head = {
-        "versions": [MAP_VERSION, _RULE_VERSION],
-        "trainer": asdict(trainer),
-        "engines": asdict(engines),
-        "item_bytes": item_bytes,
-        "message_bytes": message_bytes,
-    }
-    state = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    for entry in mappings:
-        layout = (
-            entry.layout.kind,
-            entry.layout.gate_up_index,
-            entry.layout.num_query_groups,
-            entry.layout.group_stride,
-            entry.layout.group_offset,
-        )
-        state.update(f"{entry.hf_param} {entry.tensor_shape} {entry.shape} {entry.megatron_param} {layout}\n".encode())
-    return state.hexdigest()
+            yield piece if piece.size[0] <= step else slice_rows(piece, first, min(first + step, piece.size[0]))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import NamedTuple
+
+import torch
 
 
 class Shard(NamedTuple):
@@ -44,3 +47,9 @@ def box_index(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[int | sli
     stacked = len(offset) - len(size)
     ranges = (slice(start, start + length) for start, length in zip(offset[stacked:], size, strict=True))
     return (*offset[:stacked], *ranges)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """64-bit checksum of the tensor's bytes in row-major order, on any device and of any shape."""
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -8,26 +8,18 @@ A failing rank publishes its error in the link's store and closes the link, so t
 
 from __future__ import annotations
 
-import struct
+import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from megatron_webrl.weights.checksums import checksum
-from megatron_webrl.weights.link import (
-    TransferError,
-    TransferLink,
-    error_summary,
-    join_link,
-    poll_until,
-    reject_link,
-)
-from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
+from megatron_webrl.weights.link import TransferError, TransferLink, error_summary, join_link, poll_until, reject_link
+from megatron_webrl.weights.slices import Slice, TransferMessage, box_index, checksum
 
 __all__ = ["TransferError", "TransferLink", "checksum", "join_link", "reject_link"]
 
@@ -44,6 +36,8 @@ class TransferAborted(Exception):
 
 class LinkTransfer:
     """One rank's messages of one transfer over one link; base of sender and receiver."""
+
+    direction: str  # of the messages: "to" or "from"
 
     def __init__(
         self,
@@ -80,9 +74,51 @@ class LinkTransfer:
         in_flight = self.in_flight_elements + self.messages[self.posted].elements
         return in_flight * self.dtype.itemsize <= self.max_in_flight_bytes
 
-    def mark_posted(self) -> None:
-        self.in_flight_elements += self.messages[self.posted].elements
-        self.posted += 1
+    def peer_of(self, message: TransferMessage) -> int:
+        """Link rank of the other end of a message."""
+        raise NotImplementedError
+
+    def buffer(self, number: int) -> torch.Tensor | None:
+        """Flat data of a message to post; None while no staging buffer is free."""
+        raise NotImplementedError
+
+    def complete(self, number: int) -> None:
+        """Use a message that has arrived."""
+
+    def describe(self, number: int) -> str:
+        """A message, for errors."""
+        peer = self.link.describe_rank(self.peer_of(self.messages[number]))
+        return f"message {number + 1} of {len(self.messages)} {self.direction} {peer}"
+
+    def post(self, operation: Callable[[torch.Tensor, int, int], None]) -> None:
+        """Post as many messages as the limits allow."""
+        while self.can_post() and (data := self.buffer(self.posted)) is not None:
+            message = self.messages[self.posted]
+            try:
+                operation(data, self.peer_of(message), self.tags[self.posted])
+            except RuntimeError as error:
+                raise TransferAborted(f"{self.describe(self.posted)}: {error_summary(error)}") from error
+            self.in_flight_elements += message.elements
+            self.posted += 1
+
+    def advance(self, operation: Callable[[torch.Tensor, int, int], None]) -> bool:
+        """Process completed messages and post the next ones. Returns whether there was progress."""
+        self.post(operation)
+        count, error = self.link.channel.completed()
+        if count > self.completed:
+            while self.completed < count:
+                self.complete(self.completed)
+                self.release(self.completed)
+                self.completed += 1
+                self.post(operation)
+            self.record_progress()
+            return True
+        if self.completed < len(self.messages):
+            what = self.describe(self.completed)
+            if error is not None:
+                raise TransferAborted(f"{what}: {error}")
+            self.check_peer(self.peer_of(self.messages[self.completed]), what)
+        return False
 
     def allocate_staging(self, number: int) -> torch.Tensor | None:
         """Flat staging buffer for a message until its `release`; None while all are in use."""
@@ -104,21 +140,11 @@ class LinkTransfer:
         if number in self.slot_of_message:
             self.free_slots.append(self.slot_of_message.pop(number))
 
-    def contiguous_view(self, boxes: list[torch.Tensor]) -> torch.Tensor | None:
-        """Flat view of the boxes if they are adjacent in memory and have the messages' dtype and device, else None."""
-        first, device = boxes[0], self.link.message_device
-        if first.dtype != self.dtype or first.device != device or self.link.parameter_device != device:
-            return None
-        end = first.data_ptr()
-        for box in boxes:
-            if box.data_ptr() != end or not box.is_contiguous():
-                return None
-            end += box.nbytes
-        if len(boxes) == 1:
-            return first.view(-1)
-        if len({box.untyped_storage().data_ptr() for box in boxes}) > 1:
-            return None
-        return first.as_strided((sum(box.numel() for box in boxes),), (1,))
+    def in_place_view(self, box: torch.Tensor) -> torch.Tensor | None:
+        """Flat view of a box if it is contiguous, of the messages' dtype and on their device, else None."""
+        device = self.link.message_device
+        fits = box.dtype == self.dtype and box.device == device == self.link.parameter_device
+        return box.view(-1) if fits and box.is_contiguous() else None
 
     def record_progress(self) -> None:
         """Restart the timeout after progress."""
@@ -182,8 +208,6 @@ def message_tags(messages: Sequence[TransferMessage], transfer: int) -> list[int
         pair = (message.sender, message.receiver)
         tags.append((transfer % _TAG_TRANSFERS) << _TAG_BITS | seen[pair])
         seen[pair] += 1
-    if seen and max(seen.values()) > 2**_TAG_BITS:
-        raise ValueError(f"{max(seen.values())} messages from one rank to another; the limit is {2**_TAG_BITS}")
     return tags
 
 
@@ -201,6 +225,8 @@ class OutgoingMessages:
 
 class LinkSender(LinkTransfer):
     """Send one transfer over a link: all messages, then wait for the receivers' confirmation."""
+
+    direction = "to"
 
     def __init__(
         self,
@@ -241,39 +267,28 @@ class LinkSender(LinkTransfer):
         self.link.store.set(f"begin/{self.link.rank}", f"{self.transfer} {trainer}")
         return True
 
+    def peer_of(self, message: TransferMessage) -> int:
+        """Link rank of the receiver."""
+        return self.link_rank_by_receiver[message.receiver]
+
     def poll(self) -> bool:
         """Process completed messages and post the next ones. Returns whether there was progress."""
-        return self._confirm() if self.awaiting_confirmation else self._deliver()
+        if self.awaiting_confirmation:
+            return self._confirm()
+        moved = self.advance(self.link.channel.send)
+        if self.completed < len(self.messages):
+            return moved
+        if self.verify:
+            for to, sums in self.checksums.items():
+                self.link.store.set(f"sums/{self.transfer}/{self.link.rank}/{to}", json.dumps(sums))
+        self.awaiting_confirmation = True
+        return True
 
     def seconds_to_next_poll(self) -> float:
         """Longest wait until the next poll if no completion sets `wakeup`."""
-        return (
-            max(self.next_confirmation_check - time.monotonic(), 0.0)
-            if self.awaiting_confirmation
-            else self.link.channel.poll_seconds
-        )
-
-    def _deliver(self) -> bool:
-        count, error = self.link.channel.completed()
-        moved = count > self.completed
-        if moved:
-            for number in range(self.completed, count):
-                self.release(number)
-            self.completed = count
-            self.record_progress()
-        self._post_sends()
-        if self.completed == len(self.messages):
-            self._publish_checksums()
-            self.awaiting_confirmation = True
-            return True
-        message = self.messages[self.completed]
-        peer = self.link_rank_by_receiver[message.receiver]
-        what = f"message {self.completed + 1} of {len(self.messages)} to {self.link.describe_rank(peer)}"
-        if error is not None:
-            raise TransferAborted(f"{what}: {error}")
-        if not moved:
-            self._check_peer(peer, what)
-        return moved
+        if self.awaiting_confirmation:
+            return max(self.next_confirmation_check - time.monotonic(), 0.0)
+        return self.link.channel.poll_seconds
 
     def _confirm(self) -> bool:
         now = time.monotonic()
@@ -284,88 +299,53 @@ class LinkSender(LinkTransfer):
         # A rank that receives nothing may be ahead.
         missing = [rank for rank, transfer in zip(ranks, completed, strict=True) if int(transfer) < self.transfer]
         if not missing:
-            self._delete_checksums()
+            if self.verify:
+                for peer in self.checksums:
+                    link.store.delete_key(f"sums/{self.transfer}/{link.rank}/{peer}")
             link.last_completed = self.transfer
             self.finished = True
             return True
         self.next_confirmation_check = now + _CONFIRMATION_POLL_SECONDS
-        self._check_peer(missing[0], "the confirmation of " + ", ".join(map(link.describe_rank, missing)))
+        self.check_peer(missing[0], "the confirmation of " + ", ".join(map(link.describe_rank, missing)))
         return False
 
-    def _check_peer(self, peer: int, what: str) -> None:
-        if time.monotonic() - self.last_failure_check >= FAILURE_CHECK_SECONDS and self.peer_failure is not None:
-            failure = self.peer_failure(self.link.name)
-            if failure is not None:
-                raise TransferAborted(f"{what}: {failure}")
-        self.check_peer(peer, what)
+    def check_peer(self, peer: int, what: str) -> None:
+        """Also raise TransferAborted if the receivers' engine is known to have failed."""
+        due = time.monotonic() - self.last_failure_check >= FAILURE_CHECK_SECONDS
+        if due and self.peer_failure is not None and (failure := self.peer_failure(self.link.name)) is not None:
+            raise TransferAborted(f"{what}: {failure}")
+        super().check_peer(peer, what)
 
-    def _post_sends(self) -> None:
-        while self.can_post():
-            number = self.posted
-            message = self.messages[number]
-            peer = self.link_rank_by_receiver[message.receiver]
-            data = self._packed(number, message)
-            if data is None:
-                return
-            if self.verify:
-                start = 0
-                for piece in message.slices:
-                    self.checksums[peer].append(checksum(data[start : start + piece.elements]))
-                    start += piece.elements
-            try:
-                self.link.channel.send(data, peer, self.tags[number])
-            except RuntimeError as error:
-                what = f"message {number + 1} of {len(self.messages)} to {self.link.describe_rank(peer)}"
-                raise TransferAborted(f"{what}: {error_summary(error)}") from error
-            self.mark_posted()
-
-    def _packed(self, number: int, message: TransferMessage) -> torch.Tensor | None:
+    def buffer(self, number: int) -> torch.Tensor | None:
         """Flat data of a message: a view of the parameter if contiguous, else staging; None while no buffer is free."""
-        boxes = [self._box(piece) for piece in message.slices]
-        view = self.contiguous_view(boxes)
-        if view is not None:
-            return view
-        data = self.allocate_staging(number)
+        message = self.messages[number]
+        data = self.in_place_view(self._box(message.slices[0])) if len(message.slices) == 1 else None
         if data is None:
-            return None
-        start = 0
-        for piece, box in zip(message.slices, boxes, strict=True):
-            data[start : start + piece.elements].view(piece.size).copy_(box)
-            start += piece.elements
+            data, start = self.allocate_staging(number), 0
+            if data is None:
+                return None
+            for piece in message.slices:
+                data[start : start + piece.elements].view(piece.size).copy_(self._box(piece))
+                start += piece.elements
+        if self.verify:
+            parts = data.split([piece.elements for piece in message.slices])
+            self.checksums[self.peer_of(message)] += map(checksum, parts)
         return data
 
     def _box(self, piece: Slice) -> torch.Tensor:
         return self.source(piece.source_param).detach()[box_index(piece.source_offset, piece.size)]
 
-    def _publish_checksums(self) -> None:
-        if self.verify:
-            for to, sums in self.checksums.items():
-                self.link.store.set(f"sums/{self.transfer}/{self.link.rank}/{to}", struct.pack(f"<{len(sums)}Q", *sums))
-
-    def _delete_checksums(self) -> None:
-        if self.verify:
-            for peer in self.checksums:
-                self.link.store.delete_key(f"sums/{self.transfer}/{self.link.rank}/{peer}")
-
 
 _MAX_POLL_PAUSE = 0.02  # seconds
-
-
-class WeightTarget(Protocol):
-    """Destination of an engine rank's slices."""
-
-    def tensor(self, parameter: str) -> torch.Tensor:
-        """Parameter to write slices into. Requested as late as possible; may be allocated on first use."""
-
-    def mark_written(self, parameter: str, elements: int) -> None:
-        """Report that `elements` more elements of the parameter have been written."""
 
 
 class LinkReceiver(LinkTransfer):
     """Receive one transfer over a link: wait for announcements, receive all messages, compare checksums."""
 
-    def __init__(self, target: WeightTarget, *arguments: Any) -> None:
-        """`arguments`: those of LinkTransfer."""
+    direction = "from"
+
+    def __init__(self, target: Any, *arguments: Any) -> None:
+        """`target`: as in `receive`; `arguments`: those of LinkTransfer."""
         super().__init__(*arguments)
         self.target = target
         self.wakeup = threading.Event()
@@ -378,10 +358,9 @@ class LinkReceiver(LinkTransfer):
         self.start(self.wakeup)
         if self.messages:
             self._await_announcements()
-        self._post_receives()
         while self.completed < len(self.messages):
             self.wakeup.clear()
-            if not self._step():
+            if not self.advance(self.link.channel.receive):
                 self.wakeup.wait(self.link.channel.poll_seconds)
         if self.link.parameter_device.type == "cuda":  # the engine may read its weights on another stream
             torch.cuda.current_stream(self.link.parameter_device).synchronize()
@@ -423,60 +402,31 @@ class LinkReceiver(LinkTransfer):
         self.link_rank_by_sender[trainer] = rank
         return True
 
-    def _step(self) -> bool:
-        count, error = self.link.channel.completed()
-        moved = count > self.completed
-        while self.completed < count:
-            self._unpack(self.completed)
-            self.completed += 1
-            self._post_receives()
-        if moved:
-            self.record_progress()
-        elif self.completed < len(self.messages):
-            peer = self.link_rank_by_sender[self.messages[self.completed].sender]
-            what = f"message {self.completed + 1} of {len(self.messages)} from {self.link.describe_rank(peer)}"
-            if error is not None:
-                raise TransferAborted(f"{what}: {error}")
-            self.check_peer(peer, what)
-        return moved
+    def peer_of(self, message: TransferMessage) -> int:
+        """Link rank of the sender."""
+        return self.link_rank_by_sender[message.sender]
 
-    def _post_receives(self) -> None:
-        while self.can_post():
-            number = self.posted
-            message = self.messages[number]
-            data = self._destination(number, message)
-            if data is None:
-                return
-            peer = self.link_rank_by_sender[message.sender]
-            try:
-                self.link.channel.receive(data, peer, self.tags[number])
-            except RuntimeError as error:
-                what = f"message {number + 1} of {len(self.messages)} from {self.link.describe_rank(peer)}"
-                raise TransferAborted(f"{what}: {error_summary(error)}") from error
-            self.receive_buffers[number] = data
-            self.mark_posted()
-
-    def _destination(self, number: int, message: TransferMessage) -> torch.Tensor | None:
+    def buffer(self, number: int) -> torch.Tensor | None:
         """Flat buffer for a message: the parameter itself if contiguous, else staging; None while no buffer is free."""
-        if len({piece.target_param for piece in message.slices}) == 1:
-            view = self.contiguous_view([self._box(piece) for piece in message.slices])
-            if view is not None:
-                return view
-        return self.allocate_staging(number)
+        slices = self.messages[number].slices
+        data = self.in_place_view(self._box(slices[0])) if len(slices) == 1 else None
+        data = self.allocate_staging(number) if data is None else data
+        if data is not None:
+            self.receive_buffers[number] = data
+        return data
 
-    def _unpack(self, number: int) -> None:
+    def complete(self, number: int) -> None:
+        """Copy a staged message to its parameters; report and, if asked, verify what is written."""
         data, staged = self.receive_buffers.pop(number), number in self.slot_of_message
-        message = self.messages[number]
-        start = 0
+        message, start = self.messages[number], 0
         for piece in message.slices:
             if staged:
                 self._box(piece).copy_(data[start : start + piece.elements].view(piece.size))
                 start += piece.elements
             if self.verify:
                 written = checksum(self._box(piece).to(self.dtype))
-                self.checksums.setdefault(self.link_rank_by_sender[message.sender], []).append(written)
+                self.checksums.setdefault(self.peer_of(message), []).append(written)
             self.target.mark_written(piece.target_param, piece.elements)
-        self.release(number)
 
     def _box(self, piece: Slice) -> torch.Tensor:
         return self.target.tensor(piece.target_param).detach()[box_index(piece.target_offset, piece.size)]
@@ -484,12 +434,11 @@ class LinkReceiver(LinkTransfer):
     def _compare_checksums(self) -> None:
         """Compare checksums of the written slices with the senders'. Raises TransferAborted for the first mismatch."""
         for trainer, peer in self.link_rank_by_sender.items():
-            mine = self.checksums.get(peer)
-            if mine is None:
+            if peer not in self.checksums:
                 continue
-            theirs = self._sender_checksums(peer)
+            sums = self.checksums[peer], self._sender_checksums(peer)
             pieces = [piece for message in self.messages if message.sender == trainer for piece in message.slices]
-            for piece, written, sent in zip(pieces, mine, theirs, strict=True):
+            for piece, written, sent in zip(pieces, *sums, strict=True):
                 if written != sent:
                     receiver, sender = map(self.link.describe_rank, (self.link.rank, peer))
                     raise TransferAborted(
@@ -497,18 +446,18 @@ class LinkReceiver(LinkTransfer):
                         f" {sent:016x} in {piece.source_param} on {sender}"
                     )
 
-    def _sender_checksums(self, peer: int) -> tuple[int, ...]:
+    def _sender_checksums(self, peer: int) -> list[int]:
         key = f"sums/{self.transfer}/{peer}/{self.link.rank}"
 
         def published() -> bool:
-            found = bool(self.link.store.check([key]))
+            found = self.link.store.check([key])
             if not found:
                 self.check_peer(peer, f"the checksums of {self.link.describe_rank(peer)}")
             return found
 
         poll_until(published, max_pause=_MAX_POLL_PAUSE)
-        data = self.link.store.get(key)
-        return struct.unpack(f"<{len(data) // 8}Q", data)
+        sums: list[int] = json.loads(self.link.store.get(key))
+        return sums
 
 
 def send(
@@ -556,15 +505,17 @@ def send(
 def receive(
     link: TransferLink,
     messages: Sequence[TransferMessage],
-    target: WeightTarget,
+    target: Any,
     dtype: torch.dtype,
     staging_bytes: int,
     transfer: int,
     timeout_seconds: float,
     verify: bool = False,
 ) -> None:
-    """Receive this rank's messages of a link, in link order, into `target`.
+    """Receive this rank's messages of a link, in link order, into `target`, such as ModelTarget of vllm_target.py.
 
+    Its tensor(parameter), the memory to write to, is called as late as possible, and mark_written(parameter, elements)
+    after each slice.
     `timeout_seconds` limits each wait for a peer. With `verify` slices are read back and their checksums compared.
     Raises ValueError for messages that do not fit, and TransferError for other errors; the link is closed then.
     """

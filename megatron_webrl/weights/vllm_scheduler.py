@@ -24,14 +24,7 @@ def _keep_features(mm_features: list[Any], num_computed_tokens: int, uses_mrope:
     return mm_features
 
 
-class _KeepsPixels:
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        # vLLM looks up this name for every new request; an engine has one scheduler.
-        output.strip_covered_mm_data = _keep_features
-        super().__init__(*arguments, **options)
-
-
-class _ReturnsExperts:
+class _Recomputing:
     # Members of vLLM's scheduler used here.
     kv_cache_manager: Any
     kv_cache_config: Any
@@ -39,6 +32,8 @@ class _ReturnsExperts:
     vllm_config: Any
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
+        # vLLM looks up this name for every new request; an engine has one scheduler.
+        output.strip_covered_mm_data = _keep_features
         super().__init__(*arguments, **options)
         self._experts: ExpertStore | None = None
         self._scheduled: dict[int, dict[str, ScheduledTokens]] = {}  # by step, until its output arrives
@@ -84,11 +79,11 @@ class _ReturnsExperts:
         return found
 
 
-class RecomputingScheduler(_KeepsPixels, _ReturnsExperts, Scheduler):
+class RecomputingScheduler(_Recomputing, Scheduler):
     """vLLM's scheduler, sending all pixels, returning routed experts."""
 
 
-class RecomputingAsyncScheduler(_KeepsPixels, _ReturnsExperts, AsyncScheduler):
+class RecomputingAsyncScheduler(_Recomputing, AsyncScheduler):
     """vLLM's asynchronous scheduler, sending all pixels, returning routed experts."""
 
 

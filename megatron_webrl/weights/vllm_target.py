@@ -57,7 +57,7 @@ def check_vllm_version(version: str) -> None:
 
 
 class ModelTarget:
-    """WeightTarget for the model of one vLLM worker.
+    """What a transfer writes to: the model of one vLLM worker.
 
     Life cycle: `start_update`, then `tensor` and `mark_written` for each slice, then `finish_update`; after a failure
     `abort_update`. From the first slice to `finish_update` the model is `partially_updated`: it holds weights of two
@@ -112,7 +112,8 @@ class ModelTarget:
             raise RuntimeError(f"parameter {parameter} has {loadable.elements} elements; {sent} were sent")
         assert self._arrived is not None
         self._arrived[parameter] = arrived + elements
-        if loadable.layer is not None and all(self._is_complete(name) for name in loadable.layer.parameters):
+        names = [] if loadable.layer is None else loadable.layer.parameters
+        if loadable.layer is not None and all(self._arrived[n] == self._parameters[n].elements for n in names):
             with self._context():
                 loadable.layer.close()
 
@@ -145,9 +146,6 @@ class ModelTarget:
         if parameter not in self._parameters:
             raise RuntimeError(f"vLLM's model has no parameter {parameter}; the plan does not match it")
         return self._parameters[parameter], self._arrived[parameter]
-
-    def _is_complete(self, parameter: str) -> bool:
-        return self._arrived is not None and self._arrived[parameter] == self._parameters[parameter].elements
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -308,16 +306,12 @@ def _is_packed_head(module: nn.Module, device: torch.device) -> bool:
 def _compare(actual: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError naming the first parameter that differs between vLLM's model and the plan."""
     for name in [*expected, *(name for name in actual if name not in expected)]:
-        mine, theirs = actual.get(name), expected.get(name)
-        if mine is None or theirs is None or mine != tuple(theirs):
+        mine, theirs = (shapes.get(name, "none of this name") for shapes in (actual, expected))
+        if mine != theirs:
             raise ValueError(
-                f"parameter {name} of this rank: vLLM {vllm.__version__} holds {_shape(mine)}, the plan has "
-                f"{_shape(theirs)}; trainer and engine need the same model and layout, and kernels that do not pad"
+                f"parameter {name} of this rank: vLLM {vllm.__version__} holds {mine}, the plan has {theirs}; "
+                f"trainer and engine need the same model and layout, and kernels that do not pad"
             )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "none of this name" if shape is None else str(tuple(shape))
 
 
 def head_shares_embedding(model: nn.Module) -> bool:

@@ -122,7 +122,11 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         self._leave("another link is joined")
         store = _facts(init_info)
         try:
-            self._check_backend(init_info)
+            if init_info.backend == "nccl" and self.device.type != "cuda":
+                raise ValueError(
+                    f"link {init_info.name}: the trainer sends by NCCL, but engine {init_info.engine} computes on "
+                    f"{self.device}; give both the same model.platform, or set weights.transport=host"
+                )
             agreed = self._agree(init_info)
         except (ValueError, RuntimeError) as error:
             transport.reject_link(store, init_info.name, str(error))
@@ -198,13 +202,6 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         if self._link is not None:
             self._link.close(reason)
             self._link = None
-
-    def _check_backend(self, info: LinkInfo) -> None:
-        if info.backend == "nccl" and self.device.type != "cuda":
-            raise ValueError(
-                f"link {info.name}: the trainer sends by NCCL, but engine {info.engine} computes on {self.device}; "
-                "give both the same model.platform, or set weights.transport=host"
-            )
 
     def _agree(self, info: LinkInfo) -> _AgreedPlan:
         """Compute the plan; raise ValueError unless it equals the trainer's and matches the model."""

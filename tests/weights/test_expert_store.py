@@ -85,7 +85,7 @@ def test_a_request_that_is_aborted_while_its_step_runs_leaves_its_experts_to_tho
             ended = SimpleNamespace(request_id="b", finish_reason="stop", routed_experts=None)
             return {0: SimpleNamespace(outputs=[ended])}
 
-    scheduler = object.__new__(type("Recording", (vllm_scheduler._ReturnsExperts, Scheduler), {}))
+    scheduler = object.__new__(type("Recording", (vllm_scheduler._Recomputing, Scheduler), {}))
     scheduler._experts, scheduler.requests, step = ExpertStore(8, BLOCK), {"b": None}, object()
     tokens = {"a": ScheduledTokens(0, 0, [7], True), "b": ScheduledTokens(4, 0, [7, 1], True)}
     scheduler._scheduled = {id(step): tokens}

@@ -135,7 +135,7 @@ def test_large_slices_in_messages_with_small_ones_arrive(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("trainer", ["bfloat16", "float32"])
 def test_contiguous_data_of_the_transfer_dtype_need_no_staging(ranks: Ranks, trainer: str) -> None:
-    ranks.run(ranks.case(model=CONTIGUOUS, elements=72, trainer=trainer, engine="bfloat16", numbers=(1, 2)))
+    ranks.run(ranks.case(model=CONTIGUOUS, elements=24, trainer=trainer, engine="bfloat16", numbers=(1, 2)))
     for key, answer in ranks.collect().items():
         assert not isinstance(answer, str), answer
         assert (answer[2] > 0) == (key[0] == "trainer" and trainer == "float32"), f"{key}: {answer[2]} bytes"

@@ -180,7 +180,7 @@ async def refusals(harness: LinkHarness) -> dict[str, Any]:
     sender = harness.sender
     found: dict[str, Any] = {"model": await harness.run_phase("init", sender.info("other", sender.plan_of(other)))}
     found["stored_reason"] = (
-        LinkFacts(Connection(sender.control, "trainer-0", SECONDS), "other").get("refused").decode()
+        LinkFacts(Connection(sender.control, "trainer-0", SECONDS), "other").get("refused")
     )
     layout = sender.info("layout")
     layout["engines"]["sizes"][0]["pipeline"] = 2

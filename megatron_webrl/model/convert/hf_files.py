@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_webrl.model.architectures import PASSTHROUGH_PREFIXES, is_passthrough, parameter_mappings
-from megatron_webrl.model.convert.atomic_folder import BackgroundWriter, create_file, sync_and_close
 from megatron_webrl.model.parameter_map import ExpertFormat, ParameterMapping
 from megatron_webrl.util import atomic_file
 from megatron_webrl.util.text import first_line
@@ -70,6 +69,10 @@ class HFTensor:
         tensor: torch.Tensor = self.lazy_slice[index]
         return tensor
 
+    def read(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """The whole tensor, converted to `dtype` if it is given."""
+        return self[...] if dtype is None else self[...].to(dtype)
+
     @property
     def dtype(self) -> torch.dtype:
         """The torch dtype. Raises LoadError for an unsupported one."""
@@ -85,7 +88,7 @@ class HFModel:
 
     mappings: tuple[ParameterMapping, ...]
     tensors: dict[str, HFTensor]
-    passthrough: dict[str, HFTensor]  # have no parameter, see passthrough.py
+    passthrough: dict[str, HFTensor]  # have no parameter
 
 
 @contextmanager
@@ -98,10 +101,13 @@ def open_hf_model(folder: str | Path, hf_config: Any) -> Iterator[HFModel]:
         passthrough = {name: tensors[name] for name in tensors if is_passthrough(hf_config.model_type, name)}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in passthrough}
         mappings = parameter_mappings(hf_config, detect_expert_format(hf_config, tensors))
-        if hf_config.tie_word_embeddings and OUTPUT_WEIGHT in tensors:
-            _check_tied(tensors, mappings)
-            del tensors[OUTPUT_WEIGHT]
+        output = tensors.pop(OUTPUT_WEIGHT, None) if hf_config.tie_word_embeddings else None
         _check(mappings, tensors)
+        if output is not None and not bitwise_equal(output[...], tensors[EMBEDDING_WEIGHT][...]):
+            raise LoadError(
+                f"tensor {OUTPUT_WEIGHT} of {output.path} differs from {EMBEDDING_WEIGHT} of "
+                f"{tensors[EMBEDDING_WEIGHT].path}, but config.json ties the two (tie_word_embeddings)"
+            )
         yield HFModel(mappings, tensors, passthrough)
 
 
@@ -126,48 +132,38 @@ def detect_expert_format(hf_config: Any, tensors: dict[str, HFTensor]) -> Expert
 
 
 def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors with contiguous rows hold the same bits: NaN equals itself, 0 is not -0."""
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    """Whether two tensors hold the same bits: NaN equals itself, 0 is not -0."""
+    same = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return same and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 @contextmanager
 def open_tensors(folder: Path) -> Iterator[dict[str, HFTensor]]:
-    """Open all tensors of a folder. Raises LoadError for unreadable files and an index that does not match them."""
+    """Open all tensors of a folder. Raises LoadError for unreadable files."""
     tensors: dict[str, HFTensor] = {}
     with ExitStack() as stack:
-        for path, expected in _files(folder).items():
+        for path in _files(folder):
             try:
                 file = stack.enter_context(safe_open(str(path), framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise LoadError(f"{path} is not a readable safetensors file: {first_line(error)}") from error
-            names = set(file.keys())
-            if expected is not None and names != expected:
-                name = min(names ^ expected)
-                found = "in the index but not in the file" if name in expected else "in the file but not in the index"
-                raise LoadError(f"tensor {name} of {path} is {found}")
-            for name in sorted(names):
+            for name in sorted(file.keys()):
                 lazy = file.get_slice(name)
                 tensors[name] = HFTensor(name, path, tuple(lazy.get_shape()), lazy.get_dtype(), lazy)
         yield tensors
 
 
-def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Files of the folder, each with the tensor names listed in the index; None without an index."""
+def _files(folder: Path) -> list[Path]:
+    """Files of the folder with tensors."""
     index = folder / INDEX_FILE
     if not index.is_file():
         if not (folder / SINGLE_FILE).is_file():
             raise LoadError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-        return {folder / SINGLE_FILE: None}
+        return [folder / SINGLE_FILE]
     try:
-        weight_map = json.loads(index.read_text())["weight_map"].items()
+        return sorted({folder / str(file) for file in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(f"{index} is not an index of safetensors files: {error!r}") from error
-    files: dict[Path, set[str] | None] = {}
-    for name, file in weight_map:
-        names = files.setdefault(folder / str(file), set())
-        assert names is not None
-        names.add(name)
-    return dict(sorted(files.items()))
 
 
 def _check(mappings: Sequence[ParameterMapping], tensors: dict[str, HFTensor]) -> None:
@@ -185,19 +181,6 @@ def _check(mappings: Sequence[ParameterMapping], tensors: dict[str, HFTensor]) -
             raise LoadError(f"tensor {key} of {tensor.path} has shape {list(tensor.shape)}, expected {list(shape)}")
 
 
-def _check_tied(tensors: dict[str, HFTensor], mappings: Sequence[ParameterMapping]) -> None:
-    """Raise LoadError if the output layer of a tied model differs from the embedding."""
-    output, embedding = tensors[OUTPUT_WEIGHT], tensors.get(EMBEDDING_WEIGHT)
-    if embedding is None:
-        shape = next(mapping.tensor_shape for mapping in mappings if mapping.hf_param == EMBEDDING_WEIGHT)
-        raise LoadError(f"tensor {EMBEDDING_WEIGHT} {list(shape)} is missing from {output.path}")
-    if output.shape != embedding.shape or not bitwise_equal(output[:], embedding[:]):
-        raise LoadError(
-            f"tensor {OUTPUT_WEIGHT} of {output.path} differs from {EMBEDDING_WEIGHT} of {embedding.path}, "
-            "but config.json ties the two (tie_word_embeddings)"
-        )
-
-
 @dataclass(frozen=True)
 class TensorSpec:
     """Name, shape and dtype of a tensor to write."""
@@ -212,29 +195,23 @@ class TensorSpec:
 
 
 def write_hf_model(
-    folder: Path,
-    specs: Sequence[TensorSpec],
-    read_parts: Callable[[TensorSpec], Iterable[torch.Tensor]],
-    shard_bytes: int,
+    folder: Path, specs: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor], shard_bytes: int
 ) -> None:
     """Write tensors into safetensors files of at most `shard_bytes` or one tensor, with an index if there are several.
 
-    `read_parts` yields a tensor's contiguous parts in order, each valid until the next but one: a thread writes them.
+    One tensor is in memory at a time, unlike with the writer of safetensors.
     """
     shards = _shards(specs, shard_bytes)
     single = len(shards) == 1
     weight_map: dict[str, str] = {}
-    with ExitStack() as files, BackgroundWriter() as writer:
-        for number, shard in enumerate(shards, start=1):
-            name = SINGLE_FILE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            weight_map |= dict.fromkeys((spec.name for spec in shard), name)
-            shard.sort(key=lambda spec: -spec.dtype.itemsize)  # aligns every tensor to its element size
-            file = files.enter_context(create_file(folder / name))
-            writer.submit(file.write, _header(shard))
+    for number, shard in enumerate(shards, start=1):
+        name = SINGLE_FILE if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys((spec.name for spec in shard), name)
+        shard.sort(key=lambda spec: -spec.dtype.itemsize)  # aligns every tensor to its element size
+        with (folder / name).open("xb") as file:
+            file.write(_header(shard))
             for spec in shard:
-                for part in read_parts(spec):
-                    writer.submit(file.write, part.reshape(-1).view(torch.uint8).numpy().data)
-            writer.submit(sync_and_close, file)
+                file.write(read(spec).reshape(-1).view(torch.uint8).numpy().data)
     if not single:
         total = sum(spec.nbytes for spec in specs)
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -266,7 +243,6 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 PASSTHROUGH_FOLDER = "passthrough"
-PART_ELEMENTS = 2**24  # read, converted or compared at a time
 SHARD_BYTES = 5 * 10**9
 
 
@@ -289,32 +265,14 @@ def passthrough_specs(tensors: Mapping[str, HFTensor], dtype: torch.dtype | None
     return [TensorSpec(name, tensor.shape, dtype or tensor.dtype) for name, tensor in tensors.items()]
 
 
-def read_parts(tensor: HFTensor, dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
-    """Contiguous parts of a tensor in order, converted to `dtype` if it is given. The shape alone decides the parts."""
-    if not tensor.shape:
-        yield tensor[...] if dtype is None else tensor[...].to(dtype)
-        return
-    rows = max(1, PART_ELEMENTS // max(1, torch.Size(tensor.shape[1:]).numel()))
-    for start in range(0, tensor.shape[0], rows):
-        part = tensor[start : start + rows]
-        yield part if dtype is None else part.to(dtype)
-
-
-def write_passthrough(
-    tensors: Mapping[str, HFTensor], checkpoint: Path, dtype: torch.dtype | None, advance: Callable[[int], object]
-) -> None:
+def write_passthrough(tensors: Mapping[str, HFTensor], checkpoint: Path, dtype: torch.dtype | None) -> None:
     """Write the tensors beside a checkpoint's weights, flushed to disk; without tensors there is no folder."""
     if not tensors:
         return
     folder = checkpoint / PASSTHROUGH_FOLDER
     folder.mkdir()
-
-    def parts(spec: TensorSpec) -> Iterator[torch.Tensor]:
-        for part in read_parts(tensors[spec.name], dtype):
-            yield part
-            advance(part.nbytes)
-
-    write_hf_model(folder, passthrough_specs(tensors, dtype), parts, SHARD_BYTES)
+    specs = passthrough_specs(tensors, dtype)
+    write_hf_model(folder, specs, lambda spec: tensors[spec.name].read(spec.dtype), SHARD_BYTES)
     atomic_file.fsync_tree(folder)
 
 
@@ -331,22 +289,4 @@ def copy_passthrough(model: Path, checkpoint: Path, newest: Path | None) -> None
     source = newest or model.absolute().parent
     with open_tensors(model) if own else open_passthrough(source, model_type) as tensors:
         kept = {name: tensor for name, tensor in tensors.items() if is_passthrough(model_type, name)}
-        write_passthrough(kept, checkpoint, None, lambda done: None)
-
-
-def compare_passthrough(
-    original: Mapping[str, HFTensor],
-    copies: Mapping[str, HFTensor],
-    dtype: torch.dtype | None,
-    advance: Callable[[int], object],
-) -> None:
-    """Raise LoadError unless the copies equal the original tensors bit for bit, converted to `dtype`."""
-    for name in sorted(original.keys() ^ copies.keys()):
-        tensor = original.get(name) or copies[name]
-        raise LoadError(f"tensor {name} of {tensor.path} has no counterpart")
-    for name, tensor in original.items():
-        copy = copies[name]
-        parts = zip(read_parts(tensor, dtype), read_parts(copy, None), strict=False)
-        if copy.shape != tensor.shape or not all(bitwise_equal(*pair) for pair in parts):
-            raise LoadError(f"tensor {name} of {tensor.path} differs from its copy {copy.path}")
-        advance(torch.Size(tensor.shape).numel() * copy.dtype.itemsize)
+        write_passthrough(kept, checkpoint, None)

@@ -18,7 +18,7 @@ from megatron_webrl.model.parameter_map import (
     is_linear_attention,
     is_sparse,
 )
-from megatron_webrl.model.vision_language.parameters import expert_mappings, mlp_mappings
+from megatron_webrl.model.vision_language.parameters import attention_mappings, expert_mappings, mlp_mappings
 
 PASSTHROUGH_PREFIX = "mtp."  # of the layer that predicts the token after the next, which is not trained
 
@@ -30,37 +30,15 @@ def layer_mappings(text: Any, layer: int, source: str, target: str, experts: Exp
     def norm(name: str, parameter: str) -> ParameterMapping:
         return ParameterMapping(f"{source}{name}.weight", (hidden,), f"{target}{parameter}.weight", REPLICATED, layer)
 
-    mixer = _delta_net_mappings if is_linear_attention(text, layer) else _attention_mappings
+    if is_linear_attention(text, layer):
+        mixer = _delta_net_mappings(text, layer, source, f"{target}self_attention.")
+    else:
+        mixer = attention_mappings(text, layer, source, target, gated=True)
     return [
         norm("input_layernorm", "input_layernorm"),
-        *mixer(text, layer, source, f"{target}self_attention."),
+        *mixer,
         norm("post_attention_layernorm", "pre_mlp_layernorm"),
         *_mlp_mappings(text, layer, f"{source}mlp.", f"{target}mlp.", experts),
-    ]
-
-
-def _attention_mappings(text: Any, layer: int, source: str, target: str) -> list[ParameterMapping]:
-    """Gated attention: q_proj holds the query and the output gate of each head, one after the other."""
-    hidden, dim, groups = text.hidden_size, text.head_dim, text.num_key_value_heads
-    heads = text.num_attention_heads // groups  # query heads of one group
-    source = f"{source}self_attn."
-    parameter, stride = f"{target}linear_qkv.weight", (2 * heads + 2) * dim
-
-    def of_group(name: str, width: int, offset: int) -> ParameterMapping:
-        layout = TensorLayout("query_group", num_query_groups=groups, group_stride=stride, group_offset=offset)
-        return ParameterMapping(f"{source}{name}.weight", (groups * width, hidden), parameter, layout, layer)
-
-    def norm(name: str, norm_parameter: str) -> ParameterMapping:
-        return ParameterMapping(f"{source}{name}.weight", (dim,), f"{target}{norm_parameter}.weight", REPLICATED, layer)
-
-    output = (hidden, groups * heads * dim)
-    return [
-        of_group("q_proj", 2 * heads * dim, 0),
-        of_group("k_proj", dim, 2 * heads * dim),
-        of_group("v_proj", dim, (2 * heads + 1) * dim),
-        norm("q_norm", "q_layernorm"),
-        norm("k_norm", "k_layernorm"),
-        ParameterMapping(f"{source}o_proj.weight", output, f"{target}linear_proj.weight", ROW, layer),
     ]
 
 

@@ -15,6 +15,35 @@ from megatron_webrl.model.parameter_map import (
 GATE_UP = ("gate", "up")
 
 
+def attention_mappings(text: Any, layer: int, source: str, target: str, gated: bool = False) -> list[ParameterMapping]:
+    """Mappings of attention; with `gated`, q_proj holds the query and the output gate of each head, one by one."""
+    hidden, dim, groups = text.hidden_size, text.head_dim, text.num_key_value_heads
+    heads = text.num_attention_heads // groups  # query heads of one group
+    queries = heads * dim * (2 if gated else 1)  # rows of one group
+    source, target = f"{source}self_attn.", f"{target}self_attention."
+
+    def of_group(name: str, rows: int, offset: int) -> ParameterMapping:
+        layout = TensorLayout(
+            "query_group", num_query_groups=groups, group_stride=queries + 2 * dim, group_offset=offset
+        )
+        shape = (groups * rows, hidden)
+        return ParameterMapping(f"{source}{name}_proj.weight", shape, f"{target}linear_qkv.weight", layout, layer)
+
+    def norm(name: str) -> ParameterMapping:
+        parameter = f"{target}{name}_layernorm.weight"
+        return ParameterMapping(f"{source}{name}_norm.weight", (dim,), parameter, REPLICATED, layer)
+
+    output = (hidden, groups * heads * dim)
+    return [
+        of_group("q", queries, 0),
+        of_group("k", dim, queries),
+        of_group("v", dim, queries + dim),
+        norm("q"),
+        norm("k"),
+        ParameterMapping(f"{source}o_proj.weight", output, f"{target}linear_proj.weight", ROW, layer),
+    ]
+
+
 def mlp_mappings(dim: int, ffn: int, layer: int, source: str, target: str) -> list[ParameterMapping]:
     """Mappings of a dense MLP with hidden size `dim` and intermediate size `ffn`."""
     fc1, fc2 = f"{target}linear_fc1.weight", f"{target}linear_fc2.weight"

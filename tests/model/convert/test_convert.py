@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_webrl.model.convert import conversion
 from megatron_webrl.model.convert.atomic_folder import TargetFolderError, atomic_folder, check_free_space
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
-from megatron_webrl.model.convert.dist_checkpoint_files import DistCheckpointReader
+from megatron_webrl.model.convert.dist_checkpoint_files import DistCheckpointReader, TensorLocation
 from megatron_webrl.model.convert.hf_files import LoadError
 from megatron_webrl.model.layout import ParallelSizes
 from tests.gloo import spawn
@@ -211,7 +211,7 @@ def test_tensors_that_a_checkpoint_stacks_must_have_one_dtype(models: Path, tmp_
 def _cut(folder: Path) -> None:
     file = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
     with file.open("r+b") as stream:
-        stream.truncate(file.stat().st_size - 1000)
+        stream.truncate(file.stat().st_size // 2)
 
 
 def _overwrite(folder: Path) -> None:
@@ -240,11 +240,11 @@ def _configure(part: str, name: str, value: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_cut, r"tensor \S+: its file .*\.distcp is cut short"),
+        (_cut, r"tensor \S+ of .*\.distcp cannot be read"),
         (_overwrite, r"tensor \S+ of .*__0_0\.distcp cannot be read"),
         (
             lambda folder: (folder / "megatron/__1_0.distcp").unlink(),
-            r"tensor \S+: its file .*__1_0\.distcp is mis",
+            r"tensor \S+ of .*__1_0\.distcp cannot be read",
         ),
         (lambda folder: (folder / "megatron/.metadata").write_bytes(b"no"), r"\.metadata describes no distributed"),
         (lambda folder: (folder / "megatron/.metadata").unlink(), r"is no checkpoint: it holds no megatron/\.metadata"),
@@ -283,12 +283,12 @@ def test_verifying_finds_a_single_changed_bit(models: Path, tmp_path: Path, monk
 
     def flip(writer: Any) -> None:
         finish(writer)
-        with DistCheckpointReader(writer.folder) as reader:
-            (row,) = reader.tensors["decoder.final_layernorm.weight"].chunks.values()
-            blob = row[0].path.read_bytes()
-            values = reader.read_chunk(row[0]).numpy().tobytes()
+        key = "decoder.final_layernorm.weight"
+        values = DistCheckpointReader(writer.folder).read(TensorLocation(key, (), ()), (64,)).numpy().tobytes()
+        (path,) = (path for path in writer.folder.glob("*.distcp") if values in path.read_bytes())
+        blob = path.read_bytes()
         place = blob.index(values)
-        row[0].path.write_bytes(blob[:place] + bytes([blob[place] ^ 1]) + blob[place + 1 :])
+        path.write_bytes(blob[:place] + bytes([blob[place] ^ 1]) + blob[place + 1 :])
 
     monkeypatch.setattr(conversion.DistCheckpointWriter, "finish", flip)
     with pytest.raises(LoadError, match=rf"tensor {NORM} of .*model.safetensors differs"):
@@ -339,6 +339,18 @@ def test_the_temporary_folder_of_a_killed_process_is_removed(tmp_path: Path) -> 
     with atomic_folder(tmp_path / "out", tmp_path / "in", overwrite=False) as folder:
         assert folder == left
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_two_writers_of_a_folder_do_not_collide(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "out", tmp_path / "in", overwrite=False) as folder:
+        (folder / "part").touch()
+        with (
+            pytest.raises(TargetFolderError, match=r"another process is writing .*/out"),
+            atomic_folder(tmp_path / "out", tmp_path / "in", overwrite=True),
+        ):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["part"]
 
 
 def test_a_full_disk_is_refused_with_the_required_space(tmp_path: Path) -> None:
