@@ -52,7 +52,7 @@ from megatron_webrl.track import summary
 from megatron_webrl.track.episodes import FOLDER, TRAINING
 from megatron_webrl.track.evaluations import read_evaluations
 from megatron_webrl.track.mlflow_upload import run_id
-from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.credit.advantages import step_advantages
 from megatron_webrl.types import Group, Trajectory
 from megatron_webrl.util.text import redact
 

@@ -19,7 +19,7 @@ from megatron_webrl.track.timeline import OFF, Timeline
 from megatron_webrl.trainer.data.flops import FORWARD_ONLY_SHARE
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
 from megatron_webrl.trainer.loss.token_data import Objective, StepValues, TokenData
-from megatron_webrl.trainer.metrics.token_metrics import is_extreme, is_minimum, token_statistics
+from megatron_webrl.trainer.metrics.token_metrics import token_statistics
 from megatron_webrl.trainer.optimizer import ScheduledOptimizer
 from megatron_webrl.trainer.parallel import broadcast_from_last_stage
 
@@ -201,17 +201,11 @@ def _step_values(values: Tensor | None, batch: Microbatch) -> StepValues | None:
 
 
 def _reduce(results: list[dict[str, Tensor]]) -> Metrics:
-    """Totals over micro-batches, data- and context-parallel ranks, on every rank: sums, minima, maxima by name."""
+    """Sums over micro-batches, data- and context-parallel ranks, on every rank."""
     totals: Metrics = {}
     if is_last_stage():
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        stacked = {name: torch.stack([r[name].float() for r in results]) for name in sorted(results[0])}
-        added = [name for name in stacked if not is_extreme(name)]
-        sums = torch.stack([stacked[name].sum() for name in added])
-        torch.distributed.all_reduce(sums, group=group)
-        signs = {name: -1 if is_minimum(name) else 1 for name in stacked if is_extreme(name)}
-        peaks = torch.stack([(sign * stacked[name]).max() for name, sign in signs.items()])
-        torch.distributed.all_reduce(peaks, op=torch.distributed.ReduceOp.MAX, group=group)
-        totals = dict(zip(added, sums.tolist(), strict=True))
-        totals |= {name: sign * peak for (name, sign), peak in zip(signs.items(), peaks.tolist(), strict=True)}
+        names = sorted(results[0])
+        sums = torch.stack([torch.stack([each[name].float() for each in results]).sum() for name in names])
+        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        totals = dict(zip(names, sums.tolist(), strict=True))
     return broadcast_from_last_stage(totals)

@@ -19,7 +19,7 @@ from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.trainer.learner import Learner, Metrics
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch, measure_logprob_mismatch
-from megatron_webrl.trainer.metrics.token_metrics import PER_STEP_METRICS, combine
+from megatron_webrl.trainer.metrics.token_metrics import PER_STEP_METRICS
 from megatron_webrl.trainer.multi_node.exchange import CollectInterrupt
 from megatron_webrl.trainer.telemetry import Telemetry
 from megatron_webrl.trainer.weight_sync import WeightSyncer
@@ -123,7 +123,7 @@ def train_batch(
             metrics, current = learner.train_step(microbatches, before, loss, reference_logprobs, value_head_only)
             steps.append(metrics)
             logprobs = logprobs or current  # of the first step, before it
-    totals = combine(steps)
+    totals = {name: sum(step[name] for step in steps) for name in steps[0]}
     totals |= {name: totals[name] / len(steps) for name in PER_STEP_METRICS if name in totals} | credit_metrics
     totals["operations"] *= 1 + FORWARD_ONLY_SHARE * (passes - settings.epochs) / settings.epochs
     compared = minibatches[:1]

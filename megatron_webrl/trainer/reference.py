@@ -13,11 +13,12 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
-from megatron_webrl.trainer.checkpoint.checkpoint_state import load_weights, sharded_weights
-from megatron_webrl.trainer.checkpoint.checkpoint_writer import (
+from megatron_webrl.trainer.checkpoint.checkpoint_state import (
+    load_weights,
     one_line_error,
     plan_checkpoint,
     run_on_first_rank,
+    sharded_weights,
     write_metadata,
 )
 from megatron_webrl.trainer.learner import ReferencePolicy

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from megatron_webrl.trainer.checkpoint.checkpoint_writer import ForkedTask, ForkedTaskError
+from megatron_webrl.trainer.checkpoint.checkpoint_state import ForkedTask, ForkedTaskError
 from tests.waiting import until
 
 

@@ -27,14 +27,14 @@ from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import STAGING_PREFIX, Launch
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
-from megatron_webrl.trainer.checkpoint.checkpoint_state import sharded_learner_state
-from megatron_webrl.trainer.checkpoint.checkpoint_writer import (
+from megatron_webrl.trainer.checkpoint.checkpoint_state import (
     CheckpointPlan,
     ForkedTask,
     ForkedTaskError,
     one_line_error,
     plan_checkpoint,
     run_on_first_rank,
+    sharded_learner_state,
     write_metadata,
 )
 from megatron_webrl.trainer.learner import Learner

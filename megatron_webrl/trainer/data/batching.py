@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.trainer.credit.advantages import group_advantages
-from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.credit.advantages import group_advantages, step_advantages
 from megatron_webrl.types import Group, Trajectory
 
 StepId = tuple[int, int, int]  # ticket, index of the trajectory, number of the step
@@ -56,7 +55,7 @@ def training_samples(groups: Sequence[Group], config: Config, version: int) -> l
     if loss.imitates_successes:  # shuffle_advantages is handled by shuffled_rewards()
         return make_samples(groups, success_advantages)
     if config.trainer.distillation.alone:
-        return make_samples(groups, no_advantages)
+        return make_samples(groups, lambda group: dict.fromkeys(demonstration_advantages(group), 0.0))
     samples = _samples(groups, step_advantages(groups, config))
     if loss.shuffle_advantages:
         return shuffled_advantages(samples, f"advantages/{config.run.seed}/{version}")
@@ -89,11 +88,6 @@ def _per_step(advantage: float | np.ndarray, trajectory: Trajectory) -> list[flo
 def success_advantages(group: Group) -> dict[int, float]:
     """Advantage 1 for each trainable success, none for other trajectories (RAFT)."""
     return {t.index: 1.0 for t in group.trajectories if t.trainable and t.reward > 0}
-
-
-def no_advantages(group: Group) -> dict[int, float]:
-    """Advantage 0 for each trainable trajectory, whatever its outcome: the loss adds that of the teacher."""
-    return {t.index: 0.0 for t in group.trajectories if t.trainable}
 
 
 def demonstration_advantages(group: Group) -> dict[int, float]:
@@ -131,12 +125,11 @@ def shuffled_advantages(samples: Sequence[TrainingSample], seed: str) -> list[Tr
         advantages.setdefault(sample.trajectory_id, []).append(sample.advantage)
     keys = sorted(advantages)
     permuted = random.Random(seed).sample([advantages[key] for key in keys], len(keys))
-    given = {key: iter(_stretched(other, len(advantages[key]))) for key, other in zip(keys, permuted, strict=True)}
+    given = {}
+    for key, other in zip(keys, permuted, strict=True):
+        steps = len(advantages[key])
+        given[key] = iter([other[number * len(other) // steps] for number in range(steps)])
     return [replace(sample, advantage=next(given[sample.trajectory_id])) for sample in samples]
-
-
-def _stretched(values: Sequence[float], length: int) -> list[float]:
-    return [values[number * len(values) // length] for number in range(length)]
 
 
 def shuffled_rewards(groups: Sequence[Group], config: Config, version: int) -> list[Group]:

@@ -96,30 +96,14 @@ def _pack_by_node(
     parts = assign_to_nodes([sequences[item.index] for item in items], [item.cost for item in items], nodes)
     items_of = [sorted((items[i] for i in part), key=lambda item: (-item.cost, item.index)) for part in parts]
     replicas_of = [nodes.replicas_on(node_set) for node_set in nodes.unique_node_sets]
-    packed = [
-        _pack(part, max_tokens, len(replicas) * multiple) if part else []
-        for part, replicas in zip(items_of, replicas_of, strict=True)
-    ]
-    each = max(len(bins) // len(replicas) for bins, replicas in zip(packed, replicas_of, strict=True))
-    while (even := _repack(packed, items_of, max_tokens, [each * len(replicas) for replicas in replicas_of])) is None:
+    shares = list(zip(items_of, replicas_of, strict=True))
+    each = max(len(_pack(part, max_tokens, len(on) * multiple)) // len(on) for part, on in shares if part)
+    while None in (packed := [_place(part, max_tokens, each * len(on)) for part, on in shares]):
         each += multiple
     result: list[list[PackedSequence]] = [[] for _ in nodes.by_replica]
-    for bins, replicas in zip(even, replicas_of, strict=True):
-        for replica, assigned in zip(replicas, _assign(bins, len(replicas)), strict=True):
+    for bins, on in zip(packed, replicas_of, strict=True):
+        for replica, assigned in zip(on, _assign(bins or (), len(on)), strict=True):
             result[replica] = assigned
-    return result
-
-
-def _repack(
-    packed: Sequence[list[_Bin]], items_of: Sequence[Sequence[_Item]], max_tokens: int, counts: Sequence[int]
-) -> list[list[_Bin]] | None:
-    """The items of each node set in as many bins as `counts` says; None if one of them does not fit."""
-    result = []
-    for bins, items, count in zip(packed, items_of, counts, strict=True):
-        fitting = bins if len(bins) == count else _place(items, max_tokens, count)
-        if fitting is None:
-            return None
-        result.append(fitting)
     return result
 
 

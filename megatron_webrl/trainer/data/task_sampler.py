@@ -17,8 +17,6 @@ from megatron_webrl.tasks.files.table import FileDigest, difference_from_checkpo
 from megatron_webrl.tasks.sampler.knowledge import (
     SamplerKnowledge,
     draws_environments,
-    task_key,
-    task_unit,
     unit_kind,
     unit_of,
 )
@@ -26,7 +24,7 @@ from megatron_webrl.tasks.sampler.row_sampler import INITIAL_PASS_RATE
 from megatron_webrl.tasks.sampler.samplers import ADAPTIVE_SAMPLERS, environment_probabilities, initial_pass_rate
 from megatron_webrl.tasks.sampler.step_limits import growing_limit
 from megatron_webrl.tasks.source import TaskSource
-from megatron_webrl.types import BLOCKED, DIFFICULTIES, Group, Task, TaskReference
+from megatron_webrl.types import BLOCKED, DIFFICULTIES, Group, TaskReference
 from megatron_webrl.util import history
 
 log = logging.getLogger(__name__)
@@ -70,7 +68,6 @@ class TaskSampler:
         if not same_source or saved.get("unit") != self._unit_kind:
             self.knowledge.passes.clear()  # of other units
         self.closed_tickets = Counter(saved.get("closed_tickets", {}))  # by environment
-        self._draws = DrawStatistics(saved.get("draws", {}))
         block_hours = tasks.block_hours if isinstance(tasks, FileTasksConfig) else 0.0
         self.block_list = BlockList(self.knowledge.blocked, block_hours, config.run_folder / BLOCK_LIST_FILE)
         self.block_list.restore()
@@ -99,9 +96,8 @@ class TaskSampler:
         """
         self.tasks.pop(group.ticket, None)
         task = group.trajectories[0].task
-        if not self._by_environment:
-            self._draws.add(task)
-        elif task.environment in self.environments:  # else the setting changed since its ticket was issued
+        # Else it is of a task file, or the setting changed since its ticket was issued.
+        if self._by_environment and task.environment in self.environments:
             self.closed_tickets[task.environment] += 1
         counts = self.adapts and group.has_one_task and group.is_complete
         if passed := [t.outcome == "success" for t in group.trajectories if t.trainable and counts]:
@@ -112,14 +108,14 @@ class TaskSampler:
         return self.knowledge.pass_rates([unit], self._initial)[0]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of an update by MLflow name: of the draws, and the step limit of the latest tickets."""
+        """Metrics of an update by MLflow name, with the step limit of the latest tickets."""
         limit = growing_limit(self._growing_steps, self.knowledge.version)
         return self._draw_metrics() | ({} if limit is None else {"sampler/step_limit": float(limit)})
 
     def _draw_metrics(self) -> dict[str, float]:
         """Metrics of each environment, or of the task file as a whole."""
         if not self._by_environment:
-            metrics = self._draws.metrics() | self.block_list.pop_metrics()
+            metrics = self.block_list.pop_metrics()
             units: Sequence[str] = DIFFICULTIES if self._unit_kind == "difficulty" and self.adapts else ()
             return metrics | {f"sampler/pass_rate/{unit}": self.pass_rate(unit) for unit in units}
         if not self.adapts:
@@ -134,7 +130,7 @@ class TaskSampler:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint stores: the tasks of open tickets, the knowledge and the statistics."""
+        """What a checkpoint stores: the tasks of open tickets and the knowledge."""
         return {
             "source": self._source_name,
             "unit": self._unit_kind,
@@ -142,40 +138,10 @@ class TaskSampler:
             "tasks": sorted(self.tasks.items()),
             "knowledge": self.knowledge.state_dict(),
             "closed_tickets": dict(self.closed_tickets),
-            "draws": self._draws.state_dict(),
         }
 
     def close(self) -> None:
         self._source.close()
-
-
-class DrawStatistics:
-    """How much of a task file has been drawn: tasks and websites of closed tickets, and repeated tasks."""
-
-    def __init__(self, saved: Mapping[str, Any]) -> None:
-        """`saved`: an earlier `state_dict`, or empty."""
-        self._tasks, self._websites = set(saved.get("tasks", ())), set(saved.get("websites", ()))
-        self._duplicates = int(saved.get("duplicates", 0))
-
-    def add(self, task: Task) -> None:
-        """Count the task of a closed ticket."""
-        unit = task_unit(task_key(task.id))
-        self._duplicates += unit in self._tasks
-        self._tasks.add(unit)
-        self._websites.add(task.website)
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics over the whole run by MLflow name."""
-        return {
-            "sampler/tasks_seen": float(len(self._tasks)),
-            "sampler/websites_seen": float(len(self._websites)),
-            "sampler/duplicate_tasks": float(self._duplicates),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "tasks": sorted(self._tasks), "websites": sorted(self._websites), "duplicates": self._duplicates
-        }  # fmt: skip
 
 
 class BlockList:

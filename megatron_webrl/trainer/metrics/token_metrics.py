@@ -1,9 +1,9 @@
-"""Metrics of an update over its tokens: sums and extremes of micro-batches, and what they become. Pure functions."""
+"""Metrics of an update over its tokens: sums of micro-batches, and what they become. Pure functions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -35,45 +35,16 @@ CRITIC_METRICS = ("value_mean", "explained_variance")
 """Of the step critic, over the steps of episodes; the last is missing where all returns are the same."""
 
 TOKEN_DISTRIBUTIONS = ("behaviour_logprob", "current_logprob", "clipped_logprob", "advantage", "teacher_kl")
-_MIN, _MAX = "/min", "/max"
 
 
 def moments(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Scalars `name`/count, /sum, /squares, /min, /max of `values` [tokens] where `mask`, bool [tokens], holds.
-
-    Without such tokens the minimum is inf and the maximum -inf. Waits for no device.
-    """
-    values = values.detach()
-    chosen = torch.where(mask, values, torch.zeros_like(values))
-    bound = values.new_full((1,), math.inf)  # not new_tensor, which copies from the host and waits
-    return {
-        f"{name}/count": mask.sum(),
-        f"{name}/sum": chosen.sum(),
-        f"{name}/squares": (chosen * chosen).sum(),
-        f"{name}{_MIN}": torch.cat([torch.where(mask, values, bound), bound]).min(),
-        f"{name}{_MAX}": torch.cat([torch.where(mask, values, -bound), -bound]).max(),
-    }
-
-
-def is_extreme(name: str) -> bool:
-    """Whether the metric is a minimum or a maximum; all others are sums."""
-    return name.endswith((_MIN, _MAX))
-
-
-def is_minimum(name: str) -> bool:
-    return name.endswith(_MIN)
-
-
-def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of all `parts`, which have the same names: sums, minima and maxima by their names."""
-    return {
-        name: (min if is_minimum(name) else max if is_extreme(name) else sum)(part[name] for part in parts)
-        for name in parts[0]
-    }
+    """Scalars `name`/count, /sum and /squares of `values` [tokens] where `mask`, bool [tokens], holds."""
+    chosen = torch.where(mask, values.detach(), torch.zeros_like(values))
+    return {f"{name}/count": mask.sum(), f"{name}/sum": chosen.sum(), f"{name}/squares": (chosen * chosen).sum()}
 
 
 def summarise(name: str, totals: Mapping[str, float]) -> dict[str, float]:
-    """`name`_mean, _std (population), _min and _max from the totals of `moments`; none without tokens."""
+    """`name`_mean and _std (population) from the totals of `moments`; none without tokens."""
     count = totals.get(f"{name}/count", 0.0)
     if not count:
         return {}
@@ -81,13 +52,11 @@ def summarise(name: str, totals: Mapping[str, float]) -> dict[str, float]:
     return {
         f"{name}_mean": mean,
         f"{name}_std": math.sqrt(max(0.0, totals[f"{name}/squares"] / count - mean * mean)),
-        f"{name}_min": totals[f"{name}{_MIN}"],
-        f"{name}_max": totals[f"{name}{_MAX}"],
     }
 
 
 def token_statistics(current: Tensor, entropy: Tensor, data: TokenData, succeeded: Tensor) -> dict[str, Tensor]:
-    """Sums and extremes over the tokens of weight above 0; see `moments` for the names with a slash.
+    """Sums over the tokens of weight above 0; see `moments` for the names with a slash.
 
     `current`, `entropy`: float32 [tokens] of the current policy; `succeeded`: bool [tokens], of successful episodes.
 

@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.record import FOLDER as DAMAGED_FOLDER
-from megatron_webrl.ring.record import Buffer, decode_trajectory, encode_trajectory, read_trajectory
+from megatron_webrl.ring.record import decode_trajectory, encode_trajectory, read_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMessenger
 from megatron_webrl.trainer.multi_node.screenshots import ImageCache, ImageShard, restore_images, strip_images
@@ -36,16 +36,6 @@ class CollectInterrupt(Enum):
 
     STOP = "an early end was requested"
     NEW_ENGINES = "an engine waits for weights"
-
-
-class RecordSource(Protocol):
-    """The records that rank 0 reads: of its node's ring, or of all nodes' rings. See Ring."""
-
-    def committed(self, seen: Container[int]) -> list[int]: ...
-
-    def read(self, sequence: int, verify: bool = True) -> Buffer: ...
-
-    def acknowledge(self, sequences: Iterable[int]) -> None: ...
 
 
 class RecordExchange:
@@ -276,6 +266,9 @@ class MultiNodeExchange(RecordExchange):
     def finish_collecting(self) -> None:
         """Tell all ranks that rank 0 reads no more records. Collective."""
         self._stop_polling()
+
+
+RecordSource = Ring | MultiNodeExchange  # what rank 0 reads: the ring of its node, or those of all nodes
 
 
 def _stripped_record(trajectory: Trajectory) -> bytes:

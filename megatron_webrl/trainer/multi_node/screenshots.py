@@ -13,8 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from megatron_webrl.ring.record import Buffer
 from megatron_webrl.trainer.data.prefix_merging import MergedSequence
 from megatron_webrl.trainer.multi_node.rank_messages import RankMessageError, RankMessenger
@@ -23,7 +21,7 @@ from megatron_webrl.types import Trajectory
 
 _KEY = struct.Struct("<Q16s")  # bytes of the screenshot, BLAKE2b of them
 IMAGE_KEY_BYTES = _KEY.size
-BALANCE_TOLERANCE = 0.02  # balancing stops once no load per replica exceeds the mean by more than this fraction
+BALANCE_TOLERANCE = 0.02  # by which a node set's load per replica may exceed the mean, to keep images where they are
 NodeSet = frozenset[int]  # nodes of the ranks that encode a replica's images
 WantedImages = Mapping[int, Sequence[bytes]]  # rank -> image keys
 
@@ -156,53 +154,20 @@ def assign_to_nodes(
 ) -> list[list[int]]:
     """Ascending indices of the sequences that each unique node set computes. A pure function of its arguments.
 
-    Each sequence starts on the node set that misses the fewest bytes of its images. Then the node set with the highest
-    load per replica gives sequences to the one with the lowest, while that reduces the higher load: first the sequence
-    that transfers the fewest bytes for its cost, where an image counts once for all sequences that need it.
+    In their order, each goes to the node set that misses the fewest bytes of its images, if that leaves the load per
+    replica within BALANCE_TOLERANCE of the mean, else to the one whose load is lowest with it.
     """
-    cost = np.asarray(costs, np.float64)
-    replicas = np.array([len(nodes.replicas_on(node_set)) for node_set in nodes.unique_node_sets], np.float64)
-    missing = _MissingBytes(sequences, nodes)
-    loads = np.zeros(len(replicas))  # per replica
-    target = np.empty(len(sequences), np.int64)  # node set of each sequence
-    for index in range(len(sequences)):
-        candidates = missing.bytes[:, index]
-        target[index] = min(np.flatnonzero(candidates == candidates.min()), key=lambda p: loads[p])
-        loads[target[index]] += cost[index] / replicas[target[index]]
-    while loads.max() > (1 + BALANCE_TOLERANCE) * cost.sum() / replicas.sum():
-        high, low = int(loads.argmax()), int(loads.argmin())
-        movable = np.flatnonzero((target == high) & (loads[low] + cost / replicas[low] < loads[high]))
-        if not len(movable):
-            break
-        chosen = movable[np.lexsort((movable, -cost[movable], missing.bytes[low, movable] / cost[movable]))[0]]
-        target[chosen] = low
-        loads[high] -= cost[chosen] / replicas[high]
-        loads[low] += cost[chosen] / replicas[low]
-        missing.transfer(int(chosen), low)
-    return [np.flatnonzero(target == each).tolist() for each in range(len(replicas))]
-
-
-class _MissingBytes:
-    """Bytes of each sequence's images that each node set lacks, without those transferred for another sequence."""
-
-    def __init__(self, sequences: Sequence[MergedSequence], nodes: ReplicaNodes) -> None:
-        node_sets = nodes.unique_node_sets
-        self._keys = [list(dict.fromkeys(map(bytes, sequence.images))) for sequence in sequences]
-        self._users: dict[bytes, list[int]] = defaultdict(list)
-        for index, keys in enumerate(self._keys):
-            for key in keys:
-                self._users[key].append(index)
-        self._missing = {  # image key -> missing bytes on each node set
-            key: np.array([0 if nodes.has_image(key, each) else image_size(key) for each in node_sets], np.int64)
-            for key in self._users
-        }
-        self.bytes = np.zeros((len(node_sets), len(sequences)), np.int64)
-        for key, users in self._users.items():
-            self.bytes[:, users] += self._missing[key][:, None]
-
-    def transfer(self, index: int, target: int) -> None:
-        """Count the images of a sequence as present on a node set."""
-        for key in self._keys[index]:
-            if missing := self._missing[key][target]:
-                self.bytes[target, self._users[key]] -= missing
-                self._missing[key][target] = 0
+    node_sets = nodes.unique_node_sets
+    replicas = [len(nodes.replicas_on(node_set)) for node_set in node_sets]
+    limit = (1 + BALANCE_TOLERANCE) * sum(costs) / len(nodes.by_replica)
+    loads = [0.0 for _ in node_sets]  # per replica
+    assigned: list[list[int]] = [[] for _ in node_sets]
+    for index, (sequence, cost) in enumerate(zip(sequences, costs, strict=True)):
+        keys = set(map(bytes, sequence.images))
+        missing = [sum(image_size(key) for key in keys if not nodes.has_image(key, each)) for each in node_sets]
+        after = [load + cost / count for load, count in zip(loads, replicas, strict=True)]
+        within = [i for i, load in enumerate(after) if load <= limit]
+        target = min(within or range(len(after)), key=lambda i: (missing[i] if within else 0, after[i]))
+        loads[target] = after[target]
+        assigned[target].append(index)
+    return assigned

@@ -62,7 +62,7 @@ def saves(rank: int, folder: str) -> None:
 def _stopped_writers() -> Iterator[None]:
     """Processes that write a checkpoint stop before they have written any of it."""
     from megatron_webrl.trainer.checkpoint import checkpointer
-    from megatron_webrl.trainer.checkpoint.checkpoint_writer import ForkedTask
+    from megatron_webrl.trainer.checkpoint.checkpoint_state import ForkedTask
 
     def start(write: Callable[[], Any], timeout_seconds: float) -> ForkedTask:
         task = ForkedTask(lambda: (signal.raise_signal(signal.SIGSTOP), write())[1], timeout_seconds)

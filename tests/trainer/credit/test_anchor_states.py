@@ -9,8 +9,7 @@ import pytest
 
 from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.trainer.credit.advantages import anchor_advantages, steps_by_state
-from megatron_webrl.trainer.credit.assignment import ANCHOR_DISCOUNT, step_advantages
+from megatron_webrl.trainer.credit.advantages import ANCHOR_DISCOUNT, anchor_advantages, step_advantages, steps_by_state
 from megatron_webrl.trainer.metrics.group_statistics import credit_metrics
 from megatron_webrl.trainer.multi_node.screenshots import strip_images
 from megatron_webrl.types import Group, Trajectory

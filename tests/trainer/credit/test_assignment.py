@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.trainer.credit.advantages import common_outcome, group_advantages
-from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.credit.advantages import common_outcome, group_advantages, step_advantages
 from megatron_webrl.trainer.credit.rewards import reward_function
 from megatron_webrl.types import Group, Trajectory
 from tests.trainer.credit.made_groups import LIMIT, WINDOW, plain_group, varied_groups

@@ -12,7 +12,7 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.credit.advantages import step_advantages
 from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.data.flops import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker

@@ -6,8 +6,7 @@ import pytest
 
 from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.trainer.credit.advantages import is_overlong
-from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.credit.advantages import is_overlong, step_advantages
 from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.metrics.group_statistics import credit_metrics
 from megatron_webrl.types import Group, Trajectory

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.trainer.credit.assignment import step_advantages
+from megatron_webrl.trainer.credit.advantages import step_advantages
 from megatron_webrl.trainer.credit.step_critic import critic_credit, generalized_advantages
 from megatron_webrl.trainer.loss.objective import make_objective, value_loss
 from megatron_webrl.trainer.loss.token_data import StepValues, TokenData

@@ -228,14 +228,13 @@ def test_a_group_of_several_tasks_teaches_no_pass_rate(tmp_path: Path) -> None:
     assert list(sampler.knowledge.passes) == ["b"]
 
 
-def test_metrics_of_a_task_file_count_tasks_websites_and_duplicates(tmp_path: Path) -> None:
+def test_metrics_of_a_task_file_have_blocks_and_pass_rates(tmp_path: Path) -> None:
     tasks = replace(BY_WEBSITE, sampler=SamplerConfig("curriculum", per="difficulty"))
     sampler = opened(tmp_path, tasks=tasks)
     for ticket, (website, task_id) in enumerate([("a", "1"), ("b", "2"), ("a", "3"), ("b", "2"), ("b", "2")]):
         sampler.record_group(group(ticket, "page", "success", website=website, task_id=task_id))
     resumed = opened(tmp_path, sampler.state_dict(), tasks)
     assert resumed.metrics() == sampler.metrics() == {
-        "sampler/tasks_seen": 3.0, "sampler/websites_seen": 2.0, "sampler/duplicate_tasks": 2.0,
         "blocked_websites": 0.0, "block_list/added": 0.0,
         "sampler/pass_rate/easy": 1 - 0.5**6, "sampler/pass_rate/medium": 0.5, "sampler/pass_rate/hard": 0.5,
     }  # fmt: skip

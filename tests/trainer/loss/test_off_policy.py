@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron_webrl.config.loss import LossConfig, loss_config
-from megatron_webrl.trainer.loss.objective import policy_loss
-from megatron_webrl.trainer.loss.off_policy import off_policy_correction
+from megatron_webrl.trainer.loss.objective import off_policy_correction, policy_loss
 from megatron_webrl.trainer.loss.token_data import LOG_RATIO_LIMIT
 from tests.trainer.loss.by_hand import VERSION, beyond, example, responses, tensors, used_weight
 

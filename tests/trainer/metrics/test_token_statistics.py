@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_webrl.trainer.loss.token_data import TokenData
-from megatron_webrl.trainer.metrics.token_metrics import combine, loss_metrics, moments, summarise, token_statistics
+from megatron_webrl.trainer.metrics.token_metrics import loss_metrics, moments, summarise, token_statistics
 
 rng = np.random.default_rng(0)
 PASSES = [
@@ -36,7 +36,8 @@ def totals_of(each: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def test_metrics_over_several_passes_are_those_of_all_tokens_together():
-    totals = combine([totals_of(each) for each in PASSES])
+    parts = [totals_of(each) for each in PASSES]
+    totals = {name: sum(part[name] for part in parts) for name in parts[0]}
     totals |= {
         "loss": 1.0,
         "gradient_norm": 2.0,
@@ -60,21 +61,20 @@ def test_metrics_over_several_passes_are_those_of_all_tokens_together():
         "behaviour_kl_k3": (ratio - 1 - np.log(ratio)).mean(),
     }  # fmt: skip
     for name, values in (("current_logprob", current), ("behaviour_logprob", behaviour), ("advantage", advantage)):
-        wanted |= {f"{name}_mean": values.mean(), f"{name}_std": values.std(), f"{name}_min": values.min(),
-                   f"{name}_max": values.max()}  # fmt: skip
+        wanted |= {f"{name}_mean": values.mean(), f"{name}_std": values.std()}
     assert metrics == pytest.approx(wanted, rel=1e-9)
 
 
 def test_no_tokens_give_no_distribution():
     empty = {name: value.item() for name, value in moments("x", torch.zeros(0), torch.zeros(0).bool()).items()}
-    assert empty == {"x/count": 0, "x/sum": 0.0, "x/squares": 0.0, "x/min": math.inf, "x/max": -math.inf}
+    assert empty == {"x/count": 0, "x/sum": 0.0, "x/squares": 0.0}
     assert summarise("x", empty) == {}
 
 
 def test_an_infinite_value_that_is_not_counted_leaves_the_sums_finite():
     values, mask = torch.tensor([math.inf, -1.0, math.nan]), torch.tensor([False, True, False])
     totals = {name: value.item() for name, value in moments("x", values, mask).items()}
-    assert summarise("x", totals) == {"x_mean": -1.0, "x_std": 0.0, "x_min": -1.0, "x_max": -1.0}
+    assert summarise("x", totals) == {"x_mean": -1.0, "x_std": 0.0}
 
 
 def test_the_estimates_of_the_behaviour_divergence_have_its_expectation():

@@ -50,14 +50,6 @@ def test_a_node_set_with_twice_the_replicas_gets_twice_the_load() -> None:
     assert (len(one), len(two)) == (4, 8)
 
 
-def test_sequences_with_images_on_both_nodes_move_first() -> None:
-    chains, homes = at_home([(100, 0, 1.0)] * 8, 2)
-    chains[2:4] = [chain(100), chain(100)]  # without screenshots
-    _, two = assign_to_nodes(chains, [1.0] * 8, sites([ONE, TWO], homes))
-    assert {2, 3} < set(two)
-    assert len(two) == 4
-
-
 def test_many_sequences_are_assigned_quickly() -> None:
     chains = [
         chain(100, images=tuple(shot(10 * (i // 10) + max(0, i % 10 - j)) for j in range(4))) for i in range(2000)
@@ -70,16 +62,8 @@ def test_many_sequences_are_assigned_quickly() -> None:
     assert min(map(len, parts)) >= 60
 
 
-def test_sequences_that_share_screenshots_move_together() -> None:
-    chains = [chain(100, images=(shot(i // 4), shot(10 + i // 4))) for i in range(16)]
-    homes = {shot(number): 0 for number in (*range(4), *range(10, 14))}
-    _, two = assign_to_nodes(chains, [1.0] * 16, sites([ONE, TWO], homes))
-    assert len(two) == 8
-    assert len({i // 4 for i in two}) == 2
-
-
 @given(SHAPES, st.integers(1, 3), st.integers(1, 3))
-def test_each_sequence_is_assigned_once_and_no_move_improves_the_balance(
+def test_each_sequence_is_assigned_once_and_loads_are_balanced(
     shapes: list[tuple[int, int, float]], first: int, second: int
 ) -> None:
     chains, homes = at_home(shapes, 2)
@@ -88,10 +72,8 @@ def test_each_sequence_is_assigned_once_and_no_move_improves_the_balance(
     assert sorted(i for part in parts for i in part) == list(range(len(chains)))
     share = (first, second)
     loads = [sum(costs[i] for i in part) / each for part, each in zip(parts, share, strict=True)]
-    high = loads.index(max(loads))
-    if loads[high] > (1 + BALANCE_TOLERANCE) * sum(costs) / sum(share) * (1 + 1e-9):
-        for i in parts[high]:
-            assert loads[1 - high] + costs[i] / share[1 - high] >= loads[high] * (1 - 1e-9)
+    bound = (1 + BALANCE_TOLERANCE) * sum(costs) / sum(share) + max(costs) / min(share)
+    assert max(loads) <= bound * (1 + 1e-9)
 
 
 @given(
