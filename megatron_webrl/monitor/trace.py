@@ -34,12 +34,12 @@ def trace_events(processes: Sequence[ProcessTimeline], window: Window | None = N
     """The events of a trace; its time begins with the first span."""
     chosen = [each.spans if window is None else each.within(window) for each in processes]
     zero = min((spans[0].start for spans in chosen if spans), default=0.0)
-    rows = [_rows(spans) for spans in chosen]
     events: list[Event] = []
     for pid, (process, spans) in enumerate(zip(processes, chosen, strict=True), 1):
-        events += _names(pid, process, rows[pid - 1])
+        rows = _rows(spans)
+        events += _names(pid, process, rows)
         for span in spans:
-            events += _slices(span, pid, rows[pid - 1][span.track], zero)
+            events += _slices(span, pid, rows[span.track], zero)
     return events
 
 
