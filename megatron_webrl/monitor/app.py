@@ -9,7 +9,6 @@ GET /api/bound?version=N             what bounded an update, by default the last
 GET /api/updates?after=VERSION       metrics of the updates after a version
 GET /api/evaluations                 evaluations
 GET /api/episodes?outcome=...        rows of the index, a page of them, with the values to filter by
-GET /api/dataset?outcome=...         stored episodes of such filters as a Parquet file
 GET /api/episodes/ID                 one episode
 GET /api/episodes/ID/images/N        its screenshot N
 GET /api/episodes/ID/related         rows of its group, and of all episodes of its task
@@ -21,16 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import quote
 
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
@@ -41,8 +36,8 @@ from starlette.types import Receive, Scope, Send
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, flatten_config
 from megatron_webrl.monitor.access import image_response, json_response
-from megatron_webrl.monitor.episode_index import FACETS, RANGES, SORTABLE, EpisodeIndex, EpisodeQuery, iterate
-from megatron_webrl.monitor.episode_view import TokenTexts, cut, episode_json, write_dataset
+from megatron_webrl.monitor.episode_index import FACETS, RANGES, SORTABLE, EpisodeIndex, EpisodeQuery
+from megatron_webrl.monitor.episode_view import TokenTexts, cut, episode_json
 from megatron_webrl.monitor.live_view import LiveRollouts
 from megatron_webrl.monitor.status import read_config, read_status
 from megatron_webrl.monitor.timeline import read_update
@@ -57,7 +52,6 @@ from megatron_webrl.types import Group, Trajectory
 from megatron_webrl.util.text import redact
 
 STATIC = Path(__file__).parent / "static"
-MAX_DATASET = 5000  # episodes of one file
 OWN_SETTINGS = ("run.name", "run.directory")  # that differ between any two runs
 
 
@@ -104,7 +98,6 @@ class RunPages:
             Route("/api/updates", answers(self.updates)),
             Route("/api/evaluations", answers(lambda request: read_evaluations(self.folder))),
             Route("/api/episodes", answers(self.episodes)),
-            Route("/api/dataset", self.dataset),
             Route("/api/episodes/{id:int}", answers(self.episode)),
             Route("/api/episodes/{id:int}/related", answers(self.related)),
             Route("/api/episodes/{id:int}/images/{number:int}", self.image),
@@ -146,17 +139,6 @@ class RunPages:
         offset, limit = _number(request, "offset", 0, low=0), _number(request, "limit", 50, low=0)
         found = self.index.search(query, int(offset), int(limit))
         return {"rows": [self._with_file(row) for row in found.rows], "total": found.total, "facets": found.facets}
-
-    def dataset(self, request: Request) -> Response:
-        stored = (row for row in iterate(self.index, _query(request)) if self._path(row).is_file())
-        episodes = ((row, self._read_episode(self._path(row), row["position"])) for row in islice(stored, MAX_DATASET))
-        with ExitStack() as made:
-            folder = Path(made.enter_context(TemporaryDirectory(prefix="webrl-monitor-")))
-            path = folder / f"{self.folder.name}-episodes.parquet"
-            write_dataset(path, episodes, self._texts)
-            remove = BackgroundTask(made.pop_all().close)
-        media = "application/vnd.apache.parquet"
-        return FileResponse(path, filename=path.name, media_type=media, background=remove)
 
     def episode(self, request: Request) -> dict[str, Any]:
         row = self._row(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -115,9 +115,7 @@ class EpisodeIndex:
         for identity in [each for each in self._unknown if each in self._numbers]:
             self._dispositions[self._numbers[identity]] = self._unknown.pop(identity)
 
-    def search(
-        self, query: EpisodeQuery, offset: int = 0, limit: int = 50, facets: Sequence[str] = FACETS
-    ) -> SearchResult:
+    def search(self, query: EpisodeQuery, offset: int = 0, limit: int = 50) -> SearchResult:
         """Rows of the episodes from number `offset` on, how many there are in all, and the values to filter by."""
         table = self.table
         matches = _matches(table, query)
@@ -125,7 +123,7 @@ class EpisodeIndex:
         chosen = table.select([query.sort]).take(matches).append_column("number", matches)
         numbers = chosen.sort_by([(query.sort, order), ("number", order)])["number"]
         values: dict[str, list[tuple[str, int]]] = {}
-        for name in facets:  # under the filters of the other fields
+        for name in FACETS:  # under the filters of the other fields
             found = _matches(table, query, without=name) if name in query.equal else matches
             counts = [(each["values"], each["counts"]) for each in pc.value_counts(table[name].take(found)).to_pylist()]
             present = sorted((each for each in counts if each[0]), key=lambda each: (-each[1], each[0]))
@@ -149,14 +147,6 @@ class EpisodeIndex:
         table = self.table
         mask = reduce(pc.and_, [pc.equal(table[name], row[name]) for name in names])
         return _named(table, pc.indices_nonzero(mask)[:MAX_PAGE])
-
-
-def iterate(index: EpisodeIndex, query: EpisodeQuery) -> Iterator[dict[str, Any]]:
-    """All rows of a query, a page at a time."""
-    offset = 0
-    while rows := index.search(query, offset, MAX_PAGE, facets=()).rows:
-        yield from rows
-        offset += len(rows)
 
 
 def _matches(table: pa.Table, query: EpisodeQuery, without: str = "") -> Any:

@@ -1,22 +1,18 @@
-"""Stored episodes: one as JSON for its page, token by token, and many as a dataset of Hugging Face."""
+"""A stored episode as JSON for its page, token by token."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from megatron_webrl.monitor.episode_index import SCHEMA
 from megatron_webrl.types import Step, Trajectory
 
 MAX_TEXT = 100_000  # characters of one text in an answer; longer ones are cut, and say so
@@ -116,61 +112,3 @@ def _prompt(step: Step, images: list[int], texts: TokenTexts) -> Iterator[dict[s
 def cut(text: str) -> str:
     """A text of MAX_TEXT characters at most."""
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text) - MAX_TEXT} more characters)"
-
-
-# -- datasets -------------------------------------------------------------------------------------
-
-ROWS_AT_ONCE = 8  # episodes in memory, with their screenshots
-_INDEX_FIELDS = [name for name in SCHEMA.names if name not in ("folder", "file", "position", "words", "instruction")]
-_IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-_STEP = pa.struct(
-    {
-        "prompt": pa.string(), "response": pa.string(), "action": pa.string(), "format_error": pa.string(),
-        "images": pa.list_(pa.int64()), "logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int64()),
-        "url": pa.string(), "title": pa.string(),
-    }
-)  # fmt: skip
-DATASET_SCHEMA = pa.schema(
-    [
-        *(SCHEMA.field(name) for name in _INDEX_FIELDS),
-        pa.field("disposition", pa.string()),
-        pa.field("instruction", pa.string()),
-        pa.field("images", pa.list_(_IMAGE)),
-        pa.field("trajectory", pa.list_(_STEP)),
-    ]
-)
-
-
-_IMAGES_AS_IMAGES = {"info": {"features": {"images": {"feature": {"_type": "Image"}, "_type": "List"}}}}
-
-
-def write_dataset(path: Path, episodes: Iterable[tuple[Mapping[str, Any], Trajectory]], texts: TokenTexts) -> None:
-    """Write episodes, each with its row of the index, a few in memory at once. Raises OSError."""
-    schema = DATASET_SCHEMA.with_metadata({"huggingface": json.dumps(_IMAGES_AS_IMAGES)})
-    rows = (_dataset_row(row, trajectory, texts) for row, trajectory in episodes)
-    with pq.ParquetWriter(path, schema) as file:
-        while batch := list(islice(rows, ROWS_AT_ONCE)):
-            file.write_table(pa.Table.from_pylist(batch, schema))
-
-
-def _dataset_row(row: Mapping[str, Any], trajectory: Trajectory, texts: TokenTexts) -> dict[str, Any]:
-    steps = [
-        {
-            "prompt": texts.text(step.prompt_token_ids),
-            "response": texts.text(step.response_token_ids),
-            "action": None if step.action is None else json.dumps(asdict(step.action)),
-            "format_error": step.format_error,
-            "url": _utf8(step.url),
-            "title": _utf8(step.title),
-            **{name: getattr(step, name).tolist() for name in ("images", "logprobs", "versions")},
-        }
-        for step in trajectory.steps
-    ]
-    images = [{"bytes": bytes(image), "path": None} for image in trajectory.images]
-    own = {"instruction": _utf8(trajectory.instruction), "images": images, "trajectory": steps}
-    return {name: row[name] for name in (*_INDEX_FIELDS, "disposition")} | own
-
-
-def _utf8(text: str) -> str:
-    """The text without lone surrogates, which UTF-8 does not have."""
-    return text.encode(errors="replace").decode()

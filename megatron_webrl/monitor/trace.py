@@ -1,8 +1,7 @@
 """A timeline as one trace in the JSON format of Chrome, which ui.perfetto.dev and chrome://tracing load.
 
 The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each process of the job is a
-process of the trace. Rows: what the process itself does; then its tickets and its episodes, which share rows. The flow
-of a trained episode leads from its ticket's claim over the episode and the ring to the update.
+process of the trace. Rows: what the process itself does; then its tickets and its episodes, which share rows.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.monitor.timeline import ProcessTimeline, TimelineSpan, Window
-from megatron_webrl.types import TRAINABLE_OUTCOMES
 from megatron_webrl.util import atomic_file
 
 Event = dict[str, Any]
@@ -36,13 +34,13 @@ def trace_events(processes: Sequence[ProcessTimeline], window: Window | None = N
     """The events of a trace; its time begins with the first span."""
     chosen = [each.spans if window is None else each.within(window) for each in processes]
     zero = min((spans[0].start for spans in chosen if spans), default=0.0)
-    rows = [_rows(spans) for spans in chosen]
     events: list[Event] = []
     for pid, (process, spans) in enumerate(zip(processes, chosen, strict=True), 1):
-        events += _names(pid, process, rows[pid - 1])
+        rows = _rows(spans)
+        events += _names(pid, process, rows)
         for span in spans:
-            events += _slices(span, pid, rows[pid - 1][span.track], zero)
-    return [*events, *_flows(processes, rows, zero)]
+            events += _slices(span, pid, rows[span.track], zero)
+    return events
 
 
 def _rows(spans: Sequence[TimelineSpan]) -> dict[str, int]:
@@ -95,35 +93,3 @@ def _slices(span: TimelineSpan, pid: int, tid: int, zero: float) -> Iterator[Eve
 
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-def _flows(processes: Sequence[ProcessTimeline], rows: Sequence[Mapping[str, int]], zero: float) -> Iterator[Event]:
-    """For each trained episode: start at the claim, steps at the episode and the ring, end at the update's training."""
-    trained = _training_of(processes)
-    for pid, process in enumerate(processes, 1):
-        tickets = {span.ticket: span for span in process.named("ticket")}
-        writes = {span.track: span for span in process.named("write to ring")}
-        last_tries = {(*span.ticket, span.facts["index"]): span for span in process.named("episode")}
-        for (epoch, number, index), episode in last_tries.items():
-            ticket, update = tickets.get((epoch, number)), trained.get((epoch, number))
-            if ticket is None or update is None or episode.facts.get("outcome") not in TRAINABLE_OUTCOMES:
-                continue
-            write = writes.get(ticket.track)
-            points = [("s", pid, ticket), ("t", pid, episode), *([("t", pid, write)] if write else []), ("f", *update)]
-            if all(span.track in rows[where - 1] for _, where, span in points):
-                for phase, where, span in points:
-                    place = {"pid": where, "tid": rows[where - 1][span.track], "ts": _microseconds(span.start - zero)}
-                    event = {"name": "episode", "cat": "episode", "ph": phase, "id": f"{epoch}/{number}.{index}"}
-                    yield event | place | ({"bp": "e"} if phase == "f" else {})
-
-
-def _training_of(processes: Sequence[ProcessTimeline]) -> dict[tuple[int, int], tuple[int, TimelineSpan]]:
-    """By restart epoch and ticket: number of the process that trained the group, from 1, and its span."""
-    found: dict[tuple[int, int], tuple[int, TimelineSpan]] = {}
-    for pid, process in enumerate(processes, 1):
-        if process.role == "trainer-0":
-            training = {span.facts["version"]: span for span in process.named("train")}
-            for update in process.named("update"):
-                if (span := training.get(update.facts["version"])) is not None:
-                    found |= dict.fromkeys(map(tuple, update.facts["tickets"]), (pid, span))
-    return found

@@ -18,8 +18,7 @@ from megatron_webrl.monitor.timeline import (
 )
 from megatron_webrl.monitor.trace import trace_events
 from megatron_webrl.track import episodes, summary
-from megatron_webrl.types import TRAINABLE_OUTCOMES
-from tests.monitor.trace_format import flows_of, trace_problems
+from tests.monitor.trace_format import trace_problems
 
 TOLERANCE = 0.05
 
@@ -34,22 +33,13 @@ def check_pauses(worker: ProcessTimeline, trainer: ProcessTimeline) -> None:
 
 
 def check_timeline(folder: Path, roles: set[str]) -> None:
-    """The trace is valid, has a flow for each trained episode, and an update has the figures of updates.jsonl."""
+    """The trace is valid, and an update has the figures of updates.jsonl."""
     processes, updates = read_timeline(folder), summary.read_updates(folder)
     assert {process.role for process in processes} == roles
     for process in processes:
         check_pauses(process, next(each for each in processes if each.role == "trainer-0"))
     events = trace_events(processes)
     assert not trace_problems(events)
-    lines = episodes.read_lines(folder)
-    trained = {
-        f"0/{line['ticket']}.{line['index']}"
-        for line in lines
-        if line["disposition"] == episodes.TRAINED and line["outcome"] in TRAINABLE_OUTCOMES
-    }
-    assert trained
-    assert flows_of(events).keys() == trained
-
     spans = find_updates(processes)
     assert list(spans) == [update["version"] for update in updates]
     bounds = [update_bound(processes, spans[update["version"]]) for update in updates]
@@ -63,6 +53,6 @@ def check_timeline(folder: Path, roles: set[str]) -> None:
     for (_, found), (before, update) in zip(pairwise(bounds), pairwise(updates), strict=True):
         assert found.seconds == pytest.approx(update["finished_at"] - before["finished_at"], rel=TOLERANCE)
 
-    steps = [step for line in lines for step in line["steps"]]
+    steps = [step for line in episodes.read_lines(folder) for step in line["steps"]]
     generated = sum(s.seconds for p in processes for s in p.named("generate") if s.track.startswith("episode "))
     assert generated >= sum(step["generation_seconds"] for step in steps) * (1 - TOLERANCE)  # and those not logged

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from datasets import load_dataset
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor.app import RunPages
@@ -163,24 +162,6 @@ async def test_an_episode_shows_what_the_model_saw_and_its_advantage(served: tup
     assert image.headers["cache-control"] == "no-store", "another run has an image at the same address"
     other = (await get(client, "/api/episodes?kind=after"))["rows"][0]
     assert (await get(client, f"/api/episodes/{other['id']}"))["advantage"] is None, "it has no group"
-
-
-async def test_a_selection_is_saved_as_a_dataset_with_images(
-    served: tuple[httpx.AsyncClient, RunPages], tmp_path: Path
-):
-    client, _ = served
-    answer = await client.get("/api/dataset?kind=training&sort=ticket")
-    assert answer.headers["content-disposition"] == 'attachment; filename="look-episodes.parquet"'
-    path = tmp_path / "episodes.parquet"
-    path.write_bytes(answer.content)
-    found = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
-    assert [row["ticket"] for row in found] == [1, 1, 2]
-    assert [image.size for image in found[0]["images"]] == [(320, 240)] * 4
-    steps = found[0]["trajectory"]
-    assert [step["images"] for step in steps] == [[0], [0, 1], [1, 2]]
-    assert json.loads(steps[1]["action"])["text"] == "42 shoes"
-    assert len(steps[0]["logprobs"]) == 3
-    assert (await client.get("/api/dataset?kind=none")).status_code == 200, "a file without rows"
 
 
 async def test_wrong_requests_are_answered_with_what_is_wrong(served: tuple[httpx.AsyncClient, RunPages]):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.monitor.episode_index import FACETS, EpisodeIndex, EpisodeQuery, iterate
+from megatron_webrl.monitor.episode_index import FACETS, MAX_PAGE, EpisodeIndex, EpisodeQuery
 from megatron_webrl.track.episodes import FILE, ROLLED_BACK_FILE, EpisodeStore, episode_line
 from megatron_webrl.types import Trajectory
 from tests.monitor.runs import episode, store, write_run
@@ -61,7 +61,7 @@ queries = st.builds(
 @given(query=queries, offset=st.integers(0, 70), limit=st.integers(1, 70))
 @settings(max_examples=60)
 def test_a_query_finds_what_a_plain_search_finds(index: EpisodeIndex, query: EpisodeQuery, offset: int, limit: int):
-    every = list(iterate(index, EpisodeQuery(sort="ticket", descending=False)))
+    every = index.search(EpisodeQuery(sort="ticket", descending=False), limit=MAX_PAGE).rows
     assert [row["ticket"] for row in every] == list(range(66))
 
     def passes(row: dict[str, object], without: str = "") -> bool:
@@ -78,7 +78,7 @@ def test_a_query_finds_what_a_plain_search_finds(index: EpisodeIndex, query: Epi
     rows, total = found.rows, found.total
     assert total == len(wanted)
     assert len(rows) == min(limit, max(0, total - offset))
-    everything = list(iterate(index, query))
+    everything = index.search(query, limit=MAX_PAGE).rows
     assert sorted(row["ticket"] for row in everything) == [row["ticket"] for row in wanted]
     values = [row[query.sort] for row in everything]
     assert values == sorted(values, reverse=query.descending)
@@ -103,11 +103,13 @@ def test_what_becomes_of_an_episode_is_seen_when_the_trainer_logs_it(tmp_path: P
     assert len(index) == 0
     writer.add([first, second, third])
     index.refresh()
-    assert [row["disposition"] for row in iterate(index, EpisodeQuery(sort="ticket"))].count("trained") == 1
+    assert [row["disposition"] for row in index.search(EpisodeQuery(sort="ticket"), limit=MAX_PAGE).rows].count(
+        "trained"
+    ) == 1
     with (folder / FILE).open("a") as file:
         file.write(json.dumps(episode_line(second, "stale", 1)) + "\n" + '{"half')
     index.refresh()
-    found = {row["index"]: row["disposition"] for row in iterate(index, EpisodeQuery())}
+    found = {row["index"]: row["disposition"] for row in index.search(EpisodeQuery(), limit=MAX_PAGE).rows}
     assert found == {0: "trained", 1: "stale", 2: "waiting"}
     with (folder / ROLLED_BACK_FILE).open("w") as file:
         file.write(json.dumps(episode_line(first, None, 1)) + "\n")

@@ -12,9 +12,6 @@ Event = dict[str, Any]
 FIELDS = {
     "X": {"name": str, "cat": str, "ph": str, "ts": int, "dur": int, "pid": int, "tid": int, "args": dict},
     "M": {"name": str, "ph": str, "ts": int, "pid": int, "tid": int, "args": dict},
-    "s": {"name": str, "cat": str, "ph": str, "id": str, "ts": int, "pid": int, "tid": int},
-    "t": {"name": str, "cat": str, "ph": str, "id": str, "ts": int, "pid": int, "tid": int},
-    "f": {"name": str, "cat": str, "ph": str, "id": str, "ts": int, "pid": int, "tid": int, "bp": str},
 }
 METADATA = {
     "process_name": "name",
@@ -33,7 +30,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def trace_problems(events: list[Event]) -> list[str]:
-    """What a viewer would refuse or draw wrongly: fields, slices that overlap and do not nest, loose flows."""
+    """What a viewer would refuse or draw wrongly: fields, and slices that overlap and do not nest."""
     problems = []
     for event in events:
         expected = FIELDS.get(event["ph"], {})
@@ -57,30 +54,4 @@ def trace_problems(events: list[Event]) -> list[str]:
             if stack and event["ts"] + event["dur"] > stack[-1]["ts"] + stack[-1]["dur"]:
                 problems.append(f"row {row}: {event['name']} at {event['ts']} ends after {stack[-1]['name']}")
             stack.append(event)
-    for identity, points in flows_of(events).items():
-        phases = "".join(point["ph"] for point in points)
-        if phases[0] != "s" or phases[-1] != "f" or set(phases[1:-1]) - {"t"}:
-            problems.append(f"flow {identity} has the phases {phases}")
-        if [point["ts"] for point in points] != sorted(point["ts"] for point in points):
-            problems.append(f"flow {identity} goes back in time")
-        problems += [f"flow {identity}: no slice at {point}" for point in points if slice_at(rows, point) is None]
     return problems
-
-
-def flows_of(events: list[Event]) -> dict[str, list[Event]]:
-    """The points of each flow, in the order of the file."""
-    found: dict[str, list[Event]] = defaultdict(list)
-    for event in events:
-        if event["ph"] in "stf":
-            found[event["id"]].append(event)
-    return dict(found)
-
-
-def slice_at(rows: dict[tuple[int, int], list[Event]], point: Event) -> Event | None:
-    """The innermost slice that encloses a point of a flow, which the viewer binds it to."""
-    inside = [
-        each
-        for each in rows.get((point["pid"], point["tid"]), ())
-        if each["ts"] <= point["ts"] <= each["ts"] + each["dur"]
-    ]
-    return min(inside, key=lambda each: each["dur"], default=None)

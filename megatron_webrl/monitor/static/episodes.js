@@ -40,7 +40,6 @@ export async function episodesPage(_, query) {
     h("button", { type: "button", disabled: offset === 0, onclick: () => set({ offset: Math.max(0, offset - PAGE) }) }, "Previous"),
     h("button", { type: "button", disabled: last >= found.total, onclick: () => set({ offset: offset + PAGE }) }, "Next"),
     query.size ? h("a", { href: "#/episodes" }, "Clear filters") : null,
-    found.total ? h("a", { href: `${base}/api/dataset?${query}` }, "Save as a dataset (Parquet)") : null,
   );
   return h("div", { class: "with-side" },
     h("aside", { "aria-label": "Filters" }, h("details", { open: innerWidth > 760 }, h("summary", {}, "Filters"),

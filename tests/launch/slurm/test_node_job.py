@@ -19,7 +19,7 @@ import yaml
 from megatron_webrl.launch.roles import webrl_command
 from megatron_webrl.launch.run_folder import write_job
 from megatron_webrl.launch.validation import load_config
-from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery, iterate
+from megatron_webrl.monitor.episode_index import MAX_PAGE, EpisodeIndex, EpisodeQuery
 from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.track import episodes, summary
 from megatron_webrl.util import child_process
@@ -212,7 +212,7 @@ def test_a_job_on_two_nodes_trains_on_the_groups_of_both(job: NodeJob) -> None:
     check_timeline(job.folder, {"rollout-0", "trainer-0", *second})
     index = EpisodeIndex(job.folder)
     index.refresh()
-    assert {row["folder"] for row in iterate(index, EpisodeQuery({"disposition": ["trained"]}))} == {
+    assert {row["folder"] for row in index.search(EpisodeQuery({"disposition": ["trained"]}), limit=MAX_PAGE).rows} == {
         "rollout-0",
         "rollout-1",
     }
