@@ -19,7 +19,7 @@ from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator, wi
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.agent import Agent, DeadlineExpired, Episode
 from megatron_webrl.rollout.generator import Generator
-from megatron_webrl.rollout.stepping import FreeStepping, Lockstep
+from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.source import TaskSource, referenced_task
@@ -95,15 +95,14 @@ class EpisodeRunner:
         If it `trains`, also the teacher, if there is one. `meter` counts the use of judge models.
         """
         rollout, source = config.rollout, make_source(config.tasks)
-        lockstep = rollout.stepping == "lockstep"
-        stepping = Lockstep(rollout.operation_timeout_seconds) if lockstep else FreeStepping()
+        lockstep = Lockstep(rollout.operation_timeout_seconds) if rollout.stepping == "lockstep" else None
         try:
             async with (
                 open_browsers(config, config.sessions_per_worker, name) as browsers,
                 open_evaluator(config.judge, meter) as evaluator,
                 _open_teacher(config, processor, trains) as teacher,
             ):
-                agent = Agent(browsers, processor, Toolset.from_config(config.browser), stepping)
+                agent = Agent(browsers, processor, Toolset.from_config(config.browser), lockstep)
                 yield cls(config, source, agent, evaluator, timeline=timeline, teacher=teacher)
         finally:
             source.close()
@@ -131,7 +130,7 @@ class EpisodeRunner:
         """Run an episode of an evaluation; a fault that persists after retries is its outcome. Raises BudgetSpent."""
         index, sample = request.task_and_sample(number)
         rollout = replace(self.config.rollout, temperature=request.temperature, max_go_backs=0)
-        task, agent = self.task_source.held_out_task(index), replace(self.agent, stepping=FreeStepping())
+        task, agent = self.task_source.held_out_task(index), replace(self.agent, lockstep=None)
         live = self.live.open(request.name, index, sample, request.samples, task)
 
         async def run_try() -> Trajectory:
