@@ -36,6 +36,11 @@ def control_address_path(config: Config) -> Path:
     return config.run_folder / "control.json"
 
 
+def report_folder(config: Config) -> Path:
+    """The folder with a JSON file for each node that `webrl check node` has checked."""
+    return config.run_folder / "nodes"
+
+
 def write_job(config: Config, placement: Placement) -> None:
     """Write the configuration and the placement, which every process of the job reads."""
     save_config(config, config_path(config))
