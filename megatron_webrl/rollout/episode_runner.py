@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import local_servers
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from megatron_webrl.rollout.teacher import Teacher
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -55,6 +57,16 @@ async def open_browsers(config: Config, sessions: int, name: str) -> AsyncIterat
             connect(servers.poll_addresses, servers.token) as browsers,
         ):
             yield browsers
+
+
+async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error cancels the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(each) for each in work]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]
 
 
 async def run_with_retries(run_try: Callable[[], Awaitable[Trajectory]], retries: int, name: str) -> Trajectory:
