@@ -22,8 +22,8 @@ from megatron_webrl.checks.report import CheckFailed, CheckResult, failed, write
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.roles import CACHE_VARIABLES
-from megatron_webrl.launch.run_folder import report_folder
-from megatron_webrl.launch.validation import SHARED_MEMORY, check_packages
+from megatron_webrl.launch.run_folder import SHARED_MEMORY, report_folder
+from megatron_webrl.launch.validation import check_packages
 from megatron_webrl.placement.placement import Placement, place_processes
 from megatron_webrl.util import cuda_driver, torchvision_shim
 from megatron_webrl.util.child_process import MAX_OPEN_FILES

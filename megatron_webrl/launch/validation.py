@@ -19,6 +19,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config, check_combinations
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import TrainerConfig
+from megatron_webrl.launch.run_folder import SHARED_MEMORY
 from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.model.vision_language.routing_replay import check_routing_replay
@@ -36,7 +37,6 @@ from megatron_webrl.trainer.checkpoint.checkpoint_files import (
 if TYPE_CHECKING:
     from megatron_webrl.tasks.web_pages import WebPageSource
 
-SHARED_MEMORY = Path("/dev/shm")
 _DIMENSIONS = {
     "text_config": (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -94,14 +94,6 @@ def _check_resume(config: Config) -> None:
     except CheckpointError as error:
         raise ConfigError(f"run.resume=true, but {error}") from error
     _check_architecture(checkpoint, "run.resume=true: the newest checkpoint", config)
-
-
-def _check_packages(config: Config) -> None:
-    check_packages(config.trainer)
-
-
-def _check_user(config: Config) -> None:
-    check_browser_user(config.browser)
 
 
 def missing_packages(trainer: TrainerConfig) -> dict[str, str]:
@@ -182,7 +174,8 @@ def _check_ring(config: Config) -> None:
 
 
 MACHINE_CHECKS: tuple[Callable[[Config], None], ...] = (
-    *(_check_packages, _check_start, _check_demonstrations, _check_ring, _check_resume, _check_user),
+    *(lambda config: check_packages(config.trainer), _check_start, _check_demonstrations, _check_ring, _check_resume),
+    lambda config: check_browser_user(config.browser),
 )  # of what this machine has: packages, files, shared memory, the user
 
 
