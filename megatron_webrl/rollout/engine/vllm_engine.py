@@ -160,6 +160,7 @@ class VLLMEngine:
         self.rank_hosts = [socket.gethostname()] * ranks if followers is None else followers.rank_hosts(ranks)
         self._config, self._worker, self._thread = config, worker, thread
         self._llm: Any = llm
+        self._sampling = sampling_params(config, processor, config.rollout.temperature)
         self._request_numbers = itertools.count()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._update = asyncio.Lock()
@@ -231,9 +232,9 @@ class VLLMEngine:
                 f"the prompt has {len(expanded)} tokens; rollout.max_model_len={limit} leaves no room for a response"
             )
         prompt = vllm_prompt(self._config, self._weights, token_ids, images, decoded)
-        sampling = sampling_params(
-            self._config, self.processor, self._config.rollout.temperature if temperature is None else temperature
-        )
+        sampling = self._sampling
+        if temperature is not None:
+            sampling = sampling_params(self._config, self.processor, temperature)
         output = await self._limited(self._request(prompt, sampling))
         return to_generation(output, self.processor, expanded, grids, self._worker)
 
