@@ -20,9 +20,13 @@ from megatron_webrl.launch.evaluation_command import add_eval
 from megatron_webrl.launch.role import add_arguments as add_role_arguments
 from megatron_webrl.launch.role import run as run_role
 from megatron_webrl.launch.slurm.commands import add_node
-from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser, load_config_elsewhere
 from megatron_webrl.launch.upload_command import add_upload
-from megatron_webrl.launch.validation import load_config
+from megatron_webrl.launch.validation import (
+    check_evaluators,
+    check_tasks_and_browser,
+    load_config,
+    load_config_elsewhere,
+)
 from megatron_webrl.monitor.command import add_monitor, add_status, add_timeline
 from megatron_webrl.placement.placement_table import add_placement
 from megatron_webrl.tasks.command import add_tasks

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/megatron_to_hf.py`
 
-from megatron_webrl.launch.evaluated_checkpoint import newest_in_run
+from megatron_webrl.launch.evaluation import newest_in_run
 from megatron_webrl.model.convert.conversion import megatron_to_hf
 from megatron_webrl.util import torchvision_shim
 from tools import conversion

@@ -21,7 +21,8 @@ from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.checks.report import CheckResult, failed, measured, skipped
 from megatron_webrl.config.schema import Config
-from megatron_webrl.launch.validation import SHARED_MEMORY, missing_packages
+from megatron_webrl.launch.run_folder import SHARED_MEMORY
+from megatron_webrl.launch.validation import missing_packages
 from megatron_webrl.util import cuda_driver, torchvision_shim
 
 SECTION = "installation"

@@ -1,6 +1,6 @@
 """`webrl check node`: whether this node can run its part of a job, by itself and together with the other nodes.
 
-The report of each node goes to the run's folder, where `webrl node choose` reads it (launch/node_reports.py).
+The report of each node goes to the run's folder, where `webrl node choose` reads it (launch/slurm/prepare.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_webrl.checks.processes import run_processes
 from megatron_webrl.checks.report import CheckFailed, CheckResult, failed, write_json
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.node_reports import report_folder
 from megatron_webrl.launch.roles import CACHE_VARIABLES
-from megatron_webrl.launch.validation import SHARED_MEMORY, check_packages
+from megatron_webrl.launch.run_folder import SHARED_MEMORY, report_folder
+from megatron_webrl.launch.validation import check_packages
 from megatron_webrl.placement.placement import Placement, place_processes
 from megatron_webrl.util import cuda_driver, torchvision_shim
 from megatron_webrl.util.child_process import MAX_OPEN_FILES

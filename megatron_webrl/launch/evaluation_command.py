@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
+from megatron_webrl.launch.validation import check_config, check_evaluators, check_tasks_and_browser
 
 
 def add_eval(commands: Any) -> None:
@@ -53,12 +53,17 @@ def evaluation_arguments(options: argparse.Namespace) -> list[str]:
 def _eval(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
-    from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, check_output_file, evaluation_config
+    from megatron_webrl.launch.evaluation import (
+        CheckpointEvaluation,
+        EvaluatedCheckpoint,
+        check_output_file,
+        parse_evaluation_config,
+    )
     from megatron_webrl.launch.local import run_here
 
     checkpoint = EvaluatedCheckpoint.resolve(options.checkpoint)
-    config = evaluation_config(checkpoint, evaluation_arguments(options))
+    config = parse_evaluation_config(checkpoint, evaluation_arguments(options))
+    check_config(config)
     check_tasks_and_browser(config)
     check_evaluators(config)
     check_output_file(options.json)

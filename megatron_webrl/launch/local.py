@@ -21,7 +21,7 @@ from megatron_webrl.util import cuda_driver
 from megatron_webrl.util.cuda_driver import has_gpu
 
 if TYPE_CHECKING:  # it imports torch
-    from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
+    from megatron_webrl.launch.evaluation import CheckpointEvaluation
 
 
 def run_here(

@@ -137,10 +137,13 @@ class Node:
         `first_host`: address of the first node; `stub_command` replaces `webrl`. Raises ConfigError for a node that
         does not fit the placement, ProcessError for a missing program.
         """
+        self._label = f", {role}"
+        with self.signals.listening():
+            return self._run_step(placement, role, first_host, stub_command)
+
+    def _run_step(self, placement: Placement, role: RoleName, first_host: str, stub_command: str) -> int:
         from megatron_webrl.control.relay import RelayThread  # an HTTP server, which a job on this machine does without
 
-        self._label = f", {role}"
-        self.signals.listen()
         child_process.die_with_parent(signal.SIGTERM)
         child_process.become_subreaper()
         if message := run_folder.sweep_leftovers():

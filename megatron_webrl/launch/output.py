@@ -22,7 +22,7 @@ from megatron_webrl.monitor.status import LOG_WIDTH, final_report_lines, print_f
 from megatron_webrl.track.tables import progress_bar
 
 if TYPE_CHECKING:  # it imports torch
-    from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation, EvaluationProgress
+    from megatron_webrl.launch.evaluation import CheckpointEvaluation, EvaluationProgress
 
 PROGRESS_SECONDS = 30.0  # between two lines about episodes in a log
 

@@ -134,15 +134,9 @@ def _rank_environment(process: ProcessPlacement, config: Config, inherited: Mapp
     return variables | {name: value for name, value in defaults.items() if name not in inherited}
 
 
-def role_environment(
-    config: Config, role: str, scratch: Path, inherited: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """The environment of a process of `role` ("trainer", "rollout" or another).
-
-    The inherited one, by default this process's, with `scratch` as TMPDIR and the variables of `gpu_environment`.
-    """
-    inherited = os.environ if inherited is None else inherited
-    return {**inherited, **gpu_environment(config, role, inherited), "TMPDIR": str(scratch)}
+def role_environment(config: Config, role: str, scratch: Path) -> dict[str, str]:
+    """This process's environment with `scratch` as TMPDIR and the variables of `gpu_environment`, for a `role`."""
+    return {**os.environ, **gpu_environment(config, role, os.environ), "TMPDIR": str(scratch)}
 
 
 def gpu_environment(config: Config, role: str, inherited: Mapping[str, str]) -> dict[str, str]:

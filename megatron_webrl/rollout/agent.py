@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 
 from megatron_webrl.browser.errors import BrowserError, TaskRefused
@@ -17,7 +17,7 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import ContextOverflow, Prompt, make_context
 from megatron_webrl.rollout.generator import Generation, GenerationError, Generator
 from megatron_webrl.rollout.responses import memory_characters
-from megatron_webrl.rollout.stepping import FreeStepping, Lockstep, LockstepMember
+from megatron_webrl.rollout.stepping import Lockstep, LockstepMember
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, ParsedCall, Toolset, parse_tool_call
 from megatron_webrl.track import live_rollouts
 from megatron_webrl.track.live_rollouts import LiveRollout
@@ -124,7 +124,7 @@ class Agent:
     browsers: BrowserClient
     processor: Processor
     toolset: Toolset = COORDINATE_TOOLSET
-    stepping: Lockstep | FreeStepping = FreeStepping()
+    lockstep: Lockstep | None = None  # with which episodes generate in rounds
 
     async def run(self, generator: Generator, episode: Episode) -> Trajectory:
         """Run an episode in a session of its own; returns the trajectory without outcome and verdict.
@@ -138,11 +138,10 @@ class Agent:
                 async with episode.deadline.scope():  # the browser client has its own limit
                     with episode.track.span("wait for browser"):
                         session = await stack.enter_async_context(self.browsers.session())
-                stepping: AbstractContextManager[LockstepMember | FreeStepping] = self.stepping.register_episode()
-                stepper = stack.enter_context(stepping)
+                member = stack.enter_context(self.lockstep.register_episode()) if self.lockstep else None
                 episode.live.episode_so_far = episode.trajectory
                 async with episode.deadline.scope(episode.deadline.timeout_seconds):
-                    end_reason = await self._act(generator, session, stepper, episode)
+                    end_reason = await self._act(generator, session, member, episode)
         except DeadlineExpired as expired:
             end_reason = expired.outcome
         except (BrowserError, ContextOverflow, GenerationError) as error:
@@ -154,7 +153,7 @@ class Agent:
         return episode.trajectory(end_reason)
 
     async def _act(
-        self, generator: Generator, session: RemoteSession, stepper: LockstepMember | FreeStepping, episode: Episode
+        self, generator: Generator, session: RemoteSession, member: LockstepMember | None, episode: Episode
     ) -> str:
         """Observe, generate, act and record; returns the end reason."""
         settings, task, go_backs = episode.settings, episode.live.task, 0
@@ -170,7 +169,7 @@ class Agent:
         for _ in range(task.max_steps):
             prompt = context.build_prompt()
             episode.live.set(live_rollouts.WAITING_FOR_STEP)
-            async with stepper.generation_phase():
+            async with member.generation_phase() if member else nullcontext():
                 with episode.phase("generate", live_rollouts.WAITING_FOR_MODEL) as generating:
                     images = [context.screenshots[index] for index in prompt.image_indices]
                     generation = await generator.generate(session, prompt.token_ids, images)

@@ -161,14 +161,12 @@ class PromptContext(ABC):
     def _summarised(self) -> Prompt:
         """A prompt with the current screenshot only; lines of the summary, elements, carried fields may give way."""
         steps = len(self._past)
-        prompt = self._current_only(0) or self._first_fitting(steps, self._current_only)
+        prompt = self._first_fitting(steps, self._current_only)
         if prompt is None:
             self._cut_page()
             longest = max(map(len, self._carried_lines(steps)), default=0)
-            prompt = (
-                self._current_only(0)
-                or self._first_fitting(steps, self._current_only)
-                or self._first_fitting(longest, lambda missing: self._current_only(steps, longest - missing))
+            prompt = self._first_fitting(steps, self._current_only) or self._first_fitting(
+                longest, lambda missing: self._current_only(steps, longest - missing)
             )
         if prompt is None:
             raise ContextOverflow(
@@ -185,7 +183,9 @@ class PromptContext(ABC):
             self._page = self._page_text(chars)
 
     def _first_fitting(self, last: int, build: Callable[[int], Prompt | None]) -> Prompt | None:
-        """The prompt of the first n in 1..`last` whose `build(n)` is one, found by bisection; None if there is none."""
+        """The prompt of the first n in 0..`last` whose `build(n)` is one, found by bisection; None if there is none."""
+        if prompt := build(0):
+            return prompt
         best, low, high = build(last), 1, last
         while best and low < high:
             middle = (low + high) // 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from megatron_webrl.judge.evaluation import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.rollout.agent import Agent, Episode
-from megatron_webrl.rollout.episode_runner import open_browsers
+from megatron_webrl.rollout.episode_runner import open_browsers, run_together
 from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.prompts import format_response
 from megatron_webrl.rollout.responses import THOUGHT_CLOSE
@@ -154,11 +153,13 @@ async def write_demonstrations(
     scripted policy, ProcessError or BrowserError without a browser, RuntimeError if too many episodes fail.
     """
     check_scripted_policies(config)
-    source = make_source(config.tasks)
+    source, sessions = make_source(config.tasks), min(MAX_SESSIONS, count)
     try:
-        async with open_browsers(config, min(MAX_SESSIONS, count), name) as browsers:
+        async with open_browsers(config, sessions, name) as browsers:
             agent = Agent(browsers, Processor.load(config.model.path), Toolset.from_config(config.browser))
-            await _Demonstrations(config, source, agent, count, progress).write(path)
+            recording = _Demonstrations(config, source, agent, count, progress)
+            with RecordFileWriter(path) as file:
+                await run_together(recording.work(file) for _ in range(sessions))
     finally:
         source.close()
 
@@ -200,16 +201,8 @@ class _Demonstrations:
         self._records_failures = bool(settings.premature_submit_probability or settings.stall_probability)
         self._started = self._recorded = self._failed = 0
 
-    async def write(self, path: str | Path) -> None:
-        with RecordFileWriter(path) as file:
-            try:
-                async with asyncio.TaskGroup() as workers:
-                    for _ in range(min(MAX_SESSIONS, self._count)):
-                        workers.create_task(self._work(file))
-            except ExceptionGroup as group:  # the first error cancelled the other workers
-                raise group.exceptions[0] from None
-
-    async def _work(self, file: RecordFileWriter) -> None:
+    async def work(self, file: RecordFileWriter) -> None:
+        """Record episodes; several tasks do at a time."""
         while self._started - self._failed < self._count:  # running and recorded ones never exceed the count
             ticket = FIRST_DEMONSTRATION_TICKET + self._started
             self._started += 1

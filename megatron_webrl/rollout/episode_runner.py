@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import local_servers
@@ -19,7 +20,7 @@ from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator, wi
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.agent import Agent, DeadlineExpired, Episode
 from megatron_webrl.rollout.generator import Generator
-from megatron_webrl.rollout.stepping import FreeStepping, Lockstep
+from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.source import TaskSource, referenced_task
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from megatron_webrl.rollout.teacher import Teacher
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -55,6 +57,16 @@ async def open_browsers(config: Config, sessions: int, name: str) -> AsyncIterat
             connect(servers.poll_addresses, servers.token) as browsers,
         ):
             yield browsers
+
+
+async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error cancels the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(each) for each in work]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]
 
 
 async def run_with_retries(run_try: Callable[[], Awaitable[Trajectory]], retries: int, name: str) -> Trajectory:
@@ -95,15 +107,14 @@ class EpisodeRunner:
         If it `trains`, also the teacher, if there is one. `meter` counts the use of judge models.
         """
         rollout, source = config.rollout, make_source(config.tasks)
-        lockstep = rollout.stepping == "lockstep"
-        stepping = Lockstep(rollout.operation_timeout_seconds) if lockstep else FreeStepping()
+        lockstep = Lockstep(rollout.operation_timeout_seconds) if rollout.stepping == "lockstep" else None
         try:
             async with (
                 open_browsers(config, config.sessions_per_worker, name) as browsers,
                 open_evaluator(config.judge, meter) as evaluator,
                 _open_teacher(config, processor, trains) as teacher,
             ):
-                agent = Agent(browsers, processor, Toolset.from_config(config.browser), stepping)
+                agent = Agent(browsers, processor, Toolset.from_config(config.browser), lockstep)
                 yield cls(config, source, agent, evaluator, timeline=timeline, teacher=teacher)
         finally:
             source.close()
@@ -131,7 +142,7 @@ class EpisodeRunner:
         """Run an episode of an evaluation; a fault that persists after retries is its outcome. Raises BudgetSpent."""
         index, sample = request.task_and_sample(number)
         rollout = replace(self.config.rollout, temperature=request.temperature, max_go_backs=0)
-        task, agent = self.task_source.held_out_task(index), replace(self.agent, stepping=FreeStepping())
+        task, agent = self.task_source.held_out_task(index), replace(self.agent, lockstep=None)
         live = self.live.open(request.name, index, sample, request.samples, task)
 
         async def run_try() -> Trajectory:

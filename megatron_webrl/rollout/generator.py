@@ -49,7 +49,7 @@ class Generation:
 
 
 class Generator(Protocol):
-    """Generates responses. A scripted generator asks `session` for a demonstration; others ignore it."""
+    """A scripted generator asks `session` for a demonstration; others ignore it."""
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         """Respond to `token_ids` (int32, one placeholder per image) and the encoded images.

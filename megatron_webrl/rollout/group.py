@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.rollout.agent import Episode
-from megatron_webrl.rollout.episode_runner import EpisodeRunner, run_with_retries
+from megatron_webrl.rollout.episode_runner import EpisodeRunner, run_together, run_with_retries
 from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.tasks.files.table import TASK_FILES, FileDigest, difference_between_nodes
 from megatron_webrl.types import ABORTED, Trajectory
@@ -22,47 +21,32 @@ from megatron_webrl.types import ABORTED, Trajectory
 log = logging.getLogger(__name__)
 
 
-class TimeWeightedGauge:
-    """A count and its integral over time."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._area = self._busy = 0.0
-        self._since = time.monotonic()
-
-    @contextmanager
-    def track(self) -> Iterator[None]:
-        self._add(1)
-        try:
-            yield
-        finally:
-            self._add(-1)
-
-    def integrals(self) -> tuple[float, float]:
-        """The integral of the count, and the time during which it was positive; seconds."""
-        self._add(0)
-        return self._area, self._busy
-
-    def _add(self, change: int) -> None:
-        now = time.monotonic()
-        passed, self._since = now - self._since, now
-        self._area += passed * self.count
-        self._busy += passed * (self.count > 0)
-        self.count += change
-
-
 class EngineLoad:
     """Requests in an engine, and running episodes. An episode without a request uses its browser, or waits."""
 
     def __init__(self) -> None:
-        self.requests, self.episodes = TimeWeightedGauge(), TimeWeightedGauge()
-        self._started = time.monotonic()
+        self.counts = {"requests": 0, "episodes": 0}
+        self._totals = {"seconds": 0.0, "busy": 0.0, "requests": 0.0, "episodes": 0.0}
+        self._since = time.monotonic()
+
+    @contextmanager
+    def track(self, what: str) -> Iterator[None]:
+        """Count one of the "requests" or "episodes" in this context."""
+        self.totals()
+        self.counts[what] += 1
+        try:
+            yield
+        finally:
+            self.totals()
+            self.counts[what] -= 1
 
     def totals(self) -> dict[str, float]:
         """Seconds since the start, seconds with a request in the engine, request-seconds and episode-seconds."""
-        requests, busy = self.requests.integrals()
-        episodes, _ = self.episodes.integrals()
-        return {"seconds": time.monotonic() - self._started, "busy": busy, "requests": requests, "episodes": episodes}
+        now = time.monotonic()
+        passed, self._since = now - self._since, now
+        levels = {"seconds": 1, "busy": self.counts["requests"] > 0, **self.counts}
+        self._totals = {name: total + passed * levels[name] for name, total in self._totals.items()}
+        return self._totals
 
 
 class TicketClaims:
@@ -132,12 +116,7 @@ class GroupRun:
 
     async def run(self) -> list[Trajectory]:
         """Run all episodes; their trajectories by index. Raises errors that are not faults of a single episode."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._episode(index)) for index in range(self._settings.group_size)]
-        except ExceptionGroup as group:  # the first error cancelled the other episodes
-            raise group.exceptions[0] from None
-        return [task.result() for task in running]
+        return await run_together(map(self._episode, range(self._settings.group_size)))
 
     def abort(self) -> None:
         """End running episodes, masked as ABORTED, with their steps so far."""
@@ -159,6 +138,6 @@ class GroupRun:
         if self.aborted:
             episode.deadline.expire(ABORTED)
         with ExitStack() as acting:  # left early while the episode waits for its verdict
-            acting.enter_context(self._load.episodes.track())
+            acting.enter_context(self._load.track("episodes"))
             acting.callback(self._acting.discard, index)
             return await self._runner.run_try(self._generator, episode, acting.close)

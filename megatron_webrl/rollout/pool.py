@@ -101,7 +101,7 @@ class RolloutPool:
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         """Respond with the engine, and count the request. Implements Generator."""
-        with self._load.requests.track():
+        with self._load.track("requests"):
             return await self.engine.generate(session, token_ids, images)
 
     def _claim_tickets(self) -> None:

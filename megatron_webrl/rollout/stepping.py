@@ -1,35 +1,19 @@
-"""When the episodes of a worker generate: freely, or in rounds (rollout.stepping)."""
+"""Rounds of generation of a worker's episodes (rollout.stepping=lockstep)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-)
+from contextlib import asynccontextmanager, contextmanager
 
 log = logging.getLogger(__name__)
 
 ACTING, ENTERING, GENERATING, LEAVING = "acting", "waiting for a round", "generating", "waiting for its end"
 
 
-class FreeStepping:
-    """Episodes do not wait for each other (rollout.stepping=free)."""
-
-    def register_episode(self) -> AbstractContextManager[FreeStepping]:
-        return nullcontext(self)
-
-    def generation_phase(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
-
-
 class Lockstep:
-    """Rounds of a worker's episodes: all generate, then all act (rollout.stepping=lockstep).
+    """Rounds of a worker's episodes: all generate, then all act.
 
     A round begins once every episode waits for it. No episode acts before all episodes of the round have their
     responses. An episode that ends leaves the round; the next round waits for an episode that starts during a round.
@@ -89,20 +73,12 @@ class LockstepMember:
         try:
             while not await self._moves_on(ENTERING):
                 if not lockstep.count(GENERATING) + lockstep.count(LEAVING):
-                    log.warning(
-                        "starting a round without %d episodes, which did not finish their actions within %g s",
-                        lockstep.count(ACTING),
-                        lockstep.timeout_seconds,
-                    )
+                    log.warning("starting a round without %d episodes, which still act", lockstep.count(ACTING))
                     lockstep.move(ENTERING, GENERATING)
                     break
             yield
             if not await self._moves_on(LEAVING):
-                log.warning(
-                    "an episode acts before %d other episodes, which have no response within %g s",
-                    lockstep.count(GENERATING),
-                    lockstep.timeout_seconds,
-                )
+                log.warning("an episode acts before %d others, which have no response", lockstep.count(GENERATING))
         finally:
             self.state = ACTING
             lockstep.advance()

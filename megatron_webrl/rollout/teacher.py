@@ -46,13 +46,11 @@ class Teacher:
     The server's address may end with /v1, as OpenAI's clients take it. Raises ConfigError for a missing key.
     """
 
-    def __init__(
-        self, settings: DistillationConfig, processor: Processor, seconds: float = TIMEOUT_SECONDS
-    ) -> None:  # fmt: skip
+    def __init__(self, settings: DistillationConfig, processor: Processor, seconds: float = TIMEOUT_SECONDS) -> None:
         self.url = settings.url.rstrip("/").removesuffix("/v1")
         self._client = open_client(self.url, settings.key_variable, "trainer.distillation", TIMEOUT_SECONDS)
         self._seconds, self._processor = seconds, processor
-        self._reported: set[str] = set()  # faults that have been logged
+        self._fault = "no answer"  # the last one
 
     async def __aenter__(self) -> Teacher:
         network.use_own_threads()
@@ -64,30 +62,27 @@ class Teacher:
     @classmethod
     @asynccontextmanager
     async def open(cls, config: Config, processor: Processor) -> AsyncIterator[Teacher]:
-        """The teacher of trainer.distillation. Raises ConfigError unless its server answers and fits the policy."""
-        async with cls(config.trainer.distillation, processor) as teacher:
-            await teacher.check(config)
-            yield teacher
+        """The teacher of trainer.distillation.
 
-    async def check(self, config: Config) -> None:
-        """Raise ConfigError unless the model has the policy's vocabulary and image sizes, and room for its sequences.
-
-        Waits for a server that does not answer yet, at most TIMEOUT_SECONDS.
+        Waits for a server that does not answer yet, at most TIMEOUT_SECONDS. Raises ConfigError unless its model has
+        the policy's vocabulary and image sizes, and room for its sequences.
         """
-        try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
-                await self._check(
-                    config.rollout.max_model_len, white_image(config.browser.width, config.browser.height)
-                )
-        except TimeoutError:
-            raise ConfigError(
-                f"the teacher {self.url} did not answer within {TIMEOUT_SECONDS:g} s "
-                f"(trainer.distillation.url): {', '.join(sorted(self._reported)) or 'no answer'}"
-            ) from None
-        except TeacherError as error:
-            raise ConfigError(f"the teacher {self.url} cannot score this policy: {error}") from None
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"the teacher {self.url} does not answer as a vLLM server does: {error!r}") from None
+        async with cls(config.trainer.distillation, processor) as teacher:
+            try:
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    await teacher._check(config)
+            except TimeoutError:
+                raise ConfigError(
+                    f"the teacher {teacher.url} did not answer within {TIMEOUT_SECONDS:g} s "
+                    f"(trainer.distillation.url): {teacher._fault}"
+                ) from None
+            except TeacherError as error:
+                raise ConfigError(f"the teacher {teacher.url} cannot score this policy: {error}") from None
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigError(
+                    f"the teacher {teacher.url} does not answer as a vLLM server does: {error!r}"
+                ) from None
+            yield teacher
 
     async def scored(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with Step.teacher_logprobs; masked as teacher_error if the teacher fails or takes too long.
@@ -116,7 +111,9 @@ class Teacher:
         )  # fmt: skip
         return replace(trajectory, outcome=TEACHER_ERROR, reward=0.0)
 
-    async def _check(self, max_model_len: int, probe: bytes) -> None:
+    async def _check(self, config: Config) -> None:
+        max_model_len, browser = config.rollout.max_model_len, config.browser
+        probe = white_image(browser.width, browser.height)
         (model, *_) = json.loads(await self._request("/v1/models"))["data"]
         if model["max_model_len"] <= max_model_len:  # a request generates a token
             raise TeacherError(
@@ -194,12 +191,12 @@ class Teacher:
             raise TeacherError(f"its reply to {path} is invalid: {type(error).__name__}") from None
 
     def _report(self, state: RetryCallState) -> None:
-        """Log each kind of fault once."""
+        """Log a fault that is not the last one again."""
         error = state.outcome.exception() if state.outcome else None
         fault = f"status {error.status_code}" if isinstance(error, openai.APIStatusError) else type(error).__name__
-        if error is not None and fault not in self._reported:
-            self._reported.add(fault)
-            log.warning("the teacher %s: %s; its requests are repeated (logged once)", self.url, fault)
+        if fault != self._fault:
+            self._fault = fault
+            log.warning("the teacher %s: %s; its requests are repeated", self.url, fault)
 
 
 def _may_pass(error: BaseException) -> bool:

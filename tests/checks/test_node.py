@@ -193,12 +193,6 @@ def test_each_check_is_a_line_with_its_warning(monkeypatch: pytest.MonkeyPatch) 
 # -- choice of nodes ----------------------------------------------------------------------------------
 
 
-def test_slow_nodes_are_chosen_only_if_others_are_too_few() -> None:
-    config = made("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2")
-    assert choose_nodes(config, ["n1", "n2", "n3"], {}, {"n1": "gpu 3 is slow"}) == ["n2", "n3"]
-    assert choose_nodes(config, ["n1", "n2", "n3"], {"n3": "clock: off"}, {"n1": "gpu 3 is slow"}) == ["n1", "n2"]
-
-
 def test_good_nodes_are_chosen_in_their_order() -> None:
     config = made("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2")
     assert choose_nodes(config, ["n1", "n2", "n3"], {}) == ["n1", "n2"]

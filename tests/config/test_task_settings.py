@@ -9,7 +9,7 @@ import pytest
 
 from megatron_webrl import cli
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
+from megatron_webrl.launch.evaluation import EvaluatedCheckpoint, parse_evaluation_config
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.tasks.files.table import task_file_digests
 from tests.tasks.files.webgym_rows import webgym_row, write_rows
@@ -141,5 +141,7 @@ def test_a_run_is_resumed_with_the_training_file_of_its_checkpoint(
 
 def test_an_evaluation_reads_no_training_file(config_file: Path, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").unlink()
-    config = evaluation_config(EvaluatedCheckpoint.resolve(tiny_model), [str(config_file), "evaluation.episodes=9"])
+    config = parse_evaluation_config(
+        EvaluatedCheckpoint.resolve(tiny_model), [str(config_file), "evaluation.episodes=9"]
+    )
     assert (config.tasks.train_file, Path(config.tasks.test_file).name) == ("", "test.jsonl")

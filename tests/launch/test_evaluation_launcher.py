@@ -24,8 +24,7 @@ from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
-from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, evaluation_config
+from megatron_webrl.launch.evaluation import CheckpointEvaluation, EvaluatedCheckpoint, parse_evaluation_config
 from megatron_webrl.launch.first_node import FirstNode
 from megatron_webrl.launch.local import run_here
 from megatron_webrl.launch.run_folder import prepared_run_folder
@@ -187,7 +186,7 @@ def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monke
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     checkpoint, text = EvaluatedCheckpoint.resolve(run_folder), StringIO()
     one = ["evaluation.blank_images=false", "evaluation.temperature=0"]  # greedy already
-    config = evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5", *one])
+    config = parse_evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5", *one])
     with subprocess.Popen(["sleep", "600"]) as mine:
         evaluation = CheckpointEvaluation(config, checkpoint)
         assert run_without_workers(monkeypatch, config, Console(file=text), evaluation) == 1
@@ -206,7 +205,7 @@ def test_results_for_which_the_disk_has_no_room_are_printed_before_the_error(
 ):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     checkpoint, text, report = EvaluatedCheckpoint.resolve(run_folder), StringIO(), tmp_path / name
-    config = evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5"])
+    config = parse_evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5"])
     console = Console(file=text, width=400)
     assert run_without_workers(monkeypatch, config, console, CheckpointEvaluation(config, checkpoint, report), 1) == 1
     path, output = config.run_folder / "evaluations.jsonl", text.getvalue()
@@ -224,7 +223,7 @@ def test_results_for_which_the_disk_has_no_room_are_printed_before_the_error(
 
 def test_the_folder_of_a_running_evaluation_is_left_alone(run_folder: Path, capsys: pytest.CaptureFixture[str]):
     checkpoint = EvaluatedCheckpoint.resolve(run_folder)
-    config = evaluation_config(checkpoint, [])
+    config = parse_evaluation_config(checkpoint, [])
     folder, renamed = config.run_folder, config.run_folder.with_name(f"{config.run_folder.name}.1")
     folder.mkdir()
     with control_service(folder):
@@ -249,7 +248,7 @@ def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(
         == EvaluatedCheckpoint.resolve(run_folder / "checkpoints")
         == checkpoint
     )
-    config = evaluation_config(checkpoint, ["evaluation.episodes=5", "evaluation.blank_images=false"])
+    config = parse_evaluation_config(checkpoint, ["evaluation.episodes=5", "evaluation.blank_images=false"])
     assert (config.run.name, config.evaluation.episodes, config.evaluation.blank_images) == (
         "trained-evaluation-version-000007", 5, False,
     )  # fmt: skip
@@ -266,9 +265,9 @@ def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(
     link.unlink()
     folder = EvaluatedCheckpoint.resolve(tiny_model)
     assert (folder.is_megatron, folder.version) == (False, 0)
-    assert evaluation_config(folder, [str(run_folder / "config.yaml")]).model.path == str(tiny_model)
+    assert parse_evaluation_config(folder, [str(run_folder / "config.yaml")]).model.path == str(tiny_model)
     with pytest.raises(ConfigError, match="is not in a run's checkpoints folder; name a configuration after it"):
-        evaluation_config(folder, ["evaluation.episodes=5"])
+        parse_evaluation_config(folder, ["evaluation.episodes=5"])
 
 
 @pytest.mark.parametrize(

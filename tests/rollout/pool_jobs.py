@@ -142,7 +142,7 @@ async def job_of(episodes: EpisodeRunner, place: Place, *engines: DelayedEngine,
     job = Job(config, *place)
     shared = replace(episodes, config=config)
     if config.rollout.stepping == "lockstep":
-        shared.agent = replace(shared.agent, stepping=Lockstep(config.rollout.operation_timeout_seconds))
+        shared.agent = replace(shared.agent, lockstep=Lockstep(config.rollout.operation_timeout_seconds))
     for worker, engine in enumerate(engines):
         control, name = connect(job.address, f"rollout-{worker}"), f"rollout-{worker}.1"
         control.start_heartbeat()

@@ -14,7 +14,7 @@ from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.rollout.agent import Deadline, DeadlineExpired, Episode
-from megatron_webrl.rollout.group import EngineLoad, GroupRun, TimeWeightedGauge
+from megatron_webrl.rollout.group import EngineLoad, GroupRun
 from megatron_webrl.track.live_rollouts import LiveRollout
 from megatron_webrl.types import ABORTED, FAULT_OUTCOMES, TaskReference, Trajectory
 from tests.trajectories import trajectory
@@ -75,7 +75,7 @@ async def test_a_group_that_waits_for_verdicts_acts_no_more() -> None:
     async with asyncio.timeout(LIMIT):
         while group.is_acting:
             await asyncio.sleep(0)
-    assert (group.has_running_episodes, load.episodes.count, running.done()) == (True, 0, False)
+    assert (group.has_running_episodes, load.counts["episodes"], running.done()) == (True, 0, False)
     runner.judged.set()
     assert len(await running) == 3
     assert (group.has_running_episodes, group.is_acting) == (False, False)
@@ -206,15 +206,15 @@ async def test_each_scope_of_a_deadline_has_its_own_timeout() -> None:
     assert deadline.outcome == ABORTED
 
 
-def test_a_gauge_is_integrated_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_is_integrated_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
     monkeypatch.setattr("megatron_webrl.rollout.group.time.monotonic", lambda: now)
-    level = TimeWeightedGauge()
+    load = EngineLoad()
     now = 11.0
-    with level.track():
+    with load.track("episodes"), load.track("requests"):
         now = 13.0
-        with level.track():
+        with load.track("requests"):
             now = 14.0
         now = 18.0
     now = 20.0
-    assert level.integrals() == (2 * 1 + 1 * 2 + 4 * 1, 7.0)
+    assert load.totals() == {"seconds": 10.0, "busy": 7.0, "requests": 2 * 1 + 1 * 2 + 4 * 1, "episodes": 7.0}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_webrl.rollout.stepping import FreeStepping, Lockstep, LockstepMember
+from megatron_webrl.rollout.stepping import Lockstep, LockstepMember
 
 LIMIT = 30.0  # seconds; CI machines are slow
 
@@ -16,7 +16,7 @@ LIMIT = 30.0  # seconds; CI machines are slow
 class Timeline:
     """Events of agents in order: "+a" begins to generate, "-a" has its response, "a!" acts."""
 
-    def __init__(self, stepping: FreeStepping | Lockstep) -> None:
+    def __init__(self, stepping: Lockstep) -> None:
         self.stepping = stepping
         self.events: list[str] = []
         self.joined, self.expected = 0, 1
@@ -46,7 +46,7 @@ class Timeline:
         self._moved.set()
         await self.until(lambda: self.joined >= self.expected)
 
-    async def turn(self, stepper: FreeStepping | LockstepMember, name: str, answer: asyncio.Event | None) -> None:
+    async def turn(self, stepper: LockstepMember, name: str, answer: asyncio.Event | None) -> None:
         async with stepper.generation_phase():
             self.record(f"+{name}")
             if answer is not None:
@@ -76,16 +76,6 @@ async def test_all_generate_then_all_act() -> None:
     for first in (0, 6):
         assert set(timeline.events[first : first + 4]) == {"+a", "-a", "+b", "-b"}
         assert set(timeline.events[first + 4 : first + 6]) == {"a!", "b!"}
-
-
-async def test_free_running_agents_do_not_wait_for_each_other() -> None:
-    timeline, never = Timeline(FreeStepping()), asyncio.Event()
-    slow = asyncio.create_task(timeline.agent("a", 1, [never]))
-    await run(timeline.agent("b", 3))
-    assert timeline.events.count("b!") == 3
-    assert "a!" not in timeline.events
-    never.set()
-    await run(slow)
 
 
 async def test_the_next_round_waits_for_a_late_episode() -> None:
@@ -148,7 +138,7 @@ async def test_an_error_while_generating_leaves_the_round() -> None:
             with pytest.raises(ValueError, match="no answer"):
                 await broken_turn(stepper)
 
-    async def broken_turn(stepper: FreeStepping | LockstepMember) -> None:
+    async def broken_turn(stepper: LockstepMember) -> None:
         async with stepper.generation_phase():
             raise ValueError("no answer")
 

@@ -14,8 +14,7 @@ import pytest
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.launch.checkpoint_evaluation import CheckpointEvaluation
-from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint
+from megatron_webrl.launch.evaluation import CheckpointEvaluation, EvaluatedCheckpoint
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.evaluations import (
     VARIANTS,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from megatron_webrl.config.browser import parse_server_addresses
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -22,6 +25,9 @@ from megatron_webrl.launch.run_folder import (
     wait_for_control_address,
 )
 from megatron_webrl.track.run_lock import Launch, launch_of_process
+
+if TYPE_CHECKING:  # it imports an HTTP server
+    from megatron_webrl.control.http.http_service import ListenAddress
 
 STOP_SECONDS = 30.0  # for the control service to answer `stop`
 TOO_FEW_NODES_EXIT_CODE = 76  # of `choose`: too few nodes passed the check
@@ -118,29 +124,31 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _commands(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.slurm.prepare import describe_commands
+    from megatron_webrl.launch.slurm.prepare import describe_processes
 
-    sys.stdout.write("\n".join(describe_commands(options.config, _overrides(options), options.stub_command)) + "\n")
+    config = parse_config(options.config, _overrides(options))
+    sys.stdout.write("\n".join(describe_processes(config, options.stub_command)) + "\n")
     return 0
 
 
 def _prepare_evaluation(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch import evaluation_job
+    from megatron_webrl.launch import evaluation
 
-    config, job = evaluation_job.plan_evaluation(
-        options.checkpoint, evaluation_arguments(options), options.nodes, options.json
-    )
+    checkpoint = evaluation.EvaluatedCheckpoint.resolve(options.checkpoint)
+    config = evaluation.parse_evaluation_config(checkpoint, evaluation_arguments(options), options.nodes)
+    evaluation.check_output_file(options.json)
+    job = evaluation.EvaluationJob(checkpoint, options.json and options.json.absolute())
     if options.dry_run:
-        lines = evaluation_job.describe_evaluation(config, job, options.stub_command)
+        lines = evaluation.describe_evaluation(config, job, options.stub_command)
     else:
         stubbed = bool(options.stub_command)
-        lines = [str(evaluation_job.prepare_evaluation(config, job, stubbed, _report, os.environ))]
+        lines = [str(evaluation.prepare_evaluation(config, job, stubbed, _report, os.environ))]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.evaluation_job import convert_checkpoint
+    from megatron_webrl.launch.evaluation import convert_checkpoint
 
     config = parse_config(options.config)
     with _locked_launch(config) as launch:
@@ -159,22 +167,51 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 
 def _browsers(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.slurm.browser_servers import serve_browsers
+    """Serve at the one of the addresses --servers that this machine has, until SIGTERM. The token comes from the
+    environment.
+    """
+    from megatron_webrl.browser.server.browser_server import LeaseLimits
+    from megatron_webrl.browser.server.server_main import BrowserServerOptions, run_server
 
-    return serve_browsers(options.config, options.overrides, options.servers)
+    addresses = parse_server_addresses(options.servers)
+    sessions = sessions_per_server(parse_config(options.config, options.overrides), len(addresses))
+    address, limits = own_listen_address(addresses), LeaseLimits(sessions)
+    return run_server(
+        BrowserServerOptions(options.config, tuple(options.overrides), address, limits, die_with_parent=True)
+    )
+
+
+def sessions_per_server(config: Config, servers: int) -> int:
+    """Sessions per browser server if `servers` of them serve all episodes that the workers run at a time."""
+    return math.ceil(config.sessions_per_worker * config.rollout.engines / servers)
+
+
+def own_listen_address(addresses: tuple[str, ...]) -> ListenAddress:
+    """The first of several addresses that is this machine's. Raises ConfigError if none is."""
+    from megatron_webrl.control.http.http_service import ListenAddress
+
+    for address in addresses:
+        parts = urlsplit(address)
+        host = parts.hostname or ""
+        try:
+            socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        except OSError:
+            continue  # another machine's
+        return ListenAddress(host, parts.port or 80)
+    raise ConfigError(
+        f"--servers={','.join(addresses)} has no address of this machine; give one such as http://node7:8700"
+    )
 
 
 def _choose(options: argparse.Namespace) -> int:
-    from megatron_webrl.launch.node_reports import bad_nodes, slow_nodes
-    from megatron_webrl.launch.slurm.prepare import TooFewNodes, choose_nodes
+    from megatron_webrl.launch.slurm.prepare import TooFewNodes, bad_nodes, choose_nodes
 
     config = parse_config(options.config)
     bad = {} if options.unchecked else bad_nodes(config, options.nodes)
     for node, reason in bad.items():
         sys.stderr.write(f"job: excluding {node}: {reason}\n")
-    slow = {} if options.unchecked else slow_nodes(config, options.nodes)
     try:
-        sys.stdout.write(f"{' '.join(choose_nodes(config, options.nodes, bad, slow))}\n")
+        sys.stdout.write(f"{' '.join(choose_nodes(config, options.nodes, bad))}\n")
     except TooFewNodes as error:
         sys.stderr.write(f"webrl: {error}\n")
         return TOO_FEW_NODES_EXIT_CODE
@@ -189,7 +226,7 @@ def _control(options: argparse.Namespace) -> int:
     launch = _locked_launch(config)
     if not config.evaluation.only:
         return FirstNode(config, read_placement(config), LogOutput(config), options.host).run_job(launch)
-    from megatron_webrl.launch.evaluation_job import hosted_evaluation
+    from megatron_webrl.launch.evaluation import hosted_evaluation
 
     with hosted_evaluation(config) as evaluation:
         output = LogOutput(config, evaluation)

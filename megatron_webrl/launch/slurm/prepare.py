@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 
 from megatron_webrl.config.browser import BROWSER_SERVER_SETTINGS, BrowserConfig
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, check_sections
-from megatron_webrl.launch.node_reports import report_folder
 from megatron_webrl.launch.roles import log_folder, process_specs
-from megatron_webrl.launch.run_folder import config_path, prepared_run_folder
-from megatron_webrl.launch.task_validation import check_evaluators, check_tasks_and_browser
-from megatron_webrl.launch.validation import load_config
+from megatron_webrl.launch.run_folder import config_path, prepared_run_folder, report_folder
+from megatron_webrl.launch.validation import check_evaluators, check_tasks_and_browser, load_config
 from megatron_webrl.placement.memory_estimate import check_parallel_layout
 from megatron_webrl.placement.placement import Placement, place_processes
 from megatron_webrl.placement.placement_table import find_model_config, print_placement
@@ -96,12 +95,6 @@ def record_launch(config: Config, environment: Mapping[str, str]) -> list[JobLau
     return [*earlier, launch]
 
 
-def plan_job(path: str, overrides: list[str]) -> tuple[Config, Placement]:
-    """Read a configuration and place its processes, without looking at any machine. Raises ConfigError."""
-    config = parse_config(path, overrides)
-    return config, plan_processes(config)
-
-
 def plan_processes(config: Config) -> Placement:
     """Place the processes of a configuration, without looking at any machine. Raises ConfigError."""
     check_sections(config)
@@ -122,7 +115,8 @@ def prepare_job(
 
     `stubbed`: no role will run, so model and packages are not checked. Raises ConfigError before anything is made.
     """
-    config, placement = plan_job(path, overrides)
+    config = parse_config(path, overrides)
+    placement = plan_processes(config)
     if not stubbed:
         config = load_config(path, overrides)
         check_tasks_and_browser(config, require_browser=False)
@@ -168,19 +162,11 @@ def browser_server_overrides(url: str) -> list[str]:
     ]
 
 
-def describe_commands(path: str, overrides: list[str], stub_command: str) -> list[str]:
-    """Every process of a job: node, role, devices, cores, and the full command. Raises ConfigError."""
-    config, placement = plan_job(path, overrides)
-    return describe_processes(config, placement, stub_command)
-
-
-def describe_processes(config: Config, placement: Placement, stub_command: str) -> list[str]:
-    """The placement as a table, and the command of every process on its node."""
-    from io import StringIO
-
+def describe_processes(config: Config, stub_command: str) -> list[str]:
+    """The placement as a table, and the command of every process on its node. Raises ConfigError."""
     from rich.console import Console
 
-    text = StringIO()
+    placement, text = plan_processes(config), StringIO()
     print_placement(config, placement, Console(file=text, width=140))
     return text.getvalue().splitlines() + [
         f"node {node} {spec.name}: {spec.shell_command()} >> {spec.log} 2>&1"
@@ -193,17 +179,25 @@ class TooFewNodes(ConfigError):
     """Too few of a job's nodes passed the check."""
 
 
-def choose_nodes(
-    config: Config, allocated: Sequence[str], bad: Mapping[str, str], slow: Collection[str] = ()
-) -> list[str]:
-    """The first cluster.nodes `allocated` nodes not in `bad`, in their order; `slow` ones only if others are too few.
+def bad_nodes(config: Config, nodes: Sequence[str]) -> dict[str, str]:
+    """The nodes that failed a check or left no report, with the reason."""
+    bad = {}
+    for node in nodes:
+        path = report_folder(config) / f"{node}.json"
+        if not path.is_file():
+            bad[node] = "its check did not finish; search the job's log for its name"
+            continue
+        results = json.loads(path.read_text())["results"]
+        if failed := [f"{each['name']}: {each['note']}" for each in results if each["status"] == "failed"]:
+            bad[node] = "; ".join(failed)
+    return bad
 
-    Raises ConfigError: too few, TooFewNodes: too few good ones.
-    """
+
+def choose_nodes(config: Config, allocated: Sequence[str], bad: Mapping[str, str]) -> list[str]:
+    """The first cluster.nodes `allocated` nodes not in `bad`. Raises ConfigError: too few, TooFewNodes: good ones."""
     good = [node for node in allocated if node not in bad]
     if len(good) >= config.cluster.nodes:
-        preferred = sorted(good, key=lambda node: node in slow)[: config.cluster.nodes]
-        return [node for node in good if node in preferred]
+        return good[: config.cluster.nodes]
     if not bad:
         raise ConfigError(
             f"cluster.nodes={config.cluster.nodes}, but the job has {len(allocated)} nodes; ask for as many with "

@@ -25,8 +25,12 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.client import POLL_SECONDS
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.launch.evaluated_checkpoint import EvaluatedCheckpoint, parse_evaluation_config
-from megatron_webrl.launch.evaluation_job import EvaluationJob, convert_checkpoint
+from megatron_webrl.launch.evaluation import (
+    EvaluatedCheckpoint,
+    EvaluationJob,
+    convert_checkpoint,
+    parse_evaluation_config,
+)
 from megatron_webrl.launch.roles import process_specs
 from megatron_webrl.launch.run_folder import control_address_path, wait_for_control_address
 from megatron_webrl.launch.slurm.prepare import plan_processes, read_launches

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from megatron_webrl.launch.evaluation_job import MODEL_PREFIX
+from megatron_webrl.launch.evaluation import MODEL_PREFIX
 from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.track import evaluations, events

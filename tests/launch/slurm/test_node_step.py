@@ -21,9 +21,8 @@ from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.launch import watchdog
 from megatron_webrl.launch.roles import ProcessSpec, process_specs
 from megatron_webrl.launch.run_folder import config_path, control_address_path, write_job
-from megatron_webrl.launch.slurm.browser_servers import own_listen_address, sessions_per_server
-from megatron_webrl.launch.slurm.commands import node_number
-from megatron_webrl.launch.slurm.prepare import browser_server_overrides, plan_job, prepare_job, resume_overrides
+from megatron_webrl.launch.slurm.commands import node_number, own_listen_address, sessions_per_server
+from megatron_webrl.launch.slurm.prepare import browser_server_overrides, prepare_job, resume_overrides
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.placement.cores import format_cores
 from megatron_webrl.placement.placement import place_processes
@@ -100,7 +99,7 @@ def test_a_stub_command_replaces_the_program_and_nothing_else() -> None:
 
 
 def test_an_engine_that_spans_nodes_has_its_worker_on_the_first_and_a_follower_on_the_other() -> None:
-    config, _ = plan_job(str(ROOT / "configs" / "235b_a22b_32node.yaml"), [])
+    config = parse_config(ROOT / "configs" / "235b_a22b_32node.yaml")
     for node, name in ((2, "rollout-1"), (3, "rollout-1.follower-1")):
         (start,) = of(config, node, "rollout")
         assert start.name == start.command[-1] == name

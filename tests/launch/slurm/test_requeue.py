@@ -17,8 +17,7 @@ from megatron_webrl.checks.report import failed, write_json
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch.node_reports import report_folder
-from megatron_webrl.launch.run_folder import config_path
+from megatron_webrl.launch.run_folder import config_path, report_folder
 from megatron_webrl.launch.signals import is_notice
 from megatron_webrl.launch.slurm import prepare
 from megatron_webrl.launch.slurm.commands import TOO_FEW_NODES_EXIT_CODE

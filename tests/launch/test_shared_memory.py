@@ -6,7 +6,7 @@ import mmap
 import os
 from pathlib import Path
 
-from megatron_webrl.rollout.engine.shared_memory import sweep_engine_segments
+from megatron_webrl.launch.run_folder import sweep_engine_segments
 
 NAME = "vllm_dist_0af3-tp-[0-1]-cpushm_{}"
 
