@@ -108,7 +108,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(setting: str, words: str) -
             for setting in (
                 "trainer.advantage.baseline=leave_one_out", "trainer.advantage.scale=none", GDPO, CRITIC,
                 "trainer.advantage.discount=0.9", "trainer.advantage.overlong=mask", PENALTY,
-                "trainer.zero_variance_groups=keep", "trainer.min_valid_episodes=3",
+                "trainer.zero_variance_groups=keep",
             )
         ),
         ([GDPO], "trainer.advantage.name=gdpo has no effect with no penalty: all of trainer.reward.* are 0"),

@@ -166,7 +166,7 @@ async def test_an_episode_that_a_crash_of_the_browser_ends_is_retried_as_in_trai
             return (await episodes.run_held_out(EvaluationGenerator(engine, 0.5), request, 0)).outcome
 
         assert await outcome(crashes=1) == "success"
-        assert await outcome(crashes=config.rollout.retries + 1) in FAULT_OUTCOMES
+        assert await outcome(crashes=2) in FAULT_OUTCOMES
 
 
 def test_a_result_counts_the_requests_of_its_episode_that_no_recording_answered() -> None:
