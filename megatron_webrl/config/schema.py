@@ -16,6 +16,8 @@ from megatron_webrl.config.setting import ConfigError, check_sections, flatten_c
 from megatron_webrl.config.tasks import SOURCES, FileTasksConfig, LatencyConfig, TasksConfig
 from megatron_webrl.config.trainer import TrainerConfig
 
+EVALUATION_EPISODES = 4  # that a worker runs at a time during training, beside its groups
+
 
 @dataclass
 class RunConfig:
@@ -86,7 +88,6 @@ class EvaluationConfig:
         False, "Repeat the evaluations before and after training greedily, one episode of each task; temperature > 0."
     )
     every: int = setting(0, "Updates between evaluations during training; 0: none.", low=0)
-    concurrency: int = setting(4, "Evaluation episodes that one worker runs at a time during training.", low=1)
     timeout_seconds: float = setting(
         7200.0, "Limit of one evaluation; episodes without a result by then are missing.", above=0
     )
@@ -238,7 +239,7 @@ class Config:
     def sessions_per_worker(self) -> int:
         """The most browser sessions, and requests of its engine, of a worker at a time: its groups and evaluations."""
         rollout, evaluation = self.rollout, self.evaluation
-        return rollout.groups_in_flight * rollout.group_size + (evaluation.concurrency if evaluation.every else 0)
+        return rollout.groups_in_flight * rollout.group_size + (EVALUATION_EPISODES if evaluation.every else 0)
 
     @property
     def requests_per_engine(self) -> int:

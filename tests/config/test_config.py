@@ -86,7 +86,7 @@ def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: 
             "tasks.sampler.weights={click-test: 2}",
             "sampler.weights has no effect with tasks.sampler.name=uniform",
         ),
-        ("tasks.sampler.name=ratio", "needs either tasks.sampler.weights or tasks.sampler.difficulty_weights; neither"),
+        ("tasks.sampler.name=ratio", "tasks.sampler.name=ratio needs tasks.sampler.weights"),
         ("tasks.max_steps_by_difficulty={easy: 0}", "tasks.max_steps_by_difficulty.easy=0 must be at least 1"),
         ("tasks.max_steps_by_difficulty={tough: 9}", "'tough' is not one of easy, medium, hard"),
         ("tasks.evaluation_max_steps_by_difficulty={medum: 9}", "is not one of easy, medium, hard; near: medium"),
@@ -246,8 +246,7 @@ def test_scripts_cannot_demonstrate_by_numbered_elements(config_file: Path) -> N
         (["weights={click-test: 0}"], "tasks.sampler.weights is 0 for every one of tasks.environments; raise one"),
         (["weights={click-test: -1}"], "tasks.sampler.weights.click-test=-1.0 must be a number of at least 0"),
         (["weights={click-test: .nan}"], "tasks.sampler.weights.click-test=nan must be a number of at least 0"),
-        (["difficulty_weights={esy: 1}"], "difficulty_weights: 'esy' is not one of easy, medium, hard; near: easy"),
-        (["difficulty_weights={easy: 1}", "weights={click-test: 1}"], "difficulty_weights; both are given"),
+        (["weights={easy: 1, click-test: 1}"], "weights: 'easy' is not one of tasks.environments, or difficulties"),
     ],
 )
 def test_ratios_that_cannot_be_drawn_by_are_named(config_file: Path, overrides: list[str], words: str) -> None:

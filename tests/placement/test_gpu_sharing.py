@@ -79,7 +79,7 @@ def test_each_shared_gpu_has_one_process_of_each_role():
 
 
 def test_processes_on_a_shared_gpu_get_cores_of_its_numa_node():
-    numa = ('cluster.numa_cores=["0-31","32-63"]', "cluster.gpu_numa=[0,0,0,0,1,1,1,1]", "cluster.nodes=1")
+    numa = ('cluster.numa_cores=["0-31","32-63"]', "cluster.nodes=1")
     found = place_processes(made(*EIGHT, *numa))
     for process in found.processes:
         assert {core // 32 for core in process.cores} == {process.devices[0] // 4}

@@ -62,12 +62,13 @@ def control(tmp_path: Path) -> Iterator[ControlClient]:
 
 
 @pytest.fixture
-def config(tmp_path: Path, tiny_model: Path) -> Config:
+def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     config = config_for()
     config.run, config.model = RunConfig(directory=str(tmp_path)), ModelConfig(path=str(tiny_model))
     config.tasks = tasks_config(environments=["click-test", "focus-text"], max_steps=3)
     config.rollout = replace(config.rollout, groups_in_flight=1, group_size=2, max_new_tokens=64, max_model_len=4096)
-    config.evaluation.every, config.evaluation.concurrency = 1, 1
+    monkeypatch.setattr("megatron_webrl.rollout.evaluator.EVALUATION_EPISODES", 1)
+    config.evaluation.every = 1
     return config
 
 

@@ -107,7 +107,6 @@ async def test_an_episode_is_retried_once() -> None:
     trajectories = await result(group_of(play))
     assert [each.outcome for each in trajectories] == ["browser_crashed"] * 3
     assert [(each.tries, each.discarded_tokens) for each in trajectories] == [(2, 5)] * 3
-        assert [(each.tries, each.discarded_tokens) for each in trajectories] == [(retries + 1, 5 * retries)] * 3
 
 
 @pytest.mark.parametrize("outcome", ["failure", "context_overflow", "episode_timeout", "no_reward", "browser_busy"])

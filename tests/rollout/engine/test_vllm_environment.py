@@ -42,8 +42,8 @@ def test_an_engine_computes_the_tokens_of_a_server_and_the_requests_of_its_episo
     config = with_rollout(config, tensor_parallel=2, group_size=6, groups_in_flight=3)
     scheduler = engine_config(config, 0).scheduler_config
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (2 * 2048, 18)
-    config = replace(config, evaluation=replace(config.evaluation, every=5, concurrency=7))
-    assert engine_config(config, 0).scheduler_config.max_num_seqs == 25
+    config = replace(config, evaluation=replace(config.evaluation, every=5))
+    assert engine_config(config, 0).scheduler_config.max_num_seqs == 22
 
 
 def test_batch_limits_can_be_set(config: Config) -> None:

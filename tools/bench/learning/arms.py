@@ -145,7 +145,7 @@ WITHOUT_ARM = {
     "trainer.reward.length_penalty": "responses are bare calls of about eight tokens, which cannot become shorter",
     "trainer.reward.length_window": "see trainer.reward.length_penalty",
     "trainer.loss.importance_weight_level=token": "what auto means, except with gspo",
-    "tasks.max_steps_by_difficulty, tasks.sampler.difficulty_weights": "all MiniWoB++ tasks have one difficulty",
+    "tasks.max_steps_by_difficulty": "all MiniWoB++ tasks have one difficulty",
     "tasks.sampler.per": "for tasks from files and for websites",
 }  # fmt: skip
 """Options without an arm, and why."""
