@@ -19,7 +19,7 @@ from typing import Any, Literal
 from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.placement.cores import CoreRequest, assign_cores
+from megatron_webrl.placement.cores import assign_cores
 from megatron_webrl.ring.segment import segment_name
 
 
@@ -345,9 +345,7 @@ def _processes(
     config: Config, node: int, ranks: Sequence[int], engines: Sequence[tuple[int, int]], node_counts: dict[int, int]
 ) -> Iterator[ProcessPlacement]:
     """The processes of one node. `node_counts`: nodes that each engine has so far; updated."""
-    cluster, shared = config.cluster, config.cluster.colocate and not config.evaluation.only
-    request = CoreRequest(cluster.gpus_per_node, config.trainer.image_workers, shared)
-    cores = assign_cores(cluster.numa_cores, request, len(ranks), [size for _, size in engines])
+    cluster, cores = config.cluster, assign_cores(config, len(ranks), [size for _, size in engines])
 
     def process(role: RoleName, number: int, local: int, first: int, count: int, follower: int = 0) -> ProcessPlacement:
         devices = tuple(range(first, first + count)) if cluster.gpus_per_node else ()
