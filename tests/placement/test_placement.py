@@ -158,7 +158,7 @@ def test_cores_are_taken_near_a_processs_gpu_first() -> None:
     found = place_processes(made(*EIGHT, described, "trainer.image_workers=1", "cluster.nics=[a,a,b,b,c,c,d,d]"))
     numa = [set(parse_cores(text)) for text in ("0-15,32-47", "16-31,48-63")]
     for process, home in zip(found.on_node(0), (0, 0, 0, 0, 1, 1, 1, 1), strict=True):
-        assert set(process.cores) <= numa[home]
+        assert len(numa[home].intersection(process.cores)) >= 7  # workers share what the ranks leave, too
         assert len(process.cores) == (7 if process.role == "trainer" else 9)
         assert process.nics == ("aabbccdd"[process.devices[0]],)
 
