@@ -11,7 +11,6 @@ SETTINGS: dict[str, Any] = {
         "tokens_per_microbatch": 4096,
         # A policy with random weights never succeeds: its groups are all alike, and still must flow.
         "zero_variance_groups": "keep",
-        "batch_timeout_seconds": 240,
         "optimizer": {"learning_rate": 1e-4},
     },
     "rollout": {

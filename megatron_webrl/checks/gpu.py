@@ -74,7 +74,7 @@ def check_environment(request: GpuCheckRequest) -> Iterator[CheckResult]:
         yield failed(section, "placement", str(error))
         return
     if request.platform == "cpu":
-        config = replace(config, cluster=replace(config.cluster, gpus_per_node=0, gpu_numa=[]))
+        config = replace(config, cluster=replace(config.cluster, gpus_per_node=0))
     for each in check_locally(section, config, placement, without="software"):
         yield replace(each, status="failed") if each.note else each
 

@@ -33,8 +33,8 @@ MISMATCH_LIMITS = {"float32": (1e-4, 0.0), "bfloat16": (0.03, 0.05)}
 """By dtype, of the differences of log-probabilities under the same weights: mean in nats; share above 0.1 nats."""
 TRAINER_SETTINGS = (
     "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "expert_parallel", "expert_tensor_parallel",
-    "context_parallel", "data_parallel", "recompute", "layers", "attention", "experts", "routing_replay",
-    "tokens_per_microbatch", "merge_prefixes", "train_vision", "image_workers", "batch_timeout_seconds", "optimizer",
+    "context_parallel", "data_parallel", "recompute", "layers", "attention", "routing_replay",
+    "tokens_per_microbatch", "merge_prefixes", "train_vision", "optimizer",
 )  # fmt: skip
 """Kept of the configuration; its algorithm is not: a model without training may never succeed."""
 
@@ -90,7 +90,7 @@ def judge_job(config: Config) -> Iterator[CheckResult]:
     yield at_least(SECTION, "updates of a whole job", len(updates), UPDATES)
     if not summary["accounting"]["matches"]:
         yield failed(SECTION, "accounting", f"episodes were lost: {summary['accounting']}")
-    limits = MISMATCH_LIMITS[config.model.dtype] if config.rollout.kv_cache_dtype != "fp8" else (None, None)
+    limits = (None, None) if config.rollout.has_fp8_cache else MISMATCH_LIMITS[config.model.dtype]
     compared = [each for each in extra if "logprob_mismatch/mean/lag_0" in each]
     if not compared:
         yield failed(SECTION, MISMATCH, "no token was scored by both under equal weights")

@@ -35,7 +35,6 @@ class BrowserConfig:
     width: int = setting(1280, "Viewport width, pixels.", low=32)
     height: int = setting(768, "Viewport height, pixels.", low=32)
     screenshot: str = setting("jpeg", "Encoding of screenshots.", choices=("jpeg", "png", "webp"))
-    quality: int = setting(80, "Quality of JPEG and WebP.", low=1, high=100)
     marks: bool = setting(
         False,
         "Set-of-Marks: number the visible elements, and act by number (web_interaction) instead of "

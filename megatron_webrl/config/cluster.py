@@ -22,17 +22,8 @@ class ClusterConfig:
     gpu_gib: float = setting(80.0, "Memory of one GPU, GiB.", above=0)
     numa_cores: list[str] = setting(
         [],
-        'Cores of each NUMA node, numbered as Linux does, such as ["0-31,64-95", "32-63,96-127"]; empty: '
-        "processes are not bound to cores.",
-    )
-    trainer_cores: int = setting(
-        0,
-        "Cores of one trainer rank; workers share the others. 0: six, and one for each of trainer.image_workers, or "
-        "fewer so that ranks take at most half of the cores; without GPUs as many as a process of an engine.",
-        low=0,
-    )
-    gpu_numa: list[int] = setting(
-        [], "NUMA node of each GPU, an index into cluster.numa_cores; empty: GPUs in order, evenly."
+        'Cores of each NUMA node, numbered as Linux does, such as ["0-31,64-95", "32-63,96-127"]: a '
+        "process runs near its GPUs, which lie in order and evenly spread; empty: processes are not bound to cores.",
     )
     nics: list[str] = setting(
         [],

@@ -17,7 +17,6 @@ SETTINGS = {
     "nnodes": "cluster.nodes",
     "max_model_len": "rollout.max_model_len",
     "limit_mm_per_prompt": "rollout.context.history_turns",
-    "kv_cache_dtype": "rollout.kv_cache_dtype",
     "kv_cache_memory_bytes": "rollout.kv_cache_mib",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "max_num_seqs": "rollout.max_num_seqs",

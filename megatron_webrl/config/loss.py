@@ -122,14 +122,6 @@ class DualClipConfig(ClipConfig):
 
 
 @dataclass
-class SapoConfig(OffPolicyLossConfig):
-    sapo_temperature_positive: float = setting(
-        1.0, "Temperature of sapo's gate for positive advantages; higher: it closes sooner.", above=0
-    )
-    sapo_temperature_negative: float = setting(1.05, "The same for negative advantages.", above=0)
-
-
-@dataclass
 class DppoConfig(OffPolicyLossConfig):
     dppo_divergence: str = setting(
         "total_variation", "Divergence that dppo bounds, of the token against all others.",
@@ -159,7 +151,7 @@ LOSSES: dict[str, type[LossConfig]] = {
     "grpo": DualClipConfig,
     "gspo": DualClipConfig,
     "cispo": ClipConfig,
-    "sapo": SapoConfig,
+    "sapo": OffPolicyLossConfig,
     "dppo": DppoConfig,
     "raft": RaftConfig,
     "raft_plus_plus": RaftPlusPlusConfig,

@@ -32,9 +32,6 @@ class ContextConfig:
         "each step; memory_compact: Memory, a line of short notes, also with compact (docs/context.md).",
         choices=("bare", "vanilla", "progress", "memory_additive", "memory_compressive", "memory_compact"),
     )
-    image_position: str = setting(
-        "after", "Place of the screenshot in a user turn: after or before its text.", choices=("after", "before")
-    )
     keep_thinking: bool = setting(
         False, "Keep the thoughts of past rounds in the prompts of the sliding policy; append always keeps them."
     )
@@ -78,17 +75,10 @@ class RolloutConfig:
         "together (baseline).",
         choices=("free", "lockstep"),
     )
-    retries: int = setting(1, "Retries of an episode after a browser or an engine failed.", low=0)
     temperature: float = setting(1.0, "Sampling temperature.", above=0)
     max_new_tokens: int = setting(4096, "Response tokens of one step.", low=1)
     max_model_len: int = setting(16384, "Tokens of prompt and response together.", low=16)
     kv_cache_mib: int = setting(0, "Memory of the engine's KV cache; 0: vLLM decides.", low=0)
-    kv_cache_dtype: str = setting(
-        "auto",
-        "Type of the engine's KV cache; auto: that of its weights. fp8 holds twice the tokens of bfloat16, but makes "
-        "log-probabilities less exact (docs/rollout.md).",
-        choices=("auto", "fp8"),
-    )
     max_num_seqs: int = setting(
         0,
         "Requests that an engine computes at a time, at most; 0: as many as its worker's episodes in flight can make.",
@@ -97,8 +87,8 @@ class RolloutConfig:
     gpu_memory_utilization: float = setting(0.9, "Fraction of a GPU that vLLM may use.", above=0, high=1)
     engine_options: dict[str, Any] = setting(
         {},
-        "Further arguments of vLLM's AsyncEngineArgs by name, such as {block_size: 32}. Arguments that vLLM does not "
-        "know, or that other settings govern, are refused (docs/rollout.md).",
+        "Further arguments of vLLM's AsyncEngineArgs by name, such as {kv_cache_dtype: fp8}. Arguments that vLLM does "
+        "not know, or that other settings govern, are refused (docs/rollout.md).",
     )
     lenient_actions: bool = setting(
         False,
@@ -109,7 +99,9 @@ class RolloutConfig:
         120.0, "Limit of one operation: a generation, a reset, an action.", above=0
     )
     episode_timeout_seconds: float = setting(2700.0, "Limit of one episode.", above=0)
-    max_go_backs: int = setting(
-        3, "Consecutive go_back actions on the start page that end a training episode as a failure; 0: none do.", low=0
-    )
     context: ContextConfig = field(default_factory=ContextConfig)
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether a value of the KV cache takes one byte (rollout.engine_options.kv_cache_dtype)."""
+        return str(self.engine_options.get("kv_cache_dtype", "")).startswith("fp8")

@@ -16,6 +16,8 @@ from megatron_webrl.config.setting import ConfigError, check_sections, flatten_c
 from megatron_webrl.config.tasks import SOURCES, FileTasksConfig, LatencyConfig, TasksConfig
 from megatron_webrl.config.trainer import TrainerConfig
 
+EVALUATION_EPISODES = 4  # that a worker runs at a time during training, beside its groups
+
 
 @dataclass
 class RunConfig:
@@ -23,15 +25,15 @@ class RunConfig:
     directory: str = setting("runs", "Folder that holds all runs and the MLflow database.")
     seed: int = setting(0, "Seed of task sampling, of the order of samples and of the engines.", low=0)
     resume: bool = setting(False, "Continue from the newest checkpoint of this run; without one, refuse.")
-    startup_timeout_seconds: float = setting(600.0, "Limit for a process to start.", above=0)
+    startup_timeout_seconds: float = setting(
+        600.0,
+        "Limit for a process to start, with the weights or a checkpoint that it reads. A checkpoint may take 1.5 times "
+        "as long to write; a role without progress for 1.25 times as long, at least 900 s, counts as hung: all "
+        "processes write their stacks to their logs, and it is killed.",
+        above=0,
+    )
     heartbeat_timeout_seconds: float = setting(
         20.0, "A process that sends no heartbeat for this long counts as lost.", above=0
-    )
-    hang_timeout_seconds: float = setting(
-        900.0,
-        "A rollout worker that makes no progress for this long, or the trainer if no rank makes any, "
-        "counts as hung: all processes write their stacks to their logs, and it is killed. 0: never.",
-        low=0,
     )
     worker_restarts_per_hour: int = setting(
         6,
@@ -86,7 +88,6 @@ class EvaluationConfig:
         False, "Repeat the evaluations before and after training greedily, one episode of each task; temperature > 0."
     )
     every: int = setting(0, "Updates between evaluations during training; 0: none.", low=0)
-    concurrency: int = setting(4, "Evaluation episodes that one worker runs at a time during training.", low=1)
     timeout_seconds: float = setting(
         7200.0, "Limit of one evaluation; episodes without a result by then are missing.", above=0
     )
@@ -125,12 +126,6 @@ class WeightsConfig:
         choices=("auto", "nccl", "host"),
     )
     timeout_seconds: float = setting(300.0, "Limit of one weight transfer, and of joining a link.", above=0)
-    cache_invalidation: str = setting(
-        "reset",
-        "Effect of an update on an engine's caches. reset: drop them; running requests recompute their "
-        "context. salt: running requests keep the old entries, later ones cannot reach them.",
-        choices=("reset", "salt"),
-    )
     verify: bool = setting(False, "Compare checksums of every slice on both sides of each transfer.")
 
 
@@ -218,6 +213,19 @@ class Config:
         return self.run.startup_timeout_seconds if self.run.max_trainer_restarts else 0.0
 
     @property
+    def hang_timeout_seconds(self) -> float:
+        """Limit of a role without progress: above every wait in which a healthy one makes none.
+
+        These are the start, and the joining of a weight link: one timeout to form it, one to compare plans.
+        """
+        return max(1.25 * self.run.startup_timeout_seconds, 2 * self.weights.timeout_seconds + 300)
+
+    @property
+    def checkpoint_timeout_seconds(self) -> float:
+        """Limit of writing one checkpoint, which holds as much as a start reads; training continues without it."""
+        return 1.5 * self.run.startup_timeout_seconds
+
+    @property
     def weights_through_host(self) -> bool:
         """Whether weights travel through the memory of the hosts; without GPUs they are nowhere else."""
         transport, cluster = self.weights.transport, self.cluster
@@ -231,7 +239,7 @@ class Config:
     def sessions_per_worker(self) -> int:
         """The most browser sessions, and requests of its engine, of a worker at a time: its groups and evaluations."""
         rollout, evaluation = self.rollout, self.evaluation
-        return rollout.groups_in_flight * rollout.group_size + (evaluation.concurrency if evaluation.every else 0)
+        return rollout.groups_in_flight * rollout.group_size + (EVALUATION_EPISODES if evaluation.every else 0)
 
     @property
     def requests_per_engine(self) -> int:
@@ -273,23 +281,11 @@ def check_combinations(config: Config) -> None:
     """
     check_sections(config)
     check_engine_options(config.rollout.engine_options, in_training=not config.evaluation.only)
-    for check in (_check_waits, _check_engines, _check_context, _check_browser, _check_evaluation):
+    for check in (_check_engines, _check_context, _check_browser, _check_evaluation):
         check(config)
     if not config.evaluation.only:
         for check in (_check_batch, _check_loss, _check_credit, _check_distillation):
             check(config)
-
-
-def _check_waits(config: Config) -> None:
-    """Check that run.hang_timeout_seconds exceeds every wait in which a role makes no progress."""
-    joining = 2 * config.weights.timeout_seconds + 60  # one timeout to form a link, one to compare plans
-    longest = max(config.run.startup_timeout_seconds, joining)
-    if 0 < config.run.hang_timeout_seconds <= longest:
-        raise ConfigError(
-            f"run.hang_timeout_seconds={config.run.hang_timeout_seconds:g} is not above {longest:g}, the larger of "
-            "run.startup_timeout_seconds and twice weights.timeout_seconds, and 60, for which a role may make no "
-            "progress; raise it, or set it to 0 for no limit"
-        )
 
 
 def _check_engines(config: Config) -> None:
@@ -379,11 +375,6 @@ def _check_batch(config: Config) -> None:
     if not trainer.without_baseline:
         if rollout.group_size < 2:
             raise ConfigError("rollout.group_size=1 gives no baseline; use at least 2, or trainer.loss.name=raft")
-        if rollout.group_size < trainer.min_valid_episodes:
-            raise ConfigError(
-                f"trainer.min_valid_episodes={trainer.min_valid_episodes} exceeds rollout.group_size="
-                f"{rollout.group_size}; lower it"
-            )
         if trainer.minibatches > trainer.groups_per_update:
             raise ConfigError(
                 f"trainer.minibatches={trainer.minibatches} exceeds trainer.groups_per_update="
@@ -409,7 +400,7 @@ def _check_loss(config: Config) -> None:
         )
 
 
-_OF_ADVANTAGES = ("advantage.", "reward.", "zero_variance_groups", "min_valid_episodes")  # settings of the trainer
+_OF_ADVANTAGES = ("advantage.", "reward.", "zero_variance_groups")  # settings of the trainer
 
 
 def _check_credit(config: Config) -> None:

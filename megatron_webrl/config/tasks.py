@@ -33,13 +33,8 @@ class SamplerConfig:
     )
     weights: dict[str, float] = setting(
         {},
-        "Relative frequency of environments, such as {click-test: 2}; those left out: 1.",
-        only_with=("name", "ratio"),
-    )
-    difficulty_weights: dict[str, float] = setting(
-        {},
-        "Relative frequency of difficulties, such as {easy: 2, medium: 5, hard: 3}, shared equally"
-        " by their environments or tasks; those left out: 1.",
+        "Relative frequency of environments, such as {click-test: 2}, or of difficulties, such as {easy: 2, medium: 5, "
+        "hard: 3}, shared equally by their environments or tasks; those left out: 1.",
         only_with=("name", "ratio"),
     )
     target: float = setting(
@@ -52,16 +47,18 @@ class SamplerConfig:
     )
 
     def check(self) -> None:
-        for key in ("weights", "difficulty_weights"):
-            for name, weight in getattr(self, key).items():
-                if not (weight >= 0 and math.isfinite(weight)):
-                    raise ConfigError(f"tasks.sampler.{key}.{name}={weight} must be a number of at least 0")
-        check_names("tasks.sampler.difficulty_weights", self.difficulty_weights, DIFFICULTIES, ", ".join(DIFFICULTIES))
-        if self.name == "ratio" and bool(self.weights) == bool(self.difficulty_weights):
+        for name, weight in self.weights.items():
+            if not (weight >= 0 and math.isfinite(weight)):
+                raise ConfigError(f"tasks.sampler.weights.{name}={weight} must be a number of at least 0")
+        if self.name == "ratio" and not self.weights:
             raise ConfigError(
-                "tasks.sampler.name=ratio needs either tasks.sampler.weights or tasks.sampler.difficulty_weights; "
-                f"{'both are' if self.weights else 'neither is'} given"
+                "tasks.sampler.name=ratio needs tasks.sampler.weights, of environments or of difficulties"
             )
+
+    @property
+    def by_difficulty(self) -> bool:
+        """Whether the weights are those of difficulties."""
+        return self.weights.keys() <= set(DIFFICULTIES)
 
 
 @dataclass
@@ -145,7 +142,9 @@ class PageTasksConfig(TasksConfig):
         sampler = self.sampler
         if not self.environments:
             raise ConfigError("tasks.environments is empty; name at least one environment")
-        check_names("tasks.sampler.weights", sampler.weights, self.environments, "tasks.environments")
+        if sampler.by_difficulty:
+            return
+        check_names("tasks.sampler.weights", sampler.weights, self.environments, "tasks.environments, or difficulties")
         if not any(sampler.weights.get(name, 1.0) for name in self.environments):
             raise ConfigError("tasks.sampler.weights is 0 for every one of tasks.environments; raise one")
 
@@ -164,20 +163,12 @@ class FileTasksConfig(TasksConfig):
         "difficulty, facts, answer), such as {instruction: goal}; replaces the format's own.",
     )
     allow_shared_websites: bool = setting(False, "Permit websites that are in both task files.")
-    block_hours: float = setting(
-        12.0, "Hours for which training draws no tasks of a website that blocked the agent; 0: none.", low=0
-    )
 
     def check(self) -> None:
         super().check()
         if self.from_import_path:
             return
-        sampler = self.sampler
-        if sampler.weights:
-            raise ConfigError(
-                f"tasks.sampler.weights={sampler.weights} are weights of environments, which tasks.source="
-                f"{self.source} does not have; use tasks.sampler.difficulty_weights"
-            )
+        check_names("tasks.sampler.weights", self.sampler.weights, DIFFICULTIES, ", ".join(DIFFICULTIES))
 
 
 @dataclass

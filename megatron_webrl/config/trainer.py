@@ -40,13 +40,7 @@ class CheckpointConfig:
         "Folder on another file system, the same on all nodes, for the last checkpoint of a job if the run's folder "
         "cannot take it; the run resumes from there if it holds nothing newer. Empty: the job fails.",
     )
-    timeout_seconds: float = setting(
-        900.0,
-        "Limit of writing one checkpoint; one that takes longer fails, and training continues without it.",
-        above=0,
-    )
     keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
-    keep_every: int = setting(0, "Versions that are a multiple of this are kept as well; 0: none.", low=0)
     optimizer_shards: str = setting(
         "whole",
         "whole: the optimizer's state is gathered on one rank of each data-parallel group, and resumes in any parallel "
@@ -68,13 +62,6 @@ class WarmStartConfig:
         0.0,
         "Probability that a step of a demonstration submits at once where the page has a submit button, or takes any "
         "free square of tic-tac-toe. Above 0, failed episodes are imitated too.",
-        low=0,
-        high=1,
-    )
-    stall_probability: float = setting(
-        0.0,
-        "Probability that an episode stalls: once its work is done, it acts again or waits instead of submitting. For "
-        "pages that end with a submit button. Above 0, failed episodes are imitated too.",
         low=0,
         high=1,
     )
@@ -113,12 +100,6 @@ class TrainerConfig:
         "flash-attn's; auto: varlen where it exists, else sdpa.",
         choices=("auto", "sdpa", "varlen", "flash"),
     )
-    experts: str = setting(
-        "auto",
-        "Experts of a layer: computed one after the other (sequential), or together in grouped products; auto: "
-        "together in half precision on CUDA and on the CPU, where the widths are multiples of 16 bytes.",
-        choices=("auto", "sequential"),
-    )
     routing_replay: str = setting(
         "auto",
         "Replay of the engine's routed experts in the trainer; auto: of a mixture of experts, unless "
@@ -156,15 +137,6 @@ class TrainerConfig:
         "Groups of one outcome: drop and replace them, or keep them (they carry no gradient of the rewards; with "
         "trainer.advantage.name=gdpo that of their penalties, with critic that of all of their steps).",
         choices=("drop", "keep"),
-    )
-    min_valid_episodes: int = setting(
-        2, "Episodes of a group that must be trainable, not masked; a group with fewer is dropped and replaced.", low=2
-    )
-    batch_timeout_seconds: float = setting(
-        900.0,
-        "Limit for the groups of one update to arrive; time without an engine does not count, up to "
-        "run.startup_timeout_seconds.",
-        above=0,
     )
     profile_updates: list[int] = setting(
         [],

@@ -5,7 +5,7 @@ other nodes need no connection. `StackDumper`, on each node, has every role writ
 requested roles that still hang. Their node restarts them.
 
 A rollout worker hangs if it sends no heartbeat for run.heartbeat_timeout_seconds, or makes no progress for
-run.hang_timeout_seconds. Trainer ranks wait for each other: they hang once none has made progress for that long, and
+Config.hang_timeout_seconds. Trainer ranks wait for each other: they hang once none has made progress for that long, and
 the rank that stopped first is killed.
 """
 
@@ -89,7 +89,7 @@ class HangDetector:
 
     def _hung_workers(self, reports: RoleReports) -> dict[str, tuple[str, str]]:
         """By role: the kind of sign that is missing, and the reason to report."""
-        run, hung = self.config.run, {}
+        run, limit, hung = self.config.run, self.config.hang_timeout_seconds, {}
         for worker in self._workers:
             report = reports.get(worker)
             if report is None or report["cleared"]:  # it starts
@@ -97,15 +97,14 @@ class HangDetector:
             if report["silent_seconds"] > run.heartbeat_timeout_seconds:
                 reason = f"sent no heartbeat for {run.heartbeat_timeout_seconds:g} s (run.heartbeat_timeout_seconds)"
                 hung[worker] = "heartbeat", reason
-            elif run.hang_timeout_seconds and report["idle_seconds"] > run.hang_timeout_seconds:
-                reason = f"made no progress for {run.hang_timeout_seconds:g} s (run.hang_timeout_seconds)"
-                hung[worker] = "progress", reason
+            elif report["idle_seconds"] > limit:
+                hung[worker] = "progress", f"made no progress for {limit:g} s"
         return hung
 
     def _hung_rank(self, reports: RoleReports) -> dict[str, tuple[str, str]]:
         """The trainer rank that stopped first, once no rank makes progress."""
-        limit = self.config.run.hang_timeout_seconds
-        if not limit or not self._ranks or not self.control.ticket_epoch_count():
+        limit = self.config.hang_timeout_seconds
+        if not self._ranks or not self.control.ticket_epoch_count():
             return {}
         idle = {rank: reports.get(rank, {}).get("idle_seconds", 0.0) for rank in self._ranks}
         if min(idle.values()) <= limit:

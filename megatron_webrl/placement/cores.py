@@ -4,45 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 
 Cores = tuple[int, ...]
 RANK_THREADS = 6  # busy threads of a rank on a GPU: main, autograd, three of NCCL's proxies, writer of checkpoints
 
 
-@dataclass(frozen=True)
-class CoreRequest:
-    """Settings that decide how many cores a trainer rank gets."""
-
-    gpus_per_node: int
-    cores_per_trainer_rank: int  # 0: default
-    image_workers: int  # processes of each rank
-    colocate: bool = False  # ranks and engines use the same GPUs
-
-
-def assign_cores(
-    numa: Sequence[str], gpu_numa: Sequence[int], request: CoreRequest, ranks: int, engines: Sequence[int]
-) -> tuple[Cores, ...]:
+def assign_cores(config: Config, ranks: int, engines: Sequence[int]) -> tuple[Cores, ...]:
     """Cores of each trainer rank, then of each worker. Raises ConfigError.
 
-    `numa`: core list of each NUMA node; empty: processes are not bound. `engines`: processes of each worker's engine.
-    A rank takes its request; the workers share the other cores equally; each from its own NUMA node first.
+    `engines`: processes of each worker's engine. A rank takes the cores that it keeps busy; the workers share the other
+    cores equally; each from its own NUMA node first. Without cluster.numa_cores processes are not bound.
     """
-    if not numa:
+    if not config.cluster.numa_cores:
         return ((),) * (ranks + len(engines))
-    free = [list(parse_cores(text)) for text in numa]
+    free = [list(parse_cores(text)) for text in config.cluster.numa_cores]
     _check_disjoint(free)
     total = sum(map(len, free))
-    cores = request.cores_per_trainer_rank or _default_request(request, total, ranks, ranks + sum(engines))
+    if config.cluster.gpus_per_node:  # all that a rank keeps busy, if ranks then take at most half
+        threads = config.trainer.image_workers
+        cores = threads + max(1, min(RANK_THREADS, total // (2 * max(ranks, 1)) - threads))
+    else:
+        cores = max(1, total // (ranks + sum(engines)))
     if ranks * cores + len(engines) > total:
         raise ConfigError(
             f"cluster.numa_cores gives a node {total} cores, but its {ranks} trainer ranks take {cores} each and its "
-            f"{len(engines)} workers at least one; set cluster.trainer_cores to at most "
-            f"{max((total - len(engines)) // max(ranks, 1), 0)}, or leave cluster.numa_cores out"
+            f"{len(engines)} workers at least one; name more cores, or leave cluster.numa_cores out"
         )
-    homes = _homes(gpu_numa, request, len(free), ranks, engines)
+    homes = _homes(config, len(free), ranks, engines)
     assigned = [_take(free, home, cores) for home in homes[:ranks]] + _share(free, homes[ranks:])
     return tuple(tuple(sorted(each)) for each in assigned)
 
@@ -77,24 +68,14 @@ def _check_disjoint(numa: Sequence[Sequence[int]]) -> None:
         seen.add(core)
 
 
-def _default_request(request: CoreRequest, total: int, ranks: int, processes: int) -> int:
-    """Cores of a rank: with GPUs all that it keeps busy, if ranks then take at most half of the `total`."""
-    if not request.gpus_per_node:
-        return max(1, total // processes)
-    room = total // (2 * max(ranks, 1))
-    return request.image_workers + max(1, min(RANK_THREADS, room - request.image_workers))
-
-
-def _homes(gpu_numa: Sequence[int], request: CoreRequest, numa: int, ranks: int, engines: Sequence[int]) -> list[int]:
+def _homes(config: Config, numa: int, ranks: int, engines: Sequence[int]) -> list[int]:
     """The NUMA node of each process: that of its first GPU; without GPUs the processes are spread evenly."""
     first = [*range(ranks)]
-    position = 0 if request.colocate else ranks
+    position = 0 if config.cluster.colocate and not config.evaluation.only else ranks
     for size in engines:
         first.append(position)
         position += size
-    if gpu_numa:
-        return [gpu_numa[gpu] for gpu in first]
-    return [gpu * numa // (request.gpus_per_node or position) for gpu in first]
+    return [gpu * numa // (config.cluster.gpus_per_node or position) for gpu in first]
 
 
 def _take(free: list[list[int]], home: int, count: int) -> list[int]:

@@ -274,7 +274,7 @@ class EngineCosts:
         # Each request goes to experts of its own: the share of experts that at least one of them needs is read.
         read = 1 - (1 - self.chosen) ** requests if text.num_experts else 0.0
         weights = size * (self.dense + read * self.experts) / self.tensor / rates.memory
-        cached = size if self.config.rollout.kv_cache_dtype == "auto" else 1
+        cached = 1 if self.config.rollout.has_fp8_cache else size
         cache = requests * context * 2 * cached * text.key_width * text.full_layers / self.tensor / rates.memory
         if text.linear:  # the state of each request is read and written
             states = sum(text.linear_layers) * 2 * state_bytes(text.linear, size)

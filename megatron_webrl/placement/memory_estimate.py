@@ -105,10 +105,6 @@ def _check_parallel(config: Config, layers: int, sparse: bool) -> None:
         )
     experts = trainer.expert_parallel * trainer.expert_tensor_parallel
     ranks = trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel
-    if not sparse and trainer.experts != "auto":
-        raise ConfigError(
-            f"trainer.experts={trainer.experts} needs a mixture of experts, but {path} is dense; set auto"
-        )
     if not sparse and experts > 1:
         raise ConfigError(
             f"trainer.expert_parallel={trainer.expert_parallel} and trainer.expert_tensor_parallel="
@@ -462,7 +458,7 @@ def _engine(config: Config, counts: ParameterCounts, shape: TextDimensions) -> t
     tower = counts.vision
     weights = size * (layers + ends * embedding + counts.hidden_size + tower)
     head = shape.key_width // shape.num_key_value_heads
-    cached = size if rollout.kv_cache_dtype == "auto" else 1  # bytes of a value of the KV cache
+    cached = 1 if rollout.has_fp8_cache else size  # bytes of a value of the KV cache
     full = _most_of_neighbours([int(not linear) for linear in shape.linear_layers], count)
     token = 2 * cached * full * max(shape.num_key_value_heads // tensor, 1) * head
     reserve = ENGINE_RESERVE_BYTES if cluster.gpus_per_node else 0

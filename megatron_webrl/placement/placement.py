@@ -19,7 +19,7 @@ from typing import Any, Literal
 from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.placement.cores import CoreRequest, assign_cores
+from megatron_webrl.placement.cores import assign_cores
 from megatron_webrl.ring.segment import segment_name
 
 
@@ -245,13 +245,8 @@ def check_node_number(config: Config, node: int) -> None:
 def _check_cluster_settings(config: Config) -> None:
     cluster = config.cluster
     check_gpu_sharing(config)
-    if cluster.trainer_cores and not cluster.numa_cores:
-        raise ConfigError(
-            f"cluster.trainer_cores={cluster.trainer_cores} has no effect without cluster.numa_cores; "
-            "set both or neither"
-        )
     if not cluster.gpus_per_node:
-        for name in ("engine_gpus_per_node", "gpu_numa", "nics", "gpu_gib"):
+        for name in ("engine_gpus_per_node", "nics", "gpu_gib"):
             if (value := getattr(cluster, name)) != getattr(ClusterConfig(), name):
                 raise ConfigError(
                     f"cluster.{name}={value} has no effect with cluster.gpus_per_node=0; set cluster.gpus_per_node too"
@@ -269,22 +264,11 @@ def _check_cluster_settings(config: Config) -> None:
             f"cluster.gpus_per_node={cluster.gpus_per_node} must leave each role at least one GPU of a node; "
             f"choose 1 to {cluster.gpus_per_node - 1}"
         )
-    for name, value in (("gpu_numa", cluster.gpu_numa), ("nics", cluster.nics)):
-        if value and len(value) != cluster.gpus_per_node:
-            raise ConfigError(
-                f"cluster.{name} has {len(value)} entries for cluster.gpus_per_node={cluster.gpus_per_node}; "
-                "give one for each GPU"
-            )
-    if cluster.gpu_numa and not cluster.numa_cores:
+    if cluster.nics and len(cluster.nics) != cluster.gpus_per_node:
         raise ConfigError(
-            "cluster.gpu_numa has no effect without cluster.numa_cores; give the cores of each NUMA node, too"
+            f"cluster.nics has {len(cluster.nics)} entries for cluster.gpus_per_node={cluster.gpus_per_node}; give one "
+            "for each GPU"
         )
-    for number in cluster.gpu_numa:
-        if not 0 <= number < len(cluster.numa_cores):
-            raise ConfigError(
-                f"cluster.gpu_numa={number} is not one of the {len(cluster.numa_cores)} NUMA nodes "
-                "of cluster.numa_cores"
-            )
 
 
 def _ranks_per_node(config: Config) -> tuple[int, int]:
@@ -361,10 +345,7 @@ def _processes(
     config: Config, node: int, ranks: Sequence[int], engines: Sequence[tuple[int, int]], node_counts: dict[int, int]
 ) -> Iterator[ProcessPlacement]:
     """The processes of one node. `node_counts`: nodes that each engine has so far; updated."""
-    cluster, shared = config.cluster, config.cluster.colocate and not config.evaluation.only
-    request = CoreRequest(cluster.gpus_per_node, cluster.trainer_cores, config.trainer.image_workers, shared)
-    sizes = [size for _, size in engines]
-    cores = assign_cores(cluster.numa_cores, cluster.gpu_numa, request, len(ranks), sizes)
+    cluster, cores = config.cluster, assign_cores(config, len(ranks), [size for _, size in engines])
 
     def process(role: RoleName, number: int, local: int, first: int, count: int, follower: int = 0) -> ProcessPlacement:
         devices = tuple(range(first, first + count)) if cluster.gpus_per_node else ()

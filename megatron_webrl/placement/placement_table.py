@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.placement import memory_estimate
 from megatron_webrl.placement.cores import format_cores
-from megatron_webrl.placement.hardware import CARDS, Card
+from megatron_webrl.placement.hardware import CARDS
 from megatron_webrl.placement.memory_estimate import GIB, MemoryEstimate, check_parallel_layout
 from megatron_webrl.placement.placement import (
     Placement,
@@ -42,23 +42,17 @@ from megatron_webrl.placement.prediction import (
 from megatron_webrl.util.text import count_noun
 
 
-@dataclass(frozen=True)
-class Views:
-    """What `webrl placement` shows besides the placement."""
-
-    memory: bool = False
-    card: Card | None = None  # predicted times on such GPUs
-    lengths: EpisodeLengths = EpisodeLengths()
-    layouts: int = 0  # number of the fastest layouts of the trainer; 0: no search
-
-
-def show_placement(path: str, overrides: list[str], file: Path | None, views: Views, console: Console) -> int:
-    """Print the placement of a configuration and write it to `file` as JSON; returns the exit code.
+def show_placement(options: argparse.Namespace) -> int:
+    """Print the placement of a configuration and write it as JSON; returns the exit code.
 
     Raises ConfigError if the configuration cannot be placed. Reads no machine: the model, packages and browsers may be
     missing here.
     """
-    config = parse_config(path, overrides)
+    for name in ("card", "lengths", "search"):
+        if getattr(options, name) and not options.time:
+            raise ConfigError(f"--{name} is for --time; add --time")
+    lengths, console = EpisodeLengths.from_words(options.lengths), Console(width=None if sys.stdout.isatty() else 140)
+    config = parse_config(options.config, options.overrides)
     check_sections(config)
     description = find_model_config(config)
     if description is not None:
@@ -66,33 +60,34 @@ def show_placement(path: str, overrides: list[str], file: Path | None, views: Vi
     placement, content = place_processes(config), dict[str, Any]()
     print_placement(config, placement, console)
     estimate = None
-    if views.memory or views.card:
+    if options.memory or options.time:
         if description is None:
             raise ConfigError(
-                f"{'--memory' if views.memory else '--time'}: model.path={config.model.path} is no folder with a "
+                f"{'--memory' if options.memory else '--time'}: model.path={config.model.path} is no folder with a "
                 "config.json, nor named as a released size is (Qwen3-VL-SIZE-Instruct or -Thinking, SIZE one of "
                 f"{', '.join(parameter_counts.MODEL_SIZES)}; {', '.join(parameter_counts.QWEN3_5_NAMES)})"
             )
-        if views.memory:
+        if options.memory:
             estimate = memory_estimate.estimate_memory(config, description)
             start = StartEstimate.of_config(config, estimate.parameters)
             print_memory(config, estimate, console)
             for line in start.lines(config):
                 console.print(line, highlight=False, soft_wrap=True)
             content |= {"memory": asdict(estimate), "start": asdict(start)}
-        if views.card is not None:
-            predicted = predict(config, description, views.card, views.lengths)
+        if options.time:
+            card = CARDS[options.card or "H100"]
+            predicted = predict(config, description, card, lengths)
             print_prediction(predicted, console)
             content["time"] = asdict(predicted)
-            if views.layouts:
-                layouts, tried = search_layouts(config, description, views.card, views.lengths)
-                print_layouts(layouts, tried, views.layouts, console)
+            if options.search > 0:
+                layouts, tried = search_layouts(config, description, card, lengths)
+                print_layouts(layouts, tried, options.search, console)
                 content["layouts"] = [layout.settings | {"seconds": layout.seconds} for layout in layouts]
-    if file is not None:
+    if options.json is not None:
         try:
-            file.write_text(json.dumps(placement.to_json() | content, indent=1) + "\n")
+            options.json.write_text(json.dumps(placement.to_json() | content, indent=1) + "\n")
         except OSError as err:
-            raise ConfigError(f"--json={file}: {err.strerror}; name a file in a folder that can be written") from err
+            raise ConfigError(f"--json={options.json}: {err.strerror}; name a file in a writable folder") from err
     if estimate is not None:
         memory_estimate.check_memory(config, estimate)
     return 0
@@ -339,14 +334,4 @@ def add_placement(commands: Any) -> None:
     placement.add_argument(
         "--search", type=int, default=0, metavar="N", help="with --time: the N fastest layouts of the trainer that fit"
     )
-    placement.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    for name in ("card", "lengths", "search"):
-        if getattr(options, name) and not options.time:
-            raise ConfigError(f"--{name} is for --time; add --time")
-    card = CARDS[options.card or "H100"] if options.time else None
-    views = Views(options.memory, card, EpisodeLengths.from_words(options.lengths), max(options.search, 0))
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    return show_placement(options.config, options.overrides, options.json, views, console)
+    placement.set_defaults(run=show_placement)

@@ -421,7 +421,7 @@ class StartEstimate:
         return cls(parameters * size, parameters * (size + OPTIMIZER_BYTES[config.model.dtype]))
 
     def lines(self, config: Config) -> list[str]:
-        """Start and checkpoint in a line each, with the timeout to set if that of the configuration is too short."""
+        """Start and checkpoint in a line each, with run.startup_timeout_seconds to set if it is too short."""
         resumed, resumed_seconds = _reading(self.resumed_bytes)
         size, seconds = _reading(self.new_bytes)
         start = (
@@ -430,21 +430,17 @@ class StartEstimate:
         if self.resumed_bytes > self.new_bytes:
             start += f"; resumed {resumed}, {_short(resumed_seconds)} s"
         needed = SAFETY_FACTOR * resumed_seconds
-        timeout, save_timeout = config.run.startup_timeout_seconds, config.trainer.checkpoint.timeout_seconds
-        start += _if_short("run.startup_timeout_seconds", timeout, OTHER_SECONDS + needed)
+        timeout, wanted = config.run.startup_timeout_seconds, OTHER_SECONDS + needed
+        if timeout < wanted:
+            start += f"; run.startup_timeout_seconds={timeout:g} is short, set it to {wanted:.0f} or more"
         if config.evaluation.only:
             return [start]
-        save = f"checkpoint: writes {resumed}, about {_short(resumed_seconds)} s"
-        return [start, save + _if_short("trainer.checkpoint.timeout_seconds", save_timeout, needed)]
+        return [start, f"checkpoint: writes {resumed}, about {_short(resumed_seconds)} s"]
 
 
 def _reading(size: int) -> tuple[str, float]:
     """A number of bytes as text, and the seconds to read them."""
     return f"{_short(size / GIB)} GiB", size / (1e9 * STORAGE_GB_PER_SECOND)
-
-
-def _if_short(name: str, seconds: float, needed: float) -> str:
-    return "" if seconds >= needed else f"; {name}={seconds:g} is short, set it to {needed:.0f} or more"
 
 
 def _short(value: float) -> str:

@@ -68,6 +68,9 @@ class Deadline:
             self._scope = None
 
 
+MAX_GO_BACKS = 3  # from the start page, in a row: the agent does not spend an episode of training on leaving a website
+
+
 @dataclass
 class Episode:
     """One try at an episode: its data so far, and where its progress is shown."""
@@ -76,6 +79,7 @@ class Episode:
     live: LiveRollout  # names the episode and its task
     restart_epoch: int = 0
     track: Track = NO_TRACK
+    in_training: bool = True
     instruction: str = ""
     steps: list[Step] = field(default_factory=list)
     screenshots: list[bytes] = field(default_factory=list)
@@ -189,7 +193,7 @@ class Agent:
                 return DONE
             if kind == "answer":
                 return ANSWER
-            if go_backs and go_backs == settings.max_go_backs:  # 0: they never end an episode
+            if episode.in_training and go_backs == MAX_GO_BACKS:
                 return GO_BACKS
         return STEPS_EXHAUSTED
 

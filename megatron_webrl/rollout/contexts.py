@@ -200,9 +200,8 @@ class PromptContext(ABC):
         return self._render([self._user_message(text + self._page)], [self._image])
 
     def _user_message(self, text: str) -> dict[str, Any]:
-        """A user turn: text and screenshot, in the order of `rollout.context.image_position`."""
-        content: list[dict[str, str]] = [{"type": "text", "text": text}, {"type": "image"}]
-        return {"role": "user", "content": content[:: -1 if self._settings.image_position == "before" else 1]}
+        """A user turn: the text first, so that the engine's prefix cache covers it, then the screenshot."""
+        return {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image"}]}
 
     def _add_observation(self, observation: Observation) -> None:
         self.screenshots.append(observation.screenshot)

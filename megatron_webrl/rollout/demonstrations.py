@@ -6,7 +6,6 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import PageTasksConfig
-from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.judge.evaluation import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
@@ -35,9 +33,6 @@ log = logging.getLogger(__name__)
 
 FIRST_DEMONSTRATION_TICKET = 2**40  # disjoint from training tickets, and so are the page seeds
 MAX_SESSIONS = 8
-STALL_PERSISTENCE = 0.98  # probability that an episode that has stalled at a step stalls at its next chance too
-REPEAT_PROBABILITY = 0.5  # that an episode that stalls repeats its last action; otherwise it waits
-STALL_WAIT = Action("wait", time=0.1)  # seconds
 MEMORY_SLOTS = 8  # of a scripted Memory
 GENERIC_SLOT, GENERIC_SLOT_PROBABILITY = "the page", 0.5  # of each step
 MAX_FAILURES = 20  # failed episodes, beyond a tenth of the requested number, after which recording fails
@@ -55,27 +50,6 @@ def scripted_generation(processor: Processor, token_ids: np.ndarray, images: Seq
         text=processor.thought_prefix + text,
         finish_reason="stop",
     )
-
-
-class ScriptedMistakes:
-    """Decides where one episode departs from its script: it submits too early, or stalls instead of submitting."""
-
-    def __init__(self, settings: WarmStartConfig, seed: str = "") -> None:
-        self._premature_submit_probability = settings.premature_submit_probability
-        self._premature, self._stalling = random.Random(seed), random.Random(f"{seed}/dither")
-        self.stalls = self._stalling.random() < settings.stall_probability
-
-    def submits_early(self) -> bool:
-        """Whether this step submits whatever is left to do. Called once a step."""
-        return self._premature.random() < self._premature_submit_probability
-
-    def instead_of_submit(self) -> Literal["repeat", "wait"] | None:
-        """At a step whose work is done: repeat the last action, wait, or None: submit."""
-        if not self.stalls:
-            return None
-        choice: Literal["repeat", "wait"] = "repeat" if self._stalling.random() < REPEAT_PROBABILITY else "wait"
-        self.stalls = self._stalling.random() < STALL_PERSISTENCE
-        return choice
 
 
 class ScriptedMemory:
@@ -101,21 +75,23 @@ class ScriptedMemory:
 class ScriptedGenerator:
     """Responds with the next action of the task's script.
 
-    Can serve many sessions, unless `mistakes` or a Memory make it that of one episode.
+    Can serve many sessions, unless mistakes or a Memory make it that of one episode. `premature_submit_probability`: of
+    each step, to submit whatever is left to do.
     """
 
     def __init__(
         self, processor: Processor, settings: RolloutConfig, toolset: Toolset = COORDINATE_TOOLSET,
-        mistakes: ScriptedMistakes | None = None, seed: str = "",
+        premature_submit_probability: float = 0.0, seed: str = "",
     ) -> None:  # fmt: skip
-        self._processor, self._settings, self._toolset, self._mistakes = processor, settings, toolset, mistakes
+        self._processor, self._settings, self._toolset = processor, settings, toolset
+        self._premature_submit_probability, self._random = premature_submit_probability, random.Random(seed)
         self._memory = ScriptedMemory(seed) if settings.context.response_format == "memory_compact" else None
-        self._work: Action | None = None  # latest action other than submitting, in an episode that stalls
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         """The script's action as a response. Raises GenerationError: none, or too many tokens; BrowserError."""
         try:
-            action = await self._next_action(session)
+            premature = self._random.random() < self._premature_submit_probability
+            action = await session.demonstration(premature_submit=premature)
         except ScriptedPolicyError as error:
             raise GenerationError(str(error)) from error
         memory = self._memory.add(action) if self._memory else "{}"
@@ -126,19 +102,6 @@ class ScriptedGenerator:
             limit = self._settings.max_new_tokens
             raise GenerationError(f"the answer has {tokens} tokens, the limit is {limit} (rollout.max_new_tokens)")
         return generation
-
-    async def _next_action(self, session: RemoteSession) -> Action:
-        mistakes = self._mistakes
-        if mistakes is not None and mistakes.submits_early():
-            return await session.demonstration(premature_submit=True)
-        action = await session.demonstration(premature_submit=False)
-        if mistakes is None or not mistakes.stalls:
-            return action
-        if action != await session.demonstration(premature_submit=True):
-            self._work = action
-        elif self._work is not None and (choice := mistakes.instead_of_submit()):
-            return self._work if choice == "repeat" else STALL_WAIT
-        return action
 
 
 async def write_demonstrations(
@@ -197,8 +160,7 @@ class _Demonstrations:
         self, config: Config, source: TaskSource, agent: Agent, count: int, progress: Callable[[int], None]
     ) -> None:
         self._config, self._source, self._agent, self._count, self._progress = config, source, agent, count, progress
-        settings = config.trainer.warm_start
-        self._records_failures = bool(settings.premature_submit_probability or settings.stall_probability)
+        self._records_failures = config.trainer.warm_start.premature_submit_probability > 0
         self._started = self._recorded = self._failed = 0
 
     async def work(self, file: RecordFileWriter) -> None:
@@ -221,8 +183,8 @@ class _Demonstrations:
     async def _episode(self, ticket: int) -> Trajectory:
         config, agent = self._config, self._agent
         name = f"{config.run.seed}/{ticket}"
-        mistakes = ScriptedMistakes(config.trainer.warm_start, name)
-        generator = ScriptedGenerator(agent.processor, config.rollout, agent.toolset, mistakes, name)
+        probability = config.trainer.warm_start.premature_submit_probability
+        generator = ScriptedGenerator(agent.processor, config.rollout, agent.toolset, probability, name)
         live = LiveRollout(self._source.training_task(config.run.seed, ticket), ticket=ticket)
         trajectory = await agent.run(generator, Episode(config.rollout, live))
         return with_verdict(trajectory, page_verdict(trajectory, config.judge.reward_threshold))

@@ -59,6 +59,9 @@ async def open_browsers(config: Config, sessions: int, name: str) -> AsyncIterat
             yield browsers
 
 
+RETRIES = 1  # a second fault of browser or engine in a row is rarely chance
+
+
 async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results in order. The first error cancels the others, and is raised."""
     try:
@@ -69,15 +72,15 @@ async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in running]
 
 
-async def run_with_retries(run_try: Callable[[], Awaitable[Trajectory]], retries: int, name: str) -> Trajectory:
-    """Run tries at an episode until one ends without a fault, at most 1 + `retries`; returns the last one's trajectory.
+async def run_with_retries(run_try: Callable[[], Awaitable[Trajectory]], name: str) -> Trajectory:
+    """Run tries at an episode until one ends without a fault, at most 1 + RETRIES; returns the last one's trajectory.
 
     It counts the replaced tries (Trajectory.tries, discarded_tokens). `name`: of the episode, for the log.
     """
     discarded_tokens = 0
-    for number in range(1, retries + 2):
+    for number in range(1, RETRIES + 2):
         trajectory = await run_try()
-        if trajectory.outcome not in FAULT_OUTCOMES or number > retries:
+        if trajectory.outcome not in FAULT_OUTCOMES or number > RETRIES:
             break
         log.info("retrying %s after %s", name, trajectory.outcome)
         discarded_tokens += trajectory.response_tokens
@@ -141,15 +144,16 @@ class EpisodeRunner:
     async def run_held_out(self, generator: Generator, request: EvaluationRequest, number: int) -> Trajectory:
         """Run an episode of an evaluation; a fault that persists after retries is its outcome. Raises BudgetSpent."""
         index, sample = request.task_and_sample(number)
-        rollout = replace(self.config.rollout, temperature=request.temperature, max_go_backs=0)
+        rollout = replace(self.config.rollout, temperature=request.temperature)
         task, agent = self.task_source.held_out_task(index), replace(self.agent, lockstep=None)
         live = self.live.open(request.name, index, sample, request.samples, task)
 
         async def run_try() -> Trajectory:
-            episode = Episode(rollout, live, track=Track(self.timeline, f"evaluation {index}.{sample}"))
+            track = Track(self.timeline, f"evaluation {index}.{sample}")
+            episode = Episode(rollout, live, track=track, in_training=False)
             return await self._evaluate(episode, await agent.run(generator, episode))
 
-        return await run_with_retries(run_try, rollout.retries, f"sample {sample} of held-out task {index}")
+        return await run_with_retries(run_try, f"sample {sample} of held-out task {index}")
 
     async def _evaluate(self, episode: Episode, trajectory: Trajectory, teacher: Teacher | None = None) -> Trajectory:
         """The trajectory with its verdict and the teacher's scores; the episode's deadline ends it early, as masked."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_webrl.config.schema import Config
+from megatron_webrl.config.schema import EVALUATION_EPISODES, Config
 from megatron_webrl.control.claimer import Claimer
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
 from megatron_webrl.judge.budget import BudgetSpent, JobUsageMeter, request_stop_without_budget
@@ -118,7 +118,7 @@ class Evaluator:
     @property
     def _max_episodes(self) -> int:
         rollout = self.config.rollout
-        return rollout.groups_in_flight * rollout.group_size if self.exclusive else self.config.evaluation.concurrency
+        return rollout.groups_in_flight * rollout.group_size if self.exclusive else EVALUATION_EPISODES
 
     async def _run(self, request: EvaluationRequest, episode: int) -> None:
         generator = EvaluationGenerator(self.engine, request.temperature, request.variant == BLANK_IMAGES)

@@ -87,7 +87,7 @@ class TicketClaims:
 
 
 class GroupRun:
-    """The episodes of one ticket. Those with a retryable outcome are tried again, up to rollout.retries times.
+    """The episodes of one ticket. Those with a retryable outcome are tried again.
 
     A replaced try is not an episode; the last try's trajectory counts it (Trajectory.tries, discarded_tokens).
     """
@@ -126,7 +126,7 @@ class GroupRun:
 
     async def _episode(self, index: int) -> Trajectory:
         name = f"episode {index} of ticket {self.ticket}"
-        trajectory = await run_with_retries(lambda: self._run_try(index), self._settings.retries, name)
+        trajectory = await run_with_retries(lambda: self._run_try(index), name)
         if not trajectory.trainable:
             del self._tries[index]
         self.finished_episodes += 1

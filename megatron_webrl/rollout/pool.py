@@ -58,7 +58,7 @@ class RolloutPool:
 
     def __post_init__(self) -> None:
         self.claims = TicketClaims(self.control, self.config.rollout.engines, task_file_digests(self.config.tasks))
-        save_seconds = self.config.trainer.checkpoint.timeout_seconds  # for which the trainer may wait
+        save_seconds = self.config.checkpoint_timeout_seconds  # for which the trainer may wait
         self.writer = TrajectoryWriter(self.ring, TIMEOUT_SECONDS + save_seconds)
         self.evaluator = Evaluator(
             self.config, self.control, self.engine, self.episode_runner, self.store, self.instance_id

@@ -133,6 +133,7 @@ class Coordinator:
             control.report_progress,
             sync_histories=self._sync_histories,
             staging=launch.staging if launch else None,
+            timeout_seconds=config.checkpoint_timeout_seconds,
         )
         self._fallback = fallback
         self.utilization = EngineUtilization(control, config.worker_names)
@@ -164,11 +165,10 @@ class Coordinator:
         """Groups of the next update, or the reason of an interrupt, on every rank. Raises TimeoutError or JobFailed."""
         chosen: SelectedGroups | CollectInterrupt | None = None
         if self.is_first_rank:
-            settings = self.config.trainer
             chosen = self.group_source.wait_for_groups(
                 version,
-                settings.groups_per_update,
-                settings.batch_timeout_seconds,
+                self.config.trainer.groups_per_update,
+                self.config.rollout.episode_timeout_seconds,
                 lambda ready: self._should_continue(version, ready, has_new_engines),
                 has_engines,
             )

@@ -23,7 +23,6 @@ from megatron_webrl.model.build import LoadError, build_model, load_hf
 from megatron_webrl.model.compute_options import (
     AttentionKernel,
     ComputeOptions,
-    ExpertKernel,
     LayerImplementation,
     ValueHeadKind,
 )
@@ -215,7 +214,6 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
         recompute=recompute,
         layers=choose_layers(platform) if trainer.layers == "auto" else cast(LayerImplementation, trainer.layers),
         attention=cast(AttentionKernel, trainer.attention),
-        experts=cast(ExpertKernel, trainer.experts),
         compile_pointwise=choose_compilation(platform, getattr(torch, config.model.dtype)),
         train_vision=trainer.train_vision,
         value_head=_value_head(trainer.critic),

@@ -56,7 +56,8 @@ def _attempt_store(config: Config, rank: RankInfo, control: ControlClient, attem
 
 def collective_timeout_seconds(config: Config) -> float:
     """Limit of a collective: the longest time that other ranks may wait for the first one."""
-    return config.trainer.batch_timeout_seconds + config.weights.timeout_seconds + config.run.startup_timeout_seconds
+    groups, weights = config.rollout.episode_timeout_seconds, config.weights.timeout_seconds
+    return groups + weights + config.run.startup_timeout_seconds
 
 
 def parallel_sizes(config: Config) -> ParallelSizes:

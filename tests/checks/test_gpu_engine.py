@@ -21,7 +21,7 @@ OPTIONS = {
     "gspo": ["trainer.loss={name: gspo, clip_low: 3e-4, importance_weight_level: product, kl_rejection_bound: 0.1,"
              " importance_weight_floor: 0.5, max_token_lag: 1, entropy_coefficient: 0.1, kl_coefficient: 0.1}"],
     "dppo": ["trainer.loss={name: dppo, dppo_divergence: kl, dppo_bound: 0.1, shuffle_advantages: true}",
-             "trainer.min_valid_episodes=3", "trainer.merge_prefixes=trajectory"],
+             "trainer.merge_prefixes=trajectory"],
     "raft": ["trainer.loss={name: raft, replay_versions: 2, shuffle_advantages: true, entropy_coefficient: 0.1}"],
     "raft_plus_plus": ["trainer.loss={name: raft_plus_plus, replay_versions: 3, clip_high: 0.1, max_token_lag: 4}"],
     "penalties apart": [PENALTY, "trainer.advantage={name: gdpo, discount: 0.9, overlong: mask}"],
@@ -98,7 +98,7 @@ def test_mean_and_share_of_large_differences_are_judged_and_the_largest_is_shown
 
 def test_an_fp8_cache_has_no_limit_and_a_job_without_compared_tokens_fails(tmp_path: Path) -> None:
     gap = {"mean": 0.5, "beyond": 0.5, "largest": 0.9}
-    fp8 = judged(tmp_path, ["model.platform=cuda", "rollout.kv_cache_dtype=fp8"], gap, {})
+    fp8 = judged(tmp_path, ["model.platform=cuda", "rollout.engine_options.kv_cache_dtype=fp8"], gap, {})
     assert {each.status for name, each in fp8.items() if name.startswith(NAME)} == {"passed"}
     (tmp_path / "none").mkdir()
     assert judged(tmp_path / "none", [], {}, {})[NAME].status == "failed"

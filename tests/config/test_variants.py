@@ -108,7 +108,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(setting: str, words: str) -
             for setting in (
                 "trainer.advantage.baseline=leave_one_out", "trainer.advantage.scale=none", GDPO, CRITIC,
                 "trainer.advantage.discount=0.9", "trainer.advantage.overlong=mask", PENALTY,
-                "trainer.zero_variance_groups=keep", "trainer.min_valid_episodes=3",
+                "trainer.zero_variance_groups=keep",
             )
         ),
         ([GDPO], "trainer.advantage.name=gdpo has no effect with no penalty: all of trainer.reward.* are 0"),
@@ -160,10 +160,10 @@ def test_a_setting_of_a_teacher_needs_a_coefficient_and_its_value_is_not_shown(n
         *([TEACHER, f"trainer.loss.name={name}"] for name, kind in LOSSES.items() if not name.startswith("raft")),
         [TEACHER, ALONE],
         ["tasks.sampler={name: near_target, target: 0.5}"],
-        [*FILE, "tasks.block_hours=0", "tasks.sampler.per=difficulty"],
+        [*FILE, "tasks.sampler.per=difficulty"],
         [*FILE, "tasks.growing_steps={interval: 10, initial: 5}"],
-        [*FILE, "tasks.sampler={name: ratio, difficulty_weights: {easy: 2, medium: 5, hard: 3}}"],
-        [OWN, "tasks={block_hours: 1, max_steps: 20, growing_steps: {interval: 10}, sampler: {per: website}}"],
+        [*FILE, "tasks.sampler={name: ratio, weights: {easy: 2, medium: 5, hard: 3}}"],
+        [OWN, "tasks={max_steps: 20, growing_steps: {interval: 10}, sampler: {per: website}}"],
         [OWN, "tasks.sampler={name: ratio, weights: {mine: 2}}"],
     ],
 )

@@ -6,15 +6,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.roles import process_specs
 from megatron_webrl.placement.memory_estimate import GIB, check_memory, estimate_memory
 from megatron_webrl.placement.placement import RoleName, check_cluster, gpu_memory_share, place_processes
-from megatron_webrl.placement.placement_table import Views, find_model_config, show_placement
+from megatron_webrl.placement.placement_table import find_model_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ONE_GPU = CONFIGS / "2b_1gpu.yaml"
@@ -79,7 +79,7 @@ def test_each_shared_gpu_has_one_process_of_each_role():
 
 
 def test_processes_on_a_shared_gpu_get_cores_of_its_numa_node():
-    numa = ('cluster.numa_cores=["0-31","32-63"]', "cluster.gpu_numa=[0,0,0,0,1,1,1,1]", "cluster.nodes=1")
+    numa = ('cluster.numa_cores=["0-31","32-63"]', "cluster.nodes=1")
     found = place_processes(made(*EIGHT, *numa))
     for process in found.processes:
         assert {core // 32 for core in process.cores} == {process.devices[0] // 4}
@@ -152,7 +152,7 @@ def test_staging_buffers_in_host_memory_take_none_of_the_gpu():
 
 
 def test_the_table_shows_both_roles_on_the_gpu_and_the_share_of_each(capsys: pytest.CaptureFixture[str]):
-    assert show_placement(str(ONE_GPU), [], None, Views(memory=True), Console(width=140)) == 0
+    assert main(["placement", str(ONE_GPU), "--memory"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "2b_1gpu: 1 node of 1 GPU, shared by trainer and engines" in lines
     assert "0 trainer rank 0 0 - any 29501" in lines

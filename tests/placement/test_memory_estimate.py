@@ -115,7 +115,10 @@ def test_an_engine_of_one_gpu_has_every_weight(size: str) -> None:
 
 
 def test_an_fp8_cache_holds_twice_the_tokens_of_bfloat16() -> None:
-    tokens = {dtype: made("8B", f"rollout.kv_cache_dtype={dtype}")[1].kv_cache_tokens for dtype in ("auto", "fp8")}
+    tokens = {
+        dtype: made("8B", f"rollout.engine_options.kv_cache_dtype={dtype}")[1].kv_cache_tokens
+        for dtype in ("auto", "fp8")
+    }
     assert tokens["fp8"] == pytest.approx(2 * tokens["auto"], abs=2)
 
 

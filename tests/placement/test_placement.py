@@ -154,11 +154,11 @@ def test_an_engine_larger_than_its_share_of_a_node_is_cut_between_stages() -> No
 
 
 def test_cores_are_taken_near_a_processs_gpu_first() -> None:
-    described = ["cluster.numa_cores=['0-15,32-47','16-31,48-63']", "cluster.gpu_numa=[1,1,0,0,1,1,0,0]"]
-    found = place_processes(made(*EIGHT, *described, "trainer.image_workers=1", "cluster.nics=[a,a,b,b,c,c,d,d]"))
+    described = "cluster.numa_cores=['0-15,32-47','16-31,48-63']"
+    found = place_processes(made(*EIGHT, described, "trainer.image_workers=1", "cluster.nics=[a,a,b,b,c,c,d,d]"))
     numa = [set(parse_cores(text)) for text in ("0-15,32-47", "16-31,48-63")]
-    for process, home in zip(found.on_node(0), (1, 1, 0, 0, 1, 1, 0, 0), strict=True):
-        assert set(process.cores) <= numa[home]
+    for process, home in zip(found.on_node(0), (0, 0, 0, 0, 1, 1, 1, 1), strict=True):
+        assert len(numa[home].intersection(process.cores)) >= 7  # workers share what the ranks leave, too
         assert len(process.cores) == (7 if process.role == "trainer" else 9)
         assert process.nics == ("aabbccdd"[process.devices[0]],)
 
@@ -244,10 +244,7 @@ def test_thousands_of_processes_are_placed_at_once() -> None:
          "must leave each role at least one GPU of a node"),
         (["model.platform=cpu"], "cluster.gpus_per_node=8 with model.platform=cpu"),
         (["cluster.nics=[a]"], "cluster.nics has 1 entries for cluster.gpus_per_node=8"),
-        (["cluster.gpu_numa=[0,0,0,0,0,0,0,0]"], "has no effect without cluster.numa_cores"),
-        (["cluster.gpu_numa=[0,0,0,0,1,1,1,1]", "cluster.numa_cores=[0-99]"], "is not one of the 1 NUMA nodes"),
-        (["cluster.trainer_cores=2"], "cluster.trainer_cores=2 has no effect without cluster.numa_cores"),
-        (["cluster.numa_cores=[0-14]"], "its 4 workers at least one; set cluster.trainer_cores to at most 2"),
+        (["cluster.numa_cores=[0-14]"], "its 4 workers at least one; name more cores"),
         (["cluster.numa_cores=['0-63','63-99']"], "cluster.numa_cores names core 63 twice"),
         (["cluster.numa_cores=[9-3]"], "cluster.numa_cores='9-3' is not a list of cores such as 0-31,64-95"),
         (["cluster.base_port=65530"],

@@ -38,9 +38,8 @@ def test_a_short_timeout_is_named() -> None:
     _, (start, save) = estimate(10**10, "model.dtype=bfloat16")
     assert start.endswith("resumed 130 GiB, 70 s")
     assert save == "checkpoint: writes 130 GiB, about 70 s"
-    _, (start, save) = estimate(10**11, "model.dtype=bfloat16")
+    _, (start, _) = estimate(10**11, "model.dtype=bfloat16")
     assert start.endswith("run.startup_timeout_seconds=600 is short, set it to 1700 or more")
-    assert save.endswith("trainer.checkpoint.timeout_seconds=900 is short, set it to 1400 or more")
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
@@ -55,8 +54,6 @@ def test_every_configuration_for_a_cluster_has_the_time_to_start_and_to_save(
     ]
     assert len(lines) == 2
     assert "is short" not in "".join(lines)
-    run = parse_config(path).run
-    assert run.hang_timeout_seconds > run.startup_timeout_seconds
     start = json.loads((tmp_path / "placement.json").read_text())["start"]
     assert start["resumed_bytes"] == 7 * start["new_bytes"]
     if path.stem == "235b_a22b_32node":

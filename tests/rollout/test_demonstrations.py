@@ -102,23 +102,6 @@ async def test_too_many_failures_raise_and_leave_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-async def test_stalling_demonstrations_fail_at_the_step_limit_with_a_growing_memory(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_for(tiny_model, tmp_path, ["odd-or-even", "click-dialog"])
-    config.tasks.max_steps, config.rollout.context.response_format = 6, "memory_compact"
-    config.trainer.warm_start.stall_probability = 1.0
-    monkeypatch.setattr(module, "STALL_PERSISTENCE", 1.0)
-    await write_demonstrations(config, 8, tmp_path / "some.rec")
-    recorded = [decode_trajectory(record) for record in read_record_file(tmp_path / "some.rec")]
-    ends = {(t.task.environment, t.outcome, len(t.steps)) for t in recorded}
-    assert ends == {("odd-or-even", "failure", 6), ("click-dialog", "success", 1)}  # a dialog has no work to be done
-    for trajectory in recorded:
-        lengths = [step.memory_characters for step in trajectory.steps]
-        assert lengths[0] > 0
-        assert lengths == sorted(lengths)
-
-
 async def test_with_premature_submits_failed_episodes_are_recorded_too(tiny_model: Path, tmp_path: Path) -> None:
     config = config_for(tiny_model, tmp_path, ["circle-center", "click-test", "click-button-sequence"])
     config.trainer.warm_start.premature_submit_probability = 0.5

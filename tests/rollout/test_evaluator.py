@@ -62,12 +62,13 @@ def control(tmp_path: Path) -> Iterator[ControlClient]:
 
 
 @pytest.fixture
-def config(tmp_path: Path, tiny_model: Path) -> Config:
+def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     config = config_for()
     config.run, config.model = RunConfig(directory=str(tmp_path)), ModelConfig(path=str(tiny_model))
     config.tasks = tasks_config(environments=["click-test", "focus-text"], max_steps=3)
     config.rollout = replace(config.rollout, groups_in_flight=1, group_size=2, max_new_tokens=64, max_model_len=4096)
-    config.evaluation.every, config.evaluation.concurrency = 1, 1
+    monkeypatch.setattr("megatron_webrl.rollout.evaluator.EVALUATION_EPISODES", 1)
+    config.evaluation.every = 1
     return config
 
 
@@ -166,7 +167,7 @@ async def test_an_episode_that_a_crash_of_the_browser_ends_is_retried_as_in_trai
             return (await episodes.run_held_out(EvaluationGenerator(engine, 0.5), request, 0)).outcome
 
         assert await outcome(crashes=1) == "success"
-        assert await outcome(crashes=config.rollout.retries + 1) in FAULT_OUTCOMES
+        assert await outcome(crashes=2) in FAULT_OUTCOMES
 
 
 def test_a_result_counts_the_requests_of_its_episode_that_no_recording_answered() -> None:

@@ -46,7 +46,7 @@ class ScriptedRunner:
             return trajectory(CLAIM.ticket, index, outcome=expired.outcome, group_size=SETTINGS.group_size)
 
 
-SETTINGS = RolloutConfig(group_size=3, retries=1, episode_timeout_seconds=LIMIT)
+SETTINGS = RolloutConfig(group_size=3, episode_timeout_seconds=LIMIT)
 NONE: Any = None
 STEP = trajectory(steps=1).steps[0]
 CLAIM = TicketClaim(7, TaskReference("task", "click-test", 0, 3), restart_epoch=0)
@@ -100,14 +100,13 @@ async def test_an_infrastructure_fault_is_retried_and_is_one_episode(outcome: st
     assert not group.has_running_episodes
 
 
-async def test_the_number_of_retries_is_limited_and_may_be_zero() -> None:
+async def test_an_episode_is_retried_once() -> None:
     async def play(index: int, episode: Episode) -> Trajectory:
         return trajectory(7, index, outcome="browser_crashed", response=5)
 
-    for retries in (0, 2):
-        trajectories = await result(group_of(play, settings=replace(SETTINGS, retries=retries)))
-        assert [each.outcome for each in trajectories] == ["browser_crashed"] * 3
-        assert [(each.tries, each.discarded_tokens) for each in trajectories] == [(retries + 1, 5 * retries)] * 3
+    trajectories = await result(group_of(play))
+    assert [each.outcome for each in trajectories] == ["browser_crashed"] * 3
+    assert [(each.tries, each.discarded_tokens) for each in trajectories] == [(2, 5)] * 3
 
 
 @pytest.mark.parametrize("outcome", ["failure", "context_overflow", "episode_timeout", "no_reward", "browser_busy"])

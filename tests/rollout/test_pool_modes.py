@@ -94,12 +94,11 @@ async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_ol
 async def test_a_worker_waits_longer_than_a_trainer_that_waits_for_a_checkpoint(
     episodes: EpisodeRunner, processor: Processor, place: Place
 ) -> None:
-    checkpoint = replace(episodes.config.trainer.checkpoint, timeout_seconds=7200.0)
-    config = replace(episodes.config, trainer=replace(episodes.config.trainer, checkpoint=checkpoint))
+    config = replace(episodes.config, run=replace(episodes.config.run, startup_timeout_seconds=4800.0))
     async with job_of(replace(episodes, config=config), place, DelayedEngine(processor, config)) as job:
         [pool] = job.pools
-        assert pool.writer._timeout_seconds > checkpoint.timeout_seconds
-        assert pool.weight_client._grace_seconds > checkpoint.timeout_seconds
+        assert pool.writer._timeout_seconds > config.checkpoint_timeout_seconds == 7200.0
+        assert pool.weight_client._grace_seconds > 7200.0
 
 
 async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(

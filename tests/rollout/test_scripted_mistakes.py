@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
-from megatron_webrl.config.trainer import WarmStartConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout import demonstrations
 from megatron_webrl.rollout.contexts import make_context
 from megatron_webrl.rollout.demonstrations import (
     GENERIC_SLOT,
     MEMORY_SLOTS,
-    STALL_WAIT,
     ScriptedGenerator,
     ScriptedMemory,
-    ScriptedMistakes,
 )
 from megatron_webrl.rollout.prompts import format_response
 from megatron_webrl.types import Action
@@ -26,6 +22,7 @@ from tests.rollout.conversations import observation_of, response_of, texts
 
 WORK = [Action("left_click", coordinate=(20 * n, 500)) for n in range(1, 4)]
 SUBMIT = Action("left_click", coordinate=(500, 900))
+WAIT = Action("wait", time=0.1)
 BARE = ContextConfig(history_turns=1, compact=True)
 COMPACT = ContextConfig(history_turns=1, compact=True, response_format="memory_compact")
 
@@ -48,66 +45,34 @@ def processor(tiny_model: Path) -> Processor:
     return Processor.load(tiny_model)
 
 
-async def play(processor: Processor, settings: WarmStartConfig, seed: str, page: Page, steps: int = 40) -> list[Action]:
-    """Actions of an episode until SUBMIT, or of `steps` steps. Repeated work has no effect."""
-    script = ScriptedGenerator(
-        processor, RolloutConfig(context=BARE, max_new_tokens=64), mistakes=ScriptedMistakes(settings, seed)
-    )
+async def play(processor: Processor, probability: float, seed: str, page: Page) -> list[Action]:
+    """Actions of an episode until SUBMIT, or of 40 steps."""
+    settings = RolloutConfig(context=BARE, max_new_tokens=64)
+    script = ScriptedGenerator(processor, settings, premature_submit_probability=probability, seed=seed)
     context = make_context(processor, BARE, 1000)
     context.start_episode("Work.", observation_of(0))
     prompt, done = context.build_prompt(), list[Action]()
-    while SUBMIT not in done and len(done) < steps:
+    while SUBMIT not in done and len(done) < 40:
         answer = await script.generate(page, prompt.token_ids, context.screenshots)  # type: ignore[arg-type]
-        done.append(next(a for a in (*WORK, SUBMIT, STALL_WAIT) if answer.text == format_response(a, BARE)))
+        done.append(next(a for a in (*WORK, SUBMIT) if answer.text == format_response(a, BARE)))
         if len(page.left) > (0 if page.has_submit else 1) and done[-1] == page.left[0]:
             page.left.pop(0)
     return done
 
 
-async def test_a_stalling_episode_repeats_its_last_action_or_waits_until_the_limit(
-    processor: Processor, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(demonstrations, "STALL_PERSISTENCE", 1.0)
-    done = await play(processor, WarmStartConfig(stall_probability=1.0), "1", Page())
-    assert done[:3] == WORK
-    assert set(done[3:]) == {WORK[-1], STALL_WAIT}
-    assert len(done) == 40
-
-
-async def test_an_episode_that_stops_stalling_submits(processor: Processor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demonstrations, "STALL_PERSISTENCE", 0.0)
-    done = await play(processor, WarmStartConfig(stall_probability=1.0), "1", Page())
-    assert (done[:3], len(done), done[-1]) == (WORK, 5, SUBMIT)
-
-
-async def test_stalling_is_decided_once_for_an_episode(processor: Processor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demonstrations, "STALL_PERSISTENCE", 1.0)
-    settings = WarmStartConfig(stall_probability=0.5)
-    lengths = [len(await play(processor, settings, str(seed), Page(), 12)) for seed in range(24)]
-    assert set(lengths) == {4, 12}
-    assert 6 <= lengths.count(12) <= 18
-
-
-async def test_a_page_without_a_submit_button_is_done_as_usual(processor: Processor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demonstrations, "STALL_PERSISTENCE", 1.0)
-    settings = WarmStartConfig(stall_probability=1.0)
-    done = await play(processor, settings, "1", Page(has_submit=False), 5)
-    assert done == [*WORK, WORK[-1], WORK[-1]]
-
-
 async def test_without_mistakes_the_script_is_followed(processor: Processor):
-    assert await play(processor, WarmStartConfig(), "1", Page()) == [*WORK, SUBMIT]
+    assert await play(processor, 0.0, "1", Page()) == [*WORK, SUBMIT]
 
 
 async def test_a_premature_submit_comes_before_the_work(processor: Processor):
-    assert await play(processor, WarmStartConfig(premature_submit_probability=1.0), "1", Page()) == [SUBMIT]
+    assert await play(processor, 1.0, "1", Page()) == [SUBMIT]
 
 
 def test_a_scripted_memory_only_grows_and_holds_useful_and_generic_slots():
     counts = []
     for seed in range(200):
         memory, written = ScriptedMemory(str(seed)), [""]
-        for action in (*WORK, STALL_WAIT):
+        for action in (*WORK, WAIT):
             written.append(memory.add(action))
         assert all(later.startswith(earlier) for earlier, later in pairwise(written))
         assert [slot for slot in memory.slots if slot != GENERIC_SLOT] == [*["left_click"] * 3, "wait"]

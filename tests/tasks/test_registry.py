@@ -16,7 +16,7 @@ def test_difficulties_have_step_limits_and_shares_of_the_tickets() -> None:
     settings = tasks_config(
         source="sites", environments=["forms-vote", "forms-apply", "forms-renew", "wiki-watch"], max_steps=12,
         max_steps_by_difficulty={"medium": 20, "hard": 30}, evaluation_max_steps_by_difficulty={"easy": 50, "hard": 70},
-        sampler=SamplerConfig("ratio", difficulty_weights={"easy": 0.5, "medium": 0.3, "hard": 0.2}),
+        sampler=SamplerConfig("ratio", weights={"easy": 0.5, "medium": 0.3, "hard": 0.2}),
     )  # fmt: skip
     source = make_source(settings)
     try:
@@ -29,8 +29,8 @@ def test_difficulties_have_step_limits_and_shares_of_the_tickets() -> None:
         assert [task.max_steps for task in held_out] == [50, 20, 70, 50] * 2
     finally:
         source.close()
-    one_difficulty = tasks_config(sampler=SamplerConfig("ratio", difficulty_weights={"hard": 2.0}))
-    with pytest.raises(ConfigError, match=r"difficulty_weights.hard: none of tasks.environments is hard"):
+    one_difficulty = tasks_config(sampler=SamplerConfig("ratio", weights={"hard": 2.0}))
+    with pytest.raises(ConfigError, match=r"weights.hard: none of tasks.environments is hard"):
         make_source(one_difficulty)
 
 

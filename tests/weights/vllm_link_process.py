@@ -179,9 +179,7 @@ async def refusals(harness: LinkHarness) -> dict[str, Any]:
     other.vision_config.intermediate_size *= 2
     sender = harness.sender
     found: dict[str, Any] = {"model": await harness.run_phase("init", sender.info("other", sender.plan_of(other)))}
-    found["stored_reason"] = (
-        LinkFacts(Connection(sender.control, "trainer-0", SECONDS), "other").get("refused")
-    )
+    found["stored_reason"] = LinkFacts(Connection(sender.control, "trainer-0", SECONDS), "other").get("refused")
     layout = sender.info("layout")
     layout["engines"]["sizes"][0]["pipeline"] = 2
     found["layout"] = await harness.run_phase("init", layout)

@@ -134,7 +134,6 @@ def configuration(folder: Path) -> Config:
     most = max(settings.history_turns for settings in CONTESTANTS.values())
     config.rollout.context = ContextConfig(history_turns=most)  # largest number of images in a prompt
     config.rollout.max_model_len, config.rollout.max_new_tokens, config.rollout.kv_cache_mib = WINDOW, 1, 512
-    config.weights.cache_invalidation = "salt"
     return config
 
 
@@ -212,9 +211,8 @@ async def measure(config: Config, count: int) -> dict[str, list[ContextResult]]:
     engine = await VLLMEngine.start(alone, 0)  # no trainer sends it weights
     found = {}
     try:
-        for salt, (name, settings) in enumerate(CONTESTANTS.items()):
-            # With weights.cache_invalidation=salt no policy finds the cache entries of another.
-            engine.version = salt
+        for name, settings in CONTESTANTS.items():
+            await engine._llm.reset_prefix_cache()  # no policy finds the cache entries of another
             found[name] = [await _replay(engine, settings, episode, i) for i, episode in enumerate(episodes)]
     finally:
         await engine.close()

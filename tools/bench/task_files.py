@@ -177,7 +177,7 @@ def draws_per_second(path: Path, draws: int) -> dict[str, dict[str, float]]:
     rates: dict[str, dict[str, float]] = {}
     for name in SAMPLERS:
         weights = {"easy": 2.0, "medium": 5.0, "hard": 3.0} if name == "ratio" else {}
-        sampler = SamplerConfig(name, difficulty_weights=weights)
+        sampler = SamplerConfig(name, weights=weights)
         source = FileTaskSource(tasks_config(source="webgym", train_file=str(path), sampler=sampler))
         table = load_tasks(str(path), TRAIN_FILE, FORMATS["webgym"])
         tried = {task_unit(int(key)): PassRate(number % 9 / 8, 2) for number, key in enumerate(table.task_keys[:1000])}

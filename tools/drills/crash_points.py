@@ -90,7 +90,7 @@ class Trainer:
             (temporary / name).write_text(json.dumps(state))
         atomic_file.fsync_tree(temporary)
         newest = files.commit(temporary, self.version)
-        files.delete_checkpoints(files.obsolete_checkpoints(newest, KEEP, 0), self.launch.staging)
+        files.delete_checkpoints(files.obsolete_checkpoints(newest, KEEP), self.launch.staging)
 
 
 def _start(folder: Path) -> Trainer:

@@ -81,7 +81,7 @@ def _record(folder: Path, number: int) -> None:
 
 
 def _block(folder: Path, number: int) -> None:
-    blocked = BlockList({}, 24, folder / "blocklist.jsonl")
+    blocked = BlockList({}, folder / "blocklist.jsonl")
     made = trajectory(number, outcome=BLOCKED)
     blocked.record_group(Group(number, (replace(made, task=replace(made.task, website="example.org")),)))
 

@@ -25,6 +25,7 @@ from megatron_webrl.util.text import encodable
 
 MAX_MARKS = 100  # elements numbered in one observation
 LABEL_SIZE = 12  # pixels
+QUALITY = 80  # of JPEG and WebP
 _COLOURS = ("#d7263d", "#1b6ca8", "#2e7d32", "#8e24aa", "#b35900", "#00707a", "#5d4037", "#3949ab")
 
 
@@ -36,7 +37,7 @@ def pixels_differ(screenshot: bytes, other: bytes) -> bool:
         return one.size != two.size or one.convert("RGB").tobytes() != two.convert("RGB").tobytes()
 
 
-def draw_marks(screenshot: bytes, elements: Sequence[Element], encoding: str, quality: int) -> bytes:
+def draw_marks(screenshot: bytes, elements: Sequence[Element], encoding: str) -> bytes:
     """The screenshot with a numbered box around each element, as "png", "jpeg" or "webp". Raises OSError (no image)."""
     with Image.open(io.BytesIO(screenshot)) as opened:
         image = opened.convert("RGB")
@@ -56,8 +57,8 @@ def draw_marks(screenshot: bytes, elements: Sequence[Element], encoding: str, qu
     buffer = io.BytesIO()
     options: dict[str, dict[str, Any]] = {
         "png": {"compress_level": 1},
-        "webp": {"quality": quality, "method": 2},
-        "jpeg": {"quality": quality},
+        "webp": {"quality": QUALITY, "method": 2},
+        "jpeg": {"quality": QUALITY},
     }
     image.save(buffer, encoding, **options[encoding])
     return buffer.getvalue()
@@ -98,7 +99,7 @@ class PageObserver:
         elements = self.marks.elements if self.marks else None
         if elements is not None:
             settings = self._settings
-            image = await asyncio.to_thread(draw_marks, image, elements, settings.screenshot, settings.quality)
+            image = await asyncio.to_thread(draw_marks, image, elements, settings.screenshot)
         title = encodable(settled.title)
         tabs = await self._tabs.list_tabs(title, settled.url)
         if settled.url.startswith("chrome-error:"):
@@ -154,7 +155,7 @@ class PageObserver:
         encoding = "png" if self._settings.marks else self._settings.screenshot  # numbers need a lossless capture
         options: dict[str, Any] = {"format": encoding, "optimizeForSpeed": True}
         if encoding != "png":
-            options["quality"] = self._settings.quality
+            options["quality"] = QUALITY
         return base64.b64decode((await tab.cdp.send("Page.captureScreenshot", options))["data"])
 
 

@@ -89,7 +89,6 @@ class SessionSpec:
     width: int
     height: int
     screenshot: str
-    quality: int
     marks: bool
     actions: tuple[str, ...]
 

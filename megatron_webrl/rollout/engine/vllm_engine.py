@@ -53,23 +53,13 @@ def sampling_params(config: Config, processor: Processor, temperature: float) ->
     )
 
 
-def vllm_prompt(
-    config: Config, weights: int, token_ids: np.ndarray, images: Sequence[bytes], decoded: Sequence[Any]
-) -> dict[str, Any]:
-    """vLLM's form of a prompt, from tokens with one placeholder per image and the encoded and decoded images.
-
-    `weights`: number of the engine's weights. Versions are no keys of a cache: a trainer that resumes repeats them.
-    """
+def vllm_prompt(token_ids: np.ndarray, images: Sequence[bytes], decoded: Sequence[Any]) -> dict[str, Any]:
+    """vLLM's form of a prompt, from tokens with one placeholder per image and the encoded and decoded images."""
     prompt: dict[str, Any] = {"prompt_token_ids": np.asarray(token_ids).tolist()}
-    image_salt = ""
-    if config.weights.cache_invalidation == "salt":
-        prompt["cache_salt"] = str(weights)
-        if config.trainer.train_vision:
-            image_salt = f"-{weights}"
     if decoded:
         prompt["multi_modal_data"] = {"image": decoded}
         # Keys of the caches: hashing the encoded images is cheaper than hashing the pixels.
-        keys = [hashlib.blake2b(data, digest_size=16).hexdigest() + image_salt for data in images]
+        keys = [hashlib.blake2b(data, digest_size=16).hexdigest() for data in images]
         prompt["multi_modal_uuids"] = {"image": keys}
     return prompt
 
@@ -153,7 +143,6 @@ class VLLMEngine:
         followers: EngineFollowers | None = None,
     ) -> None:  # fmt: skip
         self.version = -1  # of the served weights; -1: none yet
-        self._weights = 0  # updates of the weights so far
         self.partially_updated = False
         self.processor = processor
         ranks = config.ranks_per_engine
@@ -231,7 +220,7 @@ class VLLMEngine:
             raise GenerationError(
                 f"the prompt has {len(expanded)} tokens; rollout.max_model_len={limit} leaves no room for a response"
             )
-        prompt = vllm_prompt(self._config, self._weights, token_ids, images, decoded)
+        prompt = vllm_prompt(token_ids, images, decoded)
         sampling = self._sampling
         if temperature is not None:
             sampling = sampling_params(self._config, self.processor, temperature)
@@ -267,14 +256,12 @@ class VLLMEngine:
             # its two halves separately would lose images of requests that arrive in between.
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             self.partially_updated = True
-            self._weights += 1  # requests that arrive from now on run on the new weights
             await self._call_ranks("start")
             await self._call_ranks("update", info)
             await self._call_ranks("finish")
-            if self._config.weights.cache_invalidation == "reset":
-                # Cached values of the old weights. Running requests lose theirs, too, and recompute them.
-                await self._llm.reset_prefix_cache(reset_running_requests=True)
-                await self._llm.reset_encoder_cache()
+            # Cached values of the old weights. Running requests lose theirs, too, and recompute them.
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self._llm.reset_encoder_cache()
             await self._llm.engine_core.set_weight_version_async(str(version))
             await self._llm.resume_generation()
             self.version, self.partially_updated = version, False

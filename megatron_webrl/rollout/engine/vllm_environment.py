@@ -95,7 +95,6 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     limits: Any = {"image": rollout.context.history_turns, "video": 0}
     recording = {RECORD_OPTION: config.trainer.routing_replay} if records_experts(config) else {}
     vision: Any = "data" if rollout.tensor_parallel > 1 else "weights"  # of one rank both are the whole tower
-    cache_dtype: Any = rollout.kv_cache_dtype
     extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
     if cuda:
         extra["gpu_memory_utilization"] = rollout.gpu_memory_utilization
@@ -115,7 +114,6 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         max_num_seqs=config.requests_per_engine,
         limit_mm_per_prompt=limits,
         mm_encoder_tp_mode=vision,
-        kv_cache_dtype=cache_dtype,
         enforce_eager=options.pop("enforce_eager", not cuda),
         enable_prefix_caching=options.pop("enable_prefix_caching", True),
         # Log-probabilities of the sampled distribution: after temperature, as the trainer computes them.

@@ -107,10 +107,10 @@ class WeightClient:
     @property
     def _grace_seconds(self) -> float:
         """The longest time that a healthy trainer may need before it offers weights."""
-        trainer = self.config.trainer
-        warm_start_seconds = WARM_START_TIMEOUT_SECONDS if trainer.warm_start.demonstrations else 0.0
-        update_seconds = trainer.batch_timeout_seconds + trainer.checkpoint.timeout_seconds
-        return self.config.run.startup_timeout_seconds + warm_start_seconds + update_seconds
+        config = self.config
+        warm_start_seconds = WARM_START_TIMEOUT_SECONDS if config.trainer.warm_start.demonstrations else 0.0
+        update_seconds = config.rollout.episode_timeout_seconds + config.checkpoint_timeout_seconds
+        return config.run.startup_timeout_seconds + warm_start_seconds + update_seconds
 
     async def _receive(self) -> None:
         if self.control.get_json(f"weights/link/{self.link_id}") is False:

@@ -158,11 +158,11 @@ def _generator(*key: object) -> np.random.Generator:
 
 def _level_weights(settings: SamplerConfig, counts: np.ndarray) -> tuple[float, ...]:
     """Weights of the difficulties that have rows, [DIFFICULTIES]; 0 for the others. Raises ConfigError."""
-    given = settings.difficulty_weights if settings.name == "ratio" else {}
+    given = settings.weights if settings.name == "ratio" else {}
     for name in given:
         if not counts[DIFFICULTIES.index(name)]:
-            raise ConfigError(f"tasks.sampler.difficulty_weights.{name}: no task of the training file is {name}")
+            raise ConfigError(f"tasks.sampler.weights.{name}: no task of the training file is {name}")
     weights = [given.get(name, 1.0) if count else 0.0 for name, count in zip(DIFFICULTIES, counts, strict=True)]
     if not any(weights):
-        raise ConfigError(f"tasks.sampler.difficulty_weights={given} is 0 for every task of the training file")
+        raise ConfigError(f"tasks.sampler.weights={given} is 0 for every task of the training file")
     return tuple(weights)

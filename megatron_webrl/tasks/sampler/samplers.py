@@ -35,9 +35,9 @@ def initial_probabilities(
     sampler: SamplerConfig, environments: Sequence[str], difficulties: Sequence[str]
 ) -> tuple[float, ...]:
     """Initial probabilities, [environments] like `difficulties`. Raises ConfigError if all weights are 0."""
-    if sampler.name == "ratio" and sampler.difficulty_weights:
-        return _by_difficulty(sampler.difficulty_weights, difficulties)
     weights = sampler.weights if sampler.name == "ratio" else {}
+    if weights and sampler.by_difficulty:
+        return _by_difficulty(weights, difficulties)
     return _shares([weights.get(name, 1.0) for name in environments])
 
 
@@ -104,10 +104,8 @@ def _by_difficulty(weights: dict[str, float], difficulties: Sequence[str]) -> tu
     counts = Counter(difficulties)
     for name in weights:
         if name not in counts:
-            raise ConfigError(f"tasks.sampler.difficulty_weights.{name}: none of tasks.environments is {name}")
+            raise ConfigError(f"tasks.sampler.weights.{name}: none of tasks.environments is {name}")
     shares = [weights.get(difficulty, 1.0) / counts[difficulty] for difficulty in difficulties]
     if not any(shares):
-        raise ConfigError(
-            f"tasks.sampler.difficulty_weights={weights} is 0 for every one of tasks.environments; raise one"
-        )
+        raise ConfigError(f"tasks.sampler.weights={weights} is 0 for every one of tasks.environments; raise one")
     return _shares(shares)

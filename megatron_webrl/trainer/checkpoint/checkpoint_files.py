@@ -81,8 +81,8 @@ def commit(temporary: Path, version: int) -> Path:
     return target
 
 
-def obsolete_checkpoints(newest: Path, keep: int, keep_every: int) -> list[Path]:
-    """Complete checkpoints to delete: all but the last `keep` versions and the multiples of `keep_every`.
+def obsolete_checkpoints(newest: Path, keep: int) -> list[Path]:
+    """Complete checkpoints to delete: all but the last `keep` versions.
 
     Only the last copy of a version is kept. Versions above `newest` stay: a user pointed `latest` to an older one.
     """
@@ -90,8 +90,7 @@ def obsolete_checkpoints(newest: Path, keep: int, keep_every: int) -> list[Path]
     newest_key = version_and_copy(newest)
     assert newest_key is not None
     last_copy = {version: copy for version, copy in sorted(found) if version <= newest_key[0]}
-    last_versions = sorted(last_copy)[-keep:]
-    kept = {v: c for v, c in last_copy.items() if v in last_versions or (keep_every and v % keep_every == 0)}
+    kept = {version: last_copy[version] for version in sorted(last_copy)[-keep:]}
     return [
         path
         for (version, copy), path in sorted(found.items())

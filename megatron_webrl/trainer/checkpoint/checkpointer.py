@@ -106,15 +106,17 @@ class Checkpointer:
         report_progress: Callable[[], None] = lambda: None,
         sync_histories: Callable[[], None] = lambda: None,
         staging: Path | None = None,
+        timeout_seconds: float = 900.0,
     ) -> None:
         """`folder`: the run's checkpoints. `model_folder`: the Hugging Face folder whose configuration is copied along,
         and its tensors that no parameter holds.
 
         `report_progress` is called while a save is waited for; `sync_histories` flushes the files that a state refers
         to, on the first rank. It may raise OSError. `staging`: that of the launch in `folder`; None if no other
-        process writes to it.
+        process writes to it. `timeout_seconds`: limit of writing one checkpoint.
         """
         self.folder, self.model_folder, self.settings = folder, model_folder, settings
+        self.timeout_seconds = timeout_seconds
         self.report_progress = report_progress
         self._sync_histories = sync_histories
         self.last_completed: tuple[int, Path] | None = None  # version and folder of this process's newest checkpoint
@@ -156,7 +158,7 @@ class Checkpointer:
                 write_rest()
             return write_shards()
 
-        task = ForkedTask(write, self.settings.timeout_seconds)
+        task = ForkedTask(write, self.timeout_seconds)
         blocking_seconds = time.monotonic() - started
         self._current = _Save(state.version, folder, plan, task, started, blocking_seconds, int(size))
 
@@ -170,7 +172,7 @@ class Checkpointer:
             self._complete(self._current)
 
     def wait_for_save(self) -> None:
-        """Wait for the checkpoint in progress, at most trainer.checkpoint.timeout_seconds from its start."""
+        """Wait for the checkpoint in progress, at most Config.checkpoint_timeout_seconds from its start."""
         if (save := self._current) is not None:
             started = time.monotonic()
             while not self._all_done(save):  # polling keeps each collective far below its timeout
@@ -235,7 +237,7 @@ class Checkpointer:
         """Delete old checkpoints in a thread: on some file systems that takes as long as writing them."""
         if self._deletion is not None:
             self._deletion.join(DELETE_TIMEOUT_SECONDS)
-        paths = files.obsolete_checkpoints(newest, self.settings.keep, self.settings.keep_every)
+        paths = files.obsolete_checkpoints(newest, self.settings.keep)
 
         def delete() -> None:
             try:
@@ -292,6 +294,7 @@ def save_in_fallback(
         failed.settings,
         failed.report_progress,
         staging=launch.staging_in(folder),
+        timeout_seconds=failed.timeout_seconds,
     )
     unwritten = {history.path.name: history.unwritten for history in histories}
     saver.start_save(learner, replace(state, unwritten_lines=unwritten))

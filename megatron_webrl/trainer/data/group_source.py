@@ -23,6 +23,7 @@ from megatron_webrl.types import ABORTED, Group, Trajectory
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+MIN_TRAINABLE_EPISODES = 2  # of a group, not masked: one alone has no baseline
 
 
 class GroupTimeout(JobFailed):
@@ -104,7 +105,7 @@ class GroupSource:
             last = now
             if waited > seconds:
                 raise GroupTimeout(
-                    f"the trainer waited {waited + without_engines:.0f} s (trainer.batch_timeout_seconds) for groups "
+                    f"the trainer waited {waited + without_engines:.0f} s (rollout.episode_timeout_seconds) for groups "
                     f"from rollout: {len(self._ready)} of {count} arrived; episodes dropped: "
                     f"{self.accounting.format_dropped()}"
                 )
@@ -208,7 +209,7 @@ class GroupSource:
             return "all_failed" if common == "all_failed" else None
         if self.config.trainer.distillation.alone:
             return None
-        if trainable < self.config.trainer.min_valid_episodes:
+        if trainable < MIN_TRAINABLE_EPISODES:
             return "few_trainable"  # too few for a baseline
         return common if self.config.trainer.zero_variance_groups == "drop" else None
 

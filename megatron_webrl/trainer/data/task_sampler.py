@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.tasks import FileTasksConfig, PageTasksConfig
+from megatron_webrl.config.tasks import PageTasksConfig
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.tasks.files.table import FileDigest, difference_from_checkpoint
 from megatron_webrl.tasks.sampler.knowledge import (
@@ -68,8 +68,7 @@ class TaskSampler:
         if not same_source or saved.get("unit") != self._unit_kind:
             self.knowledge.passes.clear()  # of other units
         self.closed_tickets = Counter(saved.get("closed_tickets", {}))  # by environment
-        block_hours = tasks.block_hours if isinstance(tasks, FileTasksConfig) else 0.0
-        self.block_list = BlockList(self.knowledge.blocked, block_hours, config.run_folder / BLOCK_LIST_FILE)
+        self.block_list = BlockList(self.knowledge.blocked, config.run_folder / BLOCK_LIST_FILE)
         self.block_list.restore()
 
     @property
@@ -144,34 +143,33 @@ class TaskSampler:
         self._source.close()
 
 
+BLOCK_HOURS = 12.0  # a website that refused the agent rarely admits it sooner
+
+
 class BlockList:
-    """Websites that blocked the agent: training draws none of their tasks for tasks.block_hours.
+    """Websites that blocked the agent: training draws none of their tasks for BLOCK_HOURS.
 
     A website is blocked by the first group with a blocked episode; later groups do not prolong it. Wall-clock time
     counts, so that a block also expires while no job runs.
     """
 
-    def __init__(
-        self, blocked: dict[str, float], hours: float, path: Path, clock: Callable[[], float] = time.time
-    ) -> None:
-        """`blocked`: the end of each block by website, which this object changes; `hours`: of a block; 0: none, and
-        those of a checkpoint end. `path`: every event is appended as a line.
-        """
-        self._blocked, self._seconds, self._path, self._clock = blocked, 3600 * hours, path, clock
+    def __init__(self, blocked: dict[str, float], path: Path, clock: Callable[[], float] = time.time) -> None:
+        """`blocked`: the end of each block by website, which this object changes. `path`: for a line of each event."""
+        self._blocked, self._path, self._clock = blocked, path, clock
         self._added = 0
 
     def record_group(self, group: Group) -> None:
         """Block the website of a complete group, trained or dropped, if it blocked any of its episodes."""
         website = next((each.task.website for each in group.trajectories if each.outcome == BLOCKED), "")
-        if website and self._seconds and website not in self._blocked:
-            until = self._blocked[website] = self._clock() + self._seconds
+        if website and website not in self._blocked:
+            until = self._blocked[website] = self._clock() + 3600 * BLOCK_HOURS
             self._added += 1
             self._write(website, "blocked", until=round(until, 3), ticket=group.ticket)
 
     def restore(self) -> None:
         """Block the websites that the file has as blocked: training may resume from before these events."""
         latest: dict[str, dict[str, Any]] = {}
-        for event in history.read(self._path) if self._seconds else ():
+        for event in history.read(self._path):
             latest[event["website"]] = event
         for website, event in latest.items():
             if event["event"] == "blocked" and event["until"] > self._clock():
@@ -180,7 +178,7 @@ class BlockList:
     def remove_expired(self) -> None:
         """Unblock the websites whose time is over."""
         for website, until in list(self._blocked.items()):
-            if until <= self._clock() or not self._seconds:
+            if until <= self._clock():
                 del self._blocked[website]
                 self._write(website, "unblocked", until=round(until, 3), ticket=None)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_webrl.config.loss import ClipConfig, DppoConfig, DualClipConfig, RaftPlusPlusConfig, SapoConfig
+from megatron_webrl.config.loss import ClipConfig, DppoConfig, DualClipConfig, OffPolicyLossConfig, RaftPlusPlusConfig
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,13 @@ def cispo(policy: PolicyRatio, advantage: Tensor, config: ClipConfig) -> Surroga
     return SurrogateTerms(ratio.clamp(low, high) * advantage * policy.current, (ratio < low) | (ratio > high))
 
 
-def sapo(policy: PolicyRatio, advantage: Tensor, config: SapoConfig) -> SurrogateTerms:
+def sapo(policy: PolicyRatio, advantage: Tensor, config: OffPolicyLossConfig) -> SurrogateTerms:
     """Soft adaptive policy optimisation, SAPO (arXiv 2511.20347): a smooth gate instead of a clip.
 
-    f = 4 / T * sigmoid(T (r - 1)) * A, T = sapo_temperature_positive where A > 0, else sapo_temperature_negative. On
-    policy df/dr = A; the gate closes on both sides of r = 1, the sooner the higher T.
+    f = 4 / T * sigmoid(T (r - 1)) * A, T = 1.0 where A > 0, else 1.05, as in the paper. On policy df/dr = A; the
+    gate closes on both sides of r = 1, the sooner the higher T.
     """
-    positive, negative = (
-        torch.full_like(advantage, each)
-        for each in (config.sapo_temperature_positive, config.sapo_temperature_negative)
-    )
+    positive, negative = (torch.full_like(advantage, each) for each in (1.0, 1.05))
     temperature = torch.where(advantage > 0, positive, negative)
     gate = 4 / temperature * torch.sigmoid(temperature * (policy.ratio - 1))
     return SurrogateTerms(gate * advantage, torch.zeros_like(advantage, dtype=torch.bool))

@@ -70,7 +70,7 @@ def test_off_loopback_a_token_is_required(refusal: Callable[..., str], tmp_path:
         (["--sessions", "0"], "--sessions=0 must be at least 1"),
         (["--lease-seconds", "5000"], "--lease-seconds=5000 must be greater than 0 and at most"),
         (["browser.colour=red"], "unknown setting browser.colour in an override"),
-        (["browser.quality=300"], "browser.quality=300 must be at most 100"),
+        (["browser.width=3"], "browser.width=3 must be at least 32"),
         (["no-such.yaml"], "configuration no-such.yaml is not a file"),
         (["--host", "192.0.2.1"], "cannot listen on --host=192.0.2.1 --port=8700"),  # nobody's address
     ],

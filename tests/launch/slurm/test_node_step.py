@@ -121,8 +121,8 @@ def test_a_node_takes_its_number_from_slurm_and_checks_it() -> None:
 
 def test_browser_servers_are_enough_for_all_workers() -> None:
     many = ["rollout.engines=3", "rollout.groups_in_flight=2", "rollout.group_size=4"]
-    config = parse_config(None, [*many, "evaluation.every=5", "evaluation.concurrency=1"])
-    assert sessions_per_server(config, 2) == 14  # of 27
+    config = parse_config(None, [*many, "evaluation.every=5"])
+    assert sessions_per_server(config, 2) == 18  # of 36
 
 
 def test_a_browser_server_listens_at_the_address_of_its_machine() -> None:
@@ -246,14 +246,14 @@ def test_processes_are_bound_to_their_cores_and_die_with_their_node(tmp_path: Pa
     first, second = sorted(os.sched_getaffinity(0))[:2]
     cores = f'cluster.numa_cores=["{first},{second}"]'
     with control_service(run_folder(tmp_path)) as address:
-        step = start_step(address, "trainer", cores, "cluster.trainer_cores=1")
+        step = start_step(address, "trainer", cores)
         (said,) = await_logs(tmp_path, ["trainer-0"])
         assert said.startswith(f"[{first}] trainer-0 ")
         (child,) = psutil.Process(step.pid).children()
         step.kill()
         step.wait(10)
         child.wait(10)
-        step = start_step(address, "rollout", cores, "cluster.trainer_cores=1")
+        step = start_step(address, "rollout", cores)
         (said,) = await_logs(tmp_path, ["rollout-0"])
         assert said.startswith(f"[{second}] rollout-0 ")
         scratch = Path(said.split()[-1])

@@ -78,5 +78,5 @@ def test_more_engines_and_a_fuller_cache_are_faster() -> None:
 
 def test_an_fp8_cache_and_tensor_parallel_ranks_shorten_a_token() -> None:
     plain = engine().decode(64, 4000)
-    assert engine("rollout.kv_cache_dtype=fp8").decode(64, 4000) < plain
+    assert engine("rollout.engine_options.kv_cache_dtype=fp8").decode(64, 4000) < plain
     assert plain / 2 < engine("rollout.tensor_parallel=2").decode(64, 4000) < plain

@@ -211,17 +211,11 @@ def test_the_summary_quotes_the_action_field_or_describes_the_action(processor: 
 
 
 @pytest.mark.parametrize("policy", ["sliding", "append"])
-@pytest.mark.parametrize("position", ["before", "after"])
-def test_each_screenshot_is_before_or_after_the_text_of_its_turn(
-    processor: Processor, policy: str, position: str
-) -> None:
-    _, prompts = play(
-        processor, [response(action="Go on.")] * 2, policy=policy, history_turns=3, image_position=position
-    )
+def test_each_screenshot_follows_the_text_of_its_turn(processor: Processor, policy: str) -> None:
+    _, prompts = play(processor, [response(action="Go on.")] * 2, policy=policy, history_turns=3)
     turns = texts(processor, prompts[-1])[1::2]
     assert [turn.count("<IMAGE>") for turn in turns] == [1, 1, 1]
-    assert all(turn.startswith("<IMAGE>") == (position == "before") for turn in turns)
-    assert all(turn.endswith("\n<IMAGE>") == (position == "after") for turn in turns)
+    assert all(turn.endswith("\n<IMAGE>") for turn in turns)
     assert prompts[-1].image_indices.tolist() == [0, 1, 2]
 
 

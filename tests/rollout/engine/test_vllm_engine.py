@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -263,41 +262,6 @@ async def test_requests_with_cached_images_continue_over_an_update(
         last = answer.versions == 3
         by_new = expected(reference, engine, answer, [picture(3)])
         np.testing.assert_allclose(answer.logprobs[last], by_new[last], atol=TOLERANCE)
-
-
-async def test_with_salted_caches_later_prompts_use_the_new_weights_and_running_ones_continue(
-    engine: VLLMEngine, sender: Sender, reference: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call_ranks, during = engine._call_ranks, []
-
-    async def call_with_a_prompt(name: str, *arguments: Any) -> Any:
-        if name == "finish" and not during:  # the weights are new, and the engine is still paused
-            during.append(asyncio.create_task(respond(engine, prompt(engine, 1, "0"), [picture(4)])))
-            await asyncio.sleep(0.5)
-        return await call_ranks(name, *arguments)
-
-    monkeypatch.setattr(engine, "_call_ranks", call_with_a_prompt)
-    engine._config.weights.cache_invalidation = "salt"
-    try:
-        with long_responses(engine, 150):
-            calls = (engine.generate(None, prompt(engine, 1, str(i)), [picture(4)]) for i in range(4))
-            requests = [asyncio.create_task(call) for call in calls]
-            await wait_until(lambda: tokens_in_flight(engine) >= 20, 30, "20 tokens of each response")
-            perturb(reference, seed=4)
-            await sender.send(engine, 4)
-            # The same prompt and picture: neither their keys and values nor their embeddings may be the old ones.
-            after = await respond(engine, prompt(engine, 1, "0"), [picture(4)])
-            answers = await asyncio.gather(*requests, return_exceptions=True)
-        for later in (await during[0], after):
-            np.testing.assert_allclose(later.logprobs, expected(reference, engine, later, [picture(4)]), atol=TOLERANCE)
-        perturb(reference, seed=5)
-        await sender.send(engine, 4)  # a trainer that resumes gives the numbers of its versions again
-        after = await respond(engine, prompt(engine, 1, "0"), [picture(4)])
-        np.testing.assert_allclose(after.logprobs, expected(reference, engine, after, [picture(4)]), atol=TOLERANCE)
-    finally:
-        engine._config.weights.cache_invalidation = "reset"
-    over = [answer for answer in answers if scorable(engine, answer) and set(answer.versions) == {3, 4}]
-    assert over  # with contexts of the old weights
 
 
 async def test_a_plan_for_another_model_is_refused_and_the_engine_still_serves(

@@ -42,8 +42,8 @@ def test_an_engine_computes_the_tokens_of_a_server_and_the_requests_of_its_episo
     config = with_rollout(config, tensor_parallel=2, group_size=6, groups_in_flight=3)
     scheduler = engine_config(config, 0).scheduler_config
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (2 * 2048, 18)
-    config = replace(config, evaluation=replace(config.evaluation, every=5, concurrency=7))
-    assert engine_config(config, 0).scheduler_config.max_num_seqs == 25
+    config = replace(config, evaluation=replace(config.evaluation, every=5))
+    assert engine_config(config, 0).scheduler_config.max_num_seqs == 22
 
 
 def test_batch_limits_can_be_set(config: Config) -> None:
@@ -77,7 +77,7 @@ def test_governed_arguments_exist_and_no_other_is_set(config: Config) -> None:
     governed = {*SETTINGS, *FIXED, *FIXED_IN_TRAINING}
     assert governed <= {field.name for field in fields(AsyncEngineArgs)}
     config = with_rollout(config, tensor_parallel=2, expert_parallel=True)
-    config.rollout.kv_cache_dtype, config.model.platform = "fp8", "cuda"
+    config.model.platform = "cuda"
     span = NodeSpan(nnodes=2, node_rank=1, host_ip="127.0.0.1", master_addr="127.0.0.1", master_port=29500)
     ours, default = engine_arguments(config, 1, 2, span), AsyncEngineArgs(model=config.model.path)
     changed = {f.name for f in fields(ours) if getattr(ours, f.name) != getattr(default, f.name)}
@@ -124,7 +124,7 @@ def test_the_vision_tower_is_whole_on_every_rank_of_a_larger_engine(config: Conf
 
 
 def test_the_type_of_the_kv_cache_can_be_set(config: Config) -> None:
-    found = engine_config(with_rollout(config, kv_cache_dtype="fp8"), 0).cache_config
+    found = engine_config(with_rollout(config, engine_options={"kv_cache_dtype": "fp8"}), 0).cache_config
     assert found.cache_dtype == "fp8"
     assert engine_config(config, 0).cache_config.cache_dtype == "auto"
 

@@ -64,7 +64,7 @@ def test_tickets_draw_every_row_once_before_one_is_repeated(tasks: TasksConfig, 
 
 
 def test_weights_of_difficulties_are_those_of_the_rows(tasks: TasksConfig) -> None:
-    tasks.sampler = SamplerConfig("ratio", difficulty_weights={"easy": 1, "medium": 0, "hard": 0})
+    tasks.sampler = SamplerConfig("ratio", weights={"easy": 1, "medium": 0, "hard": 0})
     source = FileTaskSource(tasks)
     assert {source.training_task(0, ticket).difficulty for ticket in range(50)} == {"easy"}
     source.close()

@@ -28,7 +28,7 @@ UNIT_NAMES: dict[str, Callable[[int], str]] = {
 }
 EVERY = [
     *(SamplerConfig(name, per=per) for name in ("uniform", "curriculum", "near_target") for per in UNIT_NAMES),
-    SamplerConfig("ratio", difficulty_weights={"easy": 2, "medium": 5, "hard": 3}),
+    SamplerConfig("ratio", weights={"easy": 2, "medium": 5, "hard": 3}),
 ]
 BY_NAME = pytest.mark.parametrize("settings", EVERY, ids=lambda each: f"{each.name}-{each.per}")
 
@@ -85,7 +85,7 @@ def test_difficulties_are_drawn_equally_and_so_are_the_rows_of_each() -> None:
 
 
 def test_difficulties_are_drawn_by_their_weights() -> None:
-    rows = draws(SamplerConfig("ratio", difficulty_weights={"easy": 2, "medium": 5, "hard": 0}), range(700))
+    rows = draws(SamplerConfig("ratio", weights={"easy": 2, "medium": 5, "hard": 0}), range(700))
     assert Counter(LEVELS[rows].tolist()) == {0: pytest.approx(200, abs=3), 1: pytest.approx(500, abs=3)}
     assert max(Counter(rows).values()) <= 5  # 180 rows, 500 draws: each window of 180 tickets repeats none
 
@@ -163,7 +163,7 @@ def test_one_website_left_is_found_and_without_any_the_draw_stands(settings: Sam
 
 def test_a_difficulty_of_weight_zero_is_not_drawn_in_place_of_a_blocked_one() -> None:
     hard = {NAMES[site] for site in SITE_OF_ROW[LEVELS == 2]}
-    settings = SamplerConfig("ratio", difficulty_weights={"easy": 0, "medium": 0})
+    settings = SamplerConfig("ratio", weights={"easy": 0, "medium": 0})
     assert set(LEVELS[draws(settings, range(50), known({}, sorted(hard)[1:]))].tolist()) == {2}
     assert set(LEVELS[draws(settings, range(50), known({}, NAMES))].tolist()) == {2}
 
@@ -171,11 +171,11 @@ def test_a_difficulty_of_weight_zero_is_not_drawn_in_place_of_a_blocked_one() ->
 def test_weights_must_fit_the_file() -> None:
     easy = np.zeros(ROWS, np.uint8)
     for weights, words in (
-        ({"hard": 2.0}, "tasks.sampler.difficulty_weights.hard: no task of the training file is hard"),
-        ({"easy": 0.0}, r"difficulty_weights=\{'easy': 0.0\} is 0 for every task of the training file"),
+        ({"hard": 2.0}, "tasks.sampler.weights.hard: no task of the training file is hard"),
+        ({"easy": 0.0}, r"weights=\{'easy': 0.0\} is 0 for every task of the training file"),
     ):
         with pytest.raises(ConfigError, match=words):
-            RowSampler(SamplerConfig("ratio", difficulty_weights=weights), easy, SITE_OF_ROW, NAMES, KEYS)
+            RowSampler(SamplerConfig("ratio", weights=weights), easy, SITE_OF_ROW, NAMES, KEYS)
 
 
 @pytest.mark.parametrize("name", ["uniform", "ratio", "curriculum", "near_target"])
@@ -184,7 +184,7 @@ def test_draws_among_300_000_rows_do_not_scan_them(name: str) -> None:
     keys = random.integers(0, 2**63, rows, dtype=np.uint64)
     knowledge = known({task_unit(int(key)): 0.9 for key in keys[:20_000]}, [f"site{number}" for number in range(100)])
     sampler = RowSampler(
-        SamplerConfig(name, difficulty_weights={"easy": 2.0} if name == "ratio" else {}),
+        SamplerConfig(name, weights={"easy": 2.0} if name == "ratio" else {}),
         np.sort(random.integers(0, 3, rows).astype(np.uint8)),
         random.integers(0, 50_000, rows).astype(np.int32),
         [f"site{number}" for number in range(50_000)],

@@ -102,18 +102,18 @@ def test_ratios_weigh_environments_and_those_left_out_count_one() -> None:
 
 def test_difficulties_share_the_tickets_out_and_their_environments_share_equally() -> None:
     names, difficulties = ["a", "b", "c", "d"], ["easy", "hard", "easy", "medium"]
-    ratio = SamplerConfig("ratio", difficulty_weights={"easy": 2, "medium": 5, "hard": 3})
+    ratio = SamplerConfig("ratio", weights={"easy": 2, "medium": 5, "hard": 3})
     assert initial_probabilities(ratio, names, difficulties) == pytest.approx((0.1, 0.3, 0.1, 0.5))
-    assert initial_probabilities(SamplerConfig("ratio", difficulty_weights={"hard": 0}), names, difficulties) == (
+    assert initial_probabilities(SamplerConfig("ratio", weights={"hard": 0}), names, difficulties) == (
         0.25,
         0,
         0.25,
         0.5,
     )
-    with pytest.raises(ConfigError, match=r"difficulty_weights.hard: none of tasks.environments is hard"):
+    with pytest.raises(ConfigError, match=r"weights.hard: none of tasks.environments is hard"):
         initial_probabilities(ratio, ["a", "d"], ["easy", "medium"])
-    with pytest.raises(ConfigError, match=r"difficulty_weights=\{'easy': 0\} is 0 for every one"):
-        initial_probabilities(SamplerConfig("ratio", difficulty_weights={"easy": 0}), ["a"], ["easy"])
+    with pytest.raises(ConfigError, match=r"weights=\{'easy': 0\} is 0 for every one"):
+        initial_probabilities(SamplerConfig("ratio", weights={"easy": 0}), ["a"], ["easy"])
 
 
 def test_a_curriculum_prefers_what_is_neither_hopeless_nor_mastered(monkeypatch: pytest.MonkeyPatch) -> None:

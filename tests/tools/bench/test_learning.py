@@ -31,9 +31,9 @@ from tools.bench.learning.arms import ABLATIONS, ARMS, CONFIG, CONTROLS, INITIAL
 from tools.bench.learning.runs import Run, RunFiles, TaskSuccess
 
 VALUES = {
-    "trainer.loss": ("importance_weight_cap", "sapo_temperature_positive", "sapo_temperature_negative"),
+    "trainer.loss": ("importance_weight_cap",),
     "trainer.advantage": ("coefficient",),
-    "tasks.sampler": ("target", "per", "difficulty_weights"),
+    "tasks.sampler": ("target", "per"),
 }
 """Settings of an option that has an arm, which leaves them at their defaults, or of WITHOUT_ARM's joint lines."""
 

@@ -169,12 +169,12 @@ def _late_writer(learner: Any, folder: Path) -> str | None:
 
 
 def _names(learner: Any, folder: Path) -> dict[str, Any]:
-    """Save versions 1 to 7, keeping two and every third; then version 7 again."""
-    checkpoints = checkpoints_in(folder, keep=2, keep_every=3)
+    """Save versions 1 to 7, keeping two; then version 7 again."""
+    checkpoints = checkpoints_in(folder, keep=2)
     for version in range(1, 8):
         save(checkpoints, learner, version)
     stay = sorted(path.name for path in names_in(folder))
-    again = save(checkpoints_in(folder, keep=2, keep_every=3), learner, 7)
+    again = save(checkpoints_in(folder, keep=2), learner, 7)
     return {"stay": stay, "again": again.name, "then": sorted(p.name for p in names_in(folder))}
 
 

@@ -174,8 +174,7 @@ def checkpoints_in(folder: Path, timeout_seconds: float = WRITE_TIMEOUT_SECONDS,
         (model / "config.json").write_text("{}")
         (model / "model.safetensors").write_bytes(b"weights")
     torch.distributed.barrier()
-    config = CheckpointConfig(timeout_seconds=timeout_seconds, **settings)
-    return Checkpointer(folder / "checkpoints", model, config)
+    return Checkpointer(folder / "checkpoints", model, CheckpointConfig(**settings), timeout_seconds=timeout_seconds)
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:

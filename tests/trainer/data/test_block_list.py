@@ -36,7 +36,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def test_a_website_is_blocked_by_any_blocked_episode_until_its_time_is_over(tmp_path: Path) -> None:
     blocked: dict[str, float] = {}
     clock = Clock()
-    block_list = BlockList(blocked, 12.0, tmp_path / FILE, clock)
+    block_list = BlockList(blocked, tmp_path / FILE, clock)
     block_list.record_group(group(3, "a.example", "success", "blocked", "failure"))
     block_list.record_group(group(4, "b.example", "failure", "judge_error"))
     clock.now += HOUR
@@ -61,28 +61,16 @@ def test_a_website_is_blocked_by_any_blocked_episode_until_its_time_is_over(tmp_
     ]
 
 
-def test_without_block_hours_nothing_is_blocked_and_earlier_blocks_end(tmp_path: Path) -> None:
-    blocked: dict[str, float] = {}
-    BlockList(blocked, 1.0, tmp_path / FILE).record_group(group(0, "a.example", "blocked"))
-    assert blocked.keys() == {"a.example"}
-    block_list = BlockList(blocked, 0.0, tmp_path / FILE)
-    block_list.record_group(group(1, "b.example", "blocked"))
-    assert blocked.keys() == {"a.example"}
-    block_list.remove_expired()
-    assert not blocked
-    assert [line["event"] for line in lines(tmp_path)] == ["blocked", "unblocked"]
-
-
 def test_tasks_without_a_website_block_nothing(tmp_path: Path) -> None:
     blocked: dict[str, float] = {}
-    BlockList(blocked, 1.0, tmp_path / FILE).record_group(group(0, "", "blocked"))
+    BlockList(blocked, tmp_path / FILE).record_group(group(0, "", "blocked"))
     assert not blocked
     assert not (tmp_path / FILE).exists()
 
 
 def test_blocks_of_the_file_that_last_are_restored(tmp_path: Path) -> None:
     clock = Clock()
-    block_list = BlockList({}, 12.0, tmp_path / FILE, clock)
+    block_list = BlockList({}, tmp_path / FILE, clock)
     for ticket, website in enumerate(("early.example", "a.example", "b.example")):
         block_list.record_group(group(ticket, website, "blocked"))
         clock.now += HOUR
@@ -90,18 +78,15 @@ def test_blocks_of_the_file_that_last_are_restored(tmp_path: Path) -> None:
         file.write('{"time": 1, "webs')
     clock.now = 1000.0 + 12 * HOUR
     older = {"b.example": 5e9}
-    restored = BlockList(older, 12.0, tmp_path / FILE, clock)
+    restored = BlockList(older, tmp_path / FILE, clock)
     restored.restore()
     restored.restore()
     assert older == {"a.example": 1000.0 + 13 * HOUR, "b.example": 5e9}
     assert len((tmp_path / FILE).read_text().splitlines()) == 4
-    unblocked: dict[str, float] = {}
-    BlockList(unblocked, 0.0, tmp_path / FILE, clock).restore()
-    assert not unblocked
 
 
 def test_the_website_of_the_blocked_episode_is_blocked(tmp_path: Path) -> None:
     blocked: dict[str, float] = {}
     [first], [second] = group(0, "a.example", "failure").trajectories, group(0, "b.example", "blocked").trajectories
-    BlockList(blocked, 1.0, tmp_path / FILE).record_group(Group(0, (first, second)))
+    BlockList(blocked, tmp_path / FILE).record_group(Group(0, (first, second)))
     assert blocked.keys() == {"b.example"}

@@ -216,8 +216,6 @@ def test_no_ticket_draws_a_blocked_website_also_after_a_restart_from_an_older_ch
     assert sampler.draw(range(6), 0) == before  # open tickets keep their tasks
     for each in (sampler, opened(tmp_path, checkpoint, BY_WEBSITE)):
         assert list(each.knowledge.blocked) == ["a.example"]
-    without = opened(tmp_path, checkpoint, replace(BY_WEBSITE, block_hours=0.0))
-    assert not without.knowledge.blocked
 
 
 def test_a_group_of_several_tasks_teaches_no_pass_rate(tmp_path: Path) -> None:

@@ -62,8 +62,7 @@ def surrogate(advantage: float, current: float, old: float, frozen: float, confi
         bounded = min(max(math.exp(frozen - old), 1 - config.clip_low), 1 + config.clip_high)
         return bounded * advantage * current
     if config.name == "sapo":
-        high = advantage > 0
-        temperature = config.sapo_temperature_positive if high else config.sapo_temperature_negative
+        temperature = 1.0 if advantage > 0 else 1.05
         return 4 / temperature / (1 + math.exp(-temperature * (ratio - 1))) * advantage
     if config.name == "dppo":
         p, q = math.exp(frozen), math.exp(old)

@@ -28,7 +28,7 @@ CHANGES = [
     ),
     *({"name": name, "decoupled": d} for name in ("cispo", "sapo", "dppo", "raft_plus_plus") for d in (True, False)),
     {"name": "cispo", "clip_low": 1.0, "clip_high": 0.1},
-    {"name": "sapo", "sapo_temperature_positive": 0.5, "sapo_temperature_negative": 4.0, "kl_coefficient": 0.7},
+    {"name": "sapo", "kl_coefficient": 0.7},
     {"name": "dppo", "dppo_divergence": "kl", "dppo_bound": 0.05},
     *(
         {"importance_weight_level": level, "importance_weight_mode": mode, "importance_weight_floor": 0.7}

@@ -13,6 +13,7 @@ from playwright.async_api import Browser, BrowserContext, CDPSession, Page
 
 from megatron_webrl.browser.chromium import proxy_settings, resident_mib
 from megatron_webrl.browser.page import settle
+from megatron_webrl.browser.page.observer import QUALITY
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import TaskSite
 
@@ -58,7 +59,7 @@ class BarePlaywright:
         self._cdp = cdp
         self._options: dict[str, Any] = {"format": settings.screenshot, "optimizeForSpeed": True}
         if settings.screenshot != "png":
-            self._options["quality"] = settings.quality
+            self._options["quality"] = QUALITY
 
     @classmethod
     async def open(cls, browser: Browser, settings: BrowserConfig, site: TaskSite) -> BarePlaywright:

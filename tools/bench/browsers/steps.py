@@ -14,7 +14,7 @@ from typing import Any
 from playwright.async_api import Browser
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.page.observer import pixels_differ
+from megatron_webrl.browser.page.observer import QUALITY, pixels_differ
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_RANGE, Action
@@ -66,7 +66,7 @@ async def measure_steps(amount: BrowserBenchSize, seed: int) -> Section:
     return Section(
         "a click, settling, a screenshot",
         {
-            "viewport": f"{settings.width}x{settings.height}", "encoding": f"{settings.screenshot} {settings.quality}",
+            "viewport": f"{settings.width}x{settings.height}", "encoding": f"{settings.screenshot} {QUALITY}",
             "full load": f"{amount.full_load_contexts} contexts, {amount.rounds} slices of "
             f"{amount.slice_seconds:g} s each",
         },

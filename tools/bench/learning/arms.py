@@ -144,10 +144,9 @@ WITHOUT_ARM = {
         "trainer.distillation.rewards=false",
     "trainer.reward.length_penalty": "responses are bare calls of about eight tokens, which cannot become shorter",
     "trainer.reward.length_window": "see trainer.reward.length_penalty",
-    "trainer.min_valid_episodes": "no episode on local pages is masked, so that every group is whole",
     "trainer.loss.importance_weight_level=token": "what auto means, except with gspo",
-    "tasks.max_steps_by_difficulty, tasks.sampler.difficulty_weights": "all MiniWoB++ tasks have one difficulty",
-    "tasks.sampler.per, tasks.block_hours": "for tasks from files and for websites",
+    "tasks.max_steps_by_difficulty": "all MiniWoB++ tasks have one difficulty",
+    "tasks.sampler.per": "for tasks from files and for websites",
 }  # fmt: skip
 """Options without an arm, and why."""
 
