@@ -32,11 +32,11 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from megatron_webrl.control.child_process import describe_exit, die_with_parent
 from megatron_webrl.model.convert.hf_files import copy_metadata
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.util.atomic_file import fsync, fsync_tree
-from megatron_webrl.util.child_process import describe_exit, die_with_parent
 
 SAVE_STRATEGY = ("torch_dist", 1)
 # Megatron 0.19 uses another package's writer by default; 0.16 has only its own, and no such argument.
