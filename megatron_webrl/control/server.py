@@ -17,7 +17,6 @@ import json
 import os
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from megatron_webrl.control.state import QUERIES, TICKETS, JobState
 KEEP_ALIVE_SECONDS = 90.0  # longest time that ControlClient.keep_alive delays the exit after the end of the job
 LINGER_SECONDS = 10.0  # after that, so that every role reads the outcome
 TICK_SECONDS = 0.1
+CLAIM_POLL_SECONDS = 0.03  # between two looks of a claim that waits
 MAX_CHANGES = 2**40  # in one life of the service
 MAX_BODY_BYTES = 64 * 2**20
 LIMITS = ConnectionLimits(max_connections=16_384)  # a role has up to three connections
@@ -62,7 +62,6 @@ class ControlService:
         self._feed.merge([(key, value, self._feed.revision) for key, value in state.facts.items()], 0)
         self._feed.put("job", {"job_id": job_id, "heartbeat_timeout_seconds": heartbeat_timeout_seconds})
         self._watched: dict[str, Any] = {}  # facts that the liveness of roles has made
-        self._free_items: defaultdict[str, asyncio.Condition] = defaultdict(asyncio.Condition)  # by queue
         self.handlers: dict[str, Handler] = {
             "POST /sync": self._sync,
             "GET /status": self._status,
@@ -85,34 +84,24 @@ class ControlService:
         self._hear(body, time.monotonic())
         if commands := body.get("commands"):
             stream, number = str(body["stream"]), int(body["number"])
-            if await self._has_items(commands, body, lambda: self.state.request_count(stream) >= number, request):
-                replies = await self._apply(stream, number, commands)
-            else:
-                replies = [[]]
+            found = await self._has_items(stream, number, commands, body)
+            replies = await self._apply(stream, number, commands) if found else [[]]
         else:
             await self._feed.wait(body)
         return self._feed.answer(body, replies)
 
-    async def _has_items(self, commands: Any, body: Body, is_applied: Callable[[], bool], request: Request) -> bool:
+    async def _has_items(self, stream: str, number: int, commands: Any, body: Body) -> bool:
         """Wait until a claim, which is the only command, finds an item, as long as the request allows.
 
         Without one it needs no place in the journal.
         """
         if [command[0] for command in commands] != ["claim"] or not (seconds := wait_seconds(body)):
             return True
-        name, deadline = str(commands[0][1]), time.monotonic() + seconds
-        available = self._free_items[name]
-        while not self.state.free_items(name) and not is_applied():
-            timed_out = False
-            async with available:
-                try:
-                    async with asyncio.timeout(deadline - time.monotonic()):
-                        await available.wait()
-                except TimeoutError:
-                    timed_out = True
-                if timed_out or await request.is_disconnected():
-                    available.notify()  # another one takes its turn, if it had one
-                    return False
+        deadline = time.monotonic() + seconds
+        while not self.state.free_items(str(commands[0][1])) and self.state.request_count(stream) < number:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(CLAIM_POLL_SECONDS)
         return True
 
     async def _status(self, body: None, request: Request) -> bytes:
@@ -151,11 +140,7 @@ class ControlService:
             self.journal.append(stream, number, commands, self.state)
         changed, self.state.changed = self.state.changed, set()
         for key in changed:
-            if key not in self.state.queues:
-                self._feed.put(key, self.state.facts.get(key))
-            elif free := self.state.free_items(key):
-                async with self._free_items[key]:
-                    self._free_items[key].notify(free)
+            self._feed.put(key, self.state.facts.get(key))
         await self.journal.sync()
         return replies
 

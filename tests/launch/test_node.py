@@ -16,9 +16,8 @@ import pytest
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control import child_process
 from megatron_webrl.control.child_process import SupervisedProcess
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.client import ControlClient, TicketClaim
 from megatron_webrl.control.connection import ControlLost, JobEnded, JobFailed
-from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.launch import watchdog
 from megatron_webrl.launch.first_node import role_line
 from megatron_webrl.launch.node import Node

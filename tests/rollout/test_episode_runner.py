@@ -17,7 +17,7 @@ from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.control.child_process import ProcessError
-from megatron_webrl.control.tickets import TicketClaim
+from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
