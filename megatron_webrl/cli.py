@@ -15,6 +15,7 @@ from megatron_webrl import __version__
 from megatron_webrl.browser.server.commands import add_browsers
 from megatron_webrl.checks.command import add_check, with_part
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control import child_process
 from megatron_webrl.judge.command import add_judge
 from megatron_webrl.launch.evaluation_command import add_eval
 from megatron_webrl.launch.role import add_arguments as add_role_arguments
@@ -30,7 +31,6 @@ from megatron_webrl.launch.validation import (
 from megatron_webrl.monitor.command import add_monitor, add_status, add_timeline
 from megatron_webrl.placement.placement_table import add_placement
 from megatron_webrl.tasks.command import add_tasks
-from megatron_webrl.util import stack_dump
 from megatron_webrl.util.text import printable, redact
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = _parse(arguments)
-    stack_dump.register_dump_signal()
+    child_process.register_dump_signal()
     os.umask(os.umask(0o077) | 0o077)  # runs and results are their owner's: pages, logs and episodes may be private
     try:
         return options.run(options)

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import psutil
 
-from megatron_webrl.util import child_process
+from megatron_webrl.control import child_process
 
 SNAPSHOT_SECONDS = 1.0
 KILL_SECONDS = 20.0

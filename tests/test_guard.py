@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_webrl.util.child_process import is_alive, start_time
+from megatron_webrl.control.child_process import is_alive, start_time
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]
 LEAVES_PROCESSES = """
 import os, subprocess, time
 from pathlib import Path
-from megatron_webrl.util import child_process
+from megatron_webrl.control import child_process
 from tests.guard import SNAPSHOT_SECONDS
 
 def test_leaves_processes():

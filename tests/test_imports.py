@@ -185,7 +185,7 @@ def test_state_files_are_written_by_one_module():
         "model/convert/atomic_folder.py",  # keeps the old folder until the new one is in place
         "launch/run_folder.py",  # an earlier run's folder
         "trainer/checkpoint/checkpoint_files.py",  # a checkpoint that is deleted
-        "util/child_log.py",  # a log that has become long
+        "control/child_process.py",  # a log that has become long
         "track/run_lock.py",  # the staging folder of an earlier launch
     }
 

@@ -19,8 +19,8 @@ from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserT
 from megatron_webrl.browser.isolation import Isolation
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.control import child_process
 from megatron_webrl.types import Observation, Task, TaskSite
-from megatron_webrl.util import child_process
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserMissing
 from megatron_webrl.browser.isolation import Isolation
-from megatron_webrl.util import child_process
+from megatron_webrl.control import child_process
 from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.util import child_process
+from megatron_webrl.control import child_process
 from megatron_webrl.util.network import leave_network
 
 log = logging.getLogger(__name__)

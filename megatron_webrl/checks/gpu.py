@@ -32,10 +32,10 @@ GPU_SECTIONS = ("model", "links", "engine")  # compute on GPUs, if the platform 
 
 def choose_platform(asked: str) -> tuple[str, str]:
     """The platform for "auto", "cpu" or "cuda", and why torch cannot use CUDA although it is chosen."""
-    from megatron_webrl.util import cuda_driver
+    from megatron_webrl.launch import gpus
 
-    problem = "" if asked == "cpu" else cuda_driver.find_cuda_problem()
-    if asked == "cpu" or (asked == "auto" and problem and not cuda_driver.has_gpu() and not cuda_driver.lists_gpus()):
+    problem = "" if asked == "cpu" else gpus.find_cuda_problem()
+    if asked == "cpu" or (asked == "auto" and problem and not gpus.has_gpu()):
         return "cpu", ""
     return "cuda", problem
 

@@ -21,9 +21,10 @@ from megatron_webrl.browser.chromium import find_chromium
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.checks.report import CheckResult, failed, measured, skipped
 from megatron_webrl.config.schema import Config
+from megatron_webrl.launch import gpus
 from megatron_webrl.launch.run_folder import SHARED_MEMORY
 from megatron_webrl.launch.validation import missing_packages
-from megatron_webrl.util import cuda_driver, torchvision_shim
+from megatron_webrl.util import torchvision_shim
 
 SECTION = "installation"
 ROLES = ("trainer", "rollout")
@@ -141,12 +142,11 @@ def _devices() -> Iterator[tuple[Sequence[str], CheckResult]]:
     if names:
         yield (), measured(SECTION, "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     try:
-        driver, cuda = cuda_driver.find_driver(), cuda_driver.torch_cuda_version()
-    except cuda_driver.NvidiaSmiError as error:
+        driver = gpus.query_gpus("driver_version")[0][0]
+    except gpus.NvidiaSmiError as error:
         yield (), failed(SECTION, "driver", f"{error}; not needed without GPUs")
         return
-    serves = f"{driver.version}, serves CUDA {cuda}"
-    yield ROLES if cuda else (), _line("driver", serves, cuda_driver.driver_problem(cuda, driver))
+    yield ROLES if torch.version.cuda else (), _line("driver", driver, gpus.find_cuda_problem())
 
 
 def _program(name: str, command: list[str], use: str = "") -> CheckResult:

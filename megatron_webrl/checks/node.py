@@ -21,12 +21,13 @@ from megatron_webrl.checks.processes import run_processes
 from megatron_webrl.checks.report import CheckFailed, CheckResult, failed, write_json
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.child_process import MAX_OPEN_FILES
+from megatron_webrl.launch import gpus
 from megatron_webrl.launch.roles import CACHE_VARIABLES
 from megatron_webrl.launch.run_folder import SHARED_MEMORY, report_folder
 from megatron_webrl.launch.validation import check_packages
 from megatron_webrl.placement.placement import Placement, place_processes
-from megatron_webrl.util import cuda_driver, torchvision_shim
-from megatron_webrl.util.child_process import MAX_OPEN_FILES
+from megatron_webrl.util import torchvision_shim
 
 INSTALLATION_SECONDS, BROWSER_SECONDS = 300.0, 60.0
 TEST_PAGE, EXPECTED_HTML = "data:text/html,<p>fit</p>", "<p>fit</p>"
@@ -87,15 +88,16 @@ def check_gpus(config: Config, placement: Placement) -> str:
     if not count:
         return ""
     try:
-        sizes = [row[0] for row in cuda_driver.query_visible_gpus("memory.total")]
-        problem = cuda_driver.driver_problem(cuda_driver.torch_cuda_version(), cuda_driver.find_driver())
-    except (cuda_driver.NvidiaSmiError, ImportError) as error:  # of torch
+        sizes = [row[0] for row in gpus.query_gpus("memory.total")]
+    except gpus.NvidiaSmiError as error:
         raise CheckFailed(f"cluster.gpus_per_node={count}, but {error}") from error
     small = [mib for mib in sizes if not mib.isdigit() or int(mib) < 0.95 * gib * 1024]  # "80 GB" is a little less
     if len(sizes) < count:
         problem = f"{len(sizes)} GPUs, but cluster.gpus_per_node={count}"
     elif small:
         problem = f"a GPU has {small[0]} MiB, but cluster.gpu_gib={gib:g}"
+    else:
+        problem = gpus.find_cuda_problem()
     if problem:
         raise CheckFailed(problem)
     return ""

@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
+from megatron_webrl.control import child_process
 from megatron_webrl.launch.run_folder import sweep_leftovers
-from megatron_webrl.util import child_process
 from megatron_webrl.util.text import configure_logging
 
 POLL_SECONDS = 0.1

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,38 @@ from megatron_webrl.control.connection import LOST_SECONDS, Connection, ControlL
 from megatron_webrl.control.facts import FactFollower, Reports
 from megatron_webrl.control.liveness import VIEWED
 from megatron_webrl.control.state import TICKETS
-from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, STOPPED, TaskReference
 
 POLL_SECONDS = 0.05
+CLAIM_SECONDS = 1.0  # for which a claim of a Claimer waits at the service
 END_SECONDS = 30.0  # for the outcome to reach the service
 RELAY_VARIABLE = "WEBRL_CONTROL_RELAY"  # port of the node's relay, in the environment of its roles
 _ALWAYS = ("end", "stop")  # facts that every role with a heartbeat knows
+
+
+@dataclass(frozen=True)
+class TicketClaim:
+    """The right to run a ticket."""
+
+    ticket: int
+    task: TaskReference
+    restart_epoch: int  # in which it was claimed
+
+    @classmethod
+    def from_json(cls, claim: list[Any]) -> TicketClaim:
+        """From a reply of the control service."""
+        ticket, task, restart_epoch = claim
+        return cls(ticket, TaskReference(*task), restart_epoch)
+
+
+def ticket_limit(surviving_tickets: int, closed_tickets: int, updates_ahead: int, groups_per_update: int) -> int:
+    """Number of tickets to issue in a restart epoch (docs/rollout.md): their groups will be fresh enough to train on.
+
+    surviving_tickets: claimed before it and kept; closed_tickets: trained or dropped in it. After n tickets n +
+    surviving - closed are open: at most those of the next update and of `updates_ahead` more. Without a restart the
+    limit is (updates_ahead + version + 1) * groups_per_update + dropped.
+    """
+    return closed_tickets - surviving_tickets + (updates_ahead + 1) * groups_per_update
 
 
 class ControlClient:
@@ -338,3 +364,52 @@ class ControlClient:
             self._facts.merge(request, answer)
         replies: list[Any] = answer["replies"]
         return replies
+
+
+class Claimer:
+    """Claims items of one queue, so that neither a wait nor an outage holds up the caller. Methods never wait.
+
+    They raise JobFailed without a control service.
+    """
+
+    def __init__(self, control: ControlClient, queue: str, owner: str, sharers: int = 1) -> None:
+        """`owner`: the name that claims; `sharers`: the number of claimers that share free items."""
+        self._control, self._queue, self._owner, self._sharers = control, queue, owner, sharers
+        self._thread: threading.Thread | None = None
+        self._claimed: list[Any] = []
+        self._error: Exception | None = None
+
+    def poll(self, room: int) -> list[Any]:
+        """Items claimed since the last call, as `ControlClient.claim` returns them; then claims more, up to `room`."""
+        if self._is_busy():
+            return []
+        claimed, self._claimed = self._claimed, []
+        if room > len(claimed):
+            self._start(lambda: self._claim(room - len(claimed)))
+        return claimed
+
+    def put_back(self) -> None:
+        """Let others claim the items of the last claim: the caller cannot use them now. Call this until it can."""
+        if not self._is_busy() and self._claimed:
+            items, self._claimed = [item for item, *_ in self._claimed], []
+            self._start(lambda: self._control.run("give_back", self._queue, self._owner, items))
+
+    def _claim(self, count: int) -> None:
+        self._claimed = self._control.claim(self._queue, self._owner, count, self._sharers, CLAIM_SECONDS)
+
+    def _is_busy(self) -> bool:
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        if self._error is not None:
+            raise self._error
+        return False
+
+    def _start(self, request: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                request()
+            except Exception as error:  # raised by the next call
+                self._error = error
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()

@@ -14,8 +14,8 @@ import logging
 import secrets
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 5.0  # of a request that waits
 REQUESTS_PER_SECOND = 1000  # of those that wait: with more of them, heartbeats are less frequent
-WOKEN_AT_ONCE = 8  # waiting requests answered before the event loop looks for others
 RELAY_SECONDS = 2.0  # for the relay to answer, beyond the time that the request may wait for
 RELAY_PAUSE_SECONDS = 10.0  # without an answer, until the relay is asked again
 
@@ -44,7 +43,6 @@ class FactFeed:
         self.facts: dict[str, tuple[int, Json]] = {}
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)  # by key
         self._sessions: dict[str, asyncio.Event] = {}  # requests that wait
-        self._to_wake: deque[asyncio.Event] = deque()
         self._encoded: tuple[object, bytes] = (None, b"")  # facts of the last answer: most others have the same
 
     def put(self, key: str, value: Json) -> None:
@@ -55,14 +53,15 @@ class FactFeed:
         """Take in changes with their revisions; all up to `revision` are there then."""
         for key, value, changed_at in changes:
             self.facts[key] = changed_at, value
-            self._wake(self._waiting.get(key, ()))
+            for event in self._waiting.get(key, ()):
+                event.set()
         self.revision = max(self.revision, revision)
 
     async def wait(self, body: Body) -> None:
         """Wait until the sender lacks a change, or follows another fact, as long as it asks."""
         session, keys = str(body.get("session")), body.get("keys", ())
         if body.get("new") and session in self._sessions:
-            self._wake([self._sessions[session]])
+            self._sessions[session].set()
         if not keys or not (seconds := wait_seconds(body)) or self._news(body):
             return
         event = self._sessions[session] = asyncio.Event()
@@ -93,19 +92,6 @@ class FactFeed:
 
     def _read(self, key: str) -> tuple[int, Json]:
         return self.facts.get(key) or (self.first_revision, None)
-
-    def _wake(self, events: Iterable[asyncio.Event]) -> None:
-        idle = not self._to_wake
-        self._to_wake += [event for event in events if not event.is_set()]
-        if idle and self._to_wake:
-            asyncio.get_running_loop().call_soon(self._wake_some)
-
-    def _wake_some(self) -> None:
-        """Wake a few requests, and others after the requests that have arrived meanwhile."""
-        for _ in range(min(WOKEN_AT_ONCE, len(self._to_wake))):
-            self._to_wake.popleft().set()
-        if self._to_wake:
-            asyncio.get_running_loop().call_soon(self._wake_some)
 
 
 def wait_seconds(body: Body) -> float:

@@ -7,9 +7,11 @@ journal that has become long. A last line without its end was never answered: it
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,11 @@ def restore(path: Path) -> JobState:
             complete += len(line)
             try:
                 entry = json.loads(line)
-                if isinstance(entry, dict):
-                    state = JobState.from_json(entry)
+                if isinstance(entry, str):
+                    state = pickle.loads(base64.b64decode(entry))
                 else:
                     state.apply(*entry)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, pickle.UnpicklingError) as error:
                 raise JournalError(f"{path}, line {number}: {error}") from error
     state.changed.clear()
     return state
@@ -94,7 +96,7 @@ class Journal:
         os.close(self._file)
 
     def _compact(self, state: JobState) -> None:
-        atomic_file.write_json(self.path, state.to_json(), mode=0o600)
+        atomic_file.write_json(self.path, base64.b64encode(pickle.dumps(state)).decode(), mode=0o600)
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, self._file)  # a sync in progress keeps the descriptor's number
         os.close(file)

@@ -17,8 +17,8 @@ import json
 import os
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ class ControlService:
         self._feed = FactFeed(starts * MAX_CHANGES)
         self._feed.merge([(key, value, self._feed.revision) for key, value in state.facts.items()], 0)
         self._feed.put("job", {"job_id": job_id, "heartbeat_timeout_seconds": heartbeat_timeout_seconds})
+        self._items = asyncio.Event()  # wakes the claims that wait, each time that a queue has free items
         self._watched: dict[str, Any] = {}  # facts that the liveness of roles has made
-        self._free_items: defaultdict[str, asyncio.Condition] = defaultdict(asyncio.Condition)  # by queue
         self.handlers: dict[str, Handler] = {
             "POST /sync": self._sync,
             "GET /status": self._status,
@@ -85,34 +85,26 @@ class ControlService:
         self._hear(body, time.monotonic())
         if commands := body.get("commands"):
             stream, number = str(body["stream"]), int(body["number"])
-            if await self._has_items(commands, body, lambda: self.state.request_count(stream) >= number, request):
-                replies = await self._apply(stream, number, commands)
-            else:
-                replies = [[]]
+            found = await self._has_items(stream, number, commands, body, request)
+            replies = await self._apply(stream, number, commands) if found else [[]]
         else:
             await self._feed.wait(body)
         return self._feed.answer(body, replies)
 
-    async def _has_items(self, commands: Any, body: Body, is_applied: Callable[[], bool], request: Request) -> bool:
+    async def _has_items(self, stream: str, number: int, commands: Any, body: Body, request: Request) -> bool:
         """Wait until a claim, which is the only command, finds an item, as long as the request allows.
 
-        Without one it needs no place in the journal.
+        Without one it needs no place in the journal. A claim of a process that has ended finds none.
         """
         if [command[0] for command in commands] != ["claim"] or not (seconds := wait_seconds(body)):
             return True
-        name, deadline = str(commands[0][1]), time.monotonic() + seconds
-        available = self._free_items[name]
-        while not self.state.free_items(name) and not is_applied():
-            timed_out = False
-            async with available:
-                try:
-                    async with asyncio.timeout(deadline - time.monotonic()):
-                        await available.wait()
-                except TimeoutError:
-                    timed_out = True
-                if timed_out or await request.is_disconnected():
-                    available.notify()  # another one takes its turn, if it had one
-                    return False
+        deadline = time.monotonic() + seconds
+        while not self.state.free_items(str(commands[0][1])) and self.state.request_count(stream) < number:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._items.wait()
+            if time.monotonic() > deadline or await request.is_disconnected():
+                return False
         return True
 
     async def _status(self, body: None, request: Request) -> bytes:
@@ -151,11 +143,10 @@ class ControlService:
             self.journal.append(stream, number, commands, self.state)
         changed, self.state.changed = self.state.changed, set()
         for key in changed:
-            if key not in self.state.queues:
-                self._feed.put(key, self.state.facts.get(key))
-            elif free := self.state.free_items(key):
-                async with self._free_items[key]:
-                    self._free_items[key].notify(free)
+            self._feed.put(key, self.state.facts.get(key))
+        if any(queue.free for queue in self.state.queues.values()):
+            self._items.set()
+            self._items = asyncio.Event()
         await self.journal.sync()
         return replies
 

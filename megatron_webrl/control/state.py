@@ -12,7 +12,7 @@ replies. The same requests in the same order always give the same state, so a jo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 TICKETS = "tickets"  # name of their queue
@@ -93,27 +93,16 @@ class WorkQueue:
         """The open items of an owner, in order, without returned ones."""
         return sorted(item for item, each in self.owners.items() if each == owner and item not in self.returned)
 
-    def to_json(self) -> Json:
-        fields = asdict(self)  # keys of JSON objects are no numbers
-        return fields | {name: list(fields[name].items()) for name in ("owners", "contents")}
 
-    @classmethod
-    def from_json(cls, fields: Json) -> WorkQueue:
-        values = [(item, value) for item, value in fields["values"]]
-        return cls(
-            **fields | {"owners": dict(fields["owners"]), "contents": dict(fields["contents"]), "values": values}
-        )
-
-
+@dataclass
 class JobState:
     """All durable facts of a job."""
 
-    def __init__(self) -> None:
-        self.facts: dict[str, Json] = {}
-        self.queues: dict[str, WorkQueue] = {}
-        self.epochs: list[tuple[int, int]] = []  # restart epoch and policy version
-        self.streams: dict[str, tuple[int, list[Json]]] = {}  # the stream of the last request is the last
-        self.changed: set[str] = set()  # keys of facts and names of queues, since the caller has cleared it
+    facts: dict[str, Json] = field(default_factory=dict)
+    queues: dict[str, WorkQueue] = field(default_factory=dict)
+    epochs: list[tuple[int, int]] = field(default_factory=list)  # restart epoch and policy version
+    streams: dict[str, tuple[int, list[Json]]] = field(default_factory=dict)  # that of the last request is the last
+    changed: set[str] = field(default_factory=set)  # keys of facts, since the caller has cleared it
 
     def apply(self, stream: str, number: int, commands: Sequence[Sequence[Json]]) -> list[Json]:
         """Run the commands of request `number`, from 1, of a stream; returns a reply for each: {"error"} if it failed.
@@ -186,7 +175,6 @@ class JobState:
     def append(self, name: str, items: list[Any]) -> None:
         """Add items, [number, content] each, to a queue, which is made if there is none of this name."""
         self.queues.setdefault(name, WorkQueue()).append([(int(item), content) for item, content in items])
-        self.changed.add(name)
 
     def claim(self, name: str, owner: str, count: int, sharers: int = 1) -> list[Any]:
         """Claim up to `count` items, at most the owner's share of the free ones: [item, content, restart epoch]."""
@@ -207,12 +195,10 @@ class JobState:
     def give_back(self, name: str, owner: str, items: list[int]) -> None:
         """As WorkQueue.give_back."""
         self._queue(name).give_back(owner, items)
-        self.changed.add(name)
 
     def remove_queue(self, name: str) -> None:
         """Remove a queue with its items, if there is one of this name."""
         self.queues.pop(name, None)
-        self.changed.add(name)
 
     def read_queue(self, name: str, values_from: int = 0) -> Json:
         """Numbers of appended and claimed items, [item, owner] of open ones, and the values from number `values_from`
@@ -248,26 +234,6 @@ class JobState:
         """
         queue = self._queue(TICKETS)
         return {"epochs": [list(each) for each in self.epochs], "open": queue.rewind(), "end": queue.end}
-
-    # -- snapshots --------------------------------------------------------------------------------
-
-    def to_json(self) -> Json:
-        """The whole state, without `changed`."""
-        return {
-            "facts": self.facts,
-            "queues": {name: queue.to_json() for name, queue in self.queues.items()},
-            "epochs": self.epochs,
-            "streams": [[stream, *last] for stream, last in self.streams.items()],
-        }
-
-    @classmethod
-    def from_json(cls, content: Json) -> JobState:
-        state = cls()
-        state.facts = content["facts"]
-        state.queues = {name: WorkQueue.from_json(fields) for name, fields in content["queues"].items()}
-        state.epochs = [(epoch, version) for epoch, version in content["epochs"]]
-        state.streams = {stream: (number, replies) for stream, number, replies in content["streams"]}
-        return state
 
     def _queue(self, name: str) -> WorkQueue:
         if name not in self.queues:

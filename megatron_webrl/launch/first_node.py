@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import SupervisedProcess
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.launch import run_folder
@@ -42,9 +44,7 @@ from megatron_webrl.types import (
     failed_outcome,
     is_infrastructure_failure,
 )
-from megatron_webrl.util import child_process
 from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE, watch_for_stall
-from megatron_webrl.util.supervised_process import SupervisedProcess
 
 POLL_SECONDS = 0.25
 EXIT_GRACE_SECONDS = 60.0  # for roles to exit after a clean outcome: last records, artifacts of the checkpoint

@@ -15,10 +15,10 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import ProcessError
 from megatron_webrl.launch import roles
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
-from megatron_webrl.util import child_process
-from megatron_webrl.util.child_process import ProcessError
 
 HOST = "127.0.0.1"
 ADDRESS_FILE, LOG = "monitor.json", "logs/monitor.log"  # of the run's folder

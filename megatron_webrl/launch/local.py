@@ -12,13 +12,11 @@ from rich.console import Console
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.launch import run_folder
+from megatron_webrl.launch import gpus, run_folder
 from megatron_webrl.launch.first_node import FirstNode
 from megatron_webrl.launch.output import ConsoleOutput
 from megatron_webrl.placement.placement import Placement, place_processes
 from megatron_webrl.track.run_lock import Launch
-from megatron_webrl.util import cuda_driver
-from megatron_webrl.util.cuda_driver import has_gpu
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_webrl.launch.evaluation import CheckpointEvaluation
@@ -71,7 +69,7 @@ def _check_machine(config: Config) -> None:
             "cluster.nodes=1 and parallel sizes to match"
         )
     wants_gpus = config.cluster.gpus_per_node and config.model.platform != "cpu"
-    if wants_gpus and has_gpu() and (problem := cuda_driver.find_cuda_problem()):
+    if wants_gpus and gpus.has_gpu() and (problem := gpus.find_cuda_problem()):
         raise ConfigError(
             f"cluster.gpus_per_node={config.cluster.gpus_per_node}, but {problem}; or set model.platform=cpu to "
             "compute on the cores"
@@ -83,8 +81,8 @@ def _device_warning(config: Config) -> str:
     if config.model.platform != "auto":
         return ""
     if config.cluster.gpus_per_node:
-        return "" if has_gpu() else "no GPU on this machine: all roles compute on its cores (model.platform=auto)"
-    if config.evaluation.only or not has_gpu() or cuda_driver.find_cuda_problem():
+        return "" if gpus.has_gpu() else "no GPU on this machine: all roles compute on its cores (model.platform=auto)"
+    if config.evaluation.only or not gpus.has_gpu() or gpus.find_cuda_problem():
         return ""
     return (
         "cluster.gpus_per_node=0: trainer and engines take this machine's first GPU, and neither leaves memory for the "

@@ -27,6 +27,8 @@ from pathlib import Path
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import RestartPolicy, SupervisedProcess, restart_delay
 from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
 from megatron_webrl.control.connection import ControlLost, JobFailed
 from megatron_webrl.launch import run_folder
@@ -42,9 +44,7 @@ from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import VARIABLE, Launch
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES, failed_outcome
-from megatron_webrl.util import child_process
 from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE
-from megatron_webrl.util.supervised_process import RestartPolicy, SupervisedProcess, restart_delay
 
 POLL_SECONDS = 0.1
 FOLLOW_SECONDS = 0.5  # between two looks for a trainer failure on another node

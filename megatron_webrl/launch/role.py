@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import collect_garbage
 from megatron_webrl.types import failed_outcome
-from megatron_webrl.util import stack_dump
-from megatron_webrl.util.child_process import collect_garbage
 from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE, is_file_system_failure
 from megatron_webrl.util.text import configure_logging, first_line, printable, redact
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="webrl role")
     add_arguments(parser)
     options = parser.parse_args(arguments)
-    stack_dump.register_dump_signal()
+    child_process.register_dump_signal()
     os.umask(os.umask(0o077) | 0o077)  # logs and episodes may be private
     try:
         return run(options)

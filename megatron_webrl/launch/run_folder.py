@@ -12,12 +12,13 @@ from pathlib import Path
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control import child_process
 from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.monitor.control_probe import query
 from megatron_webrl.placement.placement import Placement
 from megatron_webrl.ring.segment import sweep_segments
 from megatron_webrl.track.run_lock import Launch, start_launch
-from megatron_webrl.util import atomic_file, child_process
+from megatron_webrl.util import atomic_file
 
 PLACEMENT_FILE = "placement.json"
 SHARED_MEMORY = Path("/dev/shm")

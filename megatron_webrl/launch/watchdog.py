@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import SupervisedProcess
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.placement.placement import Placement
 from megatron_webrl.track import events
 from megatron_webrl.track.events import EventLog
-from megatron_webrl.util import atomic_file, stack_dump
+from megatron_webrl.util import atomic_file
 from megatron_webrl.util.atomic_file import continue_without
-from megatron_webrl.util.supervised_process import SupervisedProcess
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class StackDumper:
         self._done = request
         running = [role for role in roles if role.process.poll() is None]
         for role in running:
-            for message in stack_dump.dump_stacks(role.process.pid, role.log, request.reason):
+            for message in child_process.dump_stacks(role.process.pid, role.log, request.reason):
                 self.report(f"{role.name}: {message}")
         targets = [role for role in running if role.name in request.targets]
         try:

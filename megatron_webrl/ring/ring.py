@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_webrl.control.child_process import is_alive, start_time
 from megatron_webrl.ring import segment as segments
 from megatron_webrl.ring.segment import (
     FIRST_OFFSET,
@@ -35,7 +36,6 @@ from megatron_webrl.ring.segment import (
     checksum,
     poll_with_backoff,
 )
-from megatron_webrl.util.child_process import is_alive, start_time
 
 LOCK_TIMEOUT_SECONDS = 10.0  # the lock is held for microseconds, except by a process that was stopped
 ALIGNMENT = 64  # bytes; records begin on a cache line

@@ -14,7 +14,7 @@ from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import local_servers
 from megatron_webrl.browser.server.protocol import SessionSpec
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.tickets import TicketClaim
+from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.judge.budget import UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator, with_verdict
 from megatron_webrl.model.processor import Processor

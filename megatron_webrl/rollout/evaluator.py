@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_webrl.config.schema import EVALUATION_EPISODES, Config
-from megatron_webrl.control.claimer import Claimer
-from megatron_webrl.control.client import POLL_SECONDS, ControlClient
+from megatron_webrl.control.client import POLL_SECONDS, Claimer, ControlClient
 from megatron_webrl.judge.budget import BudgetSpent, JobUsageMeter, request_stop_without_budget
 from megatron_webrl.model.processor import decode_image
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine

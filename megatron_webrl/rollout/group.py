@@ -7,11 +7,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from megatron_webrl.control.claimer import Claimer
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.client import Claimer, ControlClient, TicketClaim
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.control.state import TICKETS
-from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.rollout.agent import Episode
 from megatron_webrl.rollout.episode_runner import EpisodeRunner, run_together, run_with_retries
 from megatron_webrl.rollout.generator import Generator

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.client import ControlClient, ticket_limit
 from megatron_webrl.control.connection import JobFailed
-from megatron_webrl.control.tickets import ticket_limit
 from megatron_webrl.judge.budget import restore_usage, save_usage
 from megatron_webrl.tasks.files.table import TASK_FILES, task_file_digests
 from megatron_webrl.tasks.registry import make_source

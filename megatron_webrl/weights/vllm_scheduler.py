@@ -15,7 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from megatron_webrl.util.child_process import collect_garbage
+from megatron_webrl.control.child_process import collect_garbage
 from megatron_webrl.weights.expert_store import ExpertStore, ScheduledTokens
 from megatron_webrl.weights.vllm_experts import records_experts
 

@@ -27,9 +27,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from megatron_webrl.control.child_process import collect_garbage
 from megatron_webrl.control.connection import Connection, ControlLost
 from megatron_webrl.model.layout import ParallelSizes
-from megatron_webrl.util.child_process import collect_garbage
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan

@@ -31,11 +31,11 @@ from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.tasks import TasksConfig
+from megatron_webrl.control import child_process
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.scripted_policies import next_scripted_action
 from megatron_webrl.types import Action, Task
-from megatron_webrl.util import child_process
 from tests.browser.browser_processes import browser_pids
 from tests.waiting import eventually
 

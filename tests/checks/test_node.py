@@ -18,10 +18,10 @@ from megatron_webrl.checks.report import CheckFailed, failed, measured
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.child_process import MAX_OPEN_FILES, start_process
+from megatron_webrl.launch import gpus
 from megatron_webrl.launch.slurm.prepare import choose_nodes
 from megatron_webrl.placement.placement import place_processes
-from megatron_webrl.util import cuda_driver
-from megatron_webrl.util.child_process import MAX_OPEN_FILES, start_process
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.alone  # it needs free ports
@@ -104,11 +104,11 @@ def test_number_and_memory_of_gpus_and_the_driver_are_checked(tmp_path: Path, mo
     with pytest.raises(CheckFailed, match=r"cluster.gpus_per_node=2, but nvidia-smi is not installed"):
         look("gpus", *GPUS)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(cuda_driver, "torch_cuda_version", lambda: None)  # the tests' own torch may be for CUDA
+    monkeypatch.setattr(gpus, "find_cuda_problem", lambda: "the driver is too old")
     for sizes, reason in (
         (["81559"], "1 GPUs, but cluster.gpus_per_node=2"),
         (["81559", "40960"], "a GPU has 40960 MiB, but cluster.gpu_gib=80"),
-        (["81559", "81559"], "torch is built for CPUs, but the machine has GPUs .driver 580.65.06"),
+        (["81559", "81559"], "the driver is too old"),
     ):
         rows = "; ".join(f"echo {number}, GPU-{number}, {mib}" for number, mib in enumerate(sizes))
         script(tmp_path, f"case $1 in *memory*) {rows};; *) echo 580.65.06;; esac").rename(tmp_path / "nvidia-smi")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -33,7 +32,8 @@ def test_a_journal_restores_the_state_wherever_it_was_cut(tmp_path: Path) -> Non
     path, state = tmp_path / "journal", JobState()
     write(path, state, range(1, 30))
     whole = path.read_bytes()
-    assert restore(path).to_json() == json.loads(json.dumps(state.to_json()))
+    state.changed.clear()
+    assert restore(path) == state
     lines = whole.splitlines(keepends=True)
     for end in range(len(whole)):
         path.write_bytes(whole[:end])
@@ -48,7 +48,8 @@ def test_a_long_journal_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.M
     path, state = tmp_path / "journal", JobState()
     write(path, state, range(1, 500))
     assert path.stat().st_size < 4000
-    assert restore(path).to_json() == json.loads(json.dumps(state.to_json()))
+    state.changed.clear()
+    assert restore(path) == state
     write(path, state, range(500, 600))  # opened again
     assert restore(path).facts["sum"] == sum(range(600))
     assert [each.name for each in tmp_path.iterdir()] == ["journal"]

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.control.claimer import Claimer
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.client import Claimer, ControlClient, TicketClaim
 from megatron_webrl.control.connection import ControlAddress, JobEnded, JobFailed
 from megatron_webrl.control.state import TICKETS
-from megatron_webrl.control.tickets import TicketClaim
 from tests.control.service_process import ServiceProcess, service_process, wait_for_exit
 from tests.job_control import tickets
 from tests.waiting import until

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megatron_webrl.control.client import ticket_limit
 from megatron_webrl.control.state import TICKETS, CommandError, JobState
-from megatron_webrl.control.tickets import ticket_limit
 
 WORKERS = ("rollout-0", "rollout-1", "rollout-2")
 
@@ -118,8 +119,8 @@ class Job(RuleBasedStateMachine):
         again = JobState()
         for entry in self.journal:
             again.apply(*entry)
-        assert json.dumps(again.to_json()) == json.dumps(self.state.to_json())
-        self.state = JobState.from_json(json.loads(json.dumps(self.state.to_json())))
+        assert again == self.state
+        self.state = pickle.loads(pickle.dumps(again))
 
     @invariant()
     def every_issued_ticket_is_accounted_for(self) -> None:

@@ -14,13 +14,13 @@ from rich.console import Console
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control import child_process
 from megatron_webrl.launch import first_node, local
 from megatron_webrl.launch.first_node import FirstNode
 from megatron_webrl.launch.output import ConsoleOutput
 from megatron_webrl.launch.roles import ProcessSpec
 from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.track import events, summary
-from megatron_webrl.util import child_process
 from tests.job_control import connect, control_service
 
 ENDS, FAILS, HANGS = ["true"], ["false"], ["sleep", "600"]
@@ -145,7 +145,7 @@ def test_a_job_says_which_devices_it_takes_unasked(
     monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], gpu: bool, problem: str, expected: str
 ) -> None:
     monkeypatch.setattr(local, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(local.cuda_driver, "find_cuda_problem", lambda: problem)
+    monkeypatch.setattr(local.gpus, "find_cuda_problem", lambda: problem)
     warning = local._device_warning(parse_config(None, list(overrides)))
     assert warning.startswith(expected)
     assert bool(warning) == bool(expected)

@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import SupervisedProcess
+from megatron_webrl.control.client import ControlClient, TicketClaim
 from megatron_webrl.control.connection import ControlLost, JobEnded, JobFailed
-from megatron_webrl.control.tickets import TicketClaim
 from megatron_webrl.launch import watchdog
 from megatron_webrl.launch.first_node import role_line
 from megatron_webrl.launch.node import Node
@@ -25,9 +26,7 @@ from megatron_webrl.rollout.group import TicketClaims
 from megatron_webrl.track import events
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.types import is_infrastructure_failure
-from megatron_webrl.util import child_process, supervised_process
 from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE
-from megatron_webrl.util.supervised_process import SupervisedProcess
 from tests.job_control import connect, control_service, start, tickets
 from tests.waiting import until
 
@@ -75,7 +74,7 @@ def machine(folder: Path, *settings: str) -> Iterator[Machine]:
 def test_a_worker_beyond_its_budget_is_given_up_and_the_job_continues_down_to_the_least_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervised_process, "FIRST_DELAY_SECONDS", 0.2)
+    monkeypatch.setattr(child_process, "FIRST_DELAY_SECONDS", 0.2)
     with machine(tmp_path, "rollout.engines=2", "run.worker_restarts_per_hour=2") as here:
         first, second = here.start("rollout-0"), here.start("rollout-1")
         for number in (1, 2):
@@ -229,8 +228,8 @@ def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(
 
 
 def test_a_delay_holds_no_other_role_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervised_process, "FIRST_DELAY_SECONDS", 600.0)
-    monkeypatch.setattr(supervised_process, "MAX_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr(child_process, "FIRST_DELAY_SECONDS", 600.0)
+    monkeypatch.setattr(child_process, "MAX_DELAY_SECONDS", 600.0)
     with machine(tmp_path, "rollout.engines=2") as here:
         first, second = here.start("rollout-0"), here.start("rollout-1")
         for role in (first, first, second):

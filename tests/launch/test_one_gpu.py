@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.util.cuda_driver import has_gpu
+from megatron_webrl.launch.gpus import has_gpu
 from tests.launch.whole_jobs import Job, assert_nothing_left
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]  # tests/checks/test_gpu.py runs the same job, shorter

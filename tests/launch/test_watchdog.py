@@ -17,14 +17,14 @@ import pytest
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import RestartPolicy, SupervisedProcess
 from megatron_webrl.launch import watchdog
 from megatron_webrl.launch.roles import role_command
 from megatron_webrl.launch.run_folder import control_address_path, write_job
 from megatron_webrl.launch.watchdog import HangDetector, StackDumper
 from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.track.events import EventLog
-from megatron_webrl.util import child_process, stack_dump
-from megatron_webrl.util.supervised_process import RestartPolicy, SupervisedProcess
 from tests.job_control import connect, control_service
 from tests.waiting import started, until
 
@@ -32,14 +32,14 @@ ROOT = Path(__file__).parents[2]
 ROLE = """
 import signal, sys, threading, time
 from pathlib import Path
-from megatron_webrl.util import stack_dump
+from megatron_webrl.control import child_process
 from megatron_webrl.control.client import ControlClient
 
 def endless_loop_of_this_test():
     while True:
         signal.pause()
 
-stack_dump.register_dump_signal()
+child_process.register_dump_signal()
 address, name, marks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 control = ControlClient(address, name)
 control.start_heartbeat()
@@ -223,7 +223,8 @@ def test_browsers_and_other_programs_are_never_signalled(tmp_path: Path) -> None
     log = tmp_path / "log"
     log.touch()
     code = (
-        "import subprocess, time; from megatron_webrl.util import stack_dump; stack_dump.register_dump_signal()\n"
+        "import subprocess; from megatron_webrl.control.child_process import register_dump_signal\n"
+        "register_dump_signal()\n"
         "child = subprocess.Popen(['sleep', '100']); print(child.pid, flush=True); child.wait()"
     )
     with log.open("ab") as output:
@@ -232,7 +233,7 @@ def test_browsers_and_other_programs_are_never_signalled(tmp_path: Path) -> None
         )
     assert leader.stdout is not None
     child = psutil.Process(int(leader.stdout.readline()))
-    assert stack_dump.dump_stacks(leader.pid, log, "for a test") == []
+    assert child_process.dump_stacks(leader.pid, log, "for a test") == []
     assert f"-- stacks of python ({leader.pid}): for a test --" in log.read_text()
     assert "subprocess.py" in log.read_text()
     assert child.is_running()

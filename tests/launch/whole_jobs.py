@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
-from megatron_webrl.util.child_process import OWNER_VARIABLE, die_with_parent
+from megatron_webrl.control.child_process import OWNER_VARIABLE, die_with_parent
 from tests.launch.slurm.virtual_nodes import space_of
 from tests.terminal import Terminal
 from tests.tiny_settings import SETTINGS

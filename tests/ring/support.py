@@ -15,9 +15,9 @@ from typing import TypeVar
 import numpy as np
 
 import megatron_webrl
+from megatron_webrl.control.child_process import die_with_parent
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.ring.segment import SHM_FOLDER, poll_with_backoff
-from megatron_webrl.util.child_process import die_with_parent
 
 RUN = "test run"
 PREFIX = f"webrl-test-{os.getpid()}-"

@@ -16,14 +16,14 @@ from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.control.tickets import TicketClaim
+from megatron_webrl.control.child_process import ProcessError
+from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.teacher import Teacher
 from megatron_webrl.types import TaskReference, Trajectory
-from megatron_webrl.util.child_process import ProcessError
 from tests.browser.server.servers import config_for, server_processes
 from tests.rollout.teacher.servers import reply, serving, teacher
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.control.tickets import TicketClaim
+from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.rollout.agent import Deadline, DeadlineExpired, Episode
 from megatron_webrl.rollout.group import EngineLoad, GroupRun
 from megatron_webrl.track.live_rollouts import LiveRollout

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_webrl.util.child_process import die_with_parent
+from megatron_webrl.control.child_process import die_with_parent
 from tests.waiting import until
 
 START_SECONDS = 120.0

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_webrl.control import child_process
 from megatron_webrl.track.events import EventLog, read_events
-from megatron_webrl.util import child_log
 from megatron_webrl.util.text import RedactingFormatter, printable
 
 TITLES = [
@@ -36,7 +36,7 @@ def test_logs_messages_and_events_show_control_characters_and_do_not_send_them(t
     for text in (
         RedactingFormatter("%(message)s").format(record),
         event.reason,
-        child_log.last_line(f"ERROR {title}x"),
+        child_process.last_line(f"ERROR {title}x"),
     ):
         assert text.isprintable(), ascii(text)
     assert "shop " in RedactingFormatter("%(message)s").format(record)

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.util import child_process, torchvision_shim
+from megatron_webrl.control import child_process
+from megatron_webrl.util import torchvision_shim
 
 
 def loading_shapes(worker: Any) -> tuple[int, dict[str, tuple[int, ...]]]:

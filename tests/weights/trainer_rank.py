@@ -15,10 +15,10 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from megatron_webrl.config.load import parse_config
+from megatron_webrl.control.child_process import die_with_parent
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.model.convert.hf_files import copy_metadata
 from megatron_webrl.placement.placement import RankInfo
-from megatron_webrl.util.child_process import die_with_parent
 
 
 def run(rank: RankInfo, config_file: Path, address: Path, folders: Sequence[Path], logs: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_webrl.util.child_process import die_with_parent
+from megatron_webrl.control.child_process import die_with_parent
 
 JOB_SECONDS = 3600.0
 POLL_SECONDS = 1.0

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control import child_process
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.util import child_process, torchvision_shim
+from megatron_webrl.util import torchvision_shim
 
 LEARNING_RATE = 1e-5
 LIMIT = timedelta(seconds=120)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_webrl.control.tickets import ticket_limit
+from megatron_webrl.control.client import ticket_limit
 from tools.cluster.events import SimulatedClock
 from tools.cluster.rollout import SimulatedGroup, SimulatedRollout
 from tools.cluster.work import SimulationSettings, UpdateTimes, Workload

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_webrl.util import child_process
+from megatron_webrl.control import child_process
 from tests.launch.slurm.virtual_nodes import small_disk
 from tests.launch.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
 from tools.arguments import write_json

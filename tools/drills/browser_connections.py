@@ -28,8 +28,8 @@ import aiohttp
 import numpy as np
 import psutil
 
+from megatron_webrl.control import child_process
 from megatron_webrl.control.http.http_service import ConnectionLimits
-from megatron_webrl.util import child_process
 from tests.browser.server.conftest import Server, browser_server
 from tests.waiting import until
 from tools.arguments import make_bench_parser, write_json

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import yaml
 
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import last_line
 from megatron_webrl.track import summary
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.util import child_process
-from megatron_webrl.util.child_log import last_line
 from tests.launch.slurm.virtual_slurm import END_STATES, Cluster
 from tests.tiny_settings import SETTINGS
 

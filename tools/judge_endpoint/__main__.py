@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.util.child_process import die_with_parent
+from megatron_webrl.control.child_process import die_with_parent
 from tools.arguments import bounded_number
 from tools.judge_endpoint.faults import FAULTS, parse_faults
 from tools.judge_endpoint.oracle import load_oracle

@@ -32,8 +32,8 @@ from playwright.async_api import BrowserContext
 from megatron_webrl.browser.errors import NotRecorded
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control import child_process
 from megatron_webrl.types import Task
-from megatron_webrl.util import child_process
 
 FORMAT = 1
 HAR_MEMBER, VISIT_MEMBER = "visit.har", "visit.json"

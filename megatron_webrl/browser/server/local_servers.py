@@ -18,9 +18,8 @@ from pathlib import Path
 from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.util import child_process
-from megatron_webrl.util.child_process import ProcessError
-from megatron_webrl.util.supervised_process import RestartPolicy, SupervisedProcess
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import ProcessError, RestartPolicy, SupervisedProcess
 
 log = logging.getLogger(__name__)
 

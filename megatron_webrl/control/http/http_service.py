@@ -24,7 +24,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.util import atomic_file, child_process
+from megatron_webrl.control import child_process
+from megatron_webrl.util import atomic_file
 from megatron_webrl.util.network import is_loopback
 from megatron_webrl.util.text import configure_logging
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control import child_process
 from megatron_webrl.control.client import POLL_SECONDS, ControlClient
 from megatron_webrl.placement.placement import rollout_process_name
 from megatron_webrl.ring.ring import NodeRing
@@ -37,7 +38,6 @@ from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.rollout.engine.vllm_environment import NodeSpan
 from megatron_webrl.rollout.generator import EngineDeadError
 from megatron_webrl.rollout.ring_output import open_node_ring
-from megatron_webrl.util import child_process, stack_dump
 from megatron_webrl.util.network import own_address
 from megatron_webrl.util.text import configure_logging
 
@@ -193,7 +193,7 @@ class _Follower:
 def main(settings: str, arguments: str) -> int:
     """Run vLLM's ranks until one ends. `settings`: file; `arguments`: worker, number of its instance, span, as JSON."""
     faulthandler.enable()
-    stack_dump.register_dump_signal()
+    child_process.register_dump_signal()
     start = json.loads(arguments)
     span = NodeSpan(**start["span"])
     name = rollout_process_name(start["worker"], span.node_rank)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_webrl.config.engine_options import refuse_unknown
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.child_process import collect_garbage
 from megatron_webrl.model.vision_language.routing_replay import records_experts
 from megatron_webrl.util import torchvision_shim
-from megatron_webrl.util.child_process import collect_garbage
 from megatron_webrl.weights.expert_store import RECORD_OPTION
 
 if TYPE_CHECKING:

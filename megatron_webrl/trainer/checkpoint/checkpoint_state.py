@@ -48,6 +48,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
+from megatron_webrl.control.child_process import describe_exit, die_with_parent
 from megatron_webrl.model.build import is_first_replica
 from megatron_webrl.model.convert.hf_files import copy_metadata
 from megatron_webrl.model.value_head import VALUE_HEAD
@@ -55,7 +56,6 @@ from megatron_webrl.trainer.checkpoint.checkpoint_files import CRITIC_HINT, Chec
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.parallel import all_gather_object, broadcast_object
 from megatron_webrl.util.atomic_file import fsync, fsync_tree
-from megatron_webrl.util.child_process import describe_exit, die_with_parent
 
 log = logging.getLogger(__name__)
 

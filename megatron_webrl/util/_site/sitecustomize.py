@@ -1,9 +1,9 @@
 """Start-up hook of every Python subprocess of an engine; runs before any of its own code.
 
 1. The process dies with its parent, so that a killed worker leaves no engine behind.
-2. SIGUSR2 writes its stacks to standard error, as in every role (megatron_webrl/util/stack_dump.py).
+2. SIGUSR2 writes its stacks to standard error, as in every role (megatron_webrl/control/child_process.py).
 3. It gets the import shim of its parent (megatron_webrl/util/torchvision_shim.py).
-4. It imports vLLM without garbage collections, until `collect_garbage` (megatron_webrl/util/child_process.py).
+4. It imports vLLM without garbage collections, until `collect_garbage` (megatron_webrl/control/child_process.py).
 5. The environment's own sitecustomize, which this one hides, runs.
 """
 

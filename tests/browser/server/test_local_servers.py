@@ -16,8 +16,8 @@ import pytest
 from megatron_webrl.browser.server import local_servers as local_servers_module
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import LocalServers, local_servers
-from megatron_webrl.util import child_process
-from megatron_webrl.util.child_process import ProcessError, is_alive, start_time
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import ProcessError, is_alive, start_time
 from tests.browser.server.servers import LIMIT, click_task, config_for, server_processes, until
 
 

@@ -23,6 +23,7 @@ from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control import child_process
 from megatron_webrl.control.client import POLL_SECONDS
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.launch.evaluation import (
@@ -41,7 +42,6 @@ from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.evaluations import EvaluationResult
 from megatron_webrl.track.run_lock import LaunchLost, start_launch
-from megatron_webrl.util import child_process
 from tests.job_control import connect
 from tests.launch.slurm.slurm_jobs import ROOT, SCRIPTS
 from tests.tiny_settings import SETTINGS

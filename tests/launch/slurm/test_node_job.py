@@ -16,13 +16,13 @@ import psutil
 import pytest
 import yaml
 
+from megatron_webrl.control import child_process
 from megatron_webrl.launch.roles import webrl_command
 from megatron_webrl.launch.run_folder import write_job
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.monitor.episode_index import MAX_PAGE, EpisodeIndex, EpisodeQuery
 from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.track import episodes, summary
-from megatron_webrl.util import child_process
 from tests.finished_runs import run_problems
 from tests.monitor.finished_jobs import check_timeline
 from tests.tiny_settings import SETTINGS

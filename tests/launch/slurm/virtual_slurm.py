@@ -33,7 +33,7 @@ from types import FrameType
 
 import psutil
 
-from megatron_webrl.util import child_process
+from megatron_webrl.control import child_process
 from tests.launch.slurm import virtual_nodes
 
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue")

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control.child_process import SupervisedProcess
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.launch.roles import role_command
@@ -29,7 +30,6 @@ from megatron_webrl.rollout.engine.followers import EngineFollowers, failure_key
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.generator import EngineDeadError
-from megatron_webrl.util.supervised_process import SupervisedProcess
 from tests.job_control import connect, control_service
 from tests.rollout.engine.engines import TOLERANCE, expected, picture, prompt, respond
 from tests.weights.serving import Stage, changed_folders, configuration, load

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_webrl.util.child_process import become_subreaper, die_with_parent
+from megatron_webrl.control.child_process import become_subreaper, die_with_parent
 from tests.trainer.checkpoint.small_learner import (
     LAYOUTS,
     checkpoints_in,

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.client import ControlClient, ticket_limit
 from megatron_webrl.control.state import TICKETS, JobState
-from megatron_webrl.control.tickets import ticket_limit
 from megatron_webrl.track import episodes
 from megatron_webrl.track.episodes import EpisodeLog, trajectory_identity
 from megatron_webrl.trainer.accounting import Accounting

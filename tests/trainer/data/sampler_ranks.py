@@ -21,7 +21,7 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.control.tickets import TicketClaim
+from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.tasks.sampler import knowledge, samplers
 from megatron_webrl.tasks.source import referenced_task
 from tests.gloo import join

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_webrl.control import child_process
 from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.placement.model_shape import MicrobatchShape
-from megatron_webrl.util import child_process
 
 REPEATS = 3
 

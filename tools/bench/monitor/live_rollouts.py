@@ -33,6 +33,7 @@ import psutil
 from playwright.async_api import CDPSession, async_playwright
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
+from megatron_webrl.control.child_process import die_with_parent
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.http.access import encoded
 from megatron_webrl.control.liveness import Liveness
@@ -48,7 +49,6 @@ from megatron_webrl.track.live_rollouts import (
     RolloutTable,
 )
 from megatron_webrl.types import Task
-from megatron_webrl.util.child_process import die_with_parent
 from tests.control.service_process import service_process
 from tests.monitor.runs import write_run
 from tools.arguments import make_bench_parser, write_json

@@ -18,8 +18,9 @@ from torch import Tensor
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.loss import OffPolicyLossConfig
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control import child_process
 from megatron_webrl.types import Group
-from megatron_webrl.util import child_process, torchvision_shim
+from megatron_webrl.util import torchvision_shim
 from tools.bench import recorded_groups
 
 LIMIT = timedelta(seconds=120)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.util import child_log
-from megatron_webrl.util.child_process import ChildProcess, start_process
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import ChildProcess, start_process
 from tests.waiting import until
 
 
@@ -20,14 +20,14 @@ def child(log: Path, code: str) -> ChildProcess:
 
 def lines(log: Path) -> list[str]:
     """All lines that are kept, oldest first."""
-    files = [log.with_name(f"{log.name}.{number}") for number in range(child_log.KEPT_LOGS, 0, -1)] + [log]
+    files = [log.with_name(f"{log.name}.{number}") for number in range(child_process.KEPT_LOGS, 0, -1)] + [log]
     return [line for file in files if file.exists() for line in file.read_text().splitlines()]
 
 
 def test_a_rotated_log_keeps_every_line_of_a_child_and_of_its_own_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_log, "MAX_LOG_BYTES", 40_000)
+    monkeypatch.setattr(child_process, "MAX_LOG_BYTES", 40_000)
     code = (
         "import os, subprocess, sys\n"
         "inner = 'import os\\nfor n in range(2000): os.write(1, b\"inner %d\\\\n\" % n)'\n"
@@ -45,7 +45,7 @@ def test_a_rotated_log_keeps_every_line_of_a_child_and_of_its_own_child(
 
 
 def test_no_more_than_the_kept_number_of_files_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_log, "MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(child_process, "MAX_LOG_BYTES", 1000)
     log = tmp_path / "child.log"
     for life in range(8):
         assert child(log, f"print('{'x' * 1000}'); print('life {life}')").wait(60) == 0
@@ -77,17 +77,14 @@ def test_a_child_runs_on_while_its_log_cannot_be_written_and_the_lost_bytes_are_
         "print('written')"
     )
     process = child(log, code)
-    writable, full = os.dup(process.output._file), os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, process.output._file)
+    process.output.path = Path("/dev/full")
     first.touch()
     until(lambda: process.output._lost == 4001, "the loss of its first line")
     assert process.output.last_line() == ("lost" * 1000)[:500]
-    os.dup2(writable, process.output._file)
+    process.output.path = log
     second.touch()
     assert process.wait(60) == 0
     assert log.read_text() == "ERROR 4001 bytes of output were lost: the log was not writable\nwritten\n"
-    os.close(full)
-    os.close(writable)
 
 
 def test_a_child_starts_although_its_log_cannot_be_opened_yet(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_webrl.util.supervised_process import JITTER, MAX_DELAY_SECONDS, RestartPolicy, restart_delay
+from megatron_webrl.control.child_process import JITTER, MAX_DELAY_SECONDS, RestartPolicy, restart_delay
 
 pauses = st.lists(st.floats(0.0, 100.0), max_size=60)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_webrl.util import child_process
-from megatron_webrl.util.child_process import ProcessError, is_alive, start_process, start_time, sweep_orphans
+from megatron_webrl.control import child_process
+from megatron_webrl.control.child_process import ProcessError, is_alive, start_process, start_time, sweep_orphans
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -65,12 +65,12 @@ def test_child_and_grandchild_die_when_their_launcher_is_killed(tmp_path: Path, 
     log = tmp_path / "pids"
     role = (
         "import os, subprocess, sys\nfrom pathlib import Path\n"
-        "from megatron_webrl.util.child_process import start_process\n"
+        "from megatron_webrl.control.child_process import start_process\n"
         f"start_process([sys.executable, '-c', {SLEEP!r}], Path(sys.argv[1]), os.environ, 'inner')\n"
         "import psutil, time\nprint(os.getpid(), psutil.Process().children()[0].pid, flush=True)\ntime.sleep(60)"
     )
     launcher = python(
-        "from megatron_webrl.util.child_process import start_process\n"
+        "from megatron_webrl.control.child_process import start_process\n"
         f"start_process([P, '-c', {role!r}, {str(tmp_path / 'inner')!r}], Path({str(log)!r}), os.environ, 'outer')\n"
         "time.sleep(60)"
     )
@@ -89,9 +89,10 @@ def test_a_role_has_its_own_session_its_log_its_environment_and_its_exit_code(tm
     assert (tmp_path / "logs" / "role.log").read_text() == f"True {os.getpid()}:{start_time(os.getpid())} trainer\n"
 
 
-def test_a_missing_program_and_a_wrong_thread_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ProcessError, match="rollout: 'no-such-program' is not a program in PATH"):
-        start_process(["no-such-program"], tmp_path / "log", os.environ, "rollout")
+def test_a_missing_program_ends_and_a_wrong_thread_is_refused(tmp_path: Path) -> None:
+    missing = start_process(["no-such-program"], tmp_path / "log", os.environ, "rollout")
+    assert missing.wait(20) == 127
+    assert "no-such-program" in missing.describe_end()
     errors: list[ProcessError] = []
 
     def elsewhere() -> None:
@@ -107,7 +108,8 @@ def test_a_missing_program_and_a_wrong_thread_are_refused(tmp_path: Path) -> Non
 
 def test_die_with_parent_ends_a_process_whose_parent_is_already_gone() -> None:
     child = python(
-        "from megatron_webrl.util.child_process import die_with_parent\ndie_with_parent(parent=1 << 22)\ntime.sleep(60)"
+        "from megatron_webrl.control.child_process import die_with_parent\n"
+        "die_with_parent(parent=1 << 22)\ntime.sleep(60)"
     )
     assert child.wait(20) == -signal.SIGKILL
 
@@ -116,7 +118,7 @@ def test_die_with_parent_sends_the_signal_that_was_asked_for(tmp_path: Path, cle
     log = tmp_path / "pids"
     child = (
         "import os, signal, time\nfrom pathlib import Path\n"
-        "from megatron_webrl.util.child_process import die_with_parent\n"
+        "from megatron_webrl.control.child_process import die_with_parent\n"
         f"signal.signal(signal.SIGUSR1, lambda *_: (Path({str(tmp_path / 'signalled')!r}).touch(), os._exit(0)))\n"
         f"die_with_parent(signal.SIGUSR1)\nPath({str(log)!r}).write_text(str(os.getpid()))\n"
         "time.sleep(60)"
@@ -136,8 +138,8 @@ def test_a_subreaper_ends_even_those_whose_parent_is_gone_and_that_ignore_sigter
     )
     gone = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
     launcher = python(
-        "from megatron_webrl.util.child_process import *\n"
-        "from megatron_webrl.util.child_process import _POLL_SECONDS\nbecome_subreaper()\n"
+        "from megatron_webrl.control.child_process import *\n"
+        "from megatron_webrl.control.child_process import _POLL_SECONDS\nbecome_subreaper()\n"
         f"subprocess.run([P, '-c', {gone!r}], check=True)\n"
         f"role = start_process([P, '-c', {SLEEP!r}], Path({str(tmp_path / 'log')!r}), os.environ, 'role')\n"
         f"log = Path({str(log)!r})\n"
@@ -173,7 +175,7 @@ def test_a_subreaper_reaps_what_was_handed_to_it_and_roles_keep_their_exit_codes
     code = """
 import subprocess, time
 import psutil
-from megatron_webrl.util.child_process import become_subreaper, reap
+from megatron_webrl.control.child_process import become_subreaper, reap
 become_subreaper()
 role = subprocess.Popen(["sh", "-c", "exit 7"])
 subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.1 & sleep 60 &"], check=True)
@@ -202,7 +204,7 @@ def test_a_killed_group_leaves_no_semaphore_behind(tmp_path: Path) -> None:
 def test_a_sweep_leaves_no_semaphore_behind(tmp_path: Path, cleared) -> None:
     code = HOLDER.format(log=str(tmp_path / "held"))
     run = python(
-        "from megatron_webrl.util.child_process import owner_environment\n"
+        "from megatron_webrl.control.child_process import owner_environment\n"
         f"subprocess.Popen([P, '-c', {code!r}], env={{**os.environ, **owner_environment()}})\ntime.sleep(60)"
     )
     pid, semaphore = holder(tmp_path)
@@ -220,7 +222,7 @@ def test_orphans_of_a_killed_run_are_swept_with_their_children_and_nothing_else(
     leaf = f"import os, time\n{note}\ntime.sleep(60)"
     browser = f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {leaf!r}], env={{}})\n{leaf}"
     run = python(
-        "from megatron_webrl.util.child_process import owner_environment\n"
+        "from megatron_webrl.control.child_process import owner_environment\n"
         "environment = {**os.environ, **owner_environment()}\n"
         f"subprocess.Popen([P, '-c', {browser!r}], env=environment, start_new_session=True)\n"
         "time.sleep(60)"
@@ -251,8 +253,8 @@ def test_a_sweep_from_within_an_orphaned_family_spares_itself_its_ancestors_and_
     dead.wait()
     child = python(
         "inner = subprocess.Popen([P, '-c', 'input()'], stdin=subprocess.PIPE)\n"
-        "from megatron_webrl.util.child_process import sweep_orphans\n"
-        "sweep = 'from megatron_webrl.util.child_process import sweep_orphans; sweep_orphans()'\n"
+        "from megatron_webrl.control.child_process import sweep_orphans\n"
+        "sweep = 'from megatron_webrl.control.child_process import sweep_orphans; sweep_orphans()'\n"
         "code = subprocess.call([P, '-c', sweep])\n"
         "alone = sweep_orphans()\n"
         f"Path({str(tmp_path / 'result')!r}).write_text(f'{{alone}}')\ninner.kill()\n",
@@ -267,7 +269,7 @@ def test_scratch_folders_of_dead_processes_are_swept_and_those_of_live_ones_stay
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = child_process.make_scratch_folder()
-    code = "from megatron_webrl.util import child_process; (child_process.make_scratch_folder() / 'socket').touch()"
+    code = "from megatron_webrl.control import child_process; (child_process.make_scratch_folder() / 'socket').touch()"
     code += "; child_process.make_scratch_folder()"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     dead = [folder.name for folder in tmp_path.iterdir() if folder != mine]

@@ -1,18 +1,23 @@
-"""Start and kill child processes so that no process of a run outlives it (Linux). Three layers:
+"""Start, watch, restart and kill child processes so that no process of a run outlives it (Linux).
 
-1. `start_process` starts a role that the kernel kills when its parent ends.
+1. `start_process` starts a role that the kernel kills when its parent ends; `SupervisedProcess` restarts it.
 2. After `become_subreaper` the launcher inherits the children of a dead role (browsers, engine cores);
    `kill_descendants` kills them at the end, `kill_process_group` before the role is restarted.
 3. `sweep_orphans` and `sweep_scratch` remove, by owner, processes and folders that survived a SIGKILL of the launcher.
+
+On SIGUSR2 each `webrl` process and engine process writes the stacks of its threads into its log.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import hashlib
 import math
 import os
+import random
+import select
 import shutil
 import signal
 import socket
@@ -21,21 +26,32 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from megatron_webrl.util.child_log import ChildLog
+from megatron_webrl.util.text import printable
 
 OWNER_VARIABLE = "WEBRL_OWNER"
 ROLE_VARIABLE = "WEBRL_ROLE"
 SCRATCH_PREFIX = "webrl-"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+MAX_LOG_BYTES = 64 * 2**20  # a log that has reached this is renamed to <name>.1
+KEPT_LOGS = 3  # <name>.1 to <name>.3
+TAIL_BYTES = 32 * 2**10  # of the output of a child, kept for messages
 MAX_OPEN_FILES = 65_536  # soft limit of roles, where the hard one allows it; some programs slow down with millions
 KILL_SECONDS = 10.0  # limit for killed processes to disappear
+HOUR = 3600.0  # seconds
+FIRST_DELAY_SECONDS = 1.0  # before the second restart; doubles with each further one
+MAX_DELAY_SECONDS = 60.0
+JITTER = 0.5  # largest share of a delay that chance takes off, so that processes that fail together restart apart
+DUMP_SIGNAL = signal.SIGUSR2
+_DUMP_SECONDS = 5.0  # for the stacks of one process
 _POLL_SECONDS = 0.02  # between two checks of signalled processes
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 # Runs in a new interpreter before the role's program: a preexec_fn can block on a lock held by a thread at the fork.
 _BOOTSTRAP = """
@@ -63,6 +79,95 @@ except OSError as error:
 
 class ProcessError(RuntimeError):
     """A process could not be started or bound to its parent."""
+
+
+class ChildLog:
+    """Copies the output of one life of a child to a log file of limited size, and keeps its last lines.
+
+    The child and its own children write to a pipe, which a thread of the parent reads, so that a rotation loses no
+    line. An error of the file system costs lines, which are counted, and never blocks the child.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: a file, or what can be opened as one, such as this process's own output."""
+        self.path = path
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self._lock = threading.Lock()
+        self._tail, self._lost, self._open = b"", 0, True
+        self._write(b"")
+
+    def start(self, name: str) -> None:
+        """Copy until the last process that can write has ended; the parent's end of the pipe is closed."""
+        os.close(self.write_fd)
+        threading.Thread(target=self._run, name=f"log of {name}", daemon=True).start()
+
+    def add(self, line: str) -> None:
+        """Add a line of the parent's own."""
+        with self._lock:
+            self._write(f"{line}\n".encode())
+
+    def last_line(self) -> str:
+        """The last line that this life has written (see the function)."""
+        self.drain()
+        with self._lock:
+            return last_line(self._tail.decode(errors="replace"))
+
+    def drain(self) -> None:
+        """Copy what the child has written so far."""
+        while self._copy():
+            pass
+
+    def _run(self) -> None:
+        while self._open:
+            select.select([self._read_fd], [], [])
+            self._copy()
+
+    def _copy(self) -> bool:
+        """Copy one chunk, if there is one. Closes the pipe once nobody can write any more."""
+        with self._lock, suppress(BlockingIOError):
+            if not self._open:
+                return False
+            if chunk := os.read(self._read_fd, 2**16):
+                self._write(chunk)
+                return True
+            self._open = False
+            os.close(self._read_fd)
+        return False
+
+    def _write(self, chunk: bytes) -> None:
+        self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            size = self._append(b"")
+            line, newline, rest = chunk.partition(b"\n")
+            if size >= (MAX_LOG_BYTES if newline else 2 * MAX_LOG_BYTES):  # lines stay whole
+                self._append(line + newline)
+                for number in range(KEPT_LOGS, 0, -1):
+                    newer = self.path.with_name(f"{self.path.name}.{number - 1}") if number > 1 else self.path
+                    if newer.exists():
+                        newer.replace(self.path.with_name(f"{self.path.name}.{number}"))
+                chunk = rest
+            if self._lost:
+                self._append(f"ERROR {self._lost} bytes of output were lost: the log was not writable\n".encode())
+                self._lost = 0
+            self._append(chunk)
+        except OSError:  # such as a full disk
+            self._lost += len(chunk)
+
+    def _append(self, data: bytes) -> int:
+        """Add to the file; returns its size."""
+        with self.path.open("ab", buffering=0) as file:
+            while data:
+                data = data[file.write(data) :]
+            return os.fstat(file.fileno()).st_size
+
+
+def last_line(text: str) -> str:
+    """The last line with ERROR of an output, else its last line that is not empty; "none" without one."""
+    lines = [line.strip() for line in text.splitlines()[-200:] if line.strip()]
+    errors = [line for line in lines if "ERROR" in line]
+    return printable((errors or lines or ["none"])[-1][:500])
 
 
 class ChildProcess(subprocess.Popen[bytes]):
@@ -141,13 +246,11 @@ def start_process(
 
     Output is appended to `log` (see ChildLog). `env`: its environment; owner and role name are added. `cores`: cores to
     bind it to (empty: any); it ends at once if the machine has none of them. Its soft limit of open files is raised to
-    MAX_OPEN_FILES, or to the hard limit. Raises ProcessError outside the main thread (the kernel would kill the role
-    when the calling thread ends) and if the program does not exist.
+    MAX_OPEN_FILES, or to the hard limit. Raises ProcessError outside the main thread: the kernel would kill the role
+    when the calling thread ends.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ProcessError(f"{name} must be started from the main thread: it dies with the thread that starts it")
-    if not shutil.which(command[0], path=env.get("PATH", os.defpath)):
-        raise ProcessError(f"{name}: {command[0]!r} is not a program in PATH={env.get('PATH', os.defpath)}")
     bootstrap = [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), ",".join(map(str, cores))]
     bootstrap.append(str(MAX_OPEN_FILES))
     output = ChildLog(log)
@@ -164,6 +267,108 @@ def start_process(
         output.start(name)
     process.output = output
     return process
+
+
+def restart_delay(number: int, chance: float) -> float:
+    """Seconds before restart `number` of a series, from 1: the first is immediate. `chance`: from [0, 1]."""
+    if number <= 1:
+        return 0.0
+    return min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(number - 2, 16)) * (1 - JITTER * chance)
+
+
+@dataclass
+class RestartPolicy:
+    """Budget of one process: at most `max_restarts` within any `window_seconds`.
+
+    A failure is recorded by `next_restart`, which grants a restart or returns None once the budget is spent. Restarts
+    older than the window are forgotten, and with them the delay that they added.
+    """
+
+    max_restarts: int
+    window_seconds: float = HOUR
+    _failures: deque[float] = field(default_factory=deque)  # times of those after which a restart was granted
+
+    def next_restart(self, now: float) -> float | None:
+        """The time of the restart after a failure at `now` (monotonic seconds); None if the budget is spent."""
+        while self._failures and now - self._failures[0] >= self.window_seconds:
+            self._failures.popleft()
+        if self.used >= self.max_restarts:
+            return None
+        self._failures.append(now)
+        return now + restart_delay(self.used, random.random())
+
+    @property
+    def used(self) -> int:
+        """Restarts granted within the window that ended with the last failure."""
+        return len(self._failures)
+
+
+@dataclass
+class SupervisedProcess:
+    """Life cycle: made, `start`, then `poll_failure` repeatedly; after a failure `schedule_restart` or nothing."""
+
+    name: str
+    command: list[str]
+    environment: Mapping[str, str]
+    log: Path
+    cores: tuple[int, ...] = ()  # to bind it to; empty: any
+    policy: RestartPolicy = field(default_factory=lambda: RestartPolicy(0))
+    may_exit: bool = True  # whether exit code 0 is no failure
+    process: ChildProcess = field(init=False)
+    started_at: float = 0.0  # monotonic time of the last start
+    restart_at: float | None = None  # monotonic time of the scheduled restart
+    survived_kill: bool = False  # this life did not end after SIGKILL
+    _reported: bool = False  # whether `poll_failure` has reported the end of this life
+
+    def start(self) -> SupervisedProcess:
+        """Start the process in the main thread. Raises ProcessError."""
+        self.process = start_process(self.command, self.log, self.environment, self.name, self.cores)
+        self.started_at, self.restart_at = time.monotonic(), None
+        self.survived_kill = self._reported = False
+        return self
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the process runs or will."""
+        return self.restart_at is not None or self.process.poll() is None
+
+    def failure_message(self) -> str | None:
+        """How this life of the process failed; None while it runs and after a clean exit."""
+        code = self.process.poll()
+        if code is None and self.survived_kill:
+            late = f"runs {KILL_SECONDS:g} s after SIGKILL, in a call to a file system or device"
+            return f"{self.name} {late} (log: {self.log})"
+        if code is None or (code == 0 and self.may_exit):
+            return None
+        return f"{self.name} {self.process.describe_end()} (log: {self.log})"
+
+    def poll_failure(self) -> str | None:
+        """The message of a failure, once per life."""
+        if self.restart_at is not None or self._reported or (message := self.failure_message()) is None:
+            return None
+        self._reported = True
+        return message
+
+    def kill(self) -> None:
+        """Kill the process. It has failed, too, if it does not end within KILL_SECONDS."""
+        self.process.kill()
+        try:
+            self.process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.survived_kill = True
+
+    def schedule_restart(self) -> bool:
+        """Kill what is left of the process, and schedule a restart if the policy grants one."""
+        kill_process_group(self.process.pid)
+        self.restart_at = self.policy.next_restart(time.monotonic())
+        return self.restart_at is not None
+
+    def restart_if_due(self) -> bool:
+        """Start the process again if it is time. Raises ProcessError."""
+        if self.restart_at is None or time.monotonic() < self.restart_at:
+            return False
+        self.start()
+        return True
 
 
 def kill_descendants(
@@ -248,6 +453,49 @@ def _end(find: Callable[[], list[psutil.Process]], seconds: float, kill_after: f
                     process.terminate()
         time.sleep(_POLL_SECONDS)
     return left
+
+
+def register_dump_signal() -> None:
+    """Let SIGUSR2 write the stacks of all threads of this process to its standard error."""
+    faulthandler.register(DUMP_SIGNAL, 2, all_threads=True)
+
+
+def dump_stacks(leader: int, log: Path, why: str) -> list[str]:
+    """Log `why` and the stacks of a role and its descendants, in 5 s each; return a message for each that failed.
+
+    Programs that do not handle the signal, such as browsers, never get it: it would end them.
+    """
+    missing = []
+    for process in family(leader):
+        name, problem = process_name(process.pid), ""
+        with suppress(psutil.Error, OSError):  # it has ended, or the disk fails, which is no reason not to kill
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                problem = f"{name} is stopped and cannot show its stacks"
+            elif _handles_dump_signal(process):
+                _add_line(log, f"stacks of {name}: {why}")
+                before = size = log.stat().st_size
+                process.send_signal(DUMP_SIGNAL)
+                deadline = time.monotonic() + _DUMP_SECONDS
+                while time.monotonic() < deadline and (size == before or size != log.stat().st_size):
+                    size = log.stat().st_size
+                    time.sleep(0.1)  # without more lines: the dump is complete
+            elif process.pid == leader:
+                problem = f"{name} does not show its stacks yet: it has only just started"
+            if problem:
+                missing.append(problem)
+                _add_line(log, problem)
+    return missing
+
+
+def _add_line(log: Path, message: str) -> None:
+    with log.open("a") as file:
+        file.write(f"-- {message} --\n")
+
+
+def _handles_dump_signal(process: psutil.Process) -> bool:
+    """Whether a process is a Python with a handler for the signal; other programs use it otherwise."""
+    caught = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigCgt" in line)
+    return Path(process.exe()).name.startswith("python") and bool(int(caught.split()[1], 16) >> (DUMP_SIGNAL - 1) & 1)
 
 
 def _is_tracker(process: psutil.Process) -> bool:
