@@ -235,6 +235,7 @@ class BrowserPool:
             )
         except BaseException:
             browser.load -= 1
+            self._close_if_drained(browser)
             if network is not None:
                 await network.close()
             raise
@@ -259,8 +260,6 @@ class BrowserPool:
             except asyncio.CancelledError:
                 self._run_in_background(self._discard(browser, opening))
                 raise
-            finally:
-                self._close_if_drained(browser)
             session.lost.add_done_callback(partial(self._on_lost, browser, session))
             self.counters.sessions += 1
             return browser, session
@@ -282,7 +281,6 @@ class BrowserPool:
         """Release a session whose caller was cancelled while it was prepared."""
         with suppress(BrowserError):
             await self._release(browser, await opening)
-        self._close_if_drained(browser)
 
     def _start_release(self, browser: BrowserInstance, session: Session) -> None:
         self._run_in_background(self._release(browser, session))  # takes time; no caller waits
@@ -381,12 +379,11 @@ class BrowserPool:
             self._fail(browser, reason)
 
     def _fail(self, browser: BrowserInstance, reason: str) -> None:
-        self._release_cached(browser)
-        log.warning("%s; %d sessions are lost", reason, len(browser.sessions))
         browser.failed = True
+        self._drain(browser)
+        log.warning("%s; %d sessions are lost", reason, len(browser.sessions))
         for session in browser.sessions:
             session.mark_lost(BrowserCrashed(reason))
-        self._drain(browser)
         self._launch_missing()
 
     def _drain(self, browser: BrowserInstance) -> None:

@@ -421,5 +421,3 @@ class NetworkAccess:
         for connection in self.connections:
             connection.cancel()
         await asyncio.gather(*self.connections, return_exceptions=True)
-        if self.replayer is not None:
-            self.replayer.close()

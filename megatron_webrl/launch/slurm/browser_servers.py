@@ -7,7 +7,7 @@ import socket
 from urllib.parse import urlsplit
 
 from megatron_webrl.browser.server.browser_server import LeaseLimits
-from megatron_webrl.browser.server.server_main import BrowserServerOptions, run_server
+from megatron_webrl.browser.server.server_main import run_server
 from megatron_webrl.config.browser import parse_server_addresses
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
@@ -21,12 +21,8 @@ def serve_browsers(path: str, overrides: list[str], servers: str) -> int:
     """
     addresses = parse_server_addresses(servers)
     config = parse_config(path, overrides)
-    return run_server(
-        BrowserServerOptions(
-            path, tuple(overrides), own_listen_address(addresses),
-            LeaseLimits(sessions_per_server(config, len(addresses))), die_with_parent=True,
-        )
-    )  # fmt: skip
+    leases = LeaseLimits(sessions_per_server(config, len(addresses)))
+    return run_server(path, overrides, own_listen_address(addresses), leases, die_with_parent=True)
 
 
 def sessions_per_server(config: Config, servers: int) -> int:
