@@ -436,7 +436,7 @@ class ReplayConnection(BrowserConnection):
         recorded = ReplayRequest(method, url, fields.get("content-type", ""), body, fields.get("range", ""))
         response = None if network.replayer is None else await network.replayer.find(recorded)
         if response is not None:
-            network.count_replayed()
+            network.totals.replayed += 1
         elif (response := _preflight_response(method, fields)) is None:
             network.unrecorded_urls.add(url)
             is_socket = "websocket" in header_values(request.headers, "upgrade")
