@@ -30,6 +30,7 @@ setup(
             "util/_site/*.py",
             "monitor/static/*",
             "browser/page/*.js",
+            "browser/egress/*.pem",
             "tasks/*.js",
             "tasks/sites/*.js",
             "tasks/sites/templates/*",

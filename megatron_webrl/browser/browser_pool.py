@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,50 +50,15 @@ class BrowserPoolCounters:
     retries: int = 0  # sessions replaced before their episode began, because preparing or resetting them failed
 
 
+@dataclass(eq=False)
 class BrowserInstance:
-    """One Chromium of the pool and its sessions in use; it serves until it drains or fails, and `close` ends it."""
+    """One Chromium of the pool and its sessions in use; it serves until it drains or fails."""
 
-    def __init__(self, chromium: Chromium) -> None:
-        self.chromium = chromium
-        self.load = 0  # sessions in use, including those a caller is waiting for
-        self.sessions: set[Session] = set()  # in use
-        self.draining = self.failed = False
-        self._checking: asyncio.Task[bool] | None = None
-
-    async def open(self, prepare: Callable[[Chromium], Awaitable[Session]]) -> Session:
-        """Prepare a session and take it into use. Raises BrowserError."""
-        self.load += 1
-        try:
-            session = await prepare(self.chromium)
-        except BaseException:
-            self.load -= 1
-            raise
-        self.sessions.add(session)
-        return session
-
-    async def release(self, session: Session) -> bool:
-        """Close a session in use; returns whether its context closed."""
-        self.sessions.discard(session)
-        try:
-            return await session.close()
-        finally:
-            self.load -= 1
-
-    def fail(self, reason: str) -> None:
-        """Mark the browser as failed and its sessions as lost."""
-        self.draining = self.failed = True
-        for session in self.sessions:
-            session.mark_lost(BrowserCrashed(reason))
-
-    async def close(self) -> None:
-        """End the browser, gracefully unless it has failed."""
-        await self.chromium.close(graceful=not self.failed)
-
-    async def is_responsive(self) -> bool:
-        """Whether the browser answers; concurrent callers share one check."""
-        if self._checking is None or self._checking.done():
-            self._checking = asyncio.ensure_future(self.chromium.is_responsive())
-        return await asyncio.shield(self._checking)
+    chromium: Chromium
+    load: int = 0  # sessions in use, including those a caller is waiting for
+    sessions: set[Session] = field(default_factory=set)  # in use
+    draining: bool = False
+    failed: bool = False
 
 
 class BrowserPool:
@@ -151,7 +116,7 @@ class BrowserPool:
         while unfinished := [*self._launching, *self._background]:
             await asyncio.gather(*unfinished, return_exceptions=True)
         browsers, self._serving, self._draining = self.browsers, [], set()
-        await asyncio.gather(*(browser.close() for browser in browsers))
+        await asyncio.gather(*(browser.chromium.close(graceful=not browser.failed) for browser in browsers))
         if self._closed_port is not None:
             self._closed_port.close()
         self.egress_proxy.close()
@@ -258,22 +223,31 @@ class BrowserPool:
         crashed = isinstance(error, BrowserError) and not browser.chromium.alive
         return crashed or isinstance(error, BrowserCrashed | PageCrashed)
 
-    async def _prepare(self, chromium: Chromium) -> Session:
-        net = await self.egress_proxy.open_port({}, self._isolation.listen() if self._isolation is not None else None)
+    async def _prepare(self, browser: BrowserInstance) -> Session:
+        """Prepare a session and take it into use. Raises BrowserError."""
+        browser.load += 1
+        network = None
         try:
-            return await Session.prepare(
-                chromium.browser, self._settings, self._sites, self._declared, self._step_seconds, net
+            listener = self._isolation.listen() if self._isolation is not None else None
+            network = await self.egress_proxy.open_port({}, listener)
+            session = await Session.prepare(
+                browser.chromium.browser, self._settings, self._sites, self._declared, self._step_seconds, network
             )
         except BaseException:
-            await net.close()
+            browser.load -= 1
+            self._close_if_drained(browser)
+            if network is not None:
+                await network.close()
             raise
+        browser.sessions.add(session)
+        return session
 
     async def _acquire(self) -> tuple[BrowserInstance, Session]:
         attempts = 0
         while True:
             browser = await self._least_loaded()
             attempts += 1
-            opening = self._run_in_background(browser.open(self._prepare))
+            opening = self._run_in_background(self._prepare(browser))
             try:
                 session = await asyncio.shield(opening)
             except BrowserError as error:
@@ -286,8 +260,6 @@ class BrowserPool:
             except asyncio.CancelledError:
                 self._run_in_background(self._discard(browser, opening))
                 raise
-            finally:
-                self._close_if_drained(browser)
             session.lost.add_done_callback(partial(self._on_lost, browser, session))
             self.counters.sessions += 1
             return browser, session
@@ -309,13 +281,17 @@ class BrowserPool:
         """Release a session whose caller was cancelled while it was prepared."""
         with suppress(BrowserError):
             await self._release(browser, await opening)
-        self._close_if_drained(browser)
 
     def _start_release(self, browser: BrowserInstance, session: Session) -> None:
         self._run_in_background(self._release(browser, session))  # takes time; no caller waits
 
     async def _release(self, browser: BrowserInstance, session: Session) -> None:
-        if not await browser.release(session):  # its renderers end only with the browser
+        browser.sessions.discard(session)
+        try:
+            closed = await session.close()
+        finally:
+            browser.load -= 1
+        if not closed:  # its renderers end only with the browser
             await self._replace_stuck(browser, "a context did not close")
         if session.recording_saved is not None:
             self.counters.recordings += session.recording_saved
@@ -403,10 +379,11 @@ class BrowserPool:
             self._fail(browser, reason)
 
     def _fail(self, browser: BrowserInstance, reason: str) -> None:
-        self._release_cached(browser)
-        log.warning("%s; %d sessions are lost", reason, len(browser.sessions))
-        browser.fail(reason)
+        browser.failed = True
         self._drain(browser)
+        log.warning("%s; %d sessions are lost", reason, len(browser.sessions))
+        for session in browser.sessions:
+            session.mark_lost(BrowserCrashed(reason))
         self._launch_missing()
 
     def _drain(self, browser: BrowserInstance) -> None:
@@ -421,7 +398,7 @@ class BrowserPool:
     def _close_if_drained(self, browser: BrowserInstance) -> None:
         if browser in self._draining and (browser.failed or not browser.load):
             self._draining.discard(browser)
-            self._run_in_background(browser.close())
+            self._run_in_background(browser.chromium.close(graceful=not browser.failed))
 
     # Health check
 
@@ -429,7 +406,7 @@ class BrowserPool:
         """Whether a browser answers; one that does not is killed and replaced."""
         if browser.failed:
             return False
-        responsive = await browser.is_responsive()
+        responsive = await browser.chromium.is_responsive()
         if not responsive and not browser.failed and browser in self.browsers:
             if browser.chromium.alive:
                 self.counters.hangs += 1

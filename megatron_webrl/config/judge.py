@@ -121,7 +121,6 @@ class JudgeConfig:
         "Limit of one verdict of a judge model, retries included, or of a function; then the episode is masked.",
         above=0,
     )
-    cache: str = setting("", "Folder in which usable replies are kept, by the digest of their request; empty: none.")
     budget: BudgetConfig = field(default_factory=BudgetConfig)
 
     @property

@@ -1,4 +1,4 @@
-"""Requests to an OpenAI-compatible endpoint: limits, budget, cache. openai's client repeats what may pass."""
+"""Requests to an OpenAI-compatible endpoint: limits, budget. openai's client repeats what may pass."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.judge import TOKEN_LIMITS, BudgetConfig, JudgeConfig, JudgeModelConfig
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge.budget import Usage, UsageMeter
 from megatron_webrl.judge.replies import UnusableReply
-from megatron_webrl.util import atomic_file, network
+from megatron_webrl.util import network
 from megatron_webrl.util.text import declare_secret, redact, shorten
 
 if TYPE_CHECKING:
@@ -67,40 +66,6 @@ def open_client(
 def is_transient(status: int) -> bool:
     """Whether an HTTP status may pass: another attempt may succeed."""
     return status in _TRANSIENT_STATUS or status >= 500
-
-
-class ReplyCache:
-    """Replies as files <folder>/<first two digits>/<digest>.json; a damaged one is ignored."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder) if folder else None
-        self._warned = False
-
-    def get(self, digest: str) -> str | None:
-        if self.folder is None:
-            return None
-        try:
-            found = json.loads(self._path(self.folder, digest).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, str) else None
-
-    def put(self, digest: str, reply: str) -> None:
-        """Keep a reply; a folder that cannot be written costs the reply, not the verdict."""
-        if self.folder is None:
-            return
-        path = self._path(self.folder, digest)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_file.write_json(path, reply)
-        except OSError as error:
-            if not self._warned:
-                log.warning("judge.cache=%s cannot be written: %s; replies are not kept", self.folder, error.strerror)
-            self._warned = True
-
-    @staticmethod
-    def _path(folder: Path, digest: str) -> Path:
-        return folder / digest[:2] / f"{digest}.json"
 
 
 class RequestFailed(UnusableReply):

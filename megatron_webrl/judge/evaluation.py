@@ -30,7 +30,7 @@ from typing import Any
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import BudgetSpent, UsageMeter
-from megatron_webrl.judge.client import JudgeClient, ReplyCache, check_prices
+from megatron_webrl.judge.client import JudgeClient, check_prices
 from megatron_webrl.judge.protocols import PROTOCOLS, Finding
 from megatron_webrl.judge.questions import Asker, EpisodeView, PromptFiles, Undecided
 from megatron_webrl.types import ANSWER, DONE, JUDGE_ERROR, REGULAR_ENDS, TRAINABLE_OUTCOMES, Trajectory, Verdict
@@ -114,7 +114,6 @@ class Judge:
         (kind,) = [kind for kind in PROTOCOLS if kind.name == settings.protocol]
         self._settings, self._protocol = settings, kind(settings)
         self._prompts = PromptFiles.load(settings.prompts, kind.name, kind.stages)
-        self._cache = ReplyCache(settings.cache)
         self.client = JudgeClient(settings, meter)
         used = ("verdict", *kind.stages)  # other slots have the name of their stage
         check_prices(settings.budget, {slot: each for slot, each in self.client.models.items() if slot in used})
@@ -127,7 +126,7 @@ class Judge:
         from megatron_webrl.control.connection import JobEnded, JobFailed  # imports torch, which takes seconds
 
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_seconds
-        asker = Asker(self.client, self._prompts, self._settings, self._cache, deadline)
+        asker = Asker(self.client, self._prompts, self._settings, deadline)
         try:
             finding = await self._protocol.judge(EpisodeView.of(trajectory), asker)
         except Undecided as error:

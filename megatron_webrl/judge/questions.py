@@ -23,7 +23,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +30,7 @@ from typing import Any, TypeVar
 
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.client import JudgeClient, ReplyCache, RequestFailed, Spending
+from megatron_webrl.judge.client import JudgeClient, RequestFailed, Spending
 from megatron_webrl.judge.replies import FORMS, MODES, VERDICT, ReplyForm, UnusableReply, Value, parse_reply
 from megatron_webrl.types import Action, JudgeStage, Trajectory
 from megatron_webrl.util.image_type import data_url
@@ -258,12 +257,9 @@ class Undecided(Exception):
 class Asker:
     """Asks the questions of one verdict, and keeps their stages in the order of asking."""
 
-    def __init__(
-        self, client: JudgeClient, prompts: PromptFiles, settings: JudgeConfig, cache: ReplyCache, deadline: float
-    ) -> None:
+    def __init__(self, client: JudgeClient, prompts: PromptFiles, settings: JudgeConfig, deadline: float) -> None:
         """`deadline`: loop time."""
-        self._client, self._prompts, self._settings = client, prompts, settings
-        self._cache, self._deadline = cache, deadline
+        self._client, self._prompts, self._settings, self._deadline = client, prompts, settings, deadline
         self.stages: list[JudgeStage] = []
         self.spending = Spending()
 
@@ -276,9 +272,6 @@ class Asker:
         faults: list[str] = []
         value: Value | None = None
         text, attempts = "", 0
-        if (cached := self._cache.get(digest)) is not None:
-            with suppress(UnusableReply):
-                value, text = parse_reply(question.form, mode, cached, "stop")
         while value is None and attempts < self._settings.attempts:
             attempts += 1
             try:
@@ -286,7 +279,6 @@ class Asker:
                     question.slot, body, len(question.screenshots), self._deadline, self.spending
                 )
                 value, text = parse_reply(question.form, mode, reply.content, reply.finish_reason)
-                self._cache.put(digest, reply.content)
             except UnusableReply as error:
                 text = error.text
                 faults.append(error.name)

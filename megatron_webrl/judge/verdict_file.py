@@ -15,7 +15,7 @@ from megatron_webrl.judge.questions import PromptFiles
 from megatron_webrl.types import JUDGE_ERROR, Trajectory, Verdict
 from megatron_webrl.util import history
 
-_WITHOUT_EFFECT = ("cache", "budget", "concurrency", "timeout_seconds", "deadline_seconds", "prompts")
+_WITHOUT_EFFECT = ("budget", "concurrency", "timeout_seconds", "deadline_seconds", "prompts")
 """Settings that do not change what a verdict means."""
 
 

@@ -1,9 +1,8 @@
-"""The budget of an hour, and the cache."""
+"""The budget of an hour."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge import questions
 from megatron_webrl.judge.budget import HOUR_SECONDS, BudgetSpent, LocalMeter, Usage
-from megatron_webrl.judge.client import ReplyCache
 from megatron_webrl.judge.evaluation import open_evaluator
 from tests.judge.support import ScriptedOracle, episode, judging
 
@@ -133,51 +130,6 @@ async def test_the_meter_counts_what_the_verdicts_report():
     assert meter.used.calls == end.requests == sum(verdict.calls for verdict in verdicts)
     assert meter.used.tokens == sum(verdict.prompt_tokens + verdict.response_tokens for verdict in verdicts)
     assert meter.used.dollars == pytest.approx(sum(verdict.dollars for verdict in verdicts))
-
-
-async def test_equal_questions_are_answered_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    cache = {"cache": str(tmp_path / "cache")}
-    async with judging(ScriptedOracle(), cache) as (evaluator, endpoint):
-        first = await evaluator.evaluate(episode())
-        second = await evaluator.evaluate(episode(ticket=5))
-        assert (first.outcome, first.calls, endpoint.requests) == ("success", 7, 7)
-        assert (second.outcome, second.calls, second.dollars) == ("success", 0, 0.0)
-        assert [stage.attempts for stage in second.stages] == [0] * 7
-        assert [s.digest for s in first.stages] == [s.digest for s in second.stages]
-        assert (await evaluator.evaluate(episode("It is red."))).calls == 4  # blocked and relevance are the same
-    monkeypatch.setattr(questions, "TEMPERATURE", 0.0)
-    async with judging(ScriptedOracle(), cache) as (evaluator, _):
-        assert (await evaluator.evaluate(episode())).calls == 7
-
-
-async def test_unusable_replies_are_not_kept(tmp_path: Path):
-    faulty = {"cache": str(tmp_path), "attempts": 1}
-    async with judging(ScriptedOracle(), faulty, faults={"truncated": 0.5, "contradictory": 0.5}) as (evaluator, _):
-        assert (await evaluator.evaluate(episode())).outcome == "judge_error"
-    assert not list(tmp_path.rglob("*.json"))
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", '{"content": "x"}', '"yes"'],
-)
-async def test_a_damaged_entry_of_the_cache_is_asked_for_again(tmp_path: Path, content: str):
-    cache = {"cache": str(tmp_path)}
-    async with judging(ScriptedOracle(), cache) as (evaluator, endpoint):
-        await evaluator.evaluate(episode())
-        for path in tmp_path.rglob("*.json"):
-            path.write_text(content)
-        assert (await evaluator.evaluate(episode())).outcome == "success"
-        assert endpoint.requests == 14
-    assert not list(tmp_path.rglob(".*"))
-    assert all("reason" in json.loads(path.read_text()) for path in tmp_path.rglob("*.json"))
-
-
-def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    cache = ReplyCache(tmp_path / "file")
-    cache.put("a" * 64, "x")
-    assert cache.get("a" * 64) is None
 
 
 async def test_a_clock_that_is_set_back_and_forth_begins_no_second_budget(tmp_path: Path):

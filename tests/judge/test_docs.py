@@ -58,7 +58,6 @@ def test_the_example_judges_stored_episodes(tmp_path: Path):
     found = json.loads((tmp_path / "result.json").read_text())
     assert (found["labels"]["accuracy"], found["labels"]["false_success_rate"]) == (1.0, 0.0)
     assert found["cost"]["dollars"] > 0
-    assert list((tmp_path / "judge-cache").rglob("*.json"))
 
 
 @pytest.mark.parametrize(

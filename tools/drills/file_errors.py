@@ -26,7 +26,6 @@ from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import Usage, read_usage, write_usage
-from megatron_webrl.judge.client import ReplyCache
 from megatron_webrl.ring.record import RecordFileWriter, read_record_file
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.evaluations import EvaluationLog
@@ -122,10 +121,6 @@ def _usage(folder: Path) -> list[int]:
     return [hour for hour in [read_usage(folder / "u.json")[0]] if hour >= 0]
 
 
-def _reply(folder: Path) -> list[int]:
-    return [int(reply)] if (reply := ReplyCache(folder).get("ab")) else []
-
-
 WRITERS = {
     "state file": Writer(lambda f, n: atomic_file.write_json(f / "s.json", {"n": n}), _numbers("s.json"), True),
     "history": Writer(_append, _lines("h.jsonl"), True, True),
@@ -135,7 +130,6 @@ WRITERS = {
     "record file": Writer(_record, _records, True),
     "summary": Writer(lambda f, n: summary.write_summary(f, str(n), None), _summary, False),
     "judge's usage": Writer(lambda f, n: write_usage(f / "u.json", n, Usage()), _usage, True),
-    "judge's cache": Writer(lambda f, n: ReplyCache(f).put("ab", str(n)), _reply, False),
     "checkpoint": Writer(_checkpoint, _version, True),
 }
 

@@ -100,17 +100,6 @@ class HTTPStream:
         self.connection.start_next_cycle()
         return True
 
-    async def is_silent(self) -> bool:
-        """Whether the peer has neither closed the connection nor sent what nobody asked for."""
-        if self.connection.trailing_data[0]:
-            return False
-        try:
-            async with asyncio.timeout(0):  # `read` returns at once if there is anything, else it waits
-                await self.reader.read(1)
-        except TimeoutError:
-            return True
-        return False
-
 
 def header_values(headers: Iterable[tuple[bytes, bytes]], name: str) -> list[str]:
     """The comma-separated values of all headers with that name, in lower case."""
@@ -203,7 +192,6 @@ class ProxyConnection(BrowserConnection):
         super().__init__(network, reader, writer)
         self._connect = connect
         self._upstream: HTTPStream | None = None
-        self._reused = False  # the upstream connection has served an earlier request
         self._host = self._url = ""  # of the current request; no URL: a tunnel
 
     async def _serve(self) -> None:
@@ -256,8 +244,7 @@ class ProxyConnection(BrowserConnection):
         if self._browser.connection.our_state is h11.SWITCHED_PROTOCOL:
             await self._tunnel(upstream)
             return False
-        if not upstream.next_message():
-            self._end()
+        self._end()
         return self._browser.next_message()
 
     async def _connect_through(self, target: str) -> None:
@@ -273,13 +260,14 @@ class ProxyConnection(BrowserConnection):
         await self._tunnel(upstream)
 
     async def _forward(self, request: h11.Request, endpoint: Endpoint, path: str) -> HTTPStream:
-        """Forward a request and its response; returns the connection to the server."""
-        upgrade = UPGRADE if "websocket" in header_values(request.headers, "upgrade") else []
+        """Forward a request and its response on a connection of its own, which this returns."""
+        is_socket = "websocket" in header_values(request.headers, "upgrade")
+        connection = UPGRADE if is_socket else [(b"Connection", b"close")]
         fields = [field for field in end_to_end_headers(request) if field[0].lower() not in (b"host", b"expect")]
         host = str(endpoint).removesuffix(":80").encode()
-        upstream = await self._upstream_for(endpoint)
+        upstream = self._upstream = await self._connect(self._network, endpoint)
         await upstream.send(
-            h11.Request(method=request.method, target=path, headers=[(b"Host", host), *fields, *upgrade])
+            h11.Request(method=request.method, target=path, headers=[(b"Host", host), *fields, *connection])
         )
         sending = asyncio.ensure_future(_relay_body(self._browser, upstream))
         responding = asyncio.ensure_future(self._relay_response(upstream))
@@ -304,21 +292,10 @@ class ProxyConnection(BrowserConnection):
                     return
         except h11.RemoteProtocolError as error:
             raise HostUnreachable(f"{upstream.endpoint} sent no valid HTTP: {shorten(str(error), MAX_ERROR)}") from None
-        if isinstance(head, h11.ConnectionClosed) and self._reused:
-            raise ConnectionError("the server has closed an idle connection")  # browsers retry on their own
         if not isinstance(head, h11.Response):
             raise HostUnreachable(f"{upstream.endpoint} ended the connection without an answer")
         await self._browser.send(_response(head, end_to_end_headers(head)))
         await _relay_body(upstream, self._browser)
-
-    async def _upstream_for(self, endpoint: Endpoint) -> HTTPStream:
-        """The previous request's connection if it has the same endpoint and is open; else a new one."""
-        upstream = self._upstream
-        self._reused = upstream is not None and upstream.endpoint == endpoint and await upstream.is_silent()
-        if upstream is None or not self._reused:
-            self._end()
-            upstream = self._upstream = await self._connect(self._network, endpoint)
-        return upstream
 
     async def _tunnel(self, upstream: HTTPStream) -> None:
         """Relay bytes in both directions until either side closes or IDLE_SECONDS pass without any."""
@@ -459,7 +436,7 @@ class ReplayConnection(BrowserConnection):
         recorded = ReplayRequest(method, url, fields.get("content-type", ""), body, fields.get("range", ""))
         response = None if network.replayer is None else await network.replayer.find(recorded)
         if response is not None:
-            network.count_replayed()
+            network.totals.replayed += 1
         elif (response := _preflight_response(method, fields)) is None:
             network.unrecorded_urls.add(url)
             is_socket = "websocket" in header_values(request.headers, "upgrade")

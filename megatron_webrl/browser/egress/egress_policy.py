@@ -343,7 +343,7 @@ class NetworkAccess:
         """`declared`: endpoints of the task source. `totals` counts over all episodes."""
         self.egress_policy, self.declared = policy, declared
         self.port = 0
-        self.requests = self.bytes = self.replayed = 0
+        self.requests = self.bytes = 0
         self.replayer: HARReplayer | None = None  # during replay, from the reset on
         self.unrecorded_urls: set[str] = set()  # requested during replay
         self.refused_urls: set[str] = set()  # of plain requests, which got an error page
@@ -352,7 +352,7 @@ class NetworkAccess:
         self.lookup_semaphore = asyncio.Semaphore(MAX_LOOKUPS)
         self.connections: set[asyncio.Task[None]] = set()
         self.server: asyncio.Server | None = None
-        self._settings, self._totals = settings, totals
+        self._settings, self.totals = settings, totals
 
     def refusal_reason(self, url: str) -> str | None:
         """Why a URL is refused before its name is resolved; None if it is not."""
@@ -384,14 +384,10 @@ class NetworkAccess:
         if len(self.connections) > MAX_CONNECTIONS:
             raise EgressDenied("connections", f"the episode has {MAX_CONNECTIONS} connections open")
 
-    def count_replayed(self) -> None:
-        self.replayed += 1
-        self._totals.replayed += 1
-
     def record_refusal(self, host: str, refused: EgressDenied) -> None:
         """Count a refusal and keep its message for the agent."""
         self.refused[refused.reason] += 1
-        self._totals.refused[refused.reason] += 1
+        self.totals.refused[refused.reason] += 1
         self.record_error(host, str(refused))
 
     def record_error(self, host: str, message: str) -> None:
@@ -409,7 +405,7 @@ class NetworkAccess:
 
     def reset(self) -> None:
         """Clear counts and messages for another episode."""
-        self.requests = self.bytes = self.replayed = 0
+        self.requests = self.bytes = 0
         self.refused.clear()
         self.refused_urls.clear()
         self.errors.clear()
@@ -421,5 +417,3 @@ class NetworkAccess:
         for connection in self.connections:
             connection.cancel()
         await asyncio.gather(*self.connections, return_exceptions=True)
-        if self.replayer is not None:
-            self.replayer.close()

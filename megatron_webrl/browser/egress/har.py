@@ -17,7 +17,8 @@ import tempfile
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import format_datetime, parsedate_to_datetime
@@ -75,8 +76,7 @@ class RecordedResponse:
     status: int  # FAILED_STATUS: the request got no response
     reason: str = ""
     headers: tuple[tuple[str, str], ...] = ()
-    visit: int = 0
-    body_file: str | None = None  # member of the visit's ZIP; None: no body
+    stored: tuple[Path, str] | None = None  # where the body is: file of the visit, member; None: no body
     given_up: bool = False  # the page did not wait for the end of the body, or, with FAILED_STATUS, for any response
     body: bytes = b""  # once it is read
 
@@ -110,73 +110,62 @@ class ReplayRequest:
 Exchange = tuple[ReplayRequest, RecordedResponse]
 
 
+@dataclass(frozen=True)
 class Visit:
-    """An open file of a visit. `close` closes it."""
+    """What a file says of a visit, without the bodies of responses."""
 
-    def __init__(self, path: Path, number: int) -> None:
-        """Raises NotRecorded for a file that is missing or damaged."""
-        self._path, self._number = path, number
-        try:
-            self._zip = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile) as error:
-            raise self._unreadable(error) from error
-        try:
-            visit = json.loads(self._zip.read(VISIT_MEMBER))
-            if visit["format"] != FORMAT:
-                raise ValueError(f"format {visit['format']} is not {FORMAT}")
-            self.clock_ms = int(visit["clock_ms"])  # unix time of the visit, milliseconds
-            self.exchanges = self._read_exchanges()
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-            self._zip.close()
-            raise self._unreadable(error) from error
+    clock_ms: int  # unix time of the visit, milliseconds
+    exchanges: tuple[Exchange, ...]  # in the order of the requests
 
-    def read_body(self, response: RecordedResponse) -> bytes:
-        """The body of a response of this visit. Raises NotRecorded for a damaged file."""
-        if response.body_file is None:
-            return b""
-        try:
-            return self._zip.read(response.body_file)
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-            raise self._unreadable(error) from error
 
-    def close(self) -> None:
-        self._zip.close()
+@contextmanager
+def _opened_visit(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The file of a visit. Raises NotRecorded for one that is missing or damaged."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            yield file
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise NotRecorded(f"{path} cannot be read: {reason}; remove it and record the task again") from error
 
-    def _read_exchanges(self) -> tuple[Exchange, ...]:
-        """The exchanges in the order of the requests.
 
-        A replay's browser has a cache of its own: a response that came from the cache counts only if no complete
-        response of a server to the same request was recorded.
-        """
-        latest: dict[RequestKey, RecordedResponse] = {}
-        served: set[RequestKey] = set()  # by a server
-        found: list[tuple[bool, Exchange]] = []  # with: not from the cache
-        for entry in json.loads(self._zip.read(HAR_MEMBER))["log"]["entries"]:
-            sent_request = entry["request"]
-            posted = sent_request.get("postData") or {}
-            headers = {each["name"].lower(): each["value"] for each in sent_request["headers"]}
-            sent = "host" in headers or ":authority" in headers
-            # DevTools omit a body that has a Blob or a file in it.
-            body = None if int(headers.get("content-length", 0)) and not posted else b""
-            body = self._zip.read(posted["_file"]) if "_file" in posted else body
-            kind, byte_range = posted.get("mimeType", ""), headers.get("range", "")
-            request = ReplayRequest(sent_request["method"], sent_request["url"], kind, body, byte_range)
-            key = request.key
-            response = _recorded_response(entry["response"], self._number)
-            if response is not None and response.status == NOT_MODIFIED:
-                response = latest.get(key)  # the browser showed its copy of the previous response
-            if response is not None:
-                if response.complete:
-                    latest[key] = response
-                if response.complete and sent:
-                    served.add(key)
-                found.append((sent or response.status == FAILED_STATUS, (request, response)))
-        return tuple(exchange for counts, exchange in found if counts or exchange[0].key not in served)
+def read_visit(path: Path) -> Visit:
+    """Read a visit. Raises NotRecorded for a file that is missing or damaged."""
+    with _opened_visit(path) as file:
+        visit = json.loads(file.read(VISIT_MEMBER))
+        if visit["format"] != FORMAT:
+            raise ValueError(f"format {visit['format']} is not {FORMAT}")
+        return Visit(int(visit["clock_ms"]), _read_exchanges(file, path))
 
-    def _unreadable(self, error: Exception) -> NotRecorded:
-        return NotRecorded(
-            f"{self._path} cannot be read: {type(error).__name__}: {error}; remove it and record the task again"
-        )
+
+def _read_exchanges(file: zipfile.ZipFile, path: Path) -> tuple[Exchange, ...]:
+    """A replay's browser has a cache of its own: a response that came from the cache counts only if no complete
+    response of a server to the same request was recorded.
+    """
+    latest: dict[RequestKey, RecordedResponse] = {}
+    served: set[RequestKey] = set()  # by a server
+    found: list[tuple[bool, Exchange]] = []  # with: not from the cache
+    for entry in json.loads(file.read(HAR_MEMBER))["log"]["entries"]:
+        sent_request = entry["request"]
+        posted = sent_request.get("postData") or {}
+        headers = {each["name"].lower(): each["value"] for each in sent_request["headers"]}
+        sent = "host" in headers or ":authority" in headers
+        # DevTools omit a body that has a Blob or a file in it.
+        body = None if int(headers.get("content-length", 0)) and not posted else b""
+        body = file.read(posted["_file"]) if "_file" in posted else body
+        kind, byte_range = posted.get("mimeType", ""), headers.get("range", "")
+        request = ReplayRequest(sent_request["method"], sent_request["url"], kind, body, byte_range)
+        key = request.key
+        response = _recorded_response(entry["response"], path)
+        if response is not None and response.status == NOT_MODIFIED:
+            response = latest.get(key)  # the browser showed its copy of the previous response
+        if response is not None:
+            if response.complete:
+                latest[key] = response
+            if response.complete and sent:
+                served.add(key)
+            found.append((sent or response.status == FAILED_STATUS, (request, response)))
+    return tuple(exchange for counts, exchange in found if counts or exchange[0].key not in served)
 
 
 def check_har_settings(settings: BrowserConfig) -> None:
@@ -201,33 +190,27 @@ def visit_path(folder: Path, task: Task, visit: int) -> Path:
     return folder / f"{har_name(task)}.{visit}.zip"
 
 
-def open_visits(folder: Path, task: Task) -> list[Visit]:
+def read_visits(folder: Path, task: Task) -> list[Visit]:
     """All visits of a task, in the order of their numbers. Raises NotRecorded if there is none, or one is damaged."""
     visits: list[Visit] = []
-    try:
-        while (path := visit_path(folder, task, len(visits))).is_file():
-            visits.append(Visit(path, len(visits)))
-    except NotRecorded:
-        for visit in visits:
-            visit.close()
-        raise
+    while (path := visit_path(folder, task, len(visits))).is_file():
+        visits.append(read_visit(path))
     if not visits:
-        name = visit_path(folder, task, 0).name
-        raise NotRecorded(f"{task.id} has no archive {name} in {folder} (browser.replay); record it first")
+        raise NotRecorded(f"{task.id} has no archive {path.name} in {folder} (browser.replay); record it first")
     return visits
 
 
-def _recorded_response(response: Mapping[str, Any], visit: int) -> RecordedResponse | None:
+def _recorded_response(response: Mapping[str, Any], archive: Path) -> RecordedResponse | None:
     """None: it was not recorded, because its body was lost."""
     status, content = response["status"], response.get("content", {})
     failure = response.get("_failureText", "")
     if status <= 0:  # without a failure: the visit ended first
         given_up = not failure or "ERR_ABORTED" in failure
-        return RecordedResponse(FAILED_STATUS, visit=visit, given_up=given_up)
+        return RecordedResponse(FAILED_STATUS, given_up=given_up)
     headers = tuple((each["name"].lower(), each["value"]) for each in response["headers"])
     fields = dict(headers)
     if fields.get("content-type", "").startswith("text/event-stream"):
-        return RecordedResponse(204, "No Content", visit=visit)  # a stream never ends; 204 tells pages not to retry
+        return RecordedResponse(204, "No Content")  # a stream never ends; 204 tells pages not to retry
     if status < 200:
         return None  # a WebSocket
     # An empty body that the page does not read counts as given up in Chromium.
@@ -235,7 +218,8 @@ def _recorded_response(response: Mapping[str, Any], visit: int) -> RecordedRespo
     given_up = "_file" not in content and not bodiless
     if given_up and "ERR_ABORTED" not in failure:
         return None
-    return RecordedResponse(status, response.get("statusText", ""), headers, visit, content.get("_file"), given_up)
+    stored = (archive, content["_file"]) if "_file" in content else None
+    return RecordedResponse(status, response.get("statusText", ""), headers, stored, given_up)
 
 
 class HARRecorder:
@@ -272,7 +256,7 @@ class HARRecorder:
                     if member.name != HAR_MEMBER:
                         file.write(member, member.name)
             archive.flush()
-            Visit(Path(archive.name), 0).close()  # a file that cannot be replayed is not published
+            read_visit(Path(archive.name))  # a file that cannot be replayed is not published
             number = 0
             while True:
                 path = visit_path(self._folder, self._task, number)
@@ -292,7 +276,7 @@ class HARRecorder:
 
 
 class HARReplayer:
-    """The recorded responses of a task's visits, looked up request by request. `close` closes the files.
+    """The recorded responses of a task's visits, looked up request by request.
 
     A request is answered as in the first visit that made it, in the order of that visit; the last response repeats.
     """
@@ -300,7 +284,7 @@ class HARReplayer:
     def __init__(self, visits: Sequence[Visit], ignored: Sequence[str] = ()) -> None:
         """`ignored`: query parameters that are left out where nothing matches with them; * stands for any text."""
         self.clock_ms = visits[0].clock_ms
-        self._visits, self._ignored = visits, tuple(ignored)
+        self._ignored = tuple(ignored)
         self.seconds_ago = int(time.time() - self.clock_ms / 1000)  # age of the recording: dates are moved by it
         self._exact, self._rest = _ResponseIndex(), _ResponseIndex()
         for visit in visits:
@@ -311,7 +295,7 @@ class HARReplayer:
     @classmethod
     async def open(cls, folder: Path, task: Task, ignored: Sequence[str] = ()) -> HARReplayer:
         """Read the visits of a task. Raises NotRecorded."""
-        return await asyncio.to_thread(lambda: cls(open_visits(folder, task), ignored))
+        return await asyncio.to_thread(lambda: cls(read_visits(folder, task), ignored))
 
     async def find(self, request: ReplayRequest) -> RecordedResponse | None:
         """The next response to a request; None if it was not recorded. Raises NotRecorded for a damaged file."""
@@ -320,13 +304,8 @@ class HARReplayer:
             response = self._next(replace(request, body=None))
         if response is None:
             return None
-        body = await asyncio.to_thread(self._visits[response.visit].read_body, response)
+        body = b"" if response.stored is None else await asyncio.to_thread(_read_body, *response.stored)
         return replace(response, headers=self._headers(response, request.method), body=body)
-
-    def close(self) -> None:
-        """Close the files. A second call does nothing."""
-        for visit in self._visits:
-            visit.close()
 
     def _next(self, request: ReplayRequest) -> RecordedResponse | None:
         response = self._exact.next(request.key)
@@ -369,6 +348,11 @@ class HARReplayer:
             return format_datetime(datetime.fromtimestamp(moment, UTC), usegmt=True)
         except (ValueError, TypeError, OverflowError, OSError):
             return date
+
+
+def _read_body(path: Path, member: str) -> bytes:
+    with _opened_visit(path) as file:
+        return file.read(member)
 
 
 class _ResponseIndex:

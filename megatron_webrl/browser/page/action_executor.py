@@ -12,7 +12,7 @@ from megatron_webrl.browser.egress.egress_policy import NetworkAccess
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.page.elements import DOMNode, ElementUnavailable, Marks, Point, RendererTree
 from megatron_webrl.browser.page.keys import is_key_chord
-from megatron_webrl.browser.page.tabs import DocumentReplaced, StepMessages, Tabs, shorten
+from megatron_webrl.browser.page.tabs import DocumentReplaced, StepMessages, Tabs, page_script, shorten
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import COORDINATE_ACTION_KINDS, COORDINATE_RANGE, MARK_ACTION_KINDS, Action
 
@@ -23,23 +23,7 @@ COMMIT_SECONDS = 20.0  # for a site to respond to a navigation
 DRAG_STEPS = 8  # mouse positions along the way
 MAX_URL = 200  # characters of a URL in a message
 T = TypeVar("T")
-
-# Selects an option of the <select> that is or contains the element, by label, else by value.
-_SELECT = """function (wanted) {
-  const list = this.nodeType === 1 ? this.closest("select") : null;
-  if (!list) return "this is no list of options";
-  if (list.disabled) return "the list is disabled";
-  const options = [...list.options];
-  const option = options.find((o) => o.label.trim() === wanted.trim()) || options.find((o) => o.value === wanted);
-  if (!option) return "there is no such option";
-  if (option.disabled) return "the option is disabled";
-  list.focus();
-  if (option.selected && !list.multiple) return null;
-  option.selected = true;
-  list.dispatchEvent(new Event("input", {bubbles: true, composed: true}));
-  list.dispatchEvent(new Event("change", {bubbles: true}));
-  return null;
-}"""
+_FOCUSED_TEXT_LENGTH, _SELECT_OPTION = page_script("focused_text_length"), page_script("select_option")
 
 
 class ActionExecutor:
@@ -136,7 +120,7 @@ class ActionExecutor:
             await self._page.mouse.click(*point)
             await settle.wait_until_idle(self._tabs.active)
         try:
-            length = await self._tabs.active.evaluate(settle.FOCUSED_TEXT_LENGTH)
+            length = await self._tabs.active.evaluate(_FOCUSED_TEXT_LENGTH)
         except DocumentReplaced:
             length = None
         if length is None:
@@ -159,7 +143,7 @@ class ActionExecutor:
             else:
                 tree = fresh = await RendererTree.open(self._tabs.active, (self._settings.width, self._settings.height))
                 node = await tree.hit_test(x, y)
-            problem = await tree.call_function(node, _SELECT, text) if node else "this is no list of options"
+            problem = await tree.call_function(node, _SELECT_OPTION, text) if node else "this is no list of options"
         except PlaywrightError as error:
             problem = shorten(error.message, MAX_URL)
         finally:

@@ -9,9 +9,10 @@ that it is read. Random numbers follow from a seed. `performance`, events, CSS a
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
-_SCRIPT = Path(__file__).with_suffix(".js").read_text().rstrip()
+from megatron_webrl.browser.page.tabs import page_script
+
+_SCRIPT = page_script("page_clock")
 
 
 def repeatable_page_script(task_id: str, clock_ms: int, seconds_ago: int) -> str:

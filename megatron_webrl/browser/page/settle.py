@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megatron_webrl.browser.page.tabs import DocumentReplaced, Tab
+from megatron_webrl.browser.page.tabs import DocumentReplaced, Tab, page_script
 from megatron_webrl.types import Scroll
 
 LOAD_SECONDS = 10.0  # for a document to load
@@ -24,79 +24,7 @@ DISABLE_CARET_BLINK = """
   sheet.replaceSync("* { caret-animation: manual !important; }");
   document.adoptedStyleSheets.push(sheet);
 """
-
-# A form named "title" shadows document.title; the getters of the prototype cannot be shadowed.
-_NATIVE = "const native = (name) => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);"
-
-# Shows the end of an animation that has one, and the beginning of an endless one; returns whether that was a change.
-# A time that is set while the pause is pending may never be painted.
-_END_ANIMATION = """const endAnimation = (animation) => {
-    if (animation.timeline !== document.timeline || !animation.effect || !animation.playbackRate) return false;
-    if (animation.effect.getComputedTiming().endTime !== Infinity) {
-      if (animation.playState === "finished") return false;
-      animation.finish();
-      return true;
-    }
-    if (animation.playState !== "paused") animation.pause();
-    else if (!animation.pending && animation.currentTime === 0) return false;
-    else if (!animation.pending) animation.currentTime = 0;
-    return true;
-  };"""
-
-# Resolves to [title, URL, scrollX, scrollY, page height] once the document is complete and two animation frames in a
-# row have passed without a change of the document or a scroll: the first frame lets handlers run, the second has
-# painted their changes. Between them a timer must have run: on a busy machine frames overtake the timers that an
-# animation by script is made of. A later timer replaces animation frames that never come, as in a page that is being
-# replaced.
-_SETTLE = f"""(quietLimit, still) => new Promise((resolve) => {{
-  {_NATIVE}
-  {_END_ANIMATION}
-  const start = performance.now();
-  let moved = false, quiet = 0;
-  const mark = () => {{ moved = true; }};
-  const observer = new MutationObserver(mark);
-  observer.observe(document, {{subtree: true, childList: true, attributes: true, characterData: true}});
-  addEventListener("scroll", mark, true);
-  const finish = () => {{
-    observer.disconnect();
-    removeEventListener("scroll", mark, true);
-    const root = native("scrollingElement") || native("documentElement");
-    resolve([native("title").slice(0, {MAX_TITLE}), location.href.slice(0, {MAX_URL}),
-             Math.round(scrollX), Math.round(scrollY), root ? root.scrollHeight : 0]);
-  }};
-  const next = () => {{
-    let pending = quiet ? 2 : 1;
-    const pass = () => {{ pending -= 1; if (!pending) frame(); }};
-    requestAnimationFrame(pass);
-    if (quiet) setTimeout(pass, {TIMER_MS});
-    setTimeout(() => {{ if (pending > 0) {{ pending = 0; frame(); }} }}, 200);
-  }};
-  const frame = () => {{
-    const ready = native("readyState") === "complete";
-    const waited = performance.now() - start;
-    if (still && document.getAnimations().filter(endAnimation).length) moved = true;
-    const field = native("activeElement");
-    const bubble = still && waited < {BUBBLE_MS} && field && field.matches(":invalid");
-    quiet = ready && !moved && !bubble ? quiet + 1 : 0;
-    moved = false;
-    if (quiet >= 2 || !bubble && waited > quietLimit) finish(); else next();
-  }};
-  next();
-}})"""
-
-# Length of the focused text field's content in characters; null if no text field has the focus.
-FOCUSED_TEXT_LENGTH = f"""() => {{
-  {_NATIVE}
-  let element = native("activeElement");
-  while (element && element.shadowRoot && element.shadowRoot.activeElement) element = element.shadowRoot.activeElement;
-  if (!element) return null;
-  if (element.tagName === "IFRAME") return 1;
-  if (element.isContentEditable) return element.textContent.length;
-  const plain = ["text", "search", "url", "tel", "email", "password", "number", "date", "time", "month", "week",
-                 "datetime-local"];
-  const takesText = element.tagName === "TEXTAREA" || (element.tagName === "INPUT" && plain.includes(element.type));
-  return takesText && !element.readOnly && !element.disabled ? element.value.length : null;
-}}"""
+_SCRIPT = page_script("settle")
 
 
 @dataclass(frozen=True)
@@ -118,12 +46,15 @@ async def wait_until_idle(tab: Tab, until: float | None = None, still: bool = Fa
     """
     clock = asyncio.get_running_loop().time
     limit, network_seconds = clock() + SETTLE_SECONDS if until is None else until, NETWORK_IDLE_SECONDS
+    limits = {
+        "quietLimit": QUIET_LIMIT_MS, "timer": TIMER_MS, "bubbleLimit": BUBBLE_MS, "maxTitle": MAX_TITLE,
+        "maxURL": MAX_URL, "still": still,
+    }  # fmt: skip
     while True:
         loaded = await _loaded(tab, min(LOAD_SECONDS, max(0.0, limit - clock())))
         started, ended = clock(), tab.ended_requests
         try:
-            script = f"() => ({_SETTLE})({QUIET_LIMIT_MS}, {str(still).lower()})"
-            title, url, *scroll = await tab.evaluate(script)
+            title, url, *scroll = await tab.evaluate(_SCRIPT, limits)
         except DocumentReplaced:
             if clock() < limit:
                 continue  # with the next document

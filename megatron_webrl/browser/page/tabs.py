@@ -6,10 +6,12 @@ What pages open is answered, adopted or refused, and reported to the agent; endl
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -84,6 +86,11 @@ class DocumentReplaced(Exception):
     """The document was replaced during a call."""
 
 
+def page_script(name: str) -> str:
+    """The JavaScript function in a file of this folder."""
+    return Path(__file__).with_name(f"{name}.js").read_text()
+
+
 async def open_isolated_world(cdp: CDPSession, frame_id: str) -> int:
     """Id of an execution context that shares the frame's document, but no JavaScript object, with the page."""
     world = await cdp.send("Page.createIsolatedWorld", {"frameId": frame_id, "worldName": ISOLATED_WORLD_NAME})
@@ -127,13 +134,14 @@ class Tab:
         tab.main_frame = (await cdp.send("Page.getFrameTree"))["frameTree"]["frame"]["id"]
         return tab
 
-    async def evaluate(self, function: str) -> Any:
+    async def evaluate(self, function: str, argument: Any = None) -> Any:
         """Call a JavaScript function in an isolated world of the document. Raises DocumentReplaced, PlaywrightError."""
+        expression = f"({function})({json.dumps(argument)})"
         try:
             world = await open_isolated_world(self.cdp, self.main_frame)
             response = await self.cdp.send(
                 "Runtime.evaluate",
-                {"expression": f"({function})()", "contextId": world, "awaitPromise": True, "returnByValue": True},
+                {"expression": expression, "contextId": world, "awaitPromise": True, "returnByValue": True},
             )
         except PlaywrightError as error:
             if is_document_replaced(error):

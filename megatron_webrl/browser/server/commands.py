@@ -22,39 +22,30 @@ def add_browsers(commands: Any) -> None:
         epilog="example: webrl browsers serve --sessions 16 browser.marks=true tasks.latency.median_seconds=0.3",
     )
     serve.add_argument(
-        "settings",
-        nargs="*",
-        metavar="CONFIG key=value",
+        "settings", nargs="*", metavar="CONFIG key=value",
         help="optional configuration file and settings that override it; used are browser, the step limits, latency "
         "and offline_websites of tasks, and rollout.operation_timeout_seconds",
-    )
-    serve.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1); any other than loopback needs a token",
-    )
-    serve.add_argument("--port", type=int, default=8700, help="port to listen on, 0: any free one (default: 8700)")
-    serve.add_argument(
-        "--address-file", type=Path, metavar="FILE", help="file that receives {url, pid} once the server is ready"
-    )
-    serve.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="file with the clients' token (default: WEBRL_BROWSERS_TOKEN)"
-    )
-    add_tls_options(serve)
+    )  # fmt: skip
     for option, kind, default, metavar, text in (
-        ("--sessions", int, 8, "N", "maximum number of leases"),
-        ("--lease-seconds", float, 60.0, "S", "default lifetime of a lease"),
-        ("--max-lease-seconds", float, 3600.0, "S", "maximum lifetime of a lease"),
-        ("--max-connections", int, 8192, "N", "open connections in all"),
-    ):
-        serve.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{text} (default: {default:g})")
+        ("--host", str, "127.0.0.1", None, "address to listen on (default: 127.0.0.1); any other than loopback needs a "
+         "token"),
+        ("--port", int, 8700, None, "port to listen on, 0: any free one (default: 8700)"),
+        ("--address-file", Path, None, "FILE", "file that receives {url, pid} once the server is ready"),
+        ("--token-file", Path, None, "FILE", "file with the clients' token (default: WEBRL_BROWSERS_TOKEN)"),
+        ("--sessions", int, 8, "N", "maximum number of leases (default: 8)"),
+        ("--lease-seconds", float, 60.0, "S", "default lifetime of a lease (default: 60)"),
+        ("--max-lease-seconds", float, 3600.0, "S", "maximum lifetime of a lease (default: 3600)"),
+        ("--max-connections", int, 8192, "N", "open connections in all (default: 8192)"),
+    ):  # fmt: skip
+        serve.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
+    add_tls_options(serve)
     serve.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
     serve.set_defaults(run=_serve)
 
 
 def _serve(options: argparse.Namespace) -> int:
     from megatron_webrl.browser.server.browser_server import LeaseLimits
-    from megatron_webrl.browser.server.server_main import BrowserServerOptions, run_server
+    from megatron_webrl.browser.server.server_main import run_server
     from megatron_webrl.control.http.http_service import ConnectionLimits, ListenAddress
 
     settings = list(options.settings)
@@ -63,5 +54,6 @@ def _serve(options: argparse.Namespace) -> int:
     tls = server_context(options.tls_certificate, options.tls_key)
     address = ListenAddress(options.host, options.port, options.address_file, limits, tls)
     leases = LeaseLimits(options.sessions, options.lease_seconds, options.max_lease_seconds)
-    die_with_parent, token_file = options.die_with_parent, options.token_file
-    return run_server(BrowserServerOptions(config, tuple(settings), address, leases, die_with_parent, token_file))
+    return run_server(
+        config, settings, address, leases, die_with_parent=options.die_with_parent, token_file=options.token_file
+    )

@@ -12,7 +12,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ from PIL import Image
 
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.page.observer import MAX_MARKS
-from megatron_webrl.browser.page.tabs import MAX_TABS
 from megatron_webrl.browser.server import protocol
 from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
 from megatron_webrl.browser.server.local_servers import POLL_SECONDS, LocalServers
@@ -47,43 +46,23 @@ from megatron_webrl.types import (
     Observation,
 )
 
-_LETTERS = "abcdefghijklmnopqrstuvwxyz "
-_KEYS = ("Enter", "Tab", "Escape", "ArrowDown", "ArrowUp")
-_REQUIRED: dict[str, tuple[str, ...]] = {  # fields by action kind
-    **dict.fromkeys(("left_click", "click", "double_click", "right_click", "hover"), ("start",)),
-    **dict.fromkeys(("type", "answer", "key"), ("text",)),
-    "drag": ("start", "end"), "select_option": ("start", "text"), "scroll": ("direction",), "navigate": ("url",),
-    "switch_tab": ("tab",),
-}  # fmt: skip
-_POINTS = {"start": ("coordinate", "element_id"), "end": ("end_coordinate", "end_element_id")}
 MAX_SAMPLE_CHARACTERS = 32  # of a sampled text
 T = TypeVar("T")
 
 
-class TextSpace(spaces.Space[str]):
-    """Any text. Gymnasium's own `Text` is limited to a fixed alphabet, which page texts exceed."""
+class TextSpace(spaces.Text):
+    """Any text. Gymnasium's own `Text` contains those of a fixed alphabet only, which page texts exceed."""
 
     def __init__(self, seed: int | np.random.Generator | None = None) -> None:
-        super().__init__(dtype=str, seed=seed)
+        super().__init__(MAX_SAMPLE_CHARACTERS, min_length=0, seed=seed)
 
     @property
     def is_np_flattenable(self) -> bool:
         """False: texts have no numeric form."""
         return False
 
-    def sample(self, mask: None = None, probability: None = None) -> str:
-        """Random lower-case letters and spaces."""
-        letters = self.np_random.integers(len(_LETTERS), size=self.np_random.integers(MAX_SAMPLE_CHARACTERS + 1))
-        return "".join(_LETTERS[number] for number in letters)
-
     def contains(self, x: Any) -> bool:
         return isinstance(x, str)
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and repr(self) == repr(other)
-
-    def __repr__(self) -> str:
-        return "TextSpace()"
 
 
 class ActionSpace(TextSpace):
@@ -98,10 +77,11 @@ class ActionSpace(TextSpace):
         super().__init__(seed)
 
     def sample(self, mask: None = None, probability: None = None) -> str:
-        """A random action. With marks, its element may not exist; the observation then has an error."""
-        kind = self.kinds[self.np_random.integers(len(self.kinds))]
-        fields = {name: value for field in _REQUIRED.get(kind, ()) for name, value in self._sample_field(field, kind)}
-        return json.dumps({"kind": kind, **({"time": 0.0} if kind == "wait" else {}), **fields})
+        """A random click. With marks, its element may not exist; the observation then has an error."""
+        if self.marks:
+            return json.dumps({"kind": "click", "element_id": int(self.np_random.integers(1, MAX_MARKS + 1))})
+        coordinate = self.np_random.integers(COORDINATE_RANGE + 1, size=2).tolist()
+        return json.dumps({"kind": "left_click", "coordinate": coordinate})
 
     def contains(self, x: Any) -> bool:
         """Whether `x` is the JSON of an action of these kinds; the server refuses one without a required field."""
@@ -119,19 +99,8 @@ class ActionSpace(TextSpace):
             raise ValueError(f"kind: {action.kind} is not one of {', '.join(self.kinds)}")
         return action
 
-    def _sample_field(self, field: str, kind: str) -> Iterator[tuple[str, Any]]:
-        if field in _POINTS:
-            coordinate, element = _POINTS[field]
-            if self.marks:
-                yield element, int(self.np_random.integers(1, MAX_MARKS + 1))
-            else:
-                yield coordinate, self.np_random.integers(COORDINATE_RANGE + 1, size=2).tolist()
-        elif field == "tab":
-            yield field, int(self.np_random.integers(1, MAX_TABS + 1))
-        else:
-            texts: Sequence[str] = _KEYS if kind == "key" else _LETTERS
-            choices = {"direction": ("up", "down"), "url": ("http://example.com/",), "text": texts}[field]
-            yield field, choices[int(self.np_random.integers(len(choices)))]
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ActionSpace) and self.kinds == other.kinds
 
     def __repr__(self) -> str:
         return f"ActionSpace({', '.join(self.kinds)})"

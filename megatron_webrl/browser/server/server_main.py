@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_webrl.browser.browser_pool import BrowserPool
@@ -29,21 +28,14 @@ TASKS_OF_SERVER, TASKS_PER_SESSION = 75, 15  # processes and threads: server, dr
 FILES_OF_PROCESS, FILES_PER_SESSION = 64, 5  # of the server and of Chromium's browser process
 
 
-@dataclass(frozen=True)
-class BrowserServerOptions:
-    """Options of `webrl browsers serve`."""
+def run_server(
+    config_file: str | None, overrides: Sequence[str], address: ListenAddress, leases: LeaseLimits, *,
+    die_with_parent: bool, token_file: Path | None = None,
+) -> int:  # fmt: skip
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises ConfigError.
 
-    config: str | None
-    overrides: tuple[str, ...]
-    address: ListenAddress
-    leases: LeaseLimits
-    die_with_parent: bool
-    token_file: Path | None = None  # None: the environment has the token
-
-
-def run_server(options: BrowserServerOptions) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. Raises ConfigError."""
-    leases = options.leases
+    `token_file`: the clients' token; None: the environment has it.
+    """
     if leases.sessions < 1:
         raise ConfigError(f"--sessions={leases.sessions} must be at least 1")
     if not 0 < leases.seconds <= leases.max_seconds:
@@ -51,14 +43,14 @@ def run_server(options: BrowserServerOptions) -> int:
             f"--lease-seconds={leases.seconds:g} must be greater than 0 and at most "
             f"--max-lease-seconds={leases.max_seconds:g}"
         )
-    needed = reason_for_token(options.address.host)
-    token = read_token(TOKEN_VARIABLE, "--token-file", options.token_file, needed)
-    config = parse_config(options.config, list(options.overrides))
+    needed = reason_for_token(address.host)
+    token = read_token(TOKEN_VARIABLE, "--token-file", token_file, needed)
+    config = parse_config(config_file, list(overrides))
     check_sections(config)
     check_browser_user(config.browser)
     check_session_limits(leases.sessions)
-    listener = Listener(options.address)
-    return run_process("browser-server", _run(leases, config, token, listener), options.die_with_parent)
+    listener = Listener(address)
+    return run_process("browser-server", _run(leases, config, token, listener), die_with_parent)
 
 
 async def _run(leases: LeaseLimits, config: Config, token: Token | None, listener: Listener) -> int:

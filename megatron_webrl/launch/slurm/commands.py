@@ -171,14 +171,12 @@ def _browsers(options: argparse.Namespace) -> int:
     environment.
     """
     from megatron_webrl.browser.server.browser_server import LeaseLimits
-    from megatron_webrl.browser.server.server_main import BrowserServerOptions, run_server
+    from megatron_webrl.browser.server.server_main import run_server
 
     addresses = parse_server_addresses(options.servers)
     sessions = sessions_per_server(parse_config(options.config, options.overrides), len(addresses))
     address, limits = own_listen_address(addresses), LeaseLimits(sessions)
-    return run_server(
-        BrowserServerOptions(options.config, tuple(options.overrides), address, limits, die_with_parent=True)
-    )
+    return run_server(options.config, options.overrides, address, limits, die_with_parent=True)
 
 
 def sessions_per_server(config: Config, servers: int) -> int:

@@ -26,17 +26,6 @@ async def test_a_declared_origin_is_reached_at_its_declared_address() -> None:
     assert network.requests == 1
 
 
-async def test_requests_on_one_connection_use_one_connection_to_the_server() -> None:
-    async with Server(answering(OK)) as server, open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as network:
-        reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
-        for _ in range(3):
-            writer.write(b"GET http://a.test/ HTTP/1.1\r\nHost: a.test\r\n\r\n")
-            await head_of(reader)
-            assert await reader.readexactly(5) == b"hello"
-        writer.close()
-        assert (server.connections, network.requests) == (1, 3)
-
-
 async def test_requests_for_two_origins_on_one_connection_reach_both() -> None:
     other = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nother"
     async with Server(answering(OK)) as one, Server(answering(other)) as two:

@@ -50,7 +50,7 @@ async def test_recorded_requests_are_answered_and_the_server_is_not_asked(tmp_pa
         async with replaying(tmp_path, Recorded(url, b"recorded"), origins=origins) as network:
             assert (await ask(network, get(url))).endswith(b"recorded")
             assert b"was not recorded" in await ask(network, get(f"{url}/other"))
-            assert (network.replayed, network.refused) == (1, {"not_recorded": 1})
+            assert (network.totals.replayed, network.refused) == (1, {"not_recorded": 1})
         assert server.connections == 0
 
 
@@ -101,7 +101,7 @@ async def test_a_request_that_the_page_gave_up_waits_until_the_browser_gives_it_
             assert not connection.done()
             writer.close()
             await connection
-        assert (network.replayed, network.refused) == (2, {})
+        assert (network.totals.replayed, network.refused) == (2, {})
 
 
 async def test_a_request_that_is_not_given_up_again_fails_at_the_limit(
