@@ -97,9 +97,7 @@ def check_layers(request: GpuCheckRequest) -> Iterator[CheckResult]:
     """Random layers as wide as those of the configured model, on one GPU: log-probabilities and gradients."""
     from megatron_webrl.checks.model import ModelCheckRequest, check_model
 
-    kernels = {
-        name: getattr(request.config.trainer, name) for name in ("layers", "attention", "experts", "merge_prefixes")
-    }
+    kernels = {name: getattr(request.config.trainer, name) for name in ("layers", "attention", "merge_prefixes")}
     with tempfile.TemporaryDirectory(prefix="webrl-check-gpu-") as name:
         try:
             write_layers(Path(request.config.model.path), Path(name) / "model", request.config.model.dtype)

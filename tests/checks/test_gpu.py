@@ -11,6 +11,7 @@ import pytest
 
 from megatron_webrl.checks.report import failed, measured, write_json
 from megatron_webrl.cli import main
+from megatron_webrl.launch import gpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,11 +30,10 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def machine_with_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put an nvidia-smi on PATH that lists a GPU of driver 550, which serves no CUDA 13."""
-    program = folder / "nvidia-smi"
-    program.write_text("#!/bin/sh\ncase $1 in *memory*) echo 81559;; *) echo 550.54.15;; esac\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    """A machine that has the device file of a GPU, which torch cannot use."""
+    device = folder / "nvidiactl"
+    device.touch()
+    monkeypatch.setattr(gpus, "DEVICE_FILES", (device,))
 
 
 def names(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -113,7 +113,7 @@ def test_a_gpu_that_torch_cannot_use_fails_the_driver_and_skips_what_computes_on
     assert report["platform"] == "cuda"
     found = {(each["section"], each["name"]): each for each in report["results"]}
     driver = found["environment", "driver"]
-    assert (driver["status"], "driver 550.54.15" in driver["note"]) == ("failed", True)
+    assert (driver["status"], "torch cannot use a GPU" in driver["note"]) == ("failed", True)
     assert {found[section, "all"]["status"] for section in ("model", "engine")} == {"skipped"}
     assert found["model", "all"]["note"] == driver["note"]
     assert "no GPU on this machine" not in capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_a_section_alone_fails_with_a_gpu_that_torch_cannot_use(
 ) -> None:
     machine_with_a_gpu(tmp_path, monkeypatch)
     assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--section", "model"]) == 1
-    assert "driver 550.54.15" in " ".join(capsys.readouterr().out.split())
+    assert "torch cannot use a GPU" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_platform_is_the_configured_one_unless_the_command_names_one(capsys: pytest.CaptureFixture[str]) -> None:
