@@ -24,7 +24,7 @@ from megatron_webrl.control.http.http_service import ListenAddress, Listener, ru
 log = logging.getLogger(__name__)
 
 # Measured with small pages, so lower bounds: a server that lacks them cannot lease all of its sessions.
-TASKS_OF_SERVER, TASKS_PER_SESSION = 75, 15  # processes and threads: server, driver, Chromium with its renderers
+TASKS_OF_SERVER, TASKS_PER_SESSION = 60, 15  # processes and threads: server, driver, Chromium with its renderers
 FILES_OF_PROCESS, FILES_PER_SESSION = 64, 5  # of the server and of Chromium's browser process
 
 
