@@ -28,6 +28,7 @@ T = TypeVar("T")
 SESSION_ATTEMPTS = 2  # to prepare a session, and to reset one for an episode; a cached one does not count
 SESSIONS_PER_BROWSER = 16  # more browsers cost memory, mostly for drivers; a crash costs all sessions of a browser
 HEALTH_CHECK_SECONDS = 10.0  # between two checks of all browsers
+ANSWER_SECONDS = 5.0  # of a browser, to a question about the pool's health
 RECYCLE_MIB = 6144  # a browser grown by more since its launch, driver and open sessions included, is replaced
 PAGE_MIB = 2048  # memory limit of a renderer process: the page crashes beyond it
 
@@ -168,14 +169,15 @@ class BrowserPool:
                 else:
                     self._start_release(browser, session)
 
-    async def check_health(self, seconds: float) -> None:
-        """Wait up to `seconds` for a browser to answer; one that does not is replaced. Raises BrowserError."""
+    async def health_problem(self) -> str | None:
+        """Why no browser answers within ANSWER_SECONDS; None if one does. One that does not is replaced."""
         try:
-            async with asyncio.timeout(seconds):
-                if not await self._check(await self._least_loaded()):
-                    raise BrowserCrashed("Chromium does not answer")
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return None if await self._check(await self._least_loaded()) else "Chromium does not answer"
         except TimeoutError:
-            raise BrowserTimeout(f"no browser answered within {seconds} s") from None
+            return f"no browser answered within {ANSWER_SECONDS} s"
+        except BrowserError as error:
+            return str(error)
 
     def gauges(self) -> dict[str, float]:
         """Current counts; memory, drivers included, as of the latest health check."""

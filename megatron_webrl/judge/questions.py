@@ -175,12 +175,10 @@ class EpisodeView:
         )
 
     def evenly_sampled(self, count: int) -> tuple[Screenshot, ...]:
-        """At most `count` screenshots, first and last among them if `count` allows."""
+        """At most `count` screenshots, which is at least 2; first and last are among them."""
         shots = self.screenshots
         if len(shots) <= count:
             return shots
-        if count == 1:
-            return shots[-1:]
         return tuple(shots[round(place * (len(shots) - 1) / (count - 1))] for place in range(count))
 
 

@@ -74,15 +74,14 @@ class VerdictFile:
             del self.lines[key]
         return key in self.lines
 
-    def add(self, key: str, trajectory: Trajectory, verdict: Verdict) -> dict[str, Any]:
-        """Append a verdict; returns its line."""
+    def add(self, key: str, trajectory: Trajectory, verdict: Verdict) -> None:
+        """Append a verdict."""
         line = {
             "episode": key, "settings": self._digest, **_identity(trajectory), "stored": trajectory.outcome,
             **asdict(verdict),
         }  # fmt: skip
         self._history.append(line)
         self.lines[key] = line
-        return line
 
 
 def _identity(trajectory: Trajectory) -> dict[str, Any]:

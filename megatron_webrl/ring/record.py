@@ -296,10 +296,9 @@ def read_record_file(path: str | Path) -> Iterator[bytes]:
                 f"{path} has format {version}, this program reads {FILE_FORMAT_VERSION}; use the one that wrote it"
             )
         while True:
-            entry = file.read(_ENTRY.size)
-            if len(entry) < _ENTRY.size:
+            if (entry := _entry(file)) is None:
                 raise RecordError(f"{path} is truncated after {count} records, at byte {size}")
-            length, expected = _ENTRY.unpack(entry)
+            length, expected = entry
             if length == _END:
                 break
             if file.tell() + length > size:
@@ -318,12 +317,10 @@ def read_record_file(path: str | Path) -> Iterator[bytes]:
 
 def read_record(path: str | Path, position: int) -> bytes:
     """The record at a position of a file. Raises RecordError for a damaged file, OSError."""
-    path = Path(path)
-    with path.open("rb") as file:
+    with Path(path).open("rb") as file:
         file.seek(position)
-        entry = file.read(_ENTRY.size)
-        length, expected = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (_END, 0)
-        if length > path.stat().st_size:
+        length, expected = _entry(file) or (_END, 0)
+        if length > os.fstat(file.fileno()).st_size:
             raise RecordError(f"{path} has no record at byte {position}")
         record = file.read(length)
     if len(record) < length or checksum(record) != expected:
@@ -333,14 +330,18 @@ def read_record(path: str | Path, position: int) -> bytes:
 
 def count_records(path: str | Path) -> int:
     """The number of records by the trailer of a file. Raises RecordError for a file without a trailer."""
-    path = Path(path)
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _ENTRY.size))
-        entry = file.read(_ENTRY.size)
-    length, count = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (0, 0)
+    with Path(path).open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _ENTRY.size))
+        length, count = _entry(file) or (0, 0)
     if length != _END:
         raise RecordError(f"{path} is truncated: it has no trailer")
-    return int(count)
+    return count
+
+
+def _entry(file: BinaryIO) -> tuple[int, int] | None:
+    """Length and checksum of the next record, or _END and the number of records; None: the file is truncated."""
+    entry = file.read(_ENTRY.size)
+    return _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else None
 
 
 log = logging.getLogger(__name__)
@@ -362,7 +363,10 @@ def read_trajectory(records: RecordReader, sequence: int, folder: Path) -> Traje
     except (RecordCorrupt, RecordError) as error:
         log.error("record %d is damaged: %s", sequence, error)
         with suppress(RingError, OSError):  # the place of the record, or the disk, may be damaged, too
-            _keep(records.read(sequence, verify=False), folder, f"{sequence}.record")
+            data = records.read(sequence, verify=False)
+            folder.mkdir(parents=True, exist_ok=True)
+            if len(data) and len(list(folder.iterdir())) < MAX_KEPT:
+                (folder / f"{sequence}.record").write_bytes(data)
         return None
 
 
@@ -373,9 +377,3 @@ def undamaged_trajectories(records: RecordReader, sequences: Iterable[int]) -> d
         with suppress(RecordCorrupt, RecordError):
             found[sequence] = decode_trajectory(records.read(sequence))
     return found
-
-
-def _keep(data: Buffer, folder: Path, name: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if len(data) and len(list(folder.iterdir())) < MAX_KEPT:
-        (folder / name).write_bytes(data)

@@ -148,7 +148,7 @@ def _add_public(app: FastAPI, server: BrowserServer) -> None:
     @app.get("/healthz", response_class=PlainTextResponse, responses={503: {"description": "The reason"}})
     async def health() -> Response:
         """Whether the server can provide sessions."""
-        problem = await server.health_problem()
+        problem = await server.pool.health_problem()
         return PlainTextResponse(f"{problem or 'ok'}\n", 200 if problem is None else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)

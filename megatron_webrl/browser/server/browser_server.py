@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 SECRET_BYTES = 18  # of a lease id, so that nobody can guess it
 MAX_ENDED_LEASES = 4096  # ended leases whose reason is remembered
 SWEEP_SECONDS = 0.25
-HEALTH_CHECK_SECONDS = 5.0
 T = TypeVar("T")
 WaitForDisconnect = Callable[[], Awaitable[object]]  # returns when the client of a request has disconnected
 
@@ -244,14 +243,6 @@ class BrowserServer:
         lease = self.find_lease(lease_id)
         work = lease.demonstration(self.catalog, premature_submit)
         return await self._operate("demonstration", lease, work, disconnected)
-
-    async def health_problem(self) -> str | None:
-        """Why the server cannot work; None if it can."""
-        try:
-            await self.pool.check_health(HEALTH_CHECK_SECONDS)
-        except BrowserError as error:
-            return str(error)
-        return None
 
     def latest_observation(self, lease_id: str) -> Observation:
         """The latest observation of a lease's episode. Raises RequestRefused."""

@@ -76,7 +76,7 @@ class ActionSpace(TextSpace):
         self.kinds = (*(MARK_ACTION_KINDS if marks else COORDINATE_ACTION_KINDS), *extra_actions)
         super().__init__(seed)
 
-    def sample(self, mask: None = None, probability: None = None) -> str:
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
         """A random click. With marks, its element may not exist; the observation then has an error."""
         if self.marks:
             return json.dumps({"kind": "click", "element_id": int(self.np_random.integers(1, MAX_MARKS + 1))})
