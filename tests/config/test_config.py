@@ -242,7 +242,7 @@ def test_scripts_cannot_demonstrate_by_numbered_elements(config_file: Path) -> N
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["weights={clik-test: 1}"], "weights: 'clik-test' is not one of tasks.environments; near: click-test"),
+        (["weights={clik-test: 1}"], "'clik-test' is not one of tasks.environments, or difficulties; near: click-test"),
         (["weights={click-test: 0}"], "tasks.sampler.weights is 0 for every one of tasks.environments; raise one"),
         (["weights={click-test: -1}"], "tasks.sampler.weights.click-test=-1.0 must be a number of at least 0"),
         (["weights={click-test: .nan}"], "tasks.sampler.weights.click-test=nan must be a number of at least 0"),

@@ -42,9 +42,12 @@ async def test_an_answer_has_the_changes_since_the_last_one_and_the_values_of_ne
 async def test_claims_that_wait_get_each_new_item_once(tmp_path: Path) -> None:
     service = ControlService(JobState(), Journal(tmp_path / "journal"), "job", 60.0)
 
+    async def connected() -> Any:
+        await asyncio.Event().wait()
+
     async def run(stream: str, number: int, *command: object) -> Any:
         body = {"stream": stream, "number": number, "commands": [list(command)], "wait": 5.0}
-        request = Request({"type": "http", "method": "POST", "headers": []})
+        request = Request({"type": "http", "method": "POST", "headers": []}, connected)
         return json.loads(await service.handlers["POST /sync"](body, request))["replies"][0]
 
     await run("trainer", 1, "append", "queue", [])

@@ -144,7 +144,7 @@ def test_a_job_runs_on_this_machine_until_a_role_or_its_user_ends_it(
 def test_a_job_says_which_devices_it_takes_unasked(
     monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], gpu: bool, problem: str, expected: str
 ) -> None:
-    monkeypatch.setattr(local, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(local.gpus, "has_gpu", lambda: gpu)
     monkeypatch.setattr(local.gpus, "find_cuda_problem", lambda: problem)
     warning = local._device_warning(parse_config(None, list(overrides)))
     assert warning.startswith(expected)
