@@ -126,7 +126,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(setting: str, words: str) -
         ([TEACHER, ALONE, PENALTY], f"{PENALTY} has no effect with {ALONE}"),
         ([TEACHER, ALONE, "trainer.advantage.baseline=leave_one_out"], f"leave_one_out has no effect with {ALONE}"),
         ([TEACHER, ALONE, "trainer.loss.shuffle_advantages=true"], f"shuffle_advantages has no effect with {ALONE}"),
-        ([*FILE, "tasks.sampler={name: ratio, weights: {click-test: 2}}"], "'click-test' is not one of easy, medium, hard"),
+        ([*FILE, "tasks.sampler={name: ratio, weights: {click-test: 2}}"], "'click-test' is not one of easy"),
         (["tasks.sampler.target=0.5"], "tasks.sampler.target has no effect with tasks.sampler.name=uniform; leave it "),
         (["tasks.growing_steps.initial=5"], "growing_steps.initial has no effect with tasks.growing_steps.interval=0"),
         ([*FILE, "tasks.max_steps=20", "tasks.growing_steps.interval=10"],
