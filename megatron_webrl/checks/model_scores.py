@@ -52,7 +52,12 @@ class ScoringJob:
             torch.save({name: tensor.float().cpu() for name, tensor in found.items()}, file)
             return 0.0
         first = torch.load(file, mmap=True)
-        errors = [(found[n].float().cpu() - each).norm() / each.norm().clamp(min=1e-30) for n, each in first.items()]
+        errors = []
+        for name, each in first.items():
+            own = found[name].float().cpu()
+            # In memory transformers keeps the experts of some models transposed against the files.
+            own = own if own.shape == each.shape else own.mT
+            errors.append((own - each).norm() / each.norm().clamp(min=1e-30))
         return float(torch.stack(errors).mean())  # NaN if there is one
 
 

@@ -1,7 +1,7 @@
 """All-reduces between GPUs: those of a machine, and those of the nodes of a job; and which node is at fault.
 
-The nodes meet at a store on the first one. Each GPU does an all-reduce with the same GPU of the next node and of the
-previous one; then all GPUs of all good nodes do one. Every node computes who is at fault from the results of all.
+The nodes meet at a store on the first one. All GPUs of a node do an all-reduce with those of ROUNDS others in turn;
+then all GPUs of all good nodes do one. Every node computes who is at fault from the results of all.
 
 Each GPU is used by a process with a limit, so that a peer that hangs, and what NCCL does about it, can neither hang nor
 abort the check. Without GPUs the same processes use gloo.
@@ -33,7 +33,6 @@ from megatron_webrl.checks.report import (
     at_least,
     at_most,
     failed,
-    measured,
     skipped,
 )
 from megatron_webrl.placement.cores import format_cores
@@ -41,6 +40,7 @@ from megatron_webrl.util import atomic_file
 from megatron_webrl.util.text import first_line
 
 REPEATS = 3  # the fastest counts
+ROUNDS = 3  # nodes that each node is paired with
 LINK_SECONDS = 30.0  # limit for forming a group of two nodes and exchanging data in it
 GATHER_SECONDS = 300.0  # limit for all nodes to finish their local checks
 CLOCK_SECONDS = 2.0  # largest difference between two clocks, and of the moments at which they are read
@@ -74,7 +74,6 @@ class Link(NamedTuple):
     """What one rank saw of an all-reduce."""
 
     gib_per_second: float = 0.0  # sent, and received at the same time
-    microseconds: float = 0.0  # latency, of an all-reduce of one value
     error: str = ""  # an error, no answer until the limit, or below the least speed
     local: bool = False  # whether the fault is here: its process died or hung, or has no device
 
@@ -107,7 +106,7 @@ def measure(rank: Rank) -> Iterator[Link]:
 
 
 def _measure(rank: Rank) -> Link:
-    """Join the group; returns the best speed and latency of REPEATS all-reduces."""
+    """Join the group; returns the best speed of REPEATS all-reduces."""
     deadline, limit = time.monotonic() + rank.seconds, timedelta(seconds=rank.seconds)
     try:
         if rank.gpu is not None:  # these are read when CUDA and NCCL start
@@ -116,7 +115,7 @@ def _measure(rank: Rank) -> Link:
                 os.environ.setdefault("NCCL_IB_HCA", f"={','.join(rank.nics)}")
             torch.cuda.set_device(rank.gpu)
         device = "cpu" if rank.gpu is None else f"cuda:{rank.gpu}"
-        values, one = torch.ones(rank.message_bytes // 4, device=device), torch.ones(1, device=device)
+        values = torch.ones(rank.message_bytes // 4, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch is built for CPUs
         return Link(error=f"no memory on the device: {first_line(error)[:200]}", local=True)
     try:
@@ -129,12 +128,12 @@ def _measure(rank: Rank) -> Link:
             options._timeout = limit
             options.config.blocking = 0  # else the communicator's creation waits for a peer without a limit
             group = torch.distributed.ProcessGroupNCCL(store, rank.rank, rank.size, options)
-        best, latency = (min(_seconds(group, each, deadline) for _ in range(REPEATS)) for each in (values, one))
+        best = min(_seconds(group, values, deadline) for _ in range(REPEATS))
     except RuntimeError as error:  # the base of DistError and of the errors of gloo and NCCL
         return Link(error=f"{first_line(error)[:200]} ({INTERFACE_HINT})")
     if not bool((values == rank.size).all()):
         return Link(error="wrong sum")
-    return Link(2 * (rank.size - 1) / rank.size * rank.message_bytes / best / 2**30, 1e6 * latency)
+    return Link(2 * (rank.size - 1) / rank.size * rank.message_bytes / best / 2**30)
 
 
 def _seconds(group: Any, values: torch.Tensor, deadline: float) -> float:
@@ -172,7 +171,6 @@ def check_links(request: GpuCheckRequest) -> Iterator[CheckResult]:
             yield failed("links", name, bad)
             continue
         speeds[name] = min(link.gib_per_second for link in links)
-        yield measured("links", f"latency of {name}", max(link.microseconds for link in links), "us")
     least = max(request.min_link_gib_per_second, SLOW_FRACTION * statistics.median(speeds.values() or [0.0]))
     for name, speed in speeds.items():
         note = "slow: --min-link-gib-per-second, or half of the median, is the limit" if speed < least else ""
@@ -183,29 +181,23 @@ def check_links(request: GpuCheckRequest) -> Iterator[CheckResult]:
 
 
 def blame(links: Mapping[int, Mapping[int, Link]]) -> set[int]:
-    """Nodes at fault, from the links of each node with its neighbours.
+    """Nodes at fault, from the links of each node: with a local fault, or without a link that both ends call good.
 
-    A node with a local fault is. Otherwise a node with a good link is not, so that the other end of its bad link is; if
-    neither end has a good link, the later node is.
+    If no link is good, the first node without a local fault passes.
     """
-    faulty = {node for node, row in links.items() if any(link.local for link in row.values())}
-    pairs = {(a, b) for a, row in links.items() for b in row if a < b and a in links.get(b, {})}
-    bad = [(a, b) for a, b in sorted(pairs) if links[a][b].error or links[b][a].error]
-    good = {node for pair in pairs.difference(bad) for node in pair}
-    for pair in sorted(bad, key=lambda ends: -len(good.intersection(ends))):
-        if not faulty.intersection(pair) and (suspects := set(pair) - good):
-            faulty.add(max(suspects))
-    return faulty
+    fit = [node for node, row in sorted(links.items()) if not any(link.local for link in row.values())]
+    good = [
+        node
+        for node in fit
+        if any(not link.error and not links[other][node].error for other, link in links[node].items() if other in links)
+    ]
+    return set(links).difference(good or fit[:1])
 
 
-def neighbour_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs of neighbours in a circle of `count` members, in rounds that contain each member at most once."""
-    if count <= 2:
-        return [[(0, 1)]] if count == 2 else []
-    rounds: list[list[tuple[int, int]]] = [[], [], []]
-    for first in range(count):
-        rounds[2 if first == count - 1 and count % 2 else first % 2].append((first, (first + 1) % count))
-    return [pairs for pairs in rounds if pairs]
+def peer(number: int, count: int, round_number: int) -> int | None:
+    """With whom a member of `count` is paired in a round from 1 on; None: with nobody."""
+    other = (round_number - number) % count
+    return None if other == number else other
 
 
 def slow_link(links: Mapping[int, Mapping[int, Link]], node: int) -> str:
@@ -229,26 +221,19 @@ class NodeNetwork:
     nics: Sequence[str] = ()  # network cards of the GPUs; empty: NCCL chooses
     min_gib_per_second: float = 0.0  # least speed of a link
     processes: int = 1  # without GPUs
-    seconds: float = LINK_SECONDS
     message_bytes: int = 64 * 2**20
 
     def check(self, passed: bool) -> Iterator[CheckResult]:
-        """Lines of the GPUs among each other, the clock, the links with neighbours, and an all-reduce of all.
+        """Lines of the clock, the links with other nodes, and an all-reduce of all.
 
-        `passed`: whether the node passed its own checks; else it takes part in none of the others.
+        `passed`: whether the node passed its own checks; else it has no links.
         """
         self.index, self.count = self.nodes.index(self.name), self.gpus or self.processes
         try:
             warm_up()
-            if self.count > 1 and (passed or not self.gpus):
-                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                link = self._all_reduce("node", 0, 1, "127.0.0.1", store)
-                yield from self._lines("all-reduce of the node", link)
-                passed = passed and not link.error
-            if len(self.nodes) > 1:
-                self.store = self._join()
-                yield from self._check_nodes(passed)
-                self._leave()
+            self.store = self._join()
+            yield from self._check_nodes(passed)
+            self._leave()
         except RuntimeError as error:  # also of the store
             yield failed(self.name, "network", f"{self.nodes[0]} ({self.address}): {first_line(error)[:300]}")
 
@@ -266,42 +251,41 @@ class NodeNetwork:
         faulty, note = blame(links), slow_link(links, self.index)
         for other, link in links.get(self.index, {}).items():
             if self.index in faulty or not link.error:
-                yield from self._lines(f"link {self.nodes[other]}", link, note)
+                yield self._line(f"link {self.nodes[other]}", link, note)
                 note = ""
         members = [node for node in members if node in links and node not in faulty]
         own = None
         if self.index in members and len(members) > 1:
-            own = self._all_reduce("all", members.index(self.index), len(members), self.address, self.store, 4)
+            own = self._all_reduce("all", members.index(self.index), len(members), ROUNDS + 1)
         rows = {node: Link(*row) for node, row in self._gather("all-reduce", own).items() if row}
         bad = [node for node, link in rows.items() if link.local] or [n for n, link in rows.items() if link.error]
         if own and (self.index in bad or not bad):
-            yield from self._lines("all-reduce of all", own)
+            yield self._line("all-reduce of all", own)
 
     def _links(self, members: Sequence[int]) -> dict[int, dict[int, Link]]:
-        """All-reduces with both neighbours among `members`; the links of all members that report, by neighbour."""
+        """All-reduces in pairs of `members`; the links of all members that report, by the other node."""
         own: dict[int, Link] = {}
-        for number, pairs in enumerate(neighbour_rounds(len(members)), 1):
-            for pair in ([members[end] for end in pair] for pair in pairs):
-                if self.index not in pair:
-                    continue
-                place = pair.index(self.index)
-                # The neighbour may have waited for a bad node in an earlier round: a limit for each.
-                link = self._all_reduce(f"{number}/{pair[0]}", place, 2, self.address, self.store, number)
-                if not link.error and link.gib_per_second < self.min_gib_per_second:
-                    link = link._replace(error=f"{link.gib_per_second:.2f} GiB/s, below {self.min_gib_per_second:g}")
-                own[pair[1 - place]] = link
+        for number in range(1, 1 + min(ROUNDS, len(members)) if self.index in members else 1):
+            place = members.index(self.index)
+            if (other := peer(place, len(members), number)) is None:
+                continue
+            # The other one may have waited for a bad node in an earlier round: a limit for each.
+            link = self._all_reduce(f"{number}/{min(place, other)}", int(place > other), 2, number)
+            if not link.error and link.gib_per_second < self.min_gib_per_second:
+                link = link._replace(error=f"{link.gib_per_second:.2f} GiB/s, below {self.min_gib_per_second:g}")
+            own[members[other]] = link
         return {
             node: {int(other): Link(*link) for other, link in row.items()}
             for node, row in self._gather("link", own).items()
             if node in members
         }
 
-    def _all_reduce(self, prefix: str, node: int, nodes: int, address: str, store: TCPStore, limits: int = 1) -> Link:
+    def _all_reduce(self, prefix: str, node: int, nodes: int, limits: int) -> Link:
         """All-reduce of all GPUs of `nodes` nodes, of which this is number `node`; the worst of this one's GPUs."""
         ranks = [
             Rank(
-                store.port, prefix, node * self.count + number, nodes * self.count, number if self.gpus else None,
-                address, tuple(dict.fromkeys(self.nics)), limits * self.seconds, self.message_bytes,
+                self.store.port, prefix, node * self.count + number, nodes * self.count, number if self.gpus else None,
+                self.address, tuple(dict.fromkeys(self.nics)), limits * LINK_SECONDS, self.message_bytes,
             )
             for number in range(self.count)
         ]  # fmt: skip
@@ -309,15 +293,13 @@ class NodeNetwork:
         bad = [n for n, link in enumerate(links) if link.local] or [n for n, link in enumerate(links) if link.error]
         if bad:
             names = f"{'gpu' if self.gpus else 'process'} {format_cores(bad)}"
-            return Link(error=f"{names}: {links[bad[0]].error}", local=links[bad[0]].local)
-        return Link(min(link.gib_per_second for link in links), max(link.microseconds for link in links))
+            return links[bad[0]]._replace(error=f"{names}: {links[bad[0]].error}")
+        return min(links)
 
-    def _lines(self, name: str, link: Link, note: str = "") -> Iterator[CheckResult]:
+    def _line(self, name: str, link: Link, note: str = "") -> CheckResult:
         if link.error:
-            yield failed(self.name, name, link.error)
-        else:
-            yield CheckResult(self.name, name, "passed", round(link.gib_per_second, 3), None, "GiB/s", note)
-            yield measured(self.name, f"{name}: latency", round(link.microseconds, 1), "us")
+            return failed(self.name, name, link.error)
+        return CheckResult(self.name, name, "passed", round(link.gib_per_second, 3), None, "GiB/s", note)
 
     def _join(self) -> TCPStore:
         """The store of the first node, which writes its port to `file`. Raises RuntimeError after GATHER_SECONDS."""

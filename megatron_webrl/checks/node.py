@@ -208,7 +208,7 @@ def check_node(
         raise ConfigError(f"node {node} (SLURMD_NODENAME) is not one of {', '.join(nodes)}")
     results = list(check_locally(node, config, place_processes(config)))
     gpus, nics = config.cluster.gpus_per_node, config.cluster.nics
-    if len(nodes) > 1 or gpus:
+    if len(nodes) > 1:
         torchvision_shim.install()
         try:
             from megatron_webrl.checks.network import NodeNetwork

@@ -1,6 +1,6 @@
 """What each rollout of a running job does, for the page of rollouts.
 
-GET /api/rollouts                                    server-sent events: first everything, then changes
+GET /api/rollouts                                    server-sent events, each with all rollouts
 GET /api/rollout?worker=W&key=K                      one rollout, with its episode so far
 GET /api/rollout/images/N?worker=W&key=K             screenshot N of that
 
@@ -17,7 +17,6 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -45,71 +44,23 @@ EPISODE_SECONDS = 5.0  # for which one request asks for an episode
 HISTORY_SECONDS = 600
 
 
-Row = list[Any]
 _STATE, _SINCE = len(FIXED) + CHANGING.index("state"), len(FIXED) + CHANGING.index("since")
 
 
-class RolloutTracker:
-    """Rows by worker and key. Each has a number, which it keeps while it is there.
+def read_reports(workers: Mapping[str, tuple[float, str]], now: float) -> dict[tuple[str, str], list[Any]]:
+    """Rows of FIXED and CHANGING by worker and key, from the age and the text of each worker's report.
 
-    The workers' clocks differ: `since` of a row becomes a time of the caller's clock when the row changes.
+    The workers' clocks differ: `since` becomes a time of the clock of `now`. Raises ValueError for other reports.
     """
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}  # by worker: what it has reported
-        self._rollouts: dict[tuple[str, str], tuple[int, Row, Row]] = {}  # number, row as reported, and with our time
-        self._next = count()
-
-    def find(self, worker: str, key: str) -> dict[str, Any] | None:
-        """A rollout by the names of its fields."""
-        if (worker, key) not in self._rollouts:
-            return None
-        named = dict(zip(FIXED + CHANGING, self._rollouts[worker, key][2], strict=True))
-        return named | {"worker": worker, "state": STATES[named["state"]]}
-
-    def counts(self) -> list[int]:
-        """The number of rollouts in each of STATES."""
-        found = Counter(row[_STATE] for _, _, row in self._rollouts.values())
-        return [found[number] for number in range(len(STATES))]
-
-    def whole(self) -> dict[str, Any]:
-        """Everything, as changes to nothing."""
-        added = [[number, worker, *row] for (worker, _), (number, _, row) in self._rollouts.items()]
-        return {"added": added, "changed": [], "removed": []}
-
-    def update(self, workers: Mapping[str, tuple[float, str]], now: float) -> dict[str, Any]:
-        """Take in the age and the text of each worker's report (live_rollouts.py); returns the changes.
-
-        {"added": [[number, worker, *FIXED, *CHANGING]], "changed": [[number, *CHANGING]], "removed": [number]}.
-        Raises ValueError for reports of another form.
-        """
-        added, changed, removed = [], [], []
-        present: set[tuple[str, str]] = set()
-        for worker, (age, text) in workers.items():
-            if self._texts.get(worker) == text:
-                present.update(name for name in self._rollouts if name[0] == worker)
-                continue
-            reported_at, rows = json.loads(text)
-            for row in rows:
-                if len(row) != len(FIXED) + len(CHANGING):
-                    raise ValueError(f"{worker} reports rollouts of {len(row)} fields")
-                name = worker, row[0]
-                present.add(name)
-                number, reported, _ = self._rollouts.get(name, (None, [], []))
-                if reported == row:
-                    continue
-                since = round(now - age - reported_at + row[_SINCE], 2)
-                ours = [*row[:_SINCE], since, *row[_SINCE + 1 :]]
-                if number is not None and reported[: len(FIXED)] == row[: len(FIXED)]:
-                    changed.append([number, *ours[len(FIXED) :]])
-                else:
-                    removed += [] if number is None else [number]  # another one of the same name
-                    number = next(self._next)
-                    added.append([number, worker, *ours])
-                self._rollouts[name] = number, row, ours
-        self._texts = {worker: text for worker, (_, text) in workers.items()}
-        removed += [self._rollouts.pop(name)[0] for name in self._rollouts.keys() - present]
-        return {"added": added, "changed": changed, "removed": removed}
+    found = {}
+    for worker, (age, text) in workers.items():
+        reported_at, rows = json.loads(text)
+        for row in rows:
+            if len(row) != len(FIXED) + len(CHANGING):
+                raise ValueError(f"{worker} reports rollouts of {len(row)} fields")
+            since = round(now - age - reported_at + row[_SINCE], 2)
+            found[worker, row[0]] = [*row[:_SINCE], since, *row[_SINCE + 1 :]]
+    return found
 
 
 class LiveRollouts:
@@ -118,7 +69,7 @@ class LiveRollouts:
     def __init__(self, folder: Path, texts: Callable[[], TokenTexts]) -> None:
         """`folder`: of the run. `texts`: of the run that it holds now."""
         self._folder, self._texts = folder, texts
-        self._tracker = RolloutTracker()
+        self._rows: dict[tuple[str, str], list[Any]] = {}  # by worker and key
         self._answered = asyncio.Event()  # set, and replaced, by each answer of the job
         self._error = ""  # why the rollouts are unknown
         self._history: deque[list[Any]] = deque(maxlen=HISTORY_SECONDS)  # a second each: time, and counts by state
@@ -155,8 +106,8 @@ class LiveRollouts:
             await self._next_answer()
             while not queue.empty():
                 queue.get_nowait()  # the first event has it all
-            start = {"states": STATES, "fixed": FIXED, "changing": CHANGING, "history": list(self._history)}
-            yield self._event(time.time(), start=start, **self._tracker.whole())
+            start = {"states": STATES, "fields": FIXED + CHANGING, "history": list(self._history)}
+            yield self._event(time.time(), start=start)
             while not self._closed and (event := await queue.get()):
                 yield event
         finally:
@@ -167,13 +118,13 @@ class LiveRollouts:
         self._episodes[worker, key] = time.monotonic() + EPISODE_SECONDS
         if self._following is None or self._following.done():
             await self._next_answer()
-        found = self._tracker.find(worker, key)
+        found = self._find(worker, key)
         episode = None if found is None else await asyncio.to_thread(self._episode_json, worker, key, found)
         return json_response({"time": time.time(), "rollout": found, "episode": episode, "error": self._error})
 
     async def image(self, request: Request) -> Response:
         worker, key = _name(request)
-        known = self._tracker.find(worker, key) is not None
+        known = (worker, key) in self._rows
         episode = await asyncio.to_thread(self._episode, worker, key) if known else None
         number = request.path_params["number"]
         if episode is None or number >= len(episode.images):
@@ -197,20 +148,20 @@ class LiveRollouts:
             names = [f"{worker}/{key}" for worker, key in self._episodes]
             self._publish(await asyncio.to_thread(query_rollouts, self._folder / FILE, names))
             await asyncio.sleep(POLL_SECONDS)
-        self._tracker.update({}, time.time())  # it is old by the time that someone looks again
+        self._rows = {}  # they are old by the time that someone looks again
 
     def _publish(self, answer: dict[str, Any] | str) -> None:
         """Take in an answer, or why there is none."""
-        workers, now = ({}, time.time()) if isinstance(answer, str) else (answer["workers"], time.time())
-        self._error = answer if isinstance(answer, str) else ""
-        try:
-            changes = self._tracker.update(workers, now)
-        except (ValueError, TypeError) as error:
-            self._error = f"the job reports its rollouts in another form, as another version does: {error}"
-            changes = self._tracker.update({}, now)
+        now, self._rows, self._error = time.time(), {}, answer if isinstance(answer, str) else ""
+        if not isinstance(answer, str):
+            try:
+                self._rows = read_reports(answer["workers"], now)
+            except (ValueError, TypeError) as error:
+                self._error = f"the job reports its rollouts in another form, as another version does: {error}"
         if not self._history or now - self._history[-1][0] >= 1:
-            self._history.append([round(now, 1), *self._tracker.counts()])
-        self._send(self._event(now, **changes))
+            counts = Counter(row[_STATE] for row in self._rows.values())
+            self._history.append([round(now, 1), *(counts[number] for number in range(len(STATES)))])
+        self._send(self._event(now))
         self._answered.set()
         if not self._closed:
             self._answered = asyncio.Event()
@@ -225,9 +176,17 @@ class LiveRollouts:
                 queue.put_nowait(b"")
 
     def _event(self, now: float, **content: Any) -> bytes:
-        return b"data: %s\n\n" % encoded({"time": round(now, 2), "error": self._error, **content})
+        rows = [[worker, *row] for (worker, _), row in self._rows.items()]
+        return b"data: %s\n\n" % encoded({"time": round(now, 2), "error": self._error, "rows": rows, **content})
 
     # -- episodes ---------------------------------------------------------------------------------
+
+    def _find(self, worker: str, key: str) -> dict[str, Any] | None:
+        """A rollout by the names of its fields."""
+        if (row := self._rows.get((worker, key))) is None:
+            return None
+        named = dict(zip(FIXED + CHANGING, row, strict=True))
+        return named | {"worker": worker, "state": STATES[named["state"]]}
 
     def _episode(self, worker: str, key: str) -> Trajectory | None:
         """The episode of a known rollout, as its worker has written it; None if it has not."""

@@ -6,11 +6,9 @@ Update n lasts from the end of update n - 1 to its own, as `finished_at` in upda
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -76,13 +74,7 @@ class ProcessTimeline:
 
     def within(self, window: Window) -> list[TimelineSpan]:
         """The spans that overlap a window."""
-        starts, longest = self._starts
-        first, last = bisect_left(starts, window[0] - longest), bisect_left(starts, window[1])
-        return [span for span in self.spans[first:last] if span.end > window[0]]
-
-    @cached_property
-    def _starts(self) -> tuple[list[float], float]:
-        return [span.start for span in self.spans], max((span.seconds for span in self.spans), default=0.0)
+        return [span for span in self.spans if span.start < window[1] and span.end > window[0]]
 
 
 def read_timeline(folder: Path, role: str = "", window: Window | None = None) -> list[ProcessTimeline]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
 from megatron_webrl.checks import network, node
-from megatron_webrl.checks.network import Link, NodeNetwork, Rank, all_reduce, blame, neighbour_rounds, slow_link
+from megatron_webrl.checks.network import ROUNDS, Link, NodeNetwork, Rank, all_reduce, blame, peer, slow_link
 from megatron_webrl.checks.node import check_node
 from megatron_webrl.checks.report import CheckFailed, CheckResult
 from megatron_webrl.config.load import parse_config
@@ -26,30 +26,33 @@ from megatron_webrl.launch.run_folder import report_folder
 from megatron_webrl.launch.slurm.prepare import bad_nodes
 
 MIB = 2**20
-GOOD, BAD, LOCAL = Link(10.0, 5.0), Link(error="timed out"), Link(error="hung", local=True)
+GOOD, BAD, LOCAL = Link(10.0), Link(error="timed out"), Link(error="hung", local=True)
 
 
 # -- who is at fault --------------------------------------------------------------------------------------------------
 
 
-def circle(count: int, bad: Iterable[int]) -> dict[int, dict[int, Link]]:
-    """Links of nodes in a circle of which those of `bad` nodes time out at both ends."""
+def paired(count: int, bad: Iterable[int]) -> dict[int, dict[int, Link]]:
+    """Links of `count` nodes of which those of `bad` nodes time out at both ends."""
     links: dict[int, dict[int, Link]] = {number: {} for number in range(count)}
-    for a, b in (pair for pairs in neighbour_rounds(count) for pair in pairs):
-        links[a][b] = links[b][a] = BAD if {a, b} & set(bad) else GOOD
+    for round_number in range(1, 1 + min(ROUNDS, count)):
+        for number, row in links.items():
+            if (other := peer(number, count, round_number)) is not None:
+                assert peer(other, count, round_number) == number
+                row[other] = BAD if {number, other} & set(bad) else GOOD
     return links
 
 
-@given(st.integers(4, 12), st.data())
+@given(st.integers(3, 40), st.data())
 @settings(max_examples=200)
-def test_bad_nodes_are_found_if_their_neighbours_have_a_good_link(count: int, data: st.DataObject) -> None:
-    first = data.draw(st.integers(0, 3))  # at most one bad node in any four that follow each other
-    bad = {number for number in range(first, count - 3 + first, 4) if data.draw(st.booleans())}
-    assert blame(circle(count, bad)) == bad
-
-
-def test_a_good_node_between_two_bad_ones_passes() -> None:
-    assert blame(circle(6, [1, 3])) == {1, 3}
+def test_bad_nodes_are_found_if_every_good_one_has_a_good_link(count: int, data: st.DataObject) -> None:
+    assert blame(paired(count, [])) == set()
+    one = data.draw(st.integers(0, count - 1))
+    assert blame(paired(count, [one])) == {one}
+    bad = set(data.draw(st.lists(st.integers(0, count - 1), max_size=count // 3)))
+    links = paired(count, bad)
+    if all(set(row) - bad for number, row in links.items() if number not in bad):
+        assert blame(links) == bad
 
 
 @pytest.mark.parametrize(
@@ -72,16 +75,6 @@ def test_a_node_far_below_the_median_of_all_is_slow() -> None:
     assert [bool(slow_link(links, number)) for number in range(3)] == [False, False, True]
     assert "4.00 GiB/s" in slow_link(links, 2)
     assert slow_link({}, 0) == ""
-
-
-@pytest.mark.parametrize("count", range(1, 20))
-def test_a_round_contains_each_member_at_most_once(count: int) -> None:
-    rounds = neighbour_rounds(count)
-    for pairs in rounds:
-        everyone = [each for pair in pairs for each in pair]
-        assert len(everyone) == len(set(everyone))
-    edges = {frozenset(pair) for pairs in rounds for pair in pairs}
-    assert edges == {frozenset((i, (i + 1) % count)) for i in range(count) if count > 1}
 
 
 # -- processes and nodes ----------------------------------------------------------------------------------------------
@@ -109,13 +102,12 @@ def together(*work: Callable[[], Any], seconds: float = 50.0) -> list[Any]:
     return results
 
 
-def test_speed_and_latency_are_measured_and_a_device_without_memory_is_a_local_fault() -> None:
+def test_speed_is_measured_and_a_device_without_memory_is_a_local_fault() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [Rank(store.port, "both", number, 2, message_bytes=4 * MIB) for number in range(2)]
     for link in all_reduce(ranks):
         assert (link.error, link.local) == ("", False)
         assert 0.001 < link.gib_per_second < 1000
-        assert 1 < link.microseconds < 1e6
     [link] = all_reduce([Rank(store.port, "large", 0, 1, message_bytes=2**60)])
     assert link.local
     assert "memory" in link.error
@@ -163,9 +155,8 @@ def test_nodes_measure_links_and_an_all_reduce_without_a_bad_one(tmp_path: Path)
     )
     assert not [line for lines in found for line in lines.values() if line.status == "failed"]
     for lines, other in ((found[0], "n3"), (found[2], "n1")):
-        for name in ("all-reduce of the node", f"link {other}", "all-reduce of all"):
+        for name in (f"link {other}", "all-reduce of all"):
             assert lines[name].value > 0
-            assert lines[f"{name}: latency"].unit == "us"
         assert abs(lines["clock"].value) < 1.5
     assert not [name for name in found[1] if name.startswith("link") or name == "all-reduce of all"]
 

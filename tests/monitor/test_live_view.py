@@ -17,7 +17,7 @@ import pytest
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor import live_view
-from megatron_webrl.monitor.live_view import RolloutTracker
+from megatron_webrl.monitor.live_view import read_reports
 from megatron_webrl.track.live_rollouts import ACTING, CHANGING, FIXED, STATES, running_file
 from tests.monitor.live_job import live_job
 from tests.monitor.runs import TOKEN, episode, serve, write_run
@@ -33,35 +33,13 @@ def report(now: float, *rows: list[Any]) -> str:
     return json.dumps([now, rows])
 
 
-def test_only_what_changes_is_told_and_times_are_those_of_the_viewers_clock():
-    tracker = RolloutTracker()
-    first = tracker.update({"rollout-0": (0.5, report(10.0, row("a"), row("b")))}, now=1000.0)
-    assert [each[:3] for each in first["added"]] == [[0, "rollout-0", "a"], [1, "rollout-0", "b"]]
-    assert first["added"][0][-1] == 1000.0 - 0.5 - 10.0 + 5.0
-    assert tracker.whole()["added"] == first["added"]
-    later = tracker.update({"rollout-0": (0.9, report(11.0, row("a"), row("b", 4, 10.8), row("c")))}, now=1001.0)
-    assert [each[2] for each in later["added"]] == ["c"]
-    assert later["changed"] == [[1, 4, "", 2, 7, 1, round(1001.0 - 0.9 - 11.0 + 10.8, 2)]]
-    assert later["removed"] == []
-    same = tracker.update({"rollout-0": (1.4, report(11.0, row("a"), row("b", 4, 10.8), row("c")))}, now=1001.5)
-    assert same == {"added": [], "changed": [], "removed": []}
-    assert tracker.counts()[:5] == [2, 0, 0, 0, 1]
-    found = tracker.find("rollout-0", "b")
-    assert found is not None
-    assert (found["state"], found["task"]) == (STATES[4], "web/1")
-
-
-def test_rollouts_end_with_their_row_with_their_worker_and_when_another_takes_their_name():
-    tracker = RolloutTracker()
-    both = {"rollout-0": (0.0, report(1.0, row("a"), row("b"))), "rollout-1": (0.0, report(1.0, row("a")))}
-    tracker.update(both, now=0.0)
-    one = tracker.update(both | {"rollout-0": (0.0, report(2.0, row("b", task="web/2")))}, now=1.0)
-    assert sorted(one["removed"]) == [0, 1]
-    assert [each[:3] for each in one["added"]] == [[3, "rollout-0", "b"]]
-    assert tracker.update({"rollout-1": both["rollout-1"]}, now=2.0)["removed"] == [3]
-    assert tracker.update({}, now=3.0)["removed"] == [2]
+def test_times_of_rows_are_those_of_the_viewers_clock_and_another_form_is_refused():
+    reports = {"rollout-0": (0.5, report(10.0, row("a"), row("b"))), "rollout-1": (0.0, report(1.0, row("a")))}
+    found = read_reports(reports, now=1000.0)
+    assert list(found) == [("rollout-0", "a"), ("rollout-0", "b"), ("rollout-1", "a")]
+    assert found["rollout-0", "a"] == row("a", since=1000.0 - 0.5 - 10.0 + 5.0)
     with pytest.raises(ValueError, match="rollout-0 reports rollouts of 3 fields"):
-        tracker.update({"rollout-0": (0.0, report(4.0, ["a", 1, 2]))}, now=4.0)
+        read_reports({"rollout-0": (0.0, report(4.0, ["a", 1, 2]))}, now=4.0)
 
 
 @pytest.fixture
@@ -97,25 +75,23 @@ async def first_event(events: AsyncIterator[dict[str, Any]], condition: Callable
     raise AssertionError("the stream has ended")
 
 
-async def test_a_viewer_gets_everything_then_changes_and_a_job_without_viewers_reports_nothing(run: Config):
+async def test_a_viewer_follows_the_rollouts_and_a_job_without_viewers_reports_nothing(run: Config):
     async with live_job(run) as [worker], client_of(run) as client, aclosing(events_of(client)) as events:
         live = worker.open(episode(3, 1))
         assert not (await asyncio.to_thread(worker.control._connection.status))["roles"]["rollout-0"].get("rollouts")
         start = await first_event(events, lambda event: True)
-        assert (start["start"]["fixed"], start["start"]["changing"]) == (list(FIXED), list(CHANGING))
-        added = start if start["added"] else await first_event(events, lambda event: event["added"])
-        [[number, name, key, *_]] = added["added"]
-        assert (name, key) == ("rollout-0", "training-3-1")
+        assert start["start"]["fields"] == [*FIXED, *CHANGING]
+        state = 1 + len(FIXED) + CHANGING.index("state")
+        event = start if start["rows"] else await first_event(events, lambda event: event["rows"])
+        assert event["rows"][0][:2] == ["rollout-0", "training-3-1"]
         live.set(ACTING)
-        changed = await first_event(events, lambda event: event["changed"])
-        assert changed["added"] == []
-        assert changed["changed"][0][:2] == [number, STATES.index(ACTING)]
+        await first_event(events, lambda event: event["rows"][0][state] == STATES.index(ACTING))
         async with aclosing(events_of(client)) as second:
             whole = await first_event(second, lambda event: True)
-        assert [each[:3] for each in whole["added"]] == [[number, "rollout-0", "training-3-1"]]
+        assert [each[:2] for each in whole["rows"]] == [["rollout-0", "training-3-1"]]
         assert whole["start"]["history"]
         worker.table.close("training", 3)
-        assert (await first_event(events, lambda event: event["removed"]))["removed"] == [number]
+        await first_event(events, lambda event: not event["rows"])
 
 
 async def test_a_viewer_that_stops_reading_is_dropped_and_others_still_get_events(
@@ -124,9 +100,9 @@ async def test_a_viewer_that_stops_reading_is_dropped_and_others_still_get_event
     monkeypatch.setattr(live_view, "KEPT_EVENTS", 2)
     async with live_job(run) as [worker], client_of(run) as client, aclosing(events_of(client)) as events:
         task = episode(1, steps=0).task
-        tasks = [replace(task, id=letter * 200, website=letter * 200) for letter in "ab"]
-        rollouts = [worker.table.open("training", ticket, 0, 1, tasks[0]) for ticket in range(3000)]
-        await first_event(events, lambda event: event["added"])
+        task = replace(task, id="a" * 200, website="b" * 200)
+        rollouts = [worker.table.open("training", ticket, 0, 1, task) for ticket in range(3000)]
+        await first_event(events, lambda event: event["rows"])
         place = urlsplit(str(client.base_url))
         with socket.socket() as stalled:
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -134,14 +110,9 @@ async def test_a_viewer_that_stops_reading_is_dropped_and_others_still_get_event
             stalled.sendall(f"GET /api/rollouts HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
             async with asyncio.timeout(LIMIT):
                 while "dropped a viewer" not in caplog.text:
-                    tasks.reverse()
-                    for each in rollouts:  # each becomes another rollout of the same name
-                        each.task = tasks[0]
-                    await first_event(events, lambda event: event["added"])
+                    await first_event(events, lambda event: event["rows"])
         rollouts[7].finish("browser_timeout")
-        masked = STATES.index("masked")
-        event = await first_event(events, lambda event: masked in [each[1] for each in event["changed"]])
-        assert [each[2] for each in event["changed"] if each[1] == masked] == ["browser_timeout"]
+        await first_event(events, lambda event: [row[11] for row in event["rows"] if row[11]] == ["browser_timeout"])
         assert caplog.text.count("dropped a viewer") == 1
 
 
@@ -151,7 +122,7 @@ async def test_viewers_beyond_the_limit_are_refused_and_a_run_without_a_job_says
     monkeypatch.setattr(live_view, "MAX_VIEWERS", 1)
     async with client_of(run) as client, aclosing(events_of(client)) as events:
         event = await first_event(events, lambda event: event["error"])
-        assert (event["error"], event["added"]) == ("the job has not started", [])
+        assert (event["error"], event["rows"]) == ("the job has not started", [])
         answer = await client.get("/api/rollouts")
         assert (answer.status_code, answer.json()["error"]) == (503, "1 viewers look at the rollouts already")
         assert (await client.post("/api/rollouts")).status_code == 405

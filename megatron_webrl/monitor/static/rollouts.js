@@ -42,32 +42,20 @@ class Rollouts {
   }
 
   take(event) {
-    if (event.start) {
-      Object.assign(this, { rows: new Map(), states: event.start.states, history: event.start.history });
-      this.fixed = event.start.fixed;
-      this.changing = event.start.changing;
-    }
-    for (const id of event.removed) this.rows.delete(id);
-    for (const [id, worker, ...values] of event.added) {
-      const row = { id, worker };
-      this.fixed.forEach((name, place) => { row[name] = values[place]; });
-      row.words = `${worker} ${row.kind} ${row.ticket} ${row.task} ${row.site} ${row.difficulty}`.toLowerCase();
-      this.change(row, values.slice(this.fixed.length));
-      this.rows.set(id, row);
-    }
-    for (const [id, ...values] of event.changed) this.change(this.rows.get(id), values);
+    if (event.start) Object.assign(this, { rows: new Map(), states: event.start.states, history: event.start.history, fields: event.start.fields });
+    const before = this.rows;
+    this.rows = new Map(event.rows.map(([worker, ...values]) => {
+      const found = Object.fromEntries(this.fields.map((name, place) => [name, values[place]])), id = `${worker}/${found.key}`;
+      const words = `${worker} ${found.kind} ${found.ticket} ${found.task} ${found.site} ${found.difficulty}`.toLowerCase();
+      // The wall keeps the objects of the rows that it shows.
+      return [id, Object.assign(before.get(id) ?? {}, found, { id, worker, words, place: found.state, state: this.states[found.state] })];
+    }));
     this.error = event.error;
     this.received = [event.time, performance.now()];
     const last = this.history[this.history.length - 1];
     if (!last || event.time - last[0] >= 1) this.history.push([event.time, ...this.counts(this.rows.values())]);
     while (this.history.length && this.history[0][0] < event.time - HISTORY_SECONDS) this.history.shift();
-    this.onChange(event.added.length + event.removed.length > 0 || Boolean(event.start));
-  }
-
-  change(row, values) {
-    this.changing.forEach((name, place) => { row[name] = values[place]; });
-    row.place = row.state;
-    row.state = this.states[row.state];
+    this.onChange(Boolean(event.start) || before.size !== this.rows.size || [...this.rows.keys()].some((id) => !before.has(id)));
   }
 
   counts(rows) {
