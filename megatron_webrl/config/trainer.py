@@ -35,11 +35,6 @@ class CheckpointConfig:
         True,
         "Write a checkpoint at the end, also of a run that is stopped; false: of a trial whose weights go nowhere.",
     )
-    fallback_folder: str = setting(
-        "",
-        "Folder on another file system, the same on all nodes, for the last checkpoint of a job if the run's folder "
-        "cannot take it; the run resumes from there if it holds nothing newer. Empty: the job fails.",
-    )
     keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
     optimizer_shards: str = setting(
         "whole",

@@ -33,7 +33,7 @@ from megatron_webrl.track.metrics import (
 )
 from megatron_webrl.track.run_lock import Launch, LaunchLost
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
-from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState, save_in_fallback
+from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.credit.rewards import configured_penalties, reward_function
 from megatron_webrl.trainer.data.group_source import GroupSource
@@ -87,11 +87,10 @@ class Coordinator:
         resume_point: ResumePoint,
         tracker: MLflowTracker | None,
         launch: Launch | None = None,
-        fallback: Path | None = None,
     ) -> None:
         """`state`: that of the checkpoint to go on from, or a new one. `tracker`: None except on the first rank.
 
-        `launch`: of the run, if it has one. `fallback`: the run's folder in trainer.checkpoint.fallback_folder.
+        `launch`: of the run, if it has one.
         """
         self.config, self.control, self.exchange, self.tracker = config, control, exchange, tracker
         self._launch, self._launch_checked_at = launch, -math.inf
@@ -134,7 +133,6 @@ class Coordinator:
             staging=launch.staging if launch else None,
             timeout_seconds=config.checkpoint_timeout_seconds,
         )
-        self._fallback = fallback
         self.utilization = EngineUtilization(control, config.worker_names)
         self._sequences: dict[int, list[int]] = {}
         self._tickets = chain(resume_point.reissued_tickets, count(resume_point.next_ticket))
@@ -256,7 +254,6 @@ class Coordinator:
     def final_checkpoint(self, learner: Learner, version: int) -> None:
         """Write a checkpoint of `version` unless there is one. `end_job` raises if the write failed. Collective.
 
-        If the run's folder cannot take it, it is written to the fallback folder, if there is one.
         With trainer.checkpoint.last=false it only completes the checkpoint in progress.
         """
         self.control.report_status(f"writing checkpoint {version}{self._problems()}")
@@ -266,10 +263,6 @@ class Coordinator:
         if last and saved != version:
             self.checkpoints.start_save(learner, self.trainer_state(version))
         self.checkpoints.close()
-        if last and self.checkpoints.last_error is not None and self._fallback and self._launch:
-            self.checkpoints = save_in_fallback(
-                self.checkpoints, self._fallback, self._launch, learner, self.trainer_state(version), self._histories
-            )
 
     def trainer_state(self, version: int) -> TrainerState:
         """The state that a checkpoint of `version` stores."""
