@@ -24,7 +24,7 @@ class OptimizerConfig:
     implementation: str = setting(
         "auto",
         "Adam implementation; auto: Transformer Engine's, else apex's, else torch's, whichever is installed.",
-        choices=("auto", "torch", "transformer_engine", "apex"),
+        choices=("auto", "torch"),
     )
 
 

@@ -57,7 +57,7 @@ from megatron_webrl.trainer.loop import TrainingContext, train
 from megatron_webrl.trainer.multi_node.exchange import make_exchange
 from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology
 from megatron_webrl.trainer.multi_node.screenshots import ImageCache
-from megatron_webrl.trainer.optimizer import check_adam_implementation, make_optimizer, wrap_ddp
+from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 from megatron_webrl.trainer.parallel import all_gather_object, broadcast_object
 from megatron_webrl.trainer.reference import make_reference
 from megatron_webrl.trainer.warm_start import warm_start
@@ -160,7 +160,6 @@ def load_model(config: Config, platform: Platform, with_weights: bool = True) ->
     Weights are read from storage by the first data-parallel replica and broadcast to the others; without `with_weights`
     they are arbitrary until a checkpoint is loaded. Raises LoadError or CheckpointError on every rank.
     """
-    check_adam_implementation(config.trainer.optimizer.implementation)
     started, options = time.monotonic(), compute_options(config, platform)
     chunks = build_model(
         config.model.path, dtype=getattr(torch, config.model.dtype), platform=platform, options=options
