@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from megatron_webrl.track.episodes import EpisodeLog
 from megatron_webrl.track.evaluations import EvaluationLog
 from megatron_webrl.track.metrics import (
     UpdateMetrics,
-    UpdateSeconds,
     episode_metrics,
     mean,
     mean_response_tokens,
@@ -39,12 +37,11 @@ from megatron_webrl.trainer.credit.rewards import configured_penalties, reward_f
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.data.replay_buffer import group_file_path, write_trajectories
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
-from megatron_webrl.trainer.learner import Learner, Metrics
+from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.metrics.group_statistics import credit_metrics
-from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
-from megatron_webrl.trainer.metrics.system_metrics import EngineUtilization
 from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
 from megatron_webrl.trainer.multi_node.exchange import CollectInterrupt, RecordExchange, SelectedGroups
+from megatron_webrl.trainer.telemetry import EngineUtilization, UpdateResult
 from megatron_webrl.types import Group, TaskReference
 from megatron_webrl.util.atomic_file import continue_without
 from megatron_webrl.util.clock import steady_time
@@ -58,18 +55,6 @@ log = logging.getLogger(__name__)
 
 FINAL_REPORT_TIMEOUT_SECONDS = 60.0
 LAUNCH_CHECK_SECONDS = 1.0  # between two looks for a launch that has taken over
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """What the loop knows of the update that made policy `version`."""
-
-    version: int
-    groups: Sequence[Group]
-    metrics: Metrics
-    mismatch: LogprobMismatch
-    seconds: UpdateSeconds
-    system_metrics: dict[str, float]  # of the weight transfer and memory
 
 
 class Coordinator:

@@ -47,7 +47,7 @@ from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner, loa
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
 from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
 from megatron_webrl.trainer.coordinator import Coordinator
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler

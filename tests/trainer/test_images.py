@@ -15,7 +15,7 @@ from PIL import Image
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.patchifier import Patchifier
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.images import (
     ImagePrefetcher,
