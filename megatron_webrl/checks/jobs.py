@@ -157,6 +157,5 @@ def weight_sync_config(config: Config) -> Config:
         config,
         run=replace(config.run, name=f"{config.run.name}-weights", resume=False),
         rollout=replace(config.rollout, min_engines=config.rollout.engines),
-        trainer=replace(config.trainer, checkpoint=replace(config.trainer.checkpoint, fallback_folder="")),
         weights=replace(config.weights, verify=True),
     )

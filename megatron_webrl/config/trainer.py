@@ -24,7 +24,7 @@ class OptimizerConfig:
     implementation: str = setting(
         "auto",
         "Adam implementation; auto: Transformer Engine's, else apex's, else torch's, whichever is installed.",
-        choices=("auto", "torch", "transformer_engine", "apex"),
+        choices=("auto", "torch"),
     )
 
 
@@ -34,11 +34,6 @@ class CheckpointConfig:
     last: bool = setting(
         True,
         "Write a checkpoint at the end, also of a run that is stopped; false: of a trial whose weights go nowhere.",
-    )
-    fallback_folder: str = setting(
-        "",
-        "Folder on another file system, the same on all nodes, for the last checkpoint of a job if the run's folder "
-        "cannot take it; the run resumes from there if it holds nothing newer. Empty: the job fails.",
     )
     keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
     optimizer_shards: str = setting(

@@ -43,7 +43,7 @@ from megatron_webrl.track.evaluations import (
     make_request,
     requested_variants,
 )
-from megatron_webrl.track.latest_checkpoint import FALLBACK_PREFIX, fallback_links, find_latest_checkpoint
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.track.run_lock import Launch
 from megatron_webrl.track.summary import write_summary
@@ -82,10 +82,7 @@ class EvaluatedCheckpoint:
     @property
     def run_config_path(self) -> Path:
         """Configuration of the run that owns the checkpoint. Raises ConfigError without one."""
-        link = self.path.absolute().parent.parent
-        in_fallback = link.name.startswith(FALLBACK_PREFIX) and link.is_symlink()
-        run = link.parent if in_fallback else self.path.resolve().parent.parent
-        path = run / "config.yaml"
+        path = self.path.resolve().parent.parent / "config.yaml"
         if not self.is_megatron or not path.is_file():
             raise ConfigError(f"{self.path} is not in a run's checkpoints folder; name a configuration after it")
         return path
@@ -110,17 +107,8 @@ class EvaluatedCheckpoint:
 
 
 def newest_in_run(folder: Path) -> Path | None:
-    """A run's newest checkpoint, one in a fallback folder by way of the run's link to it; None without one.
-
-    `folder`: of the run, or its `checkpoints`.
-    """
-    if folder.name == "checkpoints":
-        folder = folder.parent
-    newest = find_latest_checkpoint(folder)
-    for link in fallback_links(folder):
-        if newest is not None and newest.is_relative_to(link.resolve()):
-            return link / newest.relative_to(link.resolve())
-    return newest
+    """The newest checkpoint in a run's folder, or in its `checkpoints`; None without one."""
+    return find_latest_checkpoint(folder.parent if folder.name == "checkpoints" else folder)
 
 
 def parse_evaluation_config(checkpoint: EvaluatedCheckpoint, arguments: Sequence[str], nodes: int = 1) -> Config:

@@ -80,8 +80,7 @@ def prepared_run_folder(
             backup = folder.with_name(f"{folder.name}.{number}")
             folder.rename(backup)
         report(f"renamed the earlier run of this name to {backup}")
-    fallback = "" if config.evaluation.only else config.trainer.checkpoint.fallback_folder
-    with start_launch(folder, environment, fallback) as launch:
+    with start_launch(folder, environment) as launch:
         (folder / "logs").mkdir(exist_ok=True)
         atomic_file.remove_leftovers(folder, 0.0)  # nobody else writes in a folder with this lock
         for old in (folder / "summary.json", control_address_path(config)):

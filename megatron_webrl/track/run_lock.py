@@ -3,7 +3,6 @@
     runs/x/lock                            locked by the process that runs the newest launch
     runs/x/launch.json                     the newest launch: number, host, process, Slurm job
     runs/x/checkpoints/.staging-000003/    where launch 3 writes checkpoints before they get their names
-    runs/x/fallback-b7e2/checkpoints/.staging-000003/    the same in the fallback folder, if the run has one
 
 The lock keeps other launches out. The kernel releases it with its process, a file server soon after it has lost the
 client. A later launch of the same Slurm job replaces it: Slurm may requeue a job before the processes of a lost node
@@ -19,7 +18,6 @@ import fcntl
 import json
 import logging
 import os
-import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -28,7 +26,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.track.latest_checkpoint import FALLBACK_PREFIX, fallback_links, fallback_of
 from megatron_webrl.util import atomic_file, history
 
 log = logging.getLogger(__name__)
@@ -67,11 +64,7 @@ class Launch:
     @property
     def staging(self) -> Path:
         """The folder in which this launch writes checkpoints."""
-        return self.staging_in(self.run_folder)
-
-    def staging_in(self, folder: Path) -> Path:
-        """The same in the run's folder or in a fallback folder of it."""
-        return _staging(folder, self.number)
+        return _staging(self.run_folder, self.number)
 
     def check(self) -> None:
         """Raise LaunchLost if another launch has taken over. A file system that fails is no other launch."""
@@ -112,8 +105,8 @@ def launch_of_process(run_folder: Path, environment: Mapping[str, str]) -> Launc
     return newest
 
 
-def _staging(folder: Path, number: int) -> Path:
-    return folder / "checkpoints" / f"{STAGING_PREFIX}{number:06d}"
+def _staging(run_folder: Path, number: int) -> Path:
+    return run_folder / "checkpoints" / f"{STAGING_PREFIX}{number:06d}"
 
 
 @contextmanager
@@ -158,11 +151,10 @@ def _try_lock(path: Path) -> int | None:
 
 
 @contextmanager
-def start_launch(run_folder: Path, environment: Mapping[str, str], fallback_folder: str = "") -> Iterator[Launch]:
+def start_launch(run_folder: Path, environment: Mapping[str, str]) -> Iterator[Launch]:
     """Start a launch in a run's folder, which is made if it does not exist, and hold the run's lock.
 
-    Raises ConfigError if another launch has the lock, or the folder cannot be written. `fallback_folder`:
-    trainer.checkpoint.fallback_folder.
+    Raises ConfigError if another launch has the lock, or the folder cannot be written.
     """
     job, restart = _slurm_launch(environment)
     host = environment.get("SLURMD_NODENAME") or socket.gethostname()
@@ -178,7 +170,6 @@ def start_launch(run_folder: Path, environment: Mapping[str, str], fallback_fold
             number = 1 + max((before.number if before else 0, *_staging_numbers(run_folder)))
             launch = Launch(run_folder, number, host, os.getpid(), job, restart, time.time())
             launch.staging.mkdir()  # fails if another launch starts at once, on a file system without locks
-            _prepare_fallback(launch, fallback_folder)
             fields = {name: value for name, value in asdict(launch).items() if name != "run_folder"}
             atomic_file.write_json(run_folder / LAUNCH_FILE, fields)
             _keep_out_earlier(launch)
@@ -189,44 +180,21 @@ def start_launch(run_folder: Path, environment: Mapping[str, str], fallback_fold
         yield launch
 
 
-def _prepare_fallback(launch: Launch, fallback_folder: str) -> None:
-    """Link the run to its folder in `fallback_folder`, and make the staging folder in each that it has.
-
-    Raises ConfigError if one cannot be written, or is not there: it may hold the newest checkpoint.
-    """
-    run_folder, where = launch.run_folder, f"trainer.checkpoint.fallback_folder={fallback_folder}"
-    try:
-        if fallback_folder and fallback_of(run_folder, fallback_folder) is None:
-            name = secrets.token_hex(4)  # other runs, elsewhere or of another time, have the same name
-            target = Path(fallback_folder).resolve() / f"{run_folder.name}-{name}"
-            (target / "checkpoints").mkdir(parents=True)
-            (run_folder / f"{FALLBACK_PREFIX}{name}").symlink_to(target)
-        for link in fallback_links(run_folder):
-            where = f"{link}, which leads to {link.readlink()}"
-            launch.staging_in(link).mkdir(exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{where}: {error.strerror}; the newest checkpoint may be there: mount it, or remove the setting and the "
-            f"links {run_folder / FALLBACK_PREFIX}*"
-        ) from error
-
-
 def _keep_out_earlier(launch: Launch) -> None:
     """Move the staging folders of earlier launches away, and copy their histories."""
-    for folder in (launch.run_folder, *fallback_links(launch.run_folder)):
-        for number in _staging_numbers(folder):
-            if number < launch.number:
-                with suppress(FileNotFoundError):
-                    _staging(folder, number).rename(launch.staging_in(folder) / f"left-{number}")
-        atomic_file.fsync(folder / "checkpoints")
+    for number in _staging_numbers(launch.run_folder):
+        if number < launch.number:
+            with suppress(FileNotFoundError):
+                _staging(launch.run_folder, number).rename(launch.staging / f"left-{number}")
+    atomic_file.fsync(launch.run_folder / "checkpoints")
     if launch.number > 1:
         for path in launch.run_folder.glob("*.jsonl"):
             history.detach_writers(path)
 
 
-def _staging_numbers(folder: Path) -> list[int]:
-    """Numbers of the launches that have a staging folder in a run's folder or fallback folder."""
-    names = [path.name.removeprefix(STAGING_PREFIX) for path in (folder / "checkpoints").glob(f"{STAGING_PREFIX}*")]
+def _staging_numbers(run_folder: Path) -> list[int]:
+    """Numbers of the launches that have a staging folder in a run's folder."""
+    names = [path.name.removeprefix(STAGING_PREFIX) for path in (run_folder / "checkpoints").glob(f"{STAGING_PREFIX}*")]
     return [int(name) for name in names if name.isdigit()]
 
 

@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from megatron_webrl.track.episodes import EpisodeLog
 from megatron_webrl.track.evaluations import EvaluationLog
 from megatron_webrl.track.metrics import (
     UpdateMetrics,
-    UpdateSeconds,
     episode_metrics,
     mean,
     mean_response_tokens,
@@ -33,18 +31,17 @@ from megatron_webrl.track.metrics import (
 )
 from megatron_webrl.track.run_lock import Launch, LaunchLost
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
-from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState, save_in_fallback
+from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.credit.rewards import configured_penalties, reward_function
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.data.replay_buffer import group_file_path, write_trajectories
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
-from megatron_webrl.trainer.learner import Learner, Metrics
+from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.metrics.group_statistics import credit_metrics
-from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
-from megatron_webrl.trainer.metrics.system_metrics import EngineUtilization
 from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
 from megatron_webrl.trainer.multi_node.exchange import CollectInterrupt, RecordExchange, SelectedGroups
+from megatron_webrl.trainer.telemetry import EngineUtilization, UpdateResult
 from megatron_webrl.types import Group, TaskReference
 from megatron_webrl.util.atomic_file import continue_without
 from megatron_webrl.util.clock import steady_time
@@ -58,18 +55,6 @@ log = logging.getLogger(__name__)
 
 FINAL_REPORT_TIMEOUT_SECONDS = 60.0
 LAUNCH_CHECK_SECONDS = 1.0  # between two looks for a launch that has taken over
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """What the loop knows of the update that made policy `version`."""
-
-    version: int
-    groups: Sequence[Group]
-    metrics: Metrics
-    mismatch: LogprobMismatch
-    seconds: UpdateSeconds
-    system_metrics: dict[str, float]  # of the weight transfer and memory
 
 
 class Coordinator:
@@ -87,11 +72,10 @@ class Coordinator:
         resume_point: ResumePoint,
         tracker: MLflowTracker | None,
         launch: Launch | None = None,
-        fallback: Path | None = None,
     ) -> None:
         """`state`: that of the checkpoint to go on from, or a new one. `tracker`: None except on the first rank.
 
-        `launch`: of the run, if it has one. `fallback`: the run's folder in trainer.checkpoint.fallback_folder.
+        `launch`: of the run, if it has one.
         """
         self.config, self.control, self.exchange, self.tracker = config, control, exchange, tracker
         self._launch, self._launch_checked_at = launch, -math.inf
@@ -134,7 +118,6 @@ class Coordinator:
             staging=launch.staging if launch else None,
             timeout_seconds=config.checkpoint_timeout_seconds,
         )
-        self._fallback = fallback
         self.utilization = EngineUtilization(control, config.worker_names)
         self._sequences: dict[int, list[int]] = {}
         self._tickets = chain(resume_point.reissued_tickets, count(resume_point.next_ticket))
@@ -256,7 +239,6 @@ class Coordinator:
     def final_checkpoint(self, learner: Learner, version: int) -> None:
         """Write a checkpoint of `version` unless there is one. `end_job` raises if the write failed. Collective.
 
-        If the run's folder cannot take it, it is written to the fallback folder, if there is one.
         With trainer.checkpoint.last=false it only completes the checkpoint in progress.
         """
         self.control.report_status(f"writing checkpoint {version}{self._problems()}")
@@ -266,10 +248,6 @@ class Coordinator:
         if last and saved != version:
             self.checkpoints.start_save(learner, self.trainer_state(version))
         self.checkpoints.close()
-        if last and self.checkpoints.last_error is not None and self._fallback and self._launch:
-            self.checkpoints = save_in_fallback(
-                self.checkpoints, self._fallback, self._launch, learner, self.trainer_state(version), self._histories
-            )
 
     def trainer_state(self, version: int) -> TrainerState:
         """The state that a checkpoint of `version` stores."""

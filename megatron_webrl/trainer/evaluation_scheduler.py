@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Literal
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
@@ -31,12 +30,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 BROADCAST_SECONDS = 30.0  # the other ranks wait in a collective with a timeout: the first rank answers this often
-
-
-class _WaitState(Enum):
-    DONE = "no evaluation is running"
-    RUNNING = "results are missing"
-    NEW_ENGINES = "an engine waits for weights"
+_WaitState = Literal["running", "new engines", "done"]  # of an evaluation; new engines wait for weights
 
 
 class EvaluationScheduler:
@@ -113,16 +107,15 @@ class EvaluationScheduler:
         """
         if (kind == "before" and version) or (kind, variant, version) in self._made:
             return False
-        lines: list[dict[str, Any]] = []
+        request = make_request(0, kind, variant, self._task_indices, self.config.evaluation, version, True)
+        fields = ("kind", "version", "variant", "temperature", "samples", "first_task")
+        wanted = {"tasks_requested": request.tasks} | {name: getattr(request, name) for name in fields}
         try:
             lines = evaluations.read_evaluations(self.config.run_folder)
         except OSError as error:
             log.error("earlier evaluations cannot be read: %s; the job continues without them", first_line(error))
-        lines = [line for line in lines if (line["kind"], line["version"]) == (kind, version)]
-        request = make_request(0, kind, variant, self._task_indices, self.config.evaluation, version, True)
-        fields = ("variant", "temperature", "samples", "first_task")
-        wanted = {"tasks_requested": request.tasks} | {name: getattr(request, name) for name in fields}
-        return not any(all(line[name] == value for name, value in wanted.items()) for line in lines)
+            return True
+        return not any(wanted.items() <= line.items() for line in lines)
 
     @cached_property
     def _task_indices(self) -> range:
@@ -136,12 +129,10 @@ class EvaluationScheduler:
 
     def _wait(self, version: int, weight_syncer: WeightSyncer) -> None:
         """Wait for the running evaluation; new engines get their weights meanwhile. Collective."""
-        state = _WaitState.RUNNING
-        while state != _WaitState.DONE:
-            state = broadcast_object(
-                self._poll_for_a_while(weight_syncer) if self.evaluation_log is not None else state
-            )
-            if state == _WaitState.NEW_ENGINES:
+        state: _WaitState = "running"
+        while state != "done":
+            state = broadcast_object(self._poll_for_a_while(weight_syncer) if self.evaluation_log else state)
+            if state == "new engines":
                 weight_syncer.sync(version, new_engines_only=True)
 
     def _poll_for_a_while(self, weight_syncer: WeightSyncer) -> _WaitState:
@@ -151,16 +142,16 @@ class EvaluationScheduler:
             self.control.check_job()
             self._poll()
             if self._collector is None:
-                return _WaitState.DONE
+                return "done"
             if self.control.stop_requested():
                 self._cancel(f"an early end was requested ({self.control.requested_outcome()})")
-                return _WaitState.DONE
+                return "done"
             if weight_syncer.has_new_engines():
-                return _WaitState.NEW_ENGINES
+                return "new engines"
             request, done = self._collector.request, len(self._collector.results)
             self.control.report_status(f"evaluation {request.name}: {done} of {request.episodes} episodes")
             time.sleep(POLL_SECONDS)
-        return _WaitState.RUNNING
+        return "running"
 
     def _poll(self) -> None:
         """Record the running evaluation if it is complete or has reached its time limit."""

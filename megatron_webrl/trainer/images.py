@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.track.timeline import OFF, Timeline
 
 IMAGE_TIMEOUT_SECONDS = 120.0  # limit for one image
-NEVER = 2**62
 Grid = tuple[int, int, int]
 
 
@@ -55,7 +55,7 @@ class _Image:
     grid: Grid
     episode: str  # for errors
     patch_bytes: int
-    uses: int = 0  # upcoming passes of micro-batches that need it
+    uses: int = 0  # started passes of micro-batches that need it
     patches: Future[np.ndarray] | None = None  # uint8 [patch_bytes]; None: not started, or freed
 
     @property
@@ -64,11 +64,20 @@ class _Image:
         return self.patch_bytes + len(self.data)
 
 
+@dataclass(eq=False)
+class _Pass:
+    """One pass of a micro-batch."""
+
+    images: Sequence[_Image]
+    started: int = 0  # number of its first images that are started for it
+
+
 class PrefetchedPixels:
     """The pixels of one micro-batch. A call returns float32 [patches, dim] on the prefetcher's device."""
 
     def __init__(self, prefetcher: ImagePrefetcher, images: Sequence[_Image], passes: int) -> None:
         self.images, self.passes, self._prefetcher = images, passes, prefetcher
+        self.next_pass = _Pass(images)
 
     def __call__(self) -> torch.Tensor:
         """Waits for the pixels if they are not ready. Raises ImagePreparationError."""
@@ -79,9 +88,9 @@ class ImagePrefetcher:
     """Decodes and patchifies the images of micro-batches in the order of use, as memory permits.
 
     Life cycle: `schedule` each micro-batch of an update, in the order of computation; then call its PrefetchedPixels
-    `passes` times, in the same order. An image of several micro-batches is prepared once, and again only if it had to
-    make room for one needed sooner; it is freed after its last pass. Threads write uint8, an eighth of the size of the
-    float32 patches, which are made on the device.
+    `passes` times, in the same order. An image is freed once no started pass needs it: those of several passes are
+    prepared once, if there is room for all between. Threads write uint8, an eighth of the size of the float32 patches,
+    which are made on the device.
     """
 
     def __init__(
@@ -93,15 +102,15 @@ class ImagePrefetcher:
         wait_timer: WaitTimer,
         timeout_seconds: float = IMAGE_TIMEOUT_SECONDS,
     ) -> None:
-        """`buffer_bytes` limits the images that are started and not freed."""
+        """`buffer_bytes` limits the images that are started and not freed; one that is waited for may exceed it."""
         self.processor, self.device, self.wait_timer = processor, device, wait_timer
         self.threads, self.buffer_bytes, self.used_bytes = threads, buffer_bytes, 0
         self.started_images = 0  # so far
         self._timeout_seconds, self._patchifier = timeout_seconds, processor.patchifier
         self._dim = processor.pixels([])[0].shape[1]
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pixels")
-        self._images: dict[bytes, _Image] = {}  # each image once
-        self._order: deque[PrefetchedPixels] = deque()  # one entry per micro-batch, the next pass first
+        self._images: WeakValueDictionary[bytes, _Image] = WeakValueDictionary()  # each image of a micro-batch once
+        self._order: deque[_Pass] = deque()  # the next pass of each micro-batch
 
     def schedule(
         self, images: Sequence[tuple[bytes, Grid]], episodes: Mapping[bytes, str], passes: int
@@ -111,12 +120,11 @@ class ImagePrefetcher:
         for data, grid in images:
             image = self._images.get(data)
             if image is None:
-                size = self._patchifier.image_bytes(grid)
-                image = self._images[data] = _Image(data, grid, episodes[data], size)
-            image.uses += passes
+                image = _Image(data, grid, episodes[data], self._patchifier.image_bytes(grid))
+                self._images[data] = image
             wanted.append(image)
         pixels = PrefetchedPixels(self, wanted, passes)
-        self._order.append(pixels)
+        self._order.append(pixels.next_pass)
         self._work_ahead()
         return pixels
 
@@ -124,18 +132,22 @@ class ImagePrefetcher:
         """The pixels of a micro-batch: normally the next one of the order, but any is allowed."""
         patch_counts = [image.patch_bytes // self._patchifier.patch_bytes for image in pixels.images]
         result = torch.empty(sum(patch_counts), self._dim, device=self.device)
-        for image, part in zip(pixels.images, result.split(patch_counts), strict=True):
-            patches = copy_to_device(torch.from_numpy(self._patches(image)), self.device)
-            self.processor.normalize_patches(patches, part)
-            image.uses -= 1
-            if image.uses <= 0:
-                self._free(image)
-                self._images.pop(image.data, None)
-        if pixels in self._order:
-            self._order.remove(pixels)
+        this_pass, pixels.next_pass = pixels.next_pass, _Pass(pixels.images)
         pixels.passes -= 1
         if pixels.passes > 0:
-            self._order.append(pixels)
+            self._order.append(pixels.next_pass)
+        for number, (image, part) in enumerate(zip(pixels.images, result.split(patch_counts), strict=True)):
+            if number == this_pass.started:
+                self._start(image, this_pass)
+            patches = copy_to_device(torch.from_numpy(self._patches(image)), self.device)
+            self.processor.normalize_patches(patches, part)
+            self._work_ahead()  # before it is freed: the next pass may need it
+            image.uses -= 1
+            if not image.uses:  # one that is used again is prepared again
+                image.patches = None
+                self.used_bytes -= image.buffer_bytes
+        if this_pass in self._order:
+            self._order.remove(this_pass)
         self._work_ahead()
         return result
 
@@ -150,11 +162,6 @@ class ImagePrefetcher:
 
     def _patches(self, image: _Image) -> np.ndarray:
         """The patches of an image, uint8; waits if they are not ready."""
-        if image.patches is None and not self._start(image, -1):
-            raise ImagePreparationError(
-                f"a screenshot of {image.episode} takes {image.buffer_bytes / 2**20:.1f} MiB, but the image buffer "
-                f"has {self.buffer_bytes / 2**20:.1f} MiB; raise rollout.max_model_len, which sets its size"
-            )
         assert image.patches is not None
         if not image.patches.done():
             with self.wait_timer.measure():
@@ -172,35 +179,17 @@ class ImagePrefetcher:
 
     def _work_ahead(self) -> None:
         """Start images in the order of use, while there is room."""
-        for position, pixels in enumerate(self._order):
-            for image in pixels.images:
-                if image.patches is None and not self._start(image, position):
+        for each in self._order:
+            for image in each.images[each.started :]:
+                if image.patches is None and self.used_bytes + image.buffer_bytes > self.buffer_bytes:
                     return
+                self._start(image, each)
 
-    def _start(self, image: _Image, position: int) -> bool:
-        """Give an image of the micro-batch at `position` of the order to the threads; images of later ones make room.
-
-        False if there is no room.
-        """
-        if self.used_bytes + image.buffer_bytes > self.buffer_bytes:
-            needed_at = {each: at for at, pixels in reversed([*enumerate(self._order)]) for each in pixels.images}
-            started = [each for each in self._images.values() if each.patches is not None]
-            for victim in sorted(started, key=lambda each: needed_at.get(each, NEVER), reverse=True):
-                if needed_at.get(victim, NEVER) <= position:
-                    return False
-                self._free(victim)
-                if self.used_bytes + image.buffer_bytes <= self.buffer_bytes:
-                    break
-            else:
-                return False
-        self.used_bytes += image.buffer_bytes
-        self.started_images += 1
-        image.patches = self._pool.submit(self._patchify, bytes(image.data), image.grid)
-        return True
-
-    def _free(self, image: _Image) -> None:
-        """Free its memory. One that is used again must be prepared again."""
-        if image.patches is not None:
-            image.patches.cancel()
-            image.patches = None
-            self.used_bytes -= image.buffer_bytes
+    def _start(self, image: _Image, user: _Pass) -> None:
+        """Start the next image of a pass: give it to the threads unless it is started for another pass."""
+        user.started += 1
+        image.uses += 1
+        if image.patches is None:
+            self.used_bytes += image.buffer_bytes
+            self.started_images += 1
+            image.patches = self._pool.submit(self._patchify, bytes(image.data), image.grid)

@@ -16,7 +16,7 @@ from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 from megatron_webrl.model.process_groups import is_last_stage
 from megatron_webrl.model.value_head import VALUE_HEAD
 from megatron_webrl.track.timeline import OFF, Timeline
-from megatron_webrl.trainer.data.flops import FORWARD_ONLY_SHARE
+from megatron_webrl.trainer.data.packing import FORWARD_ONLY_SHARE
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
 from megatron_webrl.trainer.loss.token_data import Objective, StepValues, TokenData
 from megatron_webrl.trainer.metrics.token_metrics import token_statistics

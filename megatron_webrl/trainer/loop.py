@@ -12,7 +12,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.coordinator import Coordinator
 from megatron_webrl.trainer.credit.step_critic import assign_credit
 from megatron_webrl.trainer.data import batching
-from megatron_webrl.trainer.data.flops import FORWARD_ONLY_SHARE
+from megatron_webrl.trainer.data.packing import FORWARD_ONLY_SHARE
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler

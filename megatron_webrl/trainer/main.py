@@ -37,17 +37,17 @@ from megatron_webrl.placement.memory_estimate import choose_recompute, image_buf
 from megatron_webrl.placement.placement import RankInfo
 from megatron_webrl.ring.ring import NodeRing
 from megatron_webrl.track.events import EventLog
-from megatron_webrl.track.latest_checkpoint import fallback_of, find_latest_checkpoint
+from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import Launch, LaunchLost, launch_of_process
 from megatron_webrl.track.timeline import OFF, Timeline, open_timeline
 from megatron_webrl.trainer import parallel
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint, needs_initial_weights
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner, load_weights
-from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state, restore_histories
+from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
 from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
 from megatron_webrl.trainer.coordinator import Coordinator
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
@@ -57,7 +57,7 @@ from megatron_webrl.trainer.loop import TrainingContext, train
 from megatron_webrl.trainer.multi_node.exchange import make_exchange
 from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology
 from megatron_webrl.trainer.multi_node.screenshots import ImageCache
-from megatron_webrl.trainer.optimizer import check_adam_implementation, make_optimizer, wrap_ddp
+from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 from megatron_webrl.trainer.parallel import all_gather_object, broadcast_object
 from megatron_webrl.trainer.reference import make_reference
 from megatron_webrl.trainer.warm_start import warm_start
@@ -85,12 +85,10 @@ def _run(
     control.report_status("loading the model" if attempt == 0 else f"loading the model, attempt {attempt + 1}")
     is_first = rank.rank == 0
     platform = parallel.initialize(config, rank, control, f"{node_ring.job_id}/{attempt}")
-    launch, fallback = broadcast_object(_launch(config) if is_first else (None, None))
+    launch = broadcast_object(_launch(config) if is_first else None)
     checkpoint = broadcast_object(_starting_checkpoint(config, attempt) if is_first else None)
     config = replace(config, run=replace(config.run, resume=checkpoint is not None))
     state = _initial_state(checkpoint)
-    if is_first:
-        restore_histories(config.run_folder, state)
     nodes = NodeTopology.all_gather(node_ring.node, config.cluster.nodes)
     exchange = make_exchange(node_ring.attach(config.run.startup_timeout_seconds), nodes, config)
     packer = make_sequence_packer(config, platform, timeline, exchange.image_cache)
@@ -107,7 +105,7 @@ def _run(
     resume_point = make_resume_point(control, exchange, state, config.run_folder, is_first)
     control.report_status("waiting for the engines")
     syncer = WeightSyncer(learner.models, config, control, platform, timeline)
-    coordinator = Coordinator(config, control, exchange, state, resume_point, tracker, launch=launch, fallback=fallback)
+    coordinator = Coordinator(config, control, exchange, state, resume_point, tracker, launch)
     evaluations = EvaluationScheduler(config, control, coordinator.evaluation_log, resume_point.restart_epoch)
     replay = ReplayBuffer(config, exchange)
     # Megatron runs the garbage collector for each checkpoint; frozen objects of imported modules are not scanned.
@@ -126,11 +124,10 @@ def _run(
     parallel.shutdown()
 
 
-def _launch(config: Config) -> tuple[Launch | None, Path | None]:
-    """The launch of this job, and the run's fallback folder. Raises JobFailed if another launch has taken over."""
+def _launch(config: Config) -> Launch | None:
+    """The launch of this job. Raises JobFailed if another launch has taken over."""
     try:
-        launch = launch_of_process(config.run_folder, os.environ)
-        return launch, fallback_of(config.run_folder, config.trainer.checkpoint.fallback_folder)
+        return launch_of_process(config.run_folder, os.environ)
     except LaunchLost as error:
         raise JobFailed(str(error)) from None
 
@@ -163,7 +160,6 @@ def load_model(config: Config, platform: Platform, with_weights: bool = True) ->
     Weights are read from storage by the first data-parallel replica and broadcast to the others; without `with_weights`
     they are arbitrary until a checkpoint is loaded. Raises LoadError or CheckpointError on every rank.
     """
-    check_adam_implementation(config.trainer.optimizer.implementation)
     started, options = time.monotonic(), compute_options(config, platform)
     chunks = build_model(
         config.model.path, dtype=getattr(torch, config.model.dtype), platform=platform, options=options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ SHARDING_METADATA: dict[str, dict[str, Any]] = {
     },
     "ranks": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
-FUSED_ADAM_MODULES = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 ADAM_EPSILON = 1e-8
 ADAM_BETAS = (0.9, 0.999)  # decay of Adam's moments
 MIN_LEARNING_RATE_RATIO = 0.1  # final learning rate of the schedule, as a fraction of the peak
@@ -188,36 +186,16 @@ def _restore_with_step(part: Any, model_parameter: torch.nn.Parameter, tensors: 
     type(part)._set_main_param_and_optimizer_states(part, model_parameter, {**tensors, "step": step})
 
 
-def fused_adam(implementation: str) -> Any:
-    """The fused Adam of a package in FUSED_ADAM_MODULES. Raises RuntimeError, in one line, if the import fails."""
-    module = FUSED_ADAM_MODULES[implementation]
-    try:
-        return importlib.import_module(module).FusedAdam
-    except (ImportError, OSError) as error:  # OSError: a shared library of the package is missing
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise RuntimeError(
-            f"trainer.optimizer.implementation={implementation}: cannot import FusedAdam from {module} ({reason}); "
-            "install it, or use auto or torch"
-        ) from error
-
-
-def check_adam_implementation(implementation: str) -> None:
-    """Raises RuntimeError if the implementation of Adam cannot be imported."""
-    if implementation in FUSED_ADAM_MODULES:
-        fused_adam(implementation)
-
-
 @contextlib.contextmanager
 def _adam(implementation: str) -> Iterator[None]:
-    """Make Megatron build this Adam; by default Megatron chooses one when it is imported."""
+    """Make Megatron build torch's Adam; with "auto" it takes the one that it chose when it was imported."""
     if implementation == "auto":
         yield
         return
-    chosen = torch.optim.AdamW if implementation == "torch" else fused_adam(implementation)
     before = (megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam)
     try:
-        megatron_optimizer.Adam = distrib_optimizer.Adam = chosen
-        megatron_optimizer.USING_PYTORCH_OPTIMIZER = implementation == "torch"
+        megatron_optimizer.Adam = distrib_optimizer.Adam = torch.optim.AdamW
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
         yield
     finally:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam = before
@@ -232,7 +210,7 @@ def make_optimizer(
 ) -> ScheduledOptimizer:
     """Adam with the configured schedule over `steps` optimiser steps.
 
-    Biases and norms get no weight decay. Raises RuntimeError if the configured Adam cannot be imported.
+    Biases and norms get no weight decay.
     """
     settings = MegatronOptimizerConfig(
         optimizer="adam",

@@ -75,11 +75,6 @@ class History:
             atomic_file.fsync(self.path.parent)
             self._synced_folder = True
 
-    @property
-    def unwritten(self) -> tuple[int, str]:
-        """Lines that wait in memory, and the byte of the file at which they begin, perhaps within a line."""
-        return self.size - len(self._unwritten), self._unwritten.decode()
-
     def close(self) -> None:
         """Close the file. A second call does nothing."""
         if self._descriptor < 0:
@@ -106,17 +101,6 @@ def detach_writers(path: Path) -> None:
     """
     with path.open("rb") as old, atomic_file.replacing(path) as copy:
         shutil.copyfileobj(old, copy, 2**20)
-
-
-def restore_unwritten(path: Path, start: int, lines: str) -> None:
-    """Write lines that a History could not write before its process ended, unless it has. Raises OSError."""
-    content = lines.encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        if start <= os.fstat(descriptor).st_size < start + len(content):
-            os.pwrite(descriptor, content, start)
-    finally:
-        os.close(descriptor)
 
 
 def append_shared(path: Path, lines: Sequence[bytes]) -> None:

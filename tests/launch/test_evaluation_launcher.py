@@ -21,7 +21,6 @@ from mlflow.tracking import MlflowClient
 from rich.console import Console
 
 from megatron_webrl.cli import main
-from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.evaluation import CheckpointEvaluation, EvaluatedCheckpoint, parse_evaluation_config
@@ -253,16 +252,6 @@ def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(
         "trained-evaluation-version-000007", 5, False,
     )  # fmt: skip
     assert config.model.path == str(checkpoint.path / "hf")
-    saved = "checkpoints/version-000008"  # newer, in a fallback folder
-    shutil.copytree(checkpoint.path, tmp_path / "elsewhere" / saved)
-    (tmp_path / "elsewhere" / "checkpoints" / "latest").write_text("version-000008\n")
-    link = run_folder / "fallback-5f0c"
-    link.symlink_to(tmp_path / "elsewhere")
-    newest = EvaluatedCheckpoint.resolve(run_folder)
-    assert newest == EvaluatedCheckpoint.resolve(link) == EvaluatedCheckpoint.resolve(link / saved)
-    assert newest == EvaluatedCheckpoint.resolve(run_folder / "checkpoints")
-    assert (newest.path, newest.run_config_path) == (link / saved, checkpoint.run_config_path)
-    link.unlink()
     folder = EvaluatedCheckpoint.resolve(tiny_model)
     assert (folder.is_megatron, folder.version) == (False, 0)
     assert parse_evaluation_config(folder, [str(run_folder / "config.yaml")]).model.path == str(tiny_model)
@@ -301,13 +290,3 @@ def test_a_damaged_checkpoint_is_one_line(run_folder: Path, capsys: pytest.Captu
     assert main(["eval", str(run_folder)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert set(Path(tempfile.gettempdir()).glob(f"webrl-{os.getpid()}-*")) == before
-
-
-def test_an_evaluation_makes_no_folder_for_checkpoints_elsewhere(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    settings = (f"run.directory={tmp_path}", f"trainer.checkpoint.fallback_folder={other}", "run.name=here")
-    config = parse_config(None, [*settings, "evaluation.only=true"])
-    with prepared_run_folder(config, place_processes(config), lambda message: None):
-        pass
-    assert not other.exists()
-    assert not list(config.run_folder.glob("fallback-*"))

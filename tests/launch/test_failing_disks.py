@@ -80,14 +80,11 @@ def trainer_log(job: Job) -> str:
     return (job.run_folder / "logs" / "trainer-0.log").read_text()
 
 
-def test_a_job_outlives_a_full_disk_and_a_failing_run_folder_and_resumes_from_elsewhere(
-    job: Job, small_disk: Path | None
-) -> None:
+def test_a_job_outlives_a_full_disk_and_a_failing_run_folder_and_resumes(job: Job, small_disk: Path | None) -> None:
     """A smaller test could not show that no process of a job depends on the run's folder, its log files among it."""
-    disk, elsewhere = FailingFiles(job.run_folder, job.folder), job.folder / "elsewhere"
+    disk = FailingFiles(job.run_folder, job.folder)
     settings = (
         "trainer.checkpoint.every=1",
-        f"trainer.checkpoint.fallback_folder={elsewhere}",
         f"run.heartbeat_timeout_seconds={HEARTBEAT_TIMEOUT_SECONDS}",
         "tracking.keep_records=true",
         "evaluation.every=2",
@@ -107,18 +104,16 @@ def test_a_job_outlives_a_full_disk_and_a_failing_run_folder_and_resumes_from_el
         time.sleep(STALL_SECONDS)
     job.until(lambda: len(job.updates()) > last + 1, "updates after the stall")
     assert not [event for event in events.read_events(job.run_folder) if event.event == events.RESTARTED]
+    assert job.process is not None
     with disk.failing(errno.EROFS):
         last = len(job.updates())
         job.until(lambda: reported_update(job) >= last + 2, "an update that is not written")
-        assert job.process is not None
-        job.process.send_signal(signal.SIGINT)
-        assert job.wait(300) == 130, job.output()
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(300) == 130, job.output()
     assert_nothing_left(job)
     assert trainer_log(job).count(COMPLETE_AGAIN) >= 2
     saved = find_latest_checkpoint(job.run_folder)
     assert saved is not None
-    assert saved.is_relative_to(elsewhere)
-    assert f"stopped; newest checkpoint: {saved}; no summary: " in job.output()
     version = int(saved.name.removeprefix("version-"))
     assert version > last
 

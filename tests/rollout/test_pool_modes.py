@@ -22,7 +22,7 @@ from megatron_webrl.ring.ring import Ring
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.evaluations import EvaluationRequest
-from megatron_webrl.trainer.metrics.system_metrics import EngineUtilization
+from megatron_webrl.trainer.telemetry import EngineUtilization
 from megatron_webrl.types import BUDGET_SPENT
 from tests.job_control import control_service
 from tests.rollout.held_evaluator import HeldEvaluator

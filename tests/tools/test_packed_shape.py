@@ -11,7 +11,7 @@ import torch
 from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.placement.model_shape import ModelShape
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from tests.trainer.growing_prompts import episode, random_tokens, step
 from tools.bench.host.measures import packed_shape

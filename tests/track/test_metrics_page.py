@@ -71,7 +71,6 @@ def loss_example() -> dict[str, float]:
 def group_example() -> dict[str, float]:
     statistics = GroupStatistics(outcome_reward)
     statistics.add(MIXED)
-    statistics.add_dropped(MIXED, "stale")
     return statistics.pop_metrics()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -205,29 +204,3 @@ def test_a_tail_reads_no_line_twice(tmp_path: Path):
     assert len(tail.poll()) == 1000
     History(path, path.stat().st_size // 2).append(*({"n": -value} for value in range(2000)))
     assert [line["n"] for line in tail.poll()] == [-value for value in range(2000)]
-
-
-def test_lines_that_could_not_be_written_are_restored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "h.jsonl"
-    grown, write = History(path), os.write
-
-    def fill(descriptor: int, content: bytes) -> int:
-        """Half a line fits on the disk."""
-        monkeypatch.setattr(os, "write", refuse)
-        return write(descriptor, content[:5])
-
-    def refuse(descriptor: int, content: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    grown.append({"n": 0})
-    monkeypatch.setattr(os, "write", fill)
-    grown.append({"n": 1}, {"n": 2})
-    start, lines = grown.unwritten
-    grown.close()
-    monkeypatch.undo()
-    assert numbers(path) == [0]
-    for _ in range(2):
-        history.restore_unwritten(path, start, lines)
-        assert numbers(path) == [0, 1, 2]
-    history.restore_unwritten(tmp_path / "lost.jsonl", start, lines)  # what comes before them is lost
-    assert numbers(tmp_path / "lost.jsonl") == []

@@ -43,8 +43,7 @@ from megatron_webrl.rollout.prompts import format_response
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.registry import make_source, scripted_environments
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.flops import FlopsEstimator
-from megatron_webrl.trainer.data.packing import pack_sequences
+from megatron_webrl.trainer.data.packing import FlopsEstimator, pack_sequences
 from megatron_webrl.trainer.data.prefix_merging import (
     MergedSequence,
     PrefixTree,

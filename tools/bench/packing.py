@@ -31,8 +31,7 @@ from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.flops import FlopsEstimator
-from megatron_webrl.trainer.data.packing import pack_sequences
+from megatron_webrl.trainer.data.packing import FlopsEstimator, pack_sequences
 from megatron_webrl.trainer.data.prefix_merging import MergedSequence, merge_prefixes, unique_images, unmerged_sequence
 from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
 from tools.arguments import make_bench_parser, write_json

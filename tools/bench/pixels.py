@@ -30,7 +30,7 @@ from megatron_webrl.model import platform as platforms
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
 from tools.arguments import make_bench_parser, write_json
 from tools.bench.screenshots import draw_page

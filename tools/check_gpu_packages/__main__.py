@@ -43,10 +43,8 @@ def transformer_engine_version() -> str:
 
 
 def uses_of_transformer_engine() -> Uses:
-    """What this package uses of Transformer Engine itself, by a name that it imports when asked to."""
-    from megatron_webrl.trainer.optimizer import FUSED_ADAM_MODULES
-
-    return {f"{FUSED_ADAM_MODULES['transformer_engine']}.FusedAdam": []}
+    """What is used of Transformer Engine by a name: Megatron takes its Adam."""
+    return {"transformer_engine.pytorch.optimizers.FusedAdam": []}
 
 
 def uses_of_vllm() -> Uses:

@@ -13,8 +13,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from megatron_webrl.config.trainer import CheckpointConfig
 from megatron_webrl.model.convert.hf_files import copy_passthrough
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.track.run_lock import STAGING_PREFIX, Launch
+from megatron_webrl.track.run_lock import STAGING_PREFIX
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.checkpoint.checkpoint_state import (
@@ -39,7 +39,6 @@ from megatron_webrl.trainer.checkpoint.checkpoint_state import (
 )
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.parallel import all_gather_object
-from megatron_webrl.util.history import History, restore_unwritten
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,6 @@ class TrainerState:
     task_sampler: dict[str, Any] | None = None  # TaskSampler.state_dict
     episode_log_bytes: int | None = None  # size of episodes.jsonl at the checkpoint
     has_critic: bool | None = None  # None in a checkpoint that does not say it
-    unwritten_lines: dict[str, tuple[int, str]] | None = None  # of a fallback checkpoint: History.unwritten by file
 
     @property
     def next_ticket(self) -> int:
@@ -273,42 +271,3 @@ def _delete_leftovers(staging: Path) -> None:
             log.warning("deleted what interrupted saves left in %s: %s", staging, ", ".join(names))
     except OSError as error:
         log.error("what interrupted saves left in %s could not be deleted: %s", staging, one_line_error(error))
-
-
-def save_in_fallback(
-    failed: Checkpointer,
-    folder: Path,
-    launch: Launch,
-    learner: Learner,
-    state: TrainerState,
-    histories: Sequence[History],
-) -> Checkpointer:
-    """Write `state` to a fallback folder, as the run's own could not take it; returns the writer. Collective.
-
-    Its `last_error` names both errors if this save fails, too. `histories`: on the first rank, those of the run; lines
-    that could not be written are stored with the state.
-    """
-    saver = Checkpointer(
-        folder / "checkpoints",
-        failed.model_folder,
-        failed.settings,
-        failed.report_progress,
-        staging=launch.staging_in(folder),
-        timeout_seconds=failed.timeout_seconds,
-    )
-    unwritten = {history.path.name: history.unwritten for history in histories}
-    saver.start_save(learner, replace(state, unwritten_lines=unwritten))
-    saver.close()
-    if saver.last_error is not None:
-        saver.last_error = f"{failed.last_error}; the fallback folder: {saver.last_error}"
-    elif histories:  # once, not on every rank
-        log.warning(
-            "checkpoint %d is in %s; the run's folder could not take it: %s", state.version, folder, failed.last_error
-        )
-    return saver
-
-
-def restore_histories(run_folder: Path, state: TrainerState) -> None:
-    """Complete the run's histories with the lines that are stored in a checkpoint. Raises OSError."""
-    for name, (start, lines) in (state.unwritten_lines or {}).items():
-        restore_unwritten(run_folder / name, start, lines)

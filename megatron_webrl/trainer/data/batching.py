@@ -162,16 +162,9 @@ def clear_versions_before_restart(groups: Sequence[Group], restart_epoch: int) -
     return [replace(group, trajectories=tuple(map(cleared, group.trajectories))) for group in groups]
 
 
-@dataclass(frozen=True)
-class MinibatchTotals:
-    """Totals of one minibatch over all data-parallel ranks, by which normalizers divide."""
-
-    trajectories: int
-    tokens: int
-
-
-def token_weight(normalizer: str, totals: MinibatchTotals, steps: int, constant_steps: int) -> float:
-    """Weight of each token of a trajectory with |tau| = `steps`, one of N in the minibatch; k = `constant_steps`.
+def token_weight(normalizer: str, trajectories: int, tokens: int, steps: int, constant_steps: int) -> float:
+    """Weight of each token of a trajectory with |tau| = `steps`, one of N = `trajectories` with together `tokens`
+    response tokens in the minibatch, on all data-parallel ranks; k = `constant_steps`.
 
     per_trajectory              1 / (N |tau|)       multi-step GRPO
     constant                    1 / (N k)           AsyncWebRL (arXiv 2606.05597): failures, being longer, are not
@@ -183,28 +176,21 @@ def token_weight(normalizer: str, totals: MinibatchTotals, steps: int, constant_
     Raises ValueError for another name.
     """
     weights = {
-        "constant": 1.0 / (totals.trajectories * constant_steps),
-        "per_trajectory": 1.0 / (totals.trajectories * steps),
-        "token_mean": 1.0 / totals.tokens,
-        "async_webrl_constant": 1.0 / (constant_steps * totals.tokens),
-        "async_webrl_per_trajectory": 1.0 / (steps * totals.tokens),
+        "constant": 1.0 / (trajectories * constant_steps),
+        "per_trajectory": 1.0 / (trajectories * steps),
+        "token_mean": 1.0 / tokens,
+        "async_webrl_constant": 1.0 / (constant_steps * tokens),
+        "async_webrl_per_trajectory": 1.0 / (steps * tokens),
     }
     if normalizer not in weights:
         raise ValueError(f"normalizer {normalizer!r} is not one of {', '.join(weights)}")
     return weights[normalizer]
 
 
-def minibatch_totals(samples: Sequence[TrainingSample]) -> MinibatchTotals:
-    """Trajectories and response tokens of a minibatch, by which the loss is normalised."""
-    return MinibatchTotals(
-        trajectories=len({s.trajectory_id for s in samples}), tokens=sum(len(s.response) for s in samples)
-    )
-
-
 def token_weights(samples: Sequence[TrainingSample], normalizer: str, constant_steps: int) -> list[float]:
     """The token weight of each sample, given all samples of the minibatch."""
-    totals = minibatch_totals(samples)
-    return [token_weight(normalizer, totals, s.trajectory_steps, constant_steps) for s in samples]
+    trajectories, tokens = len({s.trajectory_id for s in samples}), sum(len(s.response) for s in samples)
+    return [token_weight(normalizer, trajectories, tokens, s.trajectory_steps, constant_steps) for s in samples]
 
 
 def minibatches(

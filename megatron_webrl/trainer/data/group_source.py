@@ -131,7 +131,7 @@ class GroupSource:
         self._on_close(group)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Metrics of the groups completed since the last call, dropped groups included: see GroupStatistics."""
+        """Metrics of the groups completed since the last call: see GroupStatistics."""
         return self._statistics.pop_metrics()
 
     def waiting_episodes(self) -> int:
@@ -228,7 +228,6 @@ class GroupSource:
             self._count(trajectory, reason if trajectory.trainable else mask_name(trajectory))
         self.closed_tickets.add(group.ticket)
         self.dropped_tickets += 1
-        self._statistics.add_dropped(group, reason)
         self._acknowledge(sequences)
         self._on_close(group)
         log.info("ticket %d dropped: %s", group.ticket, reason)

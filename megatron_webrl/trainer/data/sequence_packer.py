@@ -13,8 +13,7 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.packed_input import NOT_RECORDED, PackedInput, partition_images, token_range
 from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.trainer.data.batching import StepId, TrainingSample, token_weights
-from megatron_webrl.trainer.data.flops import FlopsEstimator
-from megatron_webrl.trainer.data.packing import PackedSequence, pack_sequences
+from megatron_webrl.trainer.data.packing import FlopsEstimator, PackedSequence, pack_sequences
 from megatron_webrl.trainer.data.prefix_merging import (
     MIN_SHARED_TOKENS,
     MergedSequence,

@@ -10,7 +10,6 @@ from typing import TypeVar
 import numpy as np
 
 from megatron_webrl.config.advantage import AdvantageConfig, AnchoredConfig
-from megatron_webrl.track.evaluations import pass_at, success_within
 from megatron_webrl.track.metrics import mean
 from megatron_webrl.trainer.credit.advantages import common_outcome, is_overlong, steps_by_state
 from megatron_webrl.types import BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory, Verdict
@@ -29,7 +28,6 @@ class _Episode:
 
     environment: str
     difficulty: str
-    steps: int
     succeeded: bool
     crashed: bool
     mask: str  # why it is masked; empty if it is trainable
@@ -39,7 +37,6 @@ class _Episode:
 @dataclass(frozen=True)
 class _Group:
     kind: str | None  # one of GROUP_KINDS
-    size: int
     episodes: tuple[_Episode, ...]  # trainable ones
 
 
@@ -59,7 +56,6 @@ class GroupStatistics:
         self._finished: list[_Episode] = []
         self._verdicts: list[Verdict] = []
         self._groups: list[_Group] = []
-        self._dropped: Counter[str] = Counter()  # steps of dropped groups, by reason
 
     def add(self, group: Group) -> None:
         """Count a complete group."""
@@ -67,7 +63,6 @@ class GroupStatistics:
             _Episode(
                 metric_label(t.task.environment),
                 metric_label(t.task.difficulty),
-                len(t.steps),
                 t.outcome == "success",
                 t.outcome in FAULT_OUTCOMES,
                 "" if t.trainable else metric_label(mask_name(t)),
@@ -79,19 +74,12 @@ class GroupStatistics:
         self._verdicts += [t.verdict for t in group.trajectories if t.verdict is not None]
         trainable = tuple(each for each in episodes if not each.mask)
         if trainable and group.is_complete:
-            self._groups.append(_Group(common_outcome(group), len(episodes), trainable))
-
-    def add_dropped(self, group: Group, reason: str) -> None:
-        """Count the steps of a group that is dropped for `reason`."""
-        self._dropped[metric_label(reason)] += sum(len(t.steps) for t in group.trajectories)
+            self._groups.append(_Group(common_outcome(group), trainable))
 
     def pop_metrics(self) -> dict[str, float]:
-        """Metrics since the last call, by MLflow name; none without a complete or a dropped group."""
+        """Metrics since the last call, by MLflow name; none without a complete group."""
         metrics = _finished_metrics(self._finished, [each for group in self._groups for each in group.episodes])
         metrics |= _group_metrics(self._groups) | verdict_metrics(self._verdicts)
-        if self._finished or self._dropped:
-            metrics |= {f"filtered_steps/{name}": float(count) for name, count in sorted(self._dropped.items())}
-            metrics["filtered_steps"] = float(self._dropped.total())
         self._reset()
         return metrics
 
@@ -130,44 +118,24 @@ def _group_metrics(groups: Sequence[_Group]) -> dict[str, float]:
         metrics[f"rollout_success_rate/{name}"] = mean([each.succeeded for each in alike])
     metrics["rollout_success_rate"] = mean([each.succeeded for each in episodes])
     metrics["rollout_episodes"] = float(len(episodes))
-    within = success_within((each.steps for each in episodes if each.succeeded), len(episodes))
-    metrics |= {f"success_within/{limit}": share for limit, share in within.items()}
-    chances: defaultdict[int, list[float]] = defaultdict(list)  # by k
-    for group in groups:
-        count, successes = len(group.episodes), sum(each.succeeded for each in group.episodes)
-        for k in {group.size, group.size // 2} - {0}:
-            if count >= k:
-                chances[k].append(pass_at(k, count, successes))
-    metrics |= {f"rollout_pass_at/{k}": mean(values) for k, values in sorted(chances.items())}
     variances = [float(np.var([each.reward for each in group.episodes])) for group in groups]
     return metrics | {"group_reward_variance": mean(variances)}
 
 
 def verdict_metrics(verdicts: Iterable[Verdict]) -> dict[str, float]:
-    """Metrics by MLflow name, by evaluator and outcome; cost only of evaluators that asked a judge model.
+    """Metrics by MLflow name and evaluator; cost only of evaluators that asked a judge model.
 
     Episodes that ended before they could be judged do not count.
     """
     judged = [verdict for verdict in verdicts if verdict.evaluator != UNJUDGED]
     metrics: dict[str, float] = {}
     for judge, given in _by(judged, lambda each: metric_label(f"{each.evaluator} {each.protocol}")):
-        outcomes, prefix = _by(given, lambda each: metric_label(each.outcome)), f"verdict/{judge}"
+        outcomes, prefix = Counter(metric_label(each.outcome) for each in given), f"verdict/{judge}"
         metrics[f"{prefix}/episodes"] = float(len(given))
-        metrics |= {f"{prefix}/rate/{name}": len(alike) / len(given) for name, alike in outcomes}
+        metrics |= {f"{prefix}/rate/{name}": count / len(given) for name, count in sorted(outcomes.items())}
         if any(verdict.calls for verdict in given):
             metrics[f"{prefix}/dollars_total"] = float(sum(verdict.dollars for verdict in given))
-            for suffix, alike in (("", given), *((f"/{name}", alike) for name, alike in outcomes)):
-                metrics |= {
-                    f"{prefix}/{figure}{suffix}": mean([getattr(verdict, figure) for verdict in alike])
-                    for figure in FIGURES
-                }
-    stages = [stage for verdict in judged for stage in verdict.stages]
-    for name, asked in _by(stages, lambda each: metric_label(each.name)):
-        metrics[f"judge_stage/{name}/questions"] = float(len(asked))
-        metrics[f"judge_stage/{name}/undecided_rate"] = mean([stage.decision == "none" for stage in asked])
-        attempts = max(1, sum(stage.attempts for stage in asked))
-        errors = Counter(metric_label(error) for stage in asked for error in stage.errors)
-        metrics |= {f"judge_stage/{name}/error_rate/{error}": n / attempts for error, n in sorted(errors.items())}
+            metrics |= {f"{prefix}/{figure}": mean([getattr(each, figure) for each in given]) for figure in FIGURES}
     return metrics
 
 

@@ -16,7 +16,7 @@ from megatron_webrl.placement.hardware import CARDS, Rates
 from megatron_webrl.placement.memory_estimate import resolve_automatic
 from megatron_webrl.placement.model_shape import MicrobatchShape, ModelShape
 from megatron_webrl.placement.prediction import EpisodeLengths, TrainingBatch, TrainingPrediction, predict_training
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 
 LENGTHS = EpisodeLengths()
 # Each rate is so that its part of the model below is easy to compute by hand.

@@ -48,16 +48,16 @@ class FusedAdam(torch.optim.Optimizer):
 
 def run(rank: int, folder: str) -> None:
     """Save before the first step, load into another learner, and take two steps with both."""
+    from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    from megatron_webrl.trainer import optimizer
     from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
 
     found: dict[str, Any] = {}
     with session(rank, folder), laid_out(LAYOUTS[0]):
-        for implementation in ("torch", "transformer_engine"):
-            if implementation == "transformer_engine":  # as if it were installed
-                optimizer.FUSED_ADAM_MODULES["transformer_engine"] = __name__
+        for implementation in ("torch", "auto"):
+            if implementation == "auto":  # as if Transformer Engine were installed
+                optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam = FusedAdam, False, FusedAdam
                 distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
             settings = OptimizerConfig(learning_rate=1e-2, clip_norm=1e9, implementation=implementation)
             learner, other = (make_learner(LAYOUTS[0], torch.bfloat16, settings) for _ in range(2))

@@ -47,8 +47,9 @@ def trainer_rank(rank: int, folder: str, address: Path, names: list[str], resume
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
     from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
-    from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
+    from megatron_webrl.trainer.coordinator import Coordinator
     from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
+    from megatron_webrl.trainer.telemetry import UpdateResult
 
     config, control = make_config(folder), connect(address, f"trainer-{rank}")
     state = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)

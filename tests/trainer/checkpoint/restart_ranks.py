@@ -107,9 +107,10 @@ class _Trainer:
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
-        from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
+        from megatron_webrl.trainer.coordinator import Coordinator
         from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
         from megatron_webrl.trainer.multi_node.exchange import RecordExchange
+        from megatron_webrl.trainer.telemetry import UpdateResult
 
         control, exchange = connect(self.address, "trainer-0"), RecordExchange(self.ring)
         folder = self.config.run_folder

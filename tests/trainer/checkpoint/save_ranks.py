@@ -19,7 +19,6 @@ from unittest import mock
 import psutil
 import torch
 
-from megatron_webrl.util.history import History
 from tests.trainer.checkpoint.small_learner import (
     LAYOUTS,
     checkpoints_in,
@@ -190,7 +189,6 @@ def full_disk(rank: int, folder: str, disk: str) -> None:
         found["read only"] = _try_to_save(
             checkpoints, learner, 2, lambda: subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         )
-        found["elsewhere"] = _elsewhere(checkpoints, learner, Path(folder))
 
         def make_room() -> None:
             subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
@@ -198,48 +196,6 @@ def full_disk(rank: int, folder: str, disk: str) -> None:
 
         found["then"] = _try_to_save(checkpoints, learner, 3, make_room)
     Path(folder, f"disk-{rank}.json").write_text(json.dumps(found))
-
-
-def _elsewhere(failed: Any, learner: Any, folder: Path) -> dict[str, Any]:
-    """The last checkpoint in the fallback folder: not on one rank, then on both."""
-    from megatron_webrl.track.latest_checkpoint import fallback_of
-    from megatron_webrl.track.run_lock import start_launch
-    from megatron_webrl.trainer.checkpoint.checkpointer import read_trainer_state, restore_histories, save_in_fallback
-    from megatron_webrl.trainer.parallel import broadcast_object
-
-    launch, is_first = None, torch.distributed.get_rank() == 0
-    if is_first:
-        with start_launch(folder / "run", {}, str(folder / "other")) as launch:
-            pass
-    launch = broadcast_object(launch)
-    elsewhere = fallback_of(launch.run_folder, str(folder / "other"))
-    histories = [_unwritable(folder)] if is_first else []
-    found: dict[str, Any] = {}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if not is_first:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    saver = save_in_fallback(failed, elsewhere, launch, learner, state_of(2), histories)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    torch.distributed.barrier()  # the first rank has removed what was written
-    found["one rank"] = [saver.last_error, sorted(path.name for path in names_in(elsewhere))]
-    torch.distributed.barrier()
-    saver = save_in_fallback(failed, elsewhere, launch, learner, state_of(2), histories)
-    found["both ranks"] = [saver.last_error, saver.last_completed[1].name]
-    saved = tensors_of(saver.last_completed[1])
-    found["complete"] = saved.keys() == tensors_of(save(checkpoints_in(folder / "whole"), learner, 2)).keys()
-    (folder / "restored").mkdir(exist_ok=True)
-    if is_first:
-        restore_histories(folder / "restored", read_trainer_state(saver.last_completed[1]))
-        found["restored"] = (folder / "restored" / "full").read_text()
-    return found
-
-
-def _unwritable(folder: Path) -> History:
-    """A history on a full disk, with a line that waits."""
-    (folder / "full").symlink_to("/dev/full")
-    history = History(folder / "full")
-    history.append({"n": 1})
-    return history
 
 
 def _try_to_save(checkpoints: Any, learner: Any, version: int, prepare: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import tempfile
@@ -191,15 +190,6 @@ def test_gradients_of_several_micro_batches_add_up_to_that_of_one(curves: dict[A
     assert torch.allclose(several["weights"], one["weights"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["transformer_engine", "apex"])
-def test_an_adam_that_is_not_installed_is_refused_in_one_line(implementation: str):
-    if importlib.util.find_spec(implementation) is not None:
-        pytest.skip(f"{implementation} is installed")
-    with pytest.raises(RuntimeError, match=rf"implementation={implementation}: cannot import FusedAdam") as caught:
-        optimizer.check_adam_implementation(implementation)
-    assert "\n" not in str(caught.value)
-
-
 def test_torch_adam_is_used_although_another_one_is_present(monkeypatch: pytest.MonkeyPatch):
     class Other(torch.optim.Adam):
         """Stands in for the fused Adam that Megatron has found."""
@@ -253,9 +243,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_training_continues_on_a_full_and_on_a_read_only_disk_and_may_end_with_a_checkpoint_elsewhere(
-    small_disk: Path, tmp_path: Path
-):
+def test_training_continues_on_a_full_and_on_a_read_only_disk(small_disk: Path, tmp_path: Path):
     spawn(save_ranks.full_disk, str(tmp_path), str(small_disk), seconds=120)
     for rank in (0, 1):
         found = json.loads((tmp_path / f"disk-{rank}.json").read_text())
@@ -263,10 +251,3 @@ def test_training_continues_on_a_full_and_on_a_read_only_disk_and_may_end_with_a
         assert "Read-only file system" in found["read only"][0]
         assert found["read only"][1] == 2
         assert found["then"] == [None, 2, 3]
-        error, left = found["elsewhere"]["one rank"]
-        assert "Read-only file system" in error
-        assert "the fallback folder: rank 1: " in error
-        assert left == []
-        assert found["elsewhere"]["both ranks"] == [None, "version-000002"]
-        assert found["elsewhere"]["complete"]
-        assert found["elsewhere"].get("restored", '{"n": 1}\n') == '{"n": 1}\n'

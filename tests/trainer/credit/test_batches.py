@@ -14,7 +14,7 @@ from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.credit.advantages import step_advantages
 from megatron_webrl.trainer.data import batching
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.types import Group, Trajectory
 from tests.trainer.credit.made_groups import plain_group

@@ -15,7 +15,7 @@ from megatron_webrl.rollout.contexts import make_context
 from megatron_webrl.rollout.demonstrations import scripted_generation
 from megatron_webrl.rollout.toolset import format_tool_call
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.types import Action, Observation
 from tests.gloo import join
 from tests.trainer.growing_prompts import SIZES, episode, random_tokens, step

@@ -106,10 +106,11 @@ class _Run:
         from megatron_webrl.track.mlflow_upload import MLflowTracker
         from megatron_webrl.trainer import coordinator as coordinators
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
-        from megatron_webrl.trainer.coordinator import Coordinator, UpdateResult
+        from megatron_webrl.trainer.coordinator import Coordinator
         from megatron_webrl.trainer.data import replay_buffer
         from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
         from megatron_webrl.trainer.multi_node.exchange import RecordExchange
+        from megatron_webrl.trainer.telemetry import UpdateResult
         from tools.bench import recorded_groups
 
         ring_name = f"webrl-test-{secrets.token_hex(4)}"

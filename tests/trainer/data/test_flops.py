@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.prefix_merging import MergedSequence, unmerged_sequence
 from megatron_webrl.util import torchvision_shim
 from tests.model import tiny

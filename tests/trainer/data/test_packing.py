@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_webrl.trainer.data.flops import FlopsEstimator
-from megatron_webrl.trainer.data.packing import pack_sequences
+from megatron_webrl.trainer.data.packing import FlopsEstimator, pack_sequences
 from megatron_webrl.trainer.data.prefix_merging import MergedSequence, unmerged_sequence
 from tests.trainer.growing_prompts import step
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.model.vision_language.packed_input import segment_keys
-from megatron_webrl.trainer.data.flops import FlopsEstimator
-from megatron_webrl.trainer.data.packing import MAX_SEQUENCE_TOKENS_RATIO, pack_sequences
+from megatron_webrl.trainer.data.packing import MAX_SEQUENCE_TOKENS_RATIO, FlopsEstimator, pack_sequences
 from megatron_webrl.trainer.data.prefix_merging import (
     NO_PARENT,
     MergedSequence,
@@ -193,7 +192,8 @@ def test_the_cost_of_a_trees_segments_counts_each_token_once() -> None:
     assert found == pytest.approx(text_cost(tree, sequences))
     assert tree.tokens == 350
     alone = grow(sequences[:1], 64)
-    assert COST.text_flops(sequences[0]) == pytest.approx(text_cost(alone, sequences[:1]))
+    whole = COST.segment_flops(0, sequences[0].length) + COST.scoring_flops(sequences[0])
+    assert whole == pytest.approx(text_cost(alone, sequences[:1]))
 
 
 def test_a_family_that_fits_with_its_prefix_counted_once_is_one_microbatch() -> None:

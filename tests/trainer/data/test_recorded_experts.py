@@ -14,7 +14,7 @@ from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.packed_input import NOT_RECORDED
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.prefix_merging import sequence_experts, unmerged_sequence
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from tests.trainer.growing_prompts import episode, random_tokens, step

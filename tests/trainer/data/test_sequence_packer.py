@@ -16,7 +16,7 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.packed_input import partition_images
 from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import ImageGridMismatch, Microbatch, SequencePacker
 from tests.trainer.growing_prompts import episode, random_tokens, step
 

@@ -11,8 +11,7 @@ import torch
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig, loss_config
 from megatron_webrl.trainer.loss import objective
-from megatron_webrl.trainer.loss.objective import make_objective
-from megatron_webrl.trainer.loss.surrogates import SURROGATES
+from megatron_webrl.trainer.loss.objective import SURROGATES, make_objective
 from tests.trainer.loss.by_hand import LARGEST, VERSION, Arrays, by_hand, example, tensors
 
 TEACHER = DistillationConfig(coefficient=0.7)

@@ -20,7 +20,7 @@ import torch
 
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.trainer.credit.advantages import normalize
-from megatron_webrl.trainer.data.batching import MinibatchTotals, token_weight
+from megatron_webrl.trainer.data.batching import token_weight
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.loss.token_data import TokenData
 
@@ -71,8 +71,8 @@ def loss_of(logits: torch.Tensor, groups: Sequence[Sequence[Episode]], normalize
         [value for group in mixed for value in normalize([np.array([float(episode.success)]) for episode in group])]
     )
     lengths = [len(episode.actions) for episode in episodes]
-    totals = MinibatchTotals(len(episodes), sum(lengths))
-    weights = [token_weight(normalizer, totals, length, k) for length in lengths]
+    totals = (len(episodes), sum(lengths))
+    weights = [token_weight(normalizer, *totals, length, k) for length in lengths]
     states, actions = (
         torch.tensor([value for episode in episodes for value in getattr(episode, name)])
         for name in ("states", "actions")
@@ -149,11 +149,11 @@ def test_the_loss_pushes_failures_of_equal_advantage_by_their_length_per_traject
     ends = policy[STUCK, SUBMITS]
     pushes = {}
     for normalizer in ("constant", "per_trajectory"):
-        totals, push = MinibatchTotals(1, HORIZON), 0.0
+        totals, push = (1, HORIZON), 0.0
         for length, submits in (*((length, 1) for length in range(1, HORIZON + 1)), (HORIZON, 0)):
             probability = (1 - ends) ** (length - submits) * ends**submits
             score = submits - length * ends  # d log p(trajectory) / d logit of submitting
-            push += probability * token_weight(normalizer, totals, length, k) * -1.0 * score
+            push += probability * token_weight(normalizer, *totals, length, k) * -1.0 * score
         pushes[normalizer] = push
     assert pushes["constant"] == pytest.approx(0.0, abs=1e-12)
     assert pushes["per_trajectory"] < -0.05  # submitting becomes less likely

@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from megatron_webrl.config.loss import LOSSES, LossConfig, loss_config
-from megatron_webrl.trainer.loss.objective import make_objective, negative_log_likelihood, policy_loss, reference_kl
-from megatron_webrl.trainer.loss.surrogates import SURROGATES
+from megatron_webrl.trainer.loss.objective import (
+    SURROGATES,
+    make_objective,
+    negative_log_likelihood,
+    policy_loss,
+    reference_kl,
+)
 from megatron_webrl.trainer.loss.token_data import TokenData
 from tests.trainer.loss.by_hand import LARGEST, VERSION, beyond, by_hand, example, responses, tensors, used_weight
 

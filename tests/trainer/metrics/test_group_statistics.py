@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 import pytest
 
 from megatron_webrl.trainer.credit.rewards import outcome_reward
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
-from megatron_webrl.types import Group, Trajectory
+from megatron_webrl.types import Group
 from tests.trajectories import trajectory
 
 Episode = tuple[str, int]  # outcome, steps
@@ -70,45 +69,16 @@ def test_crashes_and_samples_are_counted_by_difficulty():
     })  # fmt: skip
 
 
-def test_success_within_a_number_of_steps_is_a_share_of_trainable_episodes():
-    trainable = [t for t in ALL if t.trainable]
-    wanted = {
-        f"success_within/{limit}": sum(t.outcome == "success" and len(t.steps) <= limit for t in trainable)
-        / len(trainable)
-        for limit in (5, 8, 10, 15, 20, 30, 50)
-    }
-    assert chosen(metrics_of(GROUPS), "success_within") == pytest.approx(wanted)
-    assert wanted["success_within/5"] < wanted["success_within/10"] < wanted["success_within/50"] < 5 / 13
-
-
-def share_of_subsets_with_a_success(trajectories: list[Trajectory], k: int) -> float:
-    outcomes = [t.outcome == "success" for t in trajectories if t.trainable]
-    return float(np.mean([any(subset) for subset in combinations(outcomes, k)]))
-
-
-def test_pass_at_k_and_half_of_k_are_means_over_the_groups_with_enough_episodes():
-    metrics = metrics_of(GROUPS)
-    by_group = [list(each.trajectories) for each in GROUPS]
-    assert chosen(metrics, "rollout_pass_at") == pytest.approx({
-        "rollout_pass_at/2": np.mean([share_of_subsets_with_a_success(by_group[i], 2) for i in (0, 1, 3, 4)]),
-        "rollout_pass_at/4": share_of_subsets_with_a_success(by_group[0], 4),
-    })  # fmt: skip
-
-
 def test_finished_episodes_of_an_aborted_group_are_no_estimate_of_the_policy():
     aborted = group(5, ("success", 1), ("success", 2), ("success", 1), ("aborted", 9))
     without, metrics = metrics_of(GROUPS), metrics_of([*GROUPS, aborted])
     assert metrics["finished_episodes"] == without["finished_episodes"] + 4
     assert metrics["masked_rate/aborted"] == 2 / 24
     assert metrics["difficulty/easy/episodes"] == 12
-    estimates = ("rollout_", "success_within", "group_", "difficulty/easy/success_rate")
+    estimates = ("rollout_", "group_", "difficulty/easy/success_rate")
     for prefix in estimates:
         assert chosen(metrics, prefix) == chosen(without, prefix) != {}
     assert not [name for name in metrics_of([aborted]) if name.startswith(estimates)]
-
-
-def test_a_group_of_one_has_only_pass_at_1():
-    assert chosen(metrics_of([group(0, ("success", 1))]), "rollout_pass_at") == {"rollout_pass_at/1": 1.0}
 
 
 def test_the_reward_variance_is_the_mean_over_groups_of_the_population_variance():
@@ -116,19 +86,6 @@ def test_the_reward_variance_is_the_mean_over_groups_of_the_population_variance(
     wanted = np.mean([np.var(values) for values in rewards if values])
     assert metrics_of(GROUPS)["group_reward_variance"] == pytest.approx(wanted)
     assert wanted > 0
-
-
-def test_steps_of_dropped_groups_are_counted_by_reason_until_the_next_call():
-    statistics = GroupStatistics(outcome_reward)
-    statistics.add_dropped(GROUPS[1], "all_failed")
-    statistics.add_dropped(GROUPS[2], "masked")
-    statistics.add_dropped(GROUPS[3], "all_failed")
-    assert statistics.pop_metrics() == {
-        "filtered_steps": 45 + 8 + 113, "filtered_steps/all_failed": 45 + 113, "filtered_steps/masked": 8,
-    }  # fmt: skip
-    assert statistics.pop_metrics() == {}
-    statistics.add(GROUPS[0])
-    assert statistics.pop_metrics()["filtered_steps"] == 0
 
 
 def test_a_domain_with_other_characters_makes_a_metric_name_that_mlflow_accepts():

@@ -9,10 +9,10 @@ import torch
 
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.trainer.data.flops import FlopsEstimator
+from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.prefix_merging import merge_prefixes, unique_images, unmerged_sequence
 from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
-from megatron_webrl.trainer.metrics.system_metrics import known_peak_tflops, performance_metrics
+from megatron_webrl.trainer.telemetry import known_peak_tflops, performance_metrics
 from tests.trainer.growing_prompts import episode
 
 

@@ -63,7 +63,7 @@ class HostBench:
     """Rank 0 of a configuration."""
 
     def __init__(self, folder: Path, config: Config, size: str, card: str, launches: Launches) -> None:
-        from megatron_webrl.trainer.data.flops import FlopsEstimator
+        from megatron_webrl.trainer.data.packing import FlopsEstimator
         from megatron_webrl.trainer.data.sequence_packer import SequencePacker
         from megatron_webrl.trainer.images import WaitTimer
         from megatron_webrl.trainer.main import make_image_prefetcher

@@ -153,7 +153,7 @@ def score_rank(rank: int, folder: str, dtype: str) -> None:
 def _microbatches(folder: Path, name: str, replays: bool) -> list[Any]:
     from megatron_webrl.model.hf_config import load_hf_config
     from megatron_webrl.model.processor import Processor
-    from megatron_webrl.trainer.data.flops import FlopsEstimator
+    from megatron_webrl.trainer.data.packing import FlopsEstimator
     from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 
     flops = FlopsEstimator.from_hf_config(load_hf_config(folder / "final"))
