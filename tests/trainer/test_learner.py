@@ -144,8 +144,7 @@ def test_statistics_of_tokens_are_those_of_all_ranks_and_micro_batches(found: Fo
               "advantage": (advantage, counted), "clipped_logprob": (current, clipped)}  # fmt: skip
     for name, (values, mask) in chosen.items():
         values = values[mask].astype(float)
-        wanted = {"count": len(values), "sum": values.sum(), "squares": (values**2).sum(), "min": values.min(),
-                  "max": values.max()}  # fmt: skip
+        wanted = {"count": len(values), "sum": values.sum(), "squares": (values**2).sum()}
         assert {key: metrics[f"{name}/{key}"] for key in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-4)
 
 
