@@ -47,7 +47,7 @@ class WebPageSource(WebPages, ABC):
     def public_website(self) -> str:
         """A website of the tasks that is in the network; empty if none is. Here that of the first training task."""
         url = self.training_task(0, 0).url
-        website = parse_website(url).website if url else ""
+        website = parse_website(url)[1] if url else ""
         return website if website and is_public(website) else ""
 
     @property
