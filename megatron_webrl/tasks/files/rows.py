@@ -118,9 +118,8 @@ def make_field_map(source: str, fields: Mapping[str, str]) -> FieldMap:
     """The map of a format, with `fields` (tasks.fields) in place of its own entries. Raises ConfigError."""
     for name, column in fields.items():
         if name not in TASK_FIELDS:
-            raise ConfigError(
-                f"tasks.fields: {name!r} is not one of {', '.join(TASK_FIELDS)}{close_matches(name, TASK_FIELDS)}"
-            )
+            near = close_matches(name, TASK_FIELDS)
+            raise ConfigError(f"tasks.fields: {name!r} is not one of {', '.join(TASK_FIELDS)}{near}")
         if not column:
             raise ConfigError(f"tasks.fields.{name} is empty; give the name of a field of the task file")
     base = FORMATS[source]
