@@ -52,24 +52,15 @@ def scripted_generation(processor: Processor, token_ids: np.ndarray, images: Seq
     )
 
 
-class ScriptedMemory:
-    """The Memory of one scripted episode in the form memory_compact: `left_click; the page; wait;`.
+def extend_memory(slots: Sequence[str], action: Action, draw: random.Random) -> list[str]:
+    """The slots of a Memory after one more action: one for it, and at times one of no use, up to MEMORY_SLOTS."""
+    generic = [GENERIC_SLOT] if draw.random() < GENERIC_SLOT_PROBABILITY else []
+    return [*slots, action.kind, *generic][:MEMORY_SLOTS]
 
-    Each step adds a slot for its action and with GENERIC_SLOT_PROBABILITY a slot that is of no use, up to MEMORY_SLOTS;
-    slots are only added.
-    """
 
-    def __init__(self, seed: str = "") -> None:
-        self._random = random.Random(f"{seed}/memory")
-        self.slots: list[str] = []
-
-    def add(self, action: Action) -> str:
-        """The Memory with the slots of this action."""
-        added: list[str] = [action.kind]
-        if self._random.random() < GENERIC_SLOT_PROBABILITY:
-            added.append(GENERIC_SLOT)
-        self.slots = [*self.slots, *added][:MEMORY_SLOTS]
-        return " ".join(f"{slot};" for slot in self.slots)
+def memory_text(slots: Sequence[str]) -> str:
+    """The Memory of a scripted response in the form memory_compact: `left_click; the page; wait;`."""
+    return " ".join(f"{slot};" for slot in slots)
 
 
 class ScriptedGenerator:
@@ -85,7 +76,7 @@ class ScriptedGenerator:
     ) -> None:  # fmt: skip
         self._processor, self._settings, self._toolset = processor, settings, toolset
         self._premature_submit_probability, self._random = premature_submit_probability, random.Random(seed)
-        self._memory = ScriptedMemory(seed) if settings.context.response_format == "memory_compact" else None
+        self._slots, self._memory_random = list[str](), random.Random(f"{seed}/memory")
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         """The script's action as a response. Raises GenerationError: none, or too many tokens; BrowserError."""
@@ -94,7 +85,10 @@ class ScriptedGenerator:
             action = await session.demonstration(premature_submit=premature)
         except ScriptedPolicyError as error:
             raise GenerationError(str(error)) from error
-        memory = self._memory.add(action) if self._memory else "{}"
+        memory = "{}"
+        if self._settings.context.response_format == "memory_compact":
+            self._slots = extend_memory(self._slots, action, self._memory_random)
+            memory = memory_text(self._slots)
         closing = f"{THOUGHT_CLOSE}\n\n" if self._processor.thought_prefix else ""
         text = closing + format_response(action, self._settings.context, self._toolset, memory)
         generation = scripted_generation(self._processor, token_ids, images, text)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict
 
 from megatron_webrl.config.tasks import LatencyConfig
 
 MAX_DELAY_SECONDS = 30.0
-MAX_COUNTED_TASKS = 1024
+MAX_COUNTED_TASKS = 4096
 
 
 def response_delay(settings: LatencyConfig, episode: str, request: int) -> float:
@@ -39,15 +38,14 @@ class ResponseDelays:
 class EpisodeDelays:
     """Delays of a source's episodes: episodes of one task differ, by their number. Not thread-safe."""
 
-    def __init__(self, settings: LatencyConfig, max_counted: int = MAX_COUNTED_TASKS) -> None:
-        """`max_counted`: tasks whose episodes are counted; the one that was started longest ago is forgotten first."""
-        self._settings, self._max_counted = settings, max_counted
-        self._counts: OrderedDict[str, int] = OrderedDict()  # of episodes, by task
+    def __init__(self, settings: LatencyConfig) -> None:
+        self._settings = settings
+        self._counts: dict[str, int] = {}  # of episodes, by task; the one that was started longest ago comes first
 
     def start(self, task: str) -> ResponseDelays:
         """The delays of the next episode of a task."""
         number = self._counts.pop(task, 0)
         self._counts[task] = number + 1
-        if len(self._counts) > self._max_counted:
-            self._counts.popitem(last=False)
+        if len(self._counts) > MAX_COUNTED_TASKS:
+            del self._counts[next(iter(self._counts))]
         return ResponseDelays(self._settings, f"{task}/{number}")

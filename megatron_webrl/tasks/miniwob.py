@@ -104,7 +104,7 @@ class MiniWobTaskSource(LocalTaskSource):
     def make_task(self, environment: str, seed: int) -> Task:
         return Task(
             id=f"{SOURCE_NAME}/{environment}/{seed}", source=SOURCE_NAME, environment=environment, seed=seed,
-            max_steps=self.training_max_steps(DIFFICULTY), difficulty=DIFFICULTY,
+            max_steps=self.training_steps(DIFFICULTY, None), difficulty=DIFFICULTY,
         )  # fmt: skip
 
     def can_reuse_page(self, task: Task) -> bool:

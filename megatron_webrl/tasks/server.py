@@ -6,12 +6,14 @@ keeps working when the driver is busy, and gives pages a real origin.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mimetypes
-import socket
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -55,35 +57,29 @@ class LocalServer:
     """
 
     def __init__(self, respond: Callable[[PageRequest], PageResponse], name: str) -> None:
-        self._respond_to, self._name = respond, name
-        self._server: _LocalHttpServer | None = None
-        self._closed = False
-        self._starting = threading.Lock()
+        self._name, self._closing, self._starting = name, threading.Event(), threading.Lock()
+        self._handler = partial(_Handler, respond, self._closing)
+        self._server: _HttpServer | None = None
 
     @property
     def address(self) -> str:
         """host:port of the server; starts it if necessary. Raises RuntimeError if it was closed before it started."""
         with self._starting:
-            if self._server is None and self._closed:
+            if self._server is None and self._closing.is_set():
                 raise RuntimeError(f"{self._name} was closed before it was started; make another one")
             if self._server is None:
-                self._server = _LocalHttpServer(("127.0.0.1", 0), self._respond_to)
+                self._server = _HttpServer(("127.0.0.1", 0), self._handler)
                 threading.Thread(target=self._server.serve_forever, args=(0.1,), name=self._name, daemon=True).start()
             return f"127.0.0.1:{self._server.server_address[1]}"
-
-    @property
-    def connections(self) -> int:
-        """How many were accepted: whether a page that must not reach this server did."""
-        return self._server.connections if self._server is not None else 0
 
     def close(self) -> None:
         """Stop answering. A second call does nothing."""
         with self._starting:
-            if self._server is not None and not self._closed:
-                self._server.closing.set()
+            if self._server is not None and not self._closing.is_set():
+                self._closing.set()
                 self._server.shutdown()
                 self._server.server_close()
-            self._closed = True
+            self._closing.set()
 
 
 class FolderServer(LocalServer):
@@ -92,61 +88,45 @@ class FolderServer(LocalServer):
     def __init__(self, folder: Path) -> None:
         # Only files listed here are served, so no path leads out of the folder.
         self._files = {"/" + file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
-        self._contents: dict[str, bytes] = {}
         super().__init__(self._respond, "folder-server")
 
     def _respond(self, request: PageRequest) -> PageResponse:
-        path = request.path
-        if request.method != "GET" or path not in self._files:
+        file = self._files.get(request.path)
+        if request.method != "GET" or file is None:
             return PageResponse(404)
-        if path not in self._contents:
-            self._contents[path] = self._files[path].read_bytes()
-        kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+        kind = mimetypes.guess_type(request.path)[0] or "application/octet-stream"
         if kind.startswith("text/"):
             kind += "; charset=utf-8"
-        return PageResponse(200, self._contents[path], kind, {"Cache-Control": "max-age=3600"})
+        return PageResponse(200, file.read_bytes(), kind, {"Cache-Control": "max-age=3600"})
 
 
-class _LocalHttpServer(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+class _HttpServer(ThreadingHTTPServer):
     request_queue_size = 128
-
-    def __init__(self, address: tuple[str, int], respond: Callable[[PageRequest], PageResponse]) -> None:
-        super().__init__(address, _Handler)
-        self.respond = respond
-        self.closing = threading.Event()
-        self.connections = 0
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        accepted = super().get_request()
-        self.connections += 1
-        return accepted
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = KEEP_ALIVE_SECONDS
     disable_nagle_algorithm = True  # headers and body are two writes; the second must not wait for an acknowledgement
-    server: _LocalHttpServer
+
+    def __init__(
+        self, respond: Callable[[PageRequest], PageResponse], closing: threading.Event, *connection: Any
+    ) -> None:
+        self._respond_to, self._closing = respond, closing
+        super().__init__(*connection)
 
     def do_GET(self) -> None:
-        self._answer({})
+        self._answer(b"")
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()) or len(length) > 9 or int(length) > MAX_FORM_BYTES:
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_FORM_BYTES:
             self.close_connection = True  # the body stays unread
-            self._send(PageResponse(413 if length.isdigit() else 411))
-            return
-        try:
-            form = _pairs(self.rfile.read(int(length)).decode())
-        except ValueError:  # too many fields, or not UTF-8
-            self._send(PageResponse(400))
-            return
-        self._answer(form)
+            self._send(PageResponse(413 if length.isdecimal() else 411))
+        else:
+            self._answer(self.rfile.read(int(length)))
 
-    def _answer(self, form: dict[str, str]) -> None:
+    def _answer(self, body: bytes) -> None:
         try:
             parts = urlsplit(self.path)
             request = PageRequest(
@@ -154,38 +134,33 @@ class _Handler(BaseHTTPRequestHandler):
                 host=self.headers.get("Host", "").split(":")[0].lower(),
                 path=unquote(parts.path),
                 query=_pairs(parts.query),
-                form=form,
+                form=_pairs(body.decode()),
                 cookies=_cookies(self.headers.get("Cookie", "")),
             )
-        except ValueError:
+        except ValueError:  # such as too many fields, or not UTF-8
             self._send(PageResponse(400))
             return
         try:
-            response = self.server.respond(request)
+            response = self._respond_to(request)
         except Exception:  # from the code of a page; nothing above this thread would report it
             log.exception("%s %s%s failed", request.method, request.host, request.path)
             response = PageResponse(500)
         if response.delay > 0:
-            self.server.closing.wait(response.delay)
+            self._closing.wait(response.delay)
         self._send(response)
 
     def _send(self, response: PageResponse) -> None:
-        try:
-            self.send_response(response.status)
-            self.send_header("Content-Type", response.content_type)
-            self.send_header("Content-Length", str(len(response.body)))
-            for name, value in response.headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(response.body)
-        except ConnectionError:
-            self.close_connection = True  # the page was closed while it loaded
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.content_type)
+        self.send_header("Content-Length", str(len(response.body)))
+        for name, value in response.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(response.body)
 
     def handle(self) -> None:
-        try:
+        with contextlib.suppress(ConnectionError):  # the page was closed while it loaded
             super().handle()
-        except ConnectionError:
-            self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do not log requests."""

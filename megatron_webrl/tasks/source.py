@@ -60,15 +60,52 @@ class TaskSource(TaskSite, Protocol):
         ...
 
 
-class LocalTaskSource(ABC):
+class TaskSourceBase(ABC):
+    """What sources have in common: environments, step limits and the size of an evaluation, from the settings."""
+
+    environments: Sequence[str]
+
+    def __init__(self, tasks: TasksConfig) -> None:
+        self.settings = tasks
+
+    @abstractmethod
+    def make_task(self, environment: str, seed: int) -> Task:
+        """The task of an environment and a seed; equal on every machine."""
+
+    @abstractmethod
+    def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
+        """Draw the task of a training ticket; `make_task` makes it again."""
+
+    @abstractmethod
+    def held_out_task(self, index: int) -> Task:
+        """The index-th evaluation task."""
+
+    def evaluation_tasks(self, episodes: int) -> int:
+        """Number of tasks of an evaluation; `episodes` is evaluation.episodes."""
+        return episodes * len(self.environments)
+
+    def can_reuse_page(self, task: Task) -> bool:
+        """False: every episode needs a new browser context."""
+        return False
+
+    def training_steps(self, difficulty: str, version: int | None) -> int:
+        """Step limit of a training task of a ticket admitted at a policy version; None: the last limit."""
+        return training_limit(self.settings, difficulty, version)
+
+    def evaluation_steps(self, difficulty: str) -> int:
+        """Step limit of an evaluation task; where the settings give none, the last one of training."""
+        return evaluation_limit(self.settings, difficulty)
+
+
+class LocalTaskSource(TaskSourceBase):
     """Base of sources whose pages a local server serves. A context manager; close stops the server."""
 
     def __init__(
         self, tasks: TasksConfig, environments: Sequence[str], difficulties: Sequence[str], server: LocalServer
     ) -> None:
         """difficulties: [environments]. Raises ConfigError."""
-        self.environments, self._settings = tuple(environments), tasks
-        self._difficulties, self._server = difficulties, server
+        super().__init__(tasks)
+        self.environments, self._difficulties, self._server = tuple(environments), difficulties, server
         self._probabilities(None)
 
     def __enter__(self) -> Self:
@@ -80,34 +117,19 @@ class LocalTaskSource(ABC):
     def close(self) -> None:
         self._server.close()
 
-    def can_reuse_page(self, task: Task) -> bool:
-        """False: every episode needs a new browser context."""
-        return False
-
-    @abstractmethod
-    def make_task(self, environment: str, seed: int) -> Task:
-        """The task of an environment and a page seed; equal on every machine."""
-
-    def training_max_steps(self, difficulty: str, version: int | None = None) -> int:
-        """Step limit of a training task of a ticket admitted at a policy version; None: the last limit."""
-        return training_limit(self._settings, difficulty, version)
-
     def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
         environment = draw_environment(self._probabilities(knowledge), seed, ticket)
         task = self.make_task(self.environments[environment], training_page_seed(seed, ticket))
         version = None if knowledge is None else knowledge.version
-        return replace(task, max_steps=self.training_max_steps(task.difficulty, version))
+        return replace(task, max_steps=self.training_steps(task.difficulty, version))
 
     def _probabilities(self, knowledge: SamplerKnowledge | None) -> tuple[float, ...]:
-        return environment_probabilities(self._settings.sampler, self.environments, self._difficulties, knowledge)
+        return environment_probabilities(self.settings.sampler, self.environments, self._difficulties, knowledge)
 
     def held_out_task(self, index: int) -> Task:
         environment, page_seed = held_out_environment_and_seed(index, len(self.environments))
         task = self.make_task(self.environments[environment], page_seed)
-        return replace(task, max_steps=evaluation_limit(self._settings, task.difficulty))
-
-    def evaluation_tasks(self, episodes: int) -> int:
-        return episodes * len(self.environments)
+        return replace(task, max_steps=self.evaluation_steps(task.difficulty))
 
 
 def referenced_task(source: TaskSource, reference: TaskReference) -> Task:

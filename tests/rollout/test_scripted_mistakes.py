@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from megatron_webrl.rollout.demonstrations import (
     GENERIC_SLOT,
     MEMORY_SLOTS,
     ScriptedGenerator,
-    ScriptedMemory,
+    extend_memory,
+    memory_text,
 )
 from megatron_webrl.rollout.prompts import format_response
 from megatron_webrl.types import Action
@@ -71,23 +73,23 @@ async def test_a_premature_submit_comes_before_the_work(processor: Processor):
 def test_a_scripted_memory_only_grows_and_holds_useful_and_generic_slots():
     counts = []
     for seed in range(200):
-        memory, written = ScriptedMemory(str(seed)), [""]
+        draw, slots, written = random.Random(seed), list[str](), [""]
         for action in (*WORK, WAIT):
-            written.append(memory.add(action))
+            written.append(memory_text(slots := extend_memory(slots, action, draw)))
         assert all(later.startswith(earlier) for earlier, later in pairwise(written))
-        assert [slot for slot in memory.slots if slot != GENERIC_SLOT] == [*["left_click"] * 3, "wait"]
-        counts.append(memory.slots.count(GENERIC_SLOT) / 4)
+        assert [slot for slot in slots if slot != GENERIC_SLOT] == [*["left_click"] * 3, "wait"]
+        counts.append(slots.count(GENERIC_SLOT) / 4)
     assert sum(counts) / len(counts) == pytest.approx(0.5, abs=0.06)
     for _ in range(20):
-        last = memory.add(SUBMIT)
-    assert last.count(";") == MEMORY_SLOTS
+        slots = extend_memory(slots, SUBMIT, draw)
+    assert len(slots) == MEMORY_SLOTS
 
 
 def test_the_next_compact_prompt_carries_the_memory(processor: Processor):
     context = make_context(processor, COMPACT, 1000)
     context.start_episode("Work.", observation_of(0))
     assert "Memory" not in texts(processor, context.build_prompt())[1]
-    answer = format_response(WORK[0], COMPACT, memory=ScriptedMemory("2").add(WORK[0]))
+    answer = format_response(WORK[0], COMPACT, memory=memory_text([WORK[0].kind]))
     context.add_step(response_of(processor, answer), WORK[0], None, observation_of(1))
     system, user, *_ = texts(processor, context.build_prompt())
     assert "\nMemory: your last notes" in system

@@ -126,13 +126,8 @@ def _is_json(value: Any) -> bool:
 
 
 def _array_rows(path: Path) -> Any:
-    data = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
     try:
-        return strict_json.loads(data.decode())
-    except UnicodeDecodeError as error:
-        line, start = data.count(b"\n", 0, error.start) + 1, data.rfind(b"\n", 0, error.start)
-        found = f"byte 0x{data[error.start]:02x} at column {error.start - start}"
-        raise ConfigError(f"{path}:{line}: expected UTF-8, found {found}") from None
+        return strict_json.loads(path.read_text("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         place, message = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else "", first_line(error)
         raise ConfigError(f"{path}{place}: expected a JSON array, found invalid JSON: {message}") from None

@@ -1,6 +1,4 @@
-"""Rows of task files: fields, websites, checks.
-
-Rows of a task file: one line becomes a task, or an error that names the field, what was expected and what is there.
+"""Rows of a task file: one line becomes a task, or an error that names the field, what was expected and what is there.
 
 A row is never half-read: a field that a task has and a row gives must fit, whichever field it is.
 """
@@ -11,9 +9,9 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import FILE_SOURCES, FileTasksConfig
@@ -30,27 +28,27 @@ _ADDRESS = re.compile(
 _HOST = re.compile(r"(?:[a-z0-9_-]{1,63}\.)+[a-z0-9_-]{1,63}")
 
 
-class StartPage(NamedTuple):
-    """Where a task begins."""
-
-    url: str
-    website: str  # its host: lower case, A-labels, without a leading "www."
-
-
 @functools.lru_cache(maxsize=4096)
-def parse_website(text: str) -> StartPage:
-    """The start page that a field `website` names; without a scheme it is https, for local hosts http. Raises
-    ValueError.
+def parse_website(text: str) -> tuple[str, str]:
+    """The URL of the start page that a field `website` names, and its host: lower case, A-labels, no leading "www.".
+
+    Without a scheme the URL is https, for local hosts http. Raises ValueError.
     """
     text = text.strip()
     match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match[3] or 443) < 65536:
         raise ValueError(text)
-    host = _canonical_host(match[2].removesuffix("."))
+    host = match[2].removesuffix(".").lower()
+    if not host.isascii():
+        import idna  # of the browsers' extra; few hosts need it
+
+        host = idna.encode(idna.uts46_remap(host, std3_rules=False, transitional=False)).decode().lower()
+    if len(host) > 253 or not (_HOST.fullmatch(host) or host == LOCAL_SUFFIX[1:]):
+        raise ValueError(host)
     website = host.removeprefix("www.")
     website = website if "." in website else host
     scheme = "https" if is_public(website) else "http"
-    return StartPage(text if match[1] else f"{scheme}://{text}", website)
+    return text if match[1] else f"{scheme}://{text}", website
 
 
 def is_public(website: str) -> bool:
@@ -58,18 +56,8 @@ def is_public(website: str) -> bool:
     return website != LOCAL_SUFFIX[1:] and not website.endswith(LOCAL_SUFFIX)
 
 
-def _canonical_host(host: str) -> str:
-    if not host.isascii():
-        import idna  # of the browsers' extra; few hosts need it
-
-        host = idna.encode(idna.uts46_remap(host, std3_rules=False, transitional=False)).decode()
-    host = host.lower()
-    if len(host) > 253 or not (_HOST.fullmatch(host) or host == LOCAL_SUFFIX[1:]):
-        raise ValueError(host)
-    return host
-
-
 TASK_FIELDS = ("id", "instruction", "website", "benchmark", "domain", "subdomain", "difficulty", "facts", "answer")
+_TEXT_FIELDS = ("instruction", "website", "benchmark", "domain", "subdomain")
 NEEDED_FIELDS = ("id", "instruction", "website")
 
 
@@ -77,7 +65,7 @@ NEEDED_FIELDS = ("id", "instruction", "website")
 class FieldMap:
     """Where a row holds the fields of a task."""
 
-    names: Mapping[str, tuple[str, ...]]  # fields of the row by field of the task; the first that a row has is read
+    names: Mapping[str, tuple[str, ...]]  # field of the row by field of the task; for the answer there may be several
     required: tuple[str, ...] = NEEDED_FIELDS  # fields of a task that every row has
     benchmark: str = ""  # of rows without one
     named: tuple[str, ...] = ()  # fields of a task that tasks.fields names: a row has them, even if null
@@ -130,7 +118,8 @@ def make_field_map(source: str, fields: Mapping[str, str]) -> FieldMap:
     """The map of a format, with `fields` (tasks.fields) in place of its own entries. Raises ConfigError."""
     for name, column in fields.items():
         if name not in TASK_FIELDS:
-            raise ConfigError(f"tasks.fields: {name!r} is not one of {', '.join(TASK_FIELDS)}{_near(name)}")
+            near = close_matches(name, TASK_FIELDS)
+            raise ConfigError(f"tasks.fields: {name!r} is not one of {', '.join(TASK_FIELDS)}{near}")
         if not column:
             raise ConfigError(f"tasks.fields.{name} is empty; give the name of a field of the task file")
     base = FORMATS[source]
@@ -151,10 +140,6 @@ def field_map_of(tasks: FileTasksConfig) -> FieldMap:
     return make_field_map(tasks.source, tasks.fields)
 
 
-def _near(name: str) -> str:
-    return close_matches(name, TASK_FIELDS)
-
-
 MOST_FACTS = {"easy": 3, "medium": 6}  # of a difficulty; hard has more
 DEFAULT_DIFFICULTY = "medium"  # of rows with neither difficulty nor facts
 MAX_DIFFICULTY = 1000
@@ -162,6 +147,7 @@ MAX_LINE_BYTES = 16 * 2**20
 _MISSING = object()
 _FOUND_CHARACTERS = 60
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class RowError(ValueError):
@@ -187,30 +173,35 @@ def parse_line(data: bytes) -> dict[str, Any]:
 
 def parse_task(row: Mapping[str, Any], fields: FieldMap) -> Task:
     """The task of a row, with a step limit of 0. Raises RowError."""
-    values = _Values(row, fields)
-    facts = values.facts()
-    difficulty, fact_count = values.difficulty(len(facts))
-    start = values.start_page()
-    domain = values.text("domain")
+    values = {field: _value(row, fields, field) for field in TASK_FIELDS}
+    texts = {field: _text(*values[field], field in fields.required) for field in _TEXT_FIELDS}
+    facts = _facts(*values["facts"], "facts" in fields.required)
+    difficulty, fact_count = _difficulty(*values["difficulty"], "difficulty" in fields.required, len(facts))
+    name, identifier = values["id"]
+    try:
+        url, website = parse_website(texts["website"])
+    except ValueError:
+        raise _unexpected(values["website"][0], EXPECTED, values["website"][1]) from None
     return Task(
-        id=values.identifier(),
+        id=str(identifier) if _is_number(identifier, int) else _text(name, identifier, required=True),
         source=SOURCE_NAME,
-        environment=environment_name(domain),
+        environment=environment_name(texts["domain"]),
         seed=0,
         max_steps=0,
-        instruction=values.text("instruction"),
+        instruction=texts["instruction"],
         difficulty=difficulty,
-        answer=values.answer(),
-        url=start.url,
-        website=start.website,
-        benchmark=values.text("benchmark") or fields.benchmark,
-        domain=domain,
-        subdomain=values.text("subdomain"),
+        answer=_answer(row, fields.names.get("answer", ())),
+        url=url,
+        website=website,
+        benchmark=texts["benchmark"] or fields.benchmark,
+        domain=texts["domain"],
+        subdomain=texts["subdomain"],
         fact_count=fact_count,
         facts=facts,
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def environment_name(domain: str) -> str:
     """The name of a domain in metrics: lower case letters and digits, with hyphens between."""
     return _NOT_IN_NAMES.sub("-", domain.lower()).strip("-") or ENVIRONMENT_NAME
@@ -221,127 +212,95 @@ def difficulty_of(fact_count: int) -> str:
     return next((name for name, most in MOST_FACTS.items() if fact_count <= most), DIFFICULTIES[-1])
 
 
-class _Values:
-    """The fields of one row, checked as they are read. Methods raise RowError."""
-
-    def __init__(self, row: Mapping[str, Any], fields: FieldMap) -> None:
-        self._row, self._fields = row, fields
-
-    def identifier(self) -> str:
-        """Text, or an integer, which some benchmarks count by."""
-        name, value = self._get("id")
-        if isinstance(value, int) and not isinstance(value, bool):
-            return str(value)
-        return _checked_text(name, value, required=True)
-
-    def text(self, field: str) -> str:
-        """Text without surrounding space; empty for a row without it."""
-        name, value = self._get(field)
-        return _checked_text(name, value, field in self._fields.required)
-
-    def start_page(self) -> StartPage:
-        name, value = self._get("website")
-        try:
-            return parse_website(_checked_text(name, value, required=True))
-        except RowError:
-            raise
-        except ValueError:
-            raise _unexpected(name, EXPECTED, value) from None
-
-    def answer(self) -> str | None:
-        """Text, or a number as Python writes it (12.50 is "12.5"); None without one. Fields that have one agree."""
-        self._get("answer")  # raises for a row without a field that tasks.fields names
-        found = ("", "")
-        for name in self._fields.names.get("answer", ()):
-            value = self._row.get(name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            text = json.dumps(value) if is_number else _checked_text(name, value, required=False)
-            if text and found[1] not in ("", text):
-                raise _unexpected(name, f"the answer of {found[0]}, {_describe(found[1])}", value)
-            found = (name, text) if text else found
-        return found[1] or None
-
-    def difficulty(self, facts: int) -> tuple[str, int]:
-        """Level, and number of facts (0: not given). By the facts of a row that names no difficulty."""
-        name, value = self._get("difficulty")
-        if value in (None, _MISSING) and "difficulty" not in self._fields.required:
-            return (difficulty_of(facts), facts) if facts else (DEFAULT_DIFFICULTY, 0)
-        if isinstance(value, str) and value.strip().lower() in DIFFICULTIES:
-            return value.strip().lower(), 0
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_DIFFICULTY:
-            expected = f"an integer from 0 to {MAX_DIFFICULTY}, or one of {', '.join(DIFFICULTIES)}"
-            raise _unexpected(name, expected, value)
-        return difficulty_of(value), value
-
-    def facts(self) -> tuple[RubricFact, ...]:
-        """The facts of all groups. Legacy rows hold texts, or a description, in place of groups with facts."""
-        name, value = self._get("facts")
-        if value in (None, _MISSING, "", []) and "facts" not in self._fields.required:
-            return ()
-        groups = [value] if isinstance(value, str) and value else value
-        if not isinstance(groups, list) or not groups:
-            raise _unexpected(name, "a list of {id, description, facts}, not empty", value)
-        return tuple(fact for number, group in enumerate(groups, 1) for fact in _facts_of_group(name, number, group))
-
-    def _get(self, field: str) -> tuple[str, Any]:
-        """Name and value of the first field of the row that holds a field of the task."""
-        names = self._fields.names.get(field, ())
-        for name in names:
-            if self._row.get(name) is not None:
-                return name, self._row[name]
-        name = names[0] if names else field
-        if any(other in self._row for other in names):
-            return name, None
-        if field in self._fields.named:
-            raise _unexpected(name, "a value or null, because tasks.fields names it", _MISSING)
-        return name, _MISSING
+def _value(row: Mapping[str, Any], fields: FieldMap, field: str) -> tuple[str, Any]:
+    """Name and value of the field of a row that holds a field of the task."""
+    if field not in fields.names:
+        return field, _MISSING
+    name = fields.names[field][0]
+    value = row.get(name, _MISSING)
+    if value is _MISSING and field in fields.named:
+        raise _unexpected(name, "a value or null, because tasks.fields names it", value)
+    return name, value
 
 
-def _facts_of_group(name: str, number: int, group: Any) -> Iterator[RubricFact]:
-    place = f"{name}[{number - 1}]"
+def _text(name: str, value: Any, required: bool) -> str:
+    """The text without surrounding space; empty without one that is required."""
+    if isinstance(value, str):
+        text = value.strip()
+        if not text.isascii() and (half := _SURROGATE.search(text)):
+            place = half.start() + 1
+            raise RowError(f"field {name}: expected text, found half of a surrogate pair at character {place}")
+        if text or not required:
+            return text
+        raise _unexpected(name, "text that is not empty", value)
+    if required or value not in (None, _MISSING):
+        raise _unexpected(name, "text", value)
+    return ""
+
+
+def _answer(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """Text, or a number as Python writes it (12.50 is "12.5"); None without one. Fields that have one agree."""
+    first, answer = "", ""
+    for name in names:
+        value = row.get(name)
+        text = json.dumps(value) if _is_number(value, int | float) else _text(name, value, required=False)
+        if text and answer not in ("", text):
+            raise _unexpected(name, f"the answer of {first}, {_describe(answer)}", value)
+        first, answer = (name, text) if text else (first, answer)
+    return answer or None
+
+
+def _difficulty(name: str, value: Any, required: bool, facts: int) -> tuple[str, int]:
+    """Level, and number of facts (0: not given). By the facts of a row that names no difficulty."""
+    if value in (None, _MISSING) and not required:
+        return (difficulty_of(facts), facts) if facts else (DEFAULT_DIFFICULTY, 0)
+    if isinstance(value, str) and value.strip().lower() in DIFFICULTIES:
+        return value.strip().lower(), 0
+    if not _is_number(value, int) or not 0 <= value <= MAX_DIFFICULTY:
+        expected = f"an integer from 0 to {MAX_DIFFICULTY}, or one of {', '.join(DIFFICULTIES)}"
+        raise _unexpected(name, expected, value)
+    return difficulty_of(value), value
+
+
+def _facts(name: str, value: Any, required: bool) -> tuple[RubricFact, ...]:
+    """The facts of all groups. Legacy rows hold texts, or a description, in place of groups with facts."""
+    if value in (None, _MISSING, "", []) and not required:
+        return ()
+    groups = [value] if isinstance(value, str) and value else value
+    if not isinstance(groups, list) or not groups:
+        raise _unexpected(name, "a list of {id, description, facts}, not empty", value)
+    return tuple(
+        fact for index, group in enumerate(groups) for fact in _facts_of_group(f"{name}[{index}]", index, group)
+    )
+
+
+def _facts_of_group(place: str, index: int, group: Any) -> list[RubricFact]:
     if isinstance(group, str):
-        yield RubricFact(str(number), "", _checked_text(place, group, required=True))
-        return
+        return [RubricFact(str(index + 1), "", _text(place, group, required=True))]
     if not isinstance(group, dict):
         raise _unexpected(place, "{id, description, facts} or text", group)
-    identifier = group.get("id")
-    if not isinstance(identifier, str | int | None) or isinstance(identifier, bool):
-        raise _unexpected(f"{place}.id", "text or an integer", identifier)
-    key = str(number) if identifier is None or identifier == "" else str(identifier)
-    facts = group.get("facts")
-    others = [key for key, other in group.items() if other is not None and key not in ("id", "description")]
-    if facts is None and others:
-        found = ", ".join(map(_describe, others))
-        raise RowError(f"field {place}: expected the key facts, or only id and description, found {found}")
-    description = _checked_text(f"{place}.description", group.get("description", _MISSING), required=facts is None)
+    key, facts = group.get("id"), group.get("facts")
+    if not isinstance(key, str | int | None) or isinstance(key, bool):
+        raise _unexpected(f"{place}.id", "text or an integer", key)
+    key = str(index + 1) if key in (None, "") else str(key)
     if facts is None:
-        yield RubricFact(key, "", description)
-        return
+        others = [name for name, value in group.items() if value is not None and name not in ("id", "description")]
+        if others:
+            found = ", ".join(map(_describe, others))
+            raise RowError(f"field {place}: expected the key facts, or only id and description, found {found}")
+    description = _text(f"{place}.description", group.get("description", _MISSING), required=facts is None)
+    if facts is None:
+        return [RubricFact(key, "", description)]
     if not isinstance(facts, list) or not facts:
         raise _unexpected(f"{place}.facts", "a list of texts, not empty", facts)
-    for index, fact in enumerate(facts):
-        yield RubricFact(key, description, _checked_text(f"{place}.facts[{index}]", fact, required=True))
+    return [
+        RubricFact(key, description, _text(f"{place}.facts[{number}]", fact, required=True))
+        for number, fact in enumerate(facts)
+    ]
 
 
-def _checked_text(name: str, value: Any, required: bool) -> str:
-    """The text without surrounding space. Raises RowError."""
-    if isinstance(value, str) and value.isascii() and (text := value.strip()):
-        return text  # as nearly all are
-    if value in (None, _MISSING) and not required:
-        return ""
-    if not isinstance(value, str):
-        raise _unexpected(name, "text", value)
-    text = value.strip()
-    if required and not text:
-        raise _unexpected(name, "text that is not empty", value)
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RowError(
-                f"field {name}: expected text, found half of a surrogate pair at character {error.start + 1}"
-            ) from None
-    return text
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _unexpected(name: str, expected: str, value: Any) -> RowError:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import FileTasksConfig
-from megatron_webrl.tasks.files.rows import field_map_of, is_public
-from megatron_webrl.tasks.files.table import TEST_FILE, TRAIN_FILE, TaskTable, load_tasks
+from megatron_webrl.tasks.files.rows import is_public
+from megatron_webrl.tasks.files.table import TEST_FILE, TRAIN_FILE, TaskTable, load_task_files
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.row_sampler import RowSampler
 from megatron_webrl.tasks.web import ENVIRONMENT_NAME
@@ -25,8 +25,7 @@ class FileTaskSource(WebPageSource):
     def __init__(self, tasks: FileTasksConfig) -> None:
         """Raises ConfigError for a file that cannot be read, for rows that do not fit, and for shared websites."""
         super().__init__(tasks)
-        fields, files = field_map_of(tasks), {TRAIN_FILE: tasks.train_file, TEST_FILE: tasks.test_file}
-        tables = {setting: load_tasks(path, setting, fields) for setting, path in files.items() if path}
+        tables = load_task_files(tasks)
         if not tables:
             raise ConfigError(f"tasks.source={tasks.source} needs tasks.train_file or tasks.test_file")
         self._tables, self._training, self._test = tables.values(), tables.get(TRAIN_FILE), tables.get(TEST_FILE)

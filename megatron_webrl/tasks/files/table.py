@@ -24,6 +24,7 @@ from megatron_webrl.util.text import count_noun
 
 log = logging.getLogger(__name__)
 
+TRAIN_FILE, TEST_FILE = "tasks.train_file", "tasks.test_file"
 SHOWN_FAULTS = 10
 MAX_DOMAINS = 100  # with more, tasks have one environment: names of domains are names of metrics
 
@@ -101,10 +102,15 @@ def _load(text: str, setting: str, fields: FieldMap, version: tuple[int, int, in
     return table
 
 
+def load_task_files(tasks: FileTasksConfig) -> dict[str, TaskTable]:
+    """The tasks of tasks.train_file and tasks.test_file by setting, without one that is empty. Raises ConfigError."""
+    paths, fields = {TRAIN_FILE: tasks.train_file, TEST_FILE: tasks.test_file}, field_map_of(tasks)
+    return {setting: load_tasks(path, setting, fields) for setting, path in paths.items() if path}
+
+
 # Digests of the task files of a configuration, which must be the same on all nodes of a job, and when it resumes.
 
 TASK_FILES = "tasks/files"  # fact of the control service: the trainer's FileDigest by setting
-TRAIN_FILE, TEST_FILE = "tasks.train_file", "tasks.test_file"
 
 
 class FileDigest(NamedTuple):
@@ -118,10 +124,7 @@ def task_file_digests(tasks: TasksConfig) -> dict[str, FileDigest]:
     """The digest of each task file by its setting; empty for other sources. Raises ConfigError."""
     if not isinstance(tasks, FileTasksConfig) or tasks.from_import_path:
         return {}
-    paths, fields = {TRAIN_FILE: tasks.train_file, TEST_FILE: tasks.test_file}, field_map_of(tasks)
-    return {
-        setting: FileDigest(path, load_tasks(path, setting, fields).digest) for setting, path in paths.items() if path
-    }
+    return {setting: FileDigest(table.name, table.digest) for setting, table in load_task_files(tasks).items()}
 
 
 def difference_between_nodes(trainers: Mapping[str, Any], files: Mapping[str, FileDigest], role: str) -> str | None:

@@ -132,7 +132,7 @@ class SiteTaskSource(LocalTaskSource):
         goal, difficulty = get_goal(environment, seed), ENVIRONMENTS[environment].difficulty
         return Task(
             id=f"{SOURCE_NAME}/{environment}/{seed}", source=SOURCE_NAME, environment=environment, seed=seed,
-            max_steps=self.training_max_steps(difficulty), instruction=goal.instruction, difficulty=difficulty,
+            max_steps=self.training_steps(difficulty, None), instruction=goal.instruction, difficulty=difficulty,
             answer=goal.answer,
         )  # fmt: skip
 

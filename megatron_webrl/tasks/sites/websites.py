@@ -36,7 +36,6 @@ DENYING_NUMBERS = range(9_000, 9_500)  # websites that deny access to everyone
 MOODY_NUMBERS = range(9_500, 10_000)  # websites that deny access to half of their visitors
 VISITOR_COOKIE = "visitor"
 MAX_VISITORS = 1024  # the one that has been idle longest is forgotten first
-MAX_COUNTED_HOSTS = 4096
 _HOST = re.compile(rf"({'|'.join(SITE_APPS)})-(0|[1-9][0-9]{{0,3}})\.localhost")
 _GENERATORS = {entry.app_class.name: entry.generate_data for entry in ENVIRONMENTS.values()}
 _DENIED = Path(__file__).with_name("templates").joinpath("denied.html").read_bytes()
@@ -176,7 +175,7 @@ class OfflineWebsites:
 
     def __init__(self, latency: LatencyConfig | None = None) -> None:
         self._server = LocalServer(self._respond, "offline-websites")
-        self._delays = EpisodeDelays(latency or LatencyConfig(), MAX_COUNTED_HOSTS)
+        self._delays = EpisodeDelays(latency or LatencyConfig())
         self._lock = threading.Lock()
         self._visitors: OrderedDict[str, Visitor] = OrderedDict()  # by secret, longest idle first
 
