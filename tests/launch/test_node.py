@@ -53,7 +53,7 @@ class Machine:
         def holds() -> bool:
             assert self.node.poll_failures() is None
             if condition == "runs":
-                return role.restart_at is None and role.process.output.last_line() == "served"
+                return role.restart_at is None and role.process.last_line() == "served"
             return not role.is_active
 
         until(holds, f"{role.name} {condition}")
