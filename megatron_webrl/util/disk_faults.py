@@ -25,7 +25,7 @@ def is_file_system_failure(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def watch_for_stall(folder: Path, on_stall: Callable[[str], None]) -> Iterator[None]:
+def watch_for_stall(folder: Path, on_stall: Callable[[str], object]) -> Iterator[None]:
     """Call `on_stall`, in a thread, with a message when the file system of `folder` has not answered STALL_SECONDS.
 
     A thread touches the folder every TOUCH_SECONDS; a file system that fails has answered.
