@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.client import ControlClient, TicketClaim
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.control.journal import restore
 from megatron_webrl.control.server import serve
+from megatron_webrl.control.state import TICKETS
 from megatron_webrl.types import TaskReference
 from tests.waiting import until
 
@@ -47,6 +48,12 @@ def connect(address: Path, role: str) -> ControlClient:
 def tickets(numbers: Iterable[int]) -> dict[int, TaskReference]:
     """Tickets with a task each, as a trainer issues them."""
     return {number: TaskReference(f"task {number}", "click-test", number, 3) for number in numbers}
+
+
+def claim_tickets(control: ControlClient, count: int, wait_seconds: float = 0.0) -> list[TicketClaim]:
+    """Claim up to `count` tickets as a worker, and wait up to `wait_seconds` for one."""
+    claims = control.claim(TICKETS, control.role, count, wait_seconds=wait_seconds)
+    return list(map(TicketClaim.from_json, claims))
 
 
 def facts(address: Path) -> set[str]:

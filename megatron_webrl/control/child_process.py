@@ -14,7 +14,6 @@ import ctypes
 import faulthandler
 import gc
 import hashlib
-import math
 import os
 import random
 import select
@@ -56,111 +55,22 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Runs in a new interpreter before the role's program: a preexec_fn can block on a lock held by a thread at the fork.
 _BOOTSTRAP = """
 import ctypes, os, resource, signal, sys
-parent, cores, files, command = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]
-soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-wanted = files if hard == resource.RLIM_INFINITY else min(hard, files)
-if soft != resource.RLIM_INFINITY and soft < wanted:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-if cores:
-    try:
-        os.sched_setaffinity(0, map(int, cores.split(",")))
-    except OSError as error:
-        sys.stderr.write(f"cannot be bound to cores {cores}: {error.strerror}\\n")
-        os._exit(126)
-if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:
-    os._exit(125)
+parent, cores, files, *command = sys.argv[1:]
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(files) if hard < 0 else min(int(files), hard), hard))
 try:
-    os.execvp(command[0], command)
+    if cores:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == int(parent):
+        os.execvp(command[0], command)
 except OSError as error:
-    sys.stderr.write(f"{command[0]}: {error.strerror}\\n")
-    os._exit(127)
+    sys.exit(f"cannot run {command[0]} on cores {cores or 'of any number'}: {error.strerror}")
 """
 
 
 class ProcessError(RuntimeError):
     """A process could not be started or bound to its parent."""
-
-
-class ChildLog:
-    """Copies the output of one life of a child to a log file of limited size, and keeps its last lines.
-
-    The child and its own children write to a pipe, which a thread of the parent reads, so that a rotation loses no
-    line. An error of the file system costs lines, which are counted, and never blocks the child.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """`path`: a file, or what can be opened as one, such as this process's own output."""
-        self.path = path
-        self._read_fd, self.write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        self._lock = threading.Lock()
-        self._tail, self._lost, self._open = b"", 0, True
-        self._write(b"")
-
-    def start(self, name: str) -> None:
-        """Copy until the last process that can write has ended; the parent's end of the pipe is closed."""
-        os.close(self.write_fd)
-        threading.Thread(target=self._run, name=f"log of {name}", daemon=True).start()
-
-    def add(self, line: str) -> None:
-        """Add a line of the parent's own."""
-        with self._lock:
-            self._write(f"{line}\n".encode())
-
-    def last_line(self) -> str:
-        """The last line that this life has written (see the function)."""
-        self.drain()
-        with self._lock:
-            return last_line(self._tail.decode(errors="replace"))
-
-    def drain(self) -> None:
-        """Copy what the child has written so far."""
-        while self._copy():
-            pass
-
-    def _run(self) -> None:
-        while self._open:
-            select.select([self._read_fd], [], [])
-            self._copy()
-
-    def _copy(self) -> bool:
-        """Copy one chunk, if there is one. Closes the pipe once nobody can write any more."""
-        with self._lock, suppress(BlockingIOError):
-            if not self._open:
-                return False
-            if chunk := os.read(self._read_fd, 2**16):
-                self._write(chunk)
-                return True
-            self._open = False
-            os.close(self._read_fd)
-        return False
-
-    def _write(self, chunk: bytes) -> None:
-        self._tail = (self._tail + chunk)[-TAIL_BYTES:]
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            size = self._append(b"")
-            line, newline, rest = chunk.partition(b"\n")
-            if size >= (MAX_LOG_BYTES if newline else 2 * MAX_LOG_BYTES):  # lines stay whole
-                self._append(line + newline)
-                for number in range(KEPT_LOGS, 0, -1):
-                    newer = self.path.with_name(f"{self.path.name}.{number - 1}") if number > 1 else self.path
-                    if newer.exists():
-                        newer.replace(self.path.with_name(f"{self.path.name}.{number}"))
-                chunk = rest
-            if self._lost:
-                self._append(f"ERROR {self._lost} bytes of output were lost: the log was not writable\n".encode())
-                self._lost = 0
-            self._append(chunk)
-        except OSError:  # such as a full disk
-            self._lost += len(chunk)
-
-    def _append(self, data: bytes) -> int:
-        """Add to the file; returns its size."""
-        with self.path.open("ab", buffering=0) as file:
-            while data:
-                data = data[file.write(data) :]
-            return os.fstat(file.fileno()).st_size
 
 
 def last_line(text: str) -> str:
@@ -171,24 +81,91 @@ def last_line(text: str) -> str:
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """A process whose output is copied to its log: all of it, once `poll` or `wait` has returned its exit code."""
+    """A process whose output is copied to a log file of limited size: all of it, once `poll` or `wait` has returned its
+    exit code.
 
-    output: ChildLog  # set by start_process
+    It and its own children write to a pipe, which a thread of this process reads, so that a rotation loses no line. An
+    error of the file system costs lines, which are counted, and never blocks the child.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str], name: str) -> None:
+        """`log`: a file, or what can be opened as one, such as this process's own output."""
+        self.log = log
+        self._tail, self._lost = b"", 0
+        self._lock = threading.Lock()
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(read_fd, False)
+        self._pipe = os.fdopen(read_fd, "rb", buffering=0)
+        self._write(b"")
+        threading.Thread(target=self._copy_all, name=f"log of {name}", daemon=True).start()
+        try:
+            super().__init__(
+                command, stdin=subprocess.DEVNULL, stdout=write_fd, stderr=subprocess.STDOUT, env=env,
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(write_fd)
 
     def describe_end(self) -> str:
         """How it has ended, with the last line of this life's log: "killed by SIGKILL; last log line: ready"."""
-        return f"{describe_exit(self.returncode)}; last log line: {self.output.last_line()}"
+        return f"{describe_exit(self.returncode)}; last log line: {self.last_line()}"
 
     def poll(self) -> int | None:
         code = super().poll()
         if code is not None:
-            self.output.drain()
+            self._drain()
         return code
 
     def wait(self, timeout: float | None = None) -> int:
         code = super().wait(timeout)
-        self.output.drain()
+        self._drain()
         return code
+
+    def add_line(self, line: str) -> None:
+        """Add a line of the parent's own to the log."""
+        with self._lock:
+            self._write(f"{line}\n".encode())
+
+    def last_line(self) -> str:
+        """The last line that this life has written (see the function)."""
+        self._drain()
+        return last_line(self._tail.decode(errors="replace"))
+
+    def _drain(self) -> None:
+        while self._copy():
+            pass
+
+    def _copy_all(self) -> None:
+        while self._copy() != b"":
+            select.select([self._pipe], [], [])
+        with self._lock:
+            self._pipe.close()
+
+    def _copy(self) -> bytes | None:
+        """Copy a chunk; None if there is none yet, empty once nobody can write any more."""
+        with self._lock:
+            if chunk := b"" if self._pipe.closed else self._pipe.read(2**16):
+                self._write(chunk)
+            return chunk
+
+    def _write(self, chunk: bytes) -> None:
+        whole_lines = not self._tail or self._tail.endswith(b"\n")
+        self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            if self.log.is_file() and self.log.stat().st_size >= MAX_LOG_BYTES * (1 if whole_lines else 2):
+                for number in range(KEPT_LOGS, 0, -1):
+                    newer = self.log.with_name(f"{self.log.name}.{number - 1}") if number > 1 else self.log
+                    if newer.exists():
+                        newer.replace(self.log.with_name(f"{self.log.name}.{number}"))
+            with self.log.open("ab", buffering=0) as file:
+                if self._lost:
+                    file.write(f"ERROR {self._lost} bytes of output were lost: the log was not writable\n".encode())
+                    self._lost = 0
+                while chunk:
+                    chunk = chunk[file.write(chunk) :]
+        except OSError:  # such as a full disk
+            self._lost += len(chunk)
 
 
 def collect_garbage() -> None:
@@ -244,29 +221,17 @@ def start_process(
 ) -> ChildProcess:
     """Start a role in a session of its own; the kernel kills it when this process ends.
 
-    Output is appended to `log` (see ChildLog). `env`: its environment; owner and role name are added. `cores`: cores to
-    bind it to (empty: any); it ends at once if the machine has none of them. Its soft limit of open files is raised to
-    MAX_OPEN_FILES, or to the hard limit. Raises ProcessError outside the main thread: the kernel would kill the role
+    Output is appended to `log`. `env`: its environment; owner and role name are added. `cores`: cores to bind it to
+    (empty: any); it ends at once if the machine has none of them. Its soft limit of open files is MAX_OPEN_FILES, or
+    the hard limit. Raises ProcessError outside the main thread: the kernel would kill the role
     when the calling thread ends.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ProcessError(f"{name} must be started from the main thread: it dies with the thread that starts it")
-    bootstrap = [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), ",".join(map(str, cores))]
-    bootstrap.append(str(MAX_OPEN_FILES))
-    output = ChildLog(log)
-    try:
-        process = ChildProcess(
-            [*bootstrap, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output.write_fd,
-            stderr=subprocess.STDOUT,
-            env={**env, **owner_environment(), ROLE_VARIABLE: name},
-            start_new_session=True,
-        )
-    finally:
-        output.start(name)
-    process.output = output
-    return process
+    bootstrap = [sys.executable, "-I", "-S", "-c", _BOOTSTRAP]
+    options = [str(os.getpid()), ",".join(map(str, cores)), str(MAX_OPEN_FILES)]
+    environment = {**env, **owner_environment(), ROLE_VARIABLE: name}
+    return ChildProcess([*bootstrap, *options, *command], log, environment, name)
 
 
 def restart_delay(number: int, chance: float) -> float:
@@ -436,22 +401,22 @@ def terminate_tree(process: subprocess.Popen[bytes], seconds: float = 0.0) -> No
 def _end(find: Callable[[], list[psutil.Process]], seconds: float, kill_after: float = 0.0) -> list[psutil.Process]:
     """End the processes that `find` returns: SIGTERM, after `kill_after` seconds SIGKILL; return the remaining ones.
 
-    Resource trackers have half of the time after that: they first remove the shared memory of dead processes. The time
-    after SIGKILL counts from the first one, as a busy machine may delay it beyond `seconds`.
+    Resource trackers have half of the time after that: they first remove the shared memory of dead processes.
     """
-    begun, terminated, deadline = time.monotonic(), set(), math.inf if seconds else 0.0
-    while (left := find()) and (now := time.monotonic()) < deadline:
-        elapsed = now - begun
-        if elapsed >= kill_after:
-            deadline = min(deadline, now + seconds - kill_after)
-        for process in left:
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if elapsed >= kill_after and (now >= deadline - (seconds - kill_after) / 2 or not _is_tracker(process)):
-                    process.kill()
-                elif kill_after and process not in terminated:  # psutil compares pid and start time
-                    terminated.add(process)
-                    process.terminate()
-        time.sleep(_POLL_SECONDS)
+    terminated: set[psutil.Process] = set()  # psutil compares pid and start time
+    left = find()
+    for step, limit in enumerate((kill_after, (seconds - kill_after) / 2, (seconds - kill_after) / 2)):
+        deadline = time.monotonic() + limit
+        while left and time.monotonic() < deadline:
+            for process in left:
+                with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    if step == 2 or (step == 1 and "multiprocessing.resource_tracker" not in str(process.cmdline())):
+                        process.kill()
+                    elif step == 0 and process not in terminated:
+                        terminated.add(process)
+                        process.terminate()
+            time.sleep(_POLL_SECONDS)
+            left = find()
     return left
 
 
@@ -467,42 +432,28 @@ def dump_stacks(leader: int, log: Path, why: str) -> list[str]:
     """
     missing = []
     for process in family(leader):
-        name, problem = process_name(process.pid), ""
+        name = process_name(process.pid)
         with suppress(psutil.Error, OSError):  # it has ended, or the disk fails, which is no reason not to kill
-            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                problem = f"{name} is stopped and cannot show its stacks"
-            elif _handles_dump_signal(process):
-                _add_line(log, f"stacks of {name}: {why}")
+            if _handles_dump_signal(process):
+                with log.open("a") as file:
+                    file.write(f"-- stacks of {name}: {why} --\n")
                 before = size = log.stat().st_size
                 process.send_signal(DUMP_SIGNAL)
                 deadline = time.monotonic() + _DUMP_SECONDS
                 while time.monotonic() < deadline and (size == before or size != log.stat().st_size):
                     size = log.stat().st_size
                     time.sleep(0.1)  # without more lines: the dump is complete
+                if size == before:
+                    missing.append(f"{name} does not show its stacks: it is stopped, or waits for a device")
             elif process.pid == leader:
-                problem = f"{name} does not show its stacks yet: it has only just started"
-            if problem:
-                missing.append(problem)
-                _add_line(log, problem)
+                missing.append(f"{name} does not show its stacks yet: it has only just started")
     return missing
-
-
-def _add_line(log: Path, message: str) -> None:
-    with log.open("a") as file:
-        file.write(f"-- {message} --\n")
 
 
 def _handles_dump_signal(process: psutil.Process) -> bool:
     """Whether a process is a Python with a handler for the signal; other programs use it otherwise."""
     caught = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigCgt" in line)
     return Path(process.exe()).name.startswith("python") and bool(int(caught.split()[1], 16) >> (DUMP_SIGNAL - 1) & 1)
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    """Whether this is Python's resource tracker, which removes semaphores and shared memory of ended processes."""
-    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
-    return False
 
 
 def _running(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -575,10 +526,9 @@ def reap(roles: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def process_name(pid: int) -> str:
     """Name and pid of a process: "python (17)"."""
-    try:
-        return f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({pid})"
-    except (FileNotFoundError, ProcessLookupError):
-        return f"ended ({pid})"
+    with suppress(psutil.NoSuchProcess):
+        return f"{psutil.Process(pid).name()} ({pid})"
+    return f"ended ({pid})"
 
 
 def _stat(pid: int) -> list[str]:

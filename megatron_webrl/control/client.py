@@ -281,14 +281,6 @@ class ControlClient:
         tasks = {ticket: TaskReference(*task) for ticket, task in found["open"]}
         return [(epoch, version) for epoch, version in found["epochs"]], tasks, found["end"]
 
-    def claim_tickets(self, count: int, sharers: int = 1, wait_seconds: float = 0.0) -> list[TicketClaim]:
-        """Worker: claim up to `count` tickets, at most the share of one of `sharers` workers in the free ones.
-
-        Waits up to `wait_seconds` for one, as claims of other queues do. The facts that this client reads afterwards
-        are from after the claim.
-        """
-        return list(map(TicketClaim.from_json, self.claim(TICKETS, self.role, count, sharers, wait_seconds)))
-
     def unfinished_claims(self) -> list[TicketClaim]:
         """Worker: tickets that earlier instances of this role claimed and did not close, in order."""
         return list(map(TicketClaim.from_json, self.run("claims_of", TICKETS, self.role)))

@@ -87,29 +87,28 @@ class Relay:
         self._loop.call_soon_threadsafe(self._feed.merge, changes, revision)
 
 
-class RelayThread:
-    """A relay in threads of this process. Serves from the time at which the control service first answers."""
+def start_relay(address_file: Path, name: str) -> int:
+    """Start a relay in threads of this process; returns its port. It serves once the control service has answered.
 
-    def __init__(self, address_file: Path, name: str) -> None:
-        """Listens at once, and while the process lives: no other can take the port, and get the token from roles that
-        look for the relay. Raises ConfigError.
-        """
-        self._address_file, self._name = address_file, name
-        self._listener = Listener(ListenAddress(HOST, 0))
-        os.dup(self._listener.socket.fileno())  # stays open
-        self.port: int = self._listener.socket.getsockname()[1]
-        threading.Thread(target=self._run, name="relay", daemon=True).start()
+    It listens at once, and while the process lives: no other can take the port, and get the token from roles that look
+    for the relay. Raises ConfigError.
+    """
+    listener = Listener(ListenAddress(HOST, 0))
+    os.dup(listener.socket.fileno())  # stays open
 
-    def _run(self) -> None:
+    async def serve(token: Token) -> None:
+        relay = Relay(address_file, name)
+        threading.Thread(target=relay.follow, name="relay-upstream", daemon=True).start()
+        async with run_http_server(json_app({"POST /sync": relay.sync}, token), listener) as ended:
+            await ended.wait()
+
+    def run() -> None:
         try:
-            address = Connection(self._address_file, self._name).connect()  # the file may be of an earlier job before
+            address = Connection(address_file, name).connect()  # the file may be of an earlier job before
         except ControlLost as error:
             log.warning("no relay: %s", error)
         else:
-            asyncio.run(self._serve(Token(self._address_file.name, address.token)))
+            asyncio.run(serve(Token(address_file.name, address.token)))
 
-    async def _serve(self, token: Token) -> None:
-        relay = Relay(self._address_file, self._name)
-        threading.Thread(target=relay.follow, name="relay-upstream", daemon=True).start()
-        async with run_http_server(json_app({"POST /sync": relay.sync}, token), self._listener) as ended:
-            await ended.wait()
+    threading.Thread(target=run, name="relay", daemon=True).start()
+    return int(listener.socket.getsockname()[1])

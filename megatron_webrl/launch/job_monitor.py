@@ -56,7 +56,7 @@ class JobMonitor:
             return
         line = ""
         if self.process.poll() is not None:
-            line = f"no pages of this job: the monitor {self.process.describe_end()} (log: {self.process.output.path})"
+            line = f"no pages of this job: the monitor {self.process.describe_end()} (log: {self.process.log})"
         with suppress(OSError, ValueError):
             url = json.loads(self._file.read_text())["url"]
             secret = f"/?token={self._token}" if self._console.is_terminal else f" (token: {TOKEN_VARIABLE})"

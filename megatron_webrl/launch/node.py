@@ -142,14 +142,14 @@ class Node:
             return self._run_step(placement, role, first_host, stub_command)
 
     def _run_step(self, placement: Placement, role: RoleName, first_host: str, stub_command: str) -> int:
-        from megatron_webrl.control.relay import RelayThread  # an HTTP server, which a job on this machine does without
+        from megatron_webrl.control.relay import start_relay  # an HTTP server, which a job on this machine does without
 
         child_process.die_with_parent(signal.SIGTERM)
         child_process.become_subreaper()
         if message := run_folder.sweep_leftovers():
             self.report(message)
         try:
-            self._relay_port = RelayThread(run_folder.control_address_path(self.config), self._name).port
+            self._relay_port = start_relay(run_folder.control_address_path(self.config), self._name)
             specs = process_specs(self.config, placement, self.number, [role], first_host, stub_command=stub_command)
             self.start_all(specs, binds=not stub_command)
             follows = role == "trainer" and self.config.cluster.nodes > 1 and not stub_command

@@ -162,7 +162,7 @@ class StackDumper:
             self.report(f"{role.name} has recovered and is not killed")
             return
         message = f"killing {role.name}: {request.reason}"
-        role.process.output.add(f"ERROR {message}")  # the last log line, which its supervisor reports
+        role.process.add_line(f"ERROR {message}")  # the last log line, which its supervisor reports
         self.report(message)
         self.journal.add(role.name, events.KILLED, request.reason, role.log)
         role.kill()

@@ -13,7 +13,6 @@ INFRASTRUCTURE_EXIT_CODE = 74  # of a role or a job that lost its file system, o
 _FILE_SYSTEM_ERRORS = {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EROFS}
 STALL_SECONDS = 300.0  # from which a file system that does not answer counts as lost
 TOUCH_SECONDS = 15.0
-_JOIN_SECONDS = 1.0
 
 
 def is_file_system_failure(error: BaseException | None) -> bool:
@@ -26,18 +25,16 @@ def is_file_system_failure(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def watch_for_stall(folder: Path, on_stall: Callable[[str], None]) -> Iterator[None]:
+def watch_for_stall(folder: Path, on_stall: Callable[[str], object]) -> Iterator[None]:
     """Call `on_stall`, in a thread, with a message when the file system of `folder` has not answered STALL_SECONDS.
 
     A thread touches the folder every TOUCH_SECONDS; a file system that fails has answered.
     """
     end, message = threading.Event(), f"the file system of {folder} has stalled for {STALL_SECONDS:.0f} s"
-    alarm = threading.Timer(STALL_SECONDS, on_stall, [message])
 
     def touch() -> None:
-        nonlocal alarm
         while not end.is_set():
-            alarm = threading.Timer(STALL_SECONDS, on_stall, [message])
+            alarm = threading.Timer(STALL_SECONDS, lambda: end.is_set() or on_stall(message))
             alarm.daemon = True
             alarm.start()
             with suppress(OSError):
@@ -45,11 +42,8 @@ def watch_for_stall(folder: Path, on_stall: Callable[[str], None]) -> Iterator[N
             alarm.cancel()
             end.wait(TOUCH_SECONDS)
 
-    thread = threading.Thread(target=touch, name="disk stall", daemon=True)
-    thread.start()
+    threading.Thread(target=touch, name="disk stall", daemon=True).start()
     try:
         yield
     finally:
         end.set()
-        thread.join(_JOIN_SECONDS)
-        alarm.cancel()

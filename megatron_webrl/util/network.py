@@ -14,12 +14,12 @@ import os
 import socket
 import struct
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 LOOKUP_SECONDS = 10.0
-MAX_LOOKUPS = 32  # different ones at a time; one that is given up counts until its thread ends
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
@@ -60,9 +60,6 @@ def leave_network() -> None:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh", b"lo", _IFF_UP))
 
 
-_lookups: dict[tuple[Any, ...], Future[list[Any]]] = {}  # those that run
-
-
 def use_own_threads() -> None:
     """Let the running event loop look up names in threads of their own. A second call does nothing."""
     asyncio.get_running_loop().getaddrinfo = _getaddrinfo  # type: ignore[method-assign]
@@ -71,26 +68,19 @@ def use_own_threads() -> None:
 async def _getaddrinfo(
     host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
 ) -> list[Any]:
-    """As socket.getaddrinfo. Equal lookups share a thread. Raises socket.gaierror, after LOOKUP_SECONDS as well."""
-    key = host, port, family, type, proto, flags
-    if (found := _lookups.get(key)) is None:
-        if len(_lookups) >= MAX_LOOKUPS:
-            raise socket.gaierror(socket.EAI_AGAIN, f"{MAX_LOOKUPS} other lookups of names do not end")
-        found = _lookups[key] = Future()
-        threading.Thread(target=_look_up, args=(key, found), name="name lookup", daemon=True).start()
+    """As socket.getaddrinfo. Raises socket.gaierror, after LOOKUP_SECONDS as well."""
+    found: Future[list[Any]] = Future()
+
+    def look_up() -> None:
+        with suppress(InvalidStateError):  # nobody waits any more
+            try:
+                found.set_result(socket.getaddrinfo(host, port, family, type, proto, flags))
+            except Exception as error:
+                found.set_exception(error)
+
+    threading.Thread(target=look_up, name="name lookup", daemon=True).start()
     try:
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(found)), LOOKUP_SECONDS)
+        return await asyncio.wait_for(asyncio.wrap_future(found), LOOKUP_SECONDS)
     except TimeoutError:
         text = f"the lookup of {host} did not end within {LOOKUP_SECONDS:g} s"
         raise socket.gaierror(socket.EAI_AGAIN, text) from None
-
-
-def _look_up(key: tuple[Any, ...], found: Future[list[Any]]) -> None:
-    try:
-        result = socket.getaddrinfo(*key)
-    except Exception as error:
-        del _lookups[key]
-        found.set_exception(error)
-    else:
-        del _lookups[key]
-        found.set_result(result)

@@ -14,8 +14,8 @@ from tests.waiting import started
 RELAY = """
 import signal, sys
 from pathlib import Path
-from megatron_webrl.control.relay import RelayThread
-print(RelayThread(Path(sys.argv[1]), "node-0").port, flush=True)
+from megatron_webrl.control.relay import start_relay
+print(start_relay(Path(sys.argv[1]), "node-0"), flush=True)
 signal.pause()
 """
 ROLE = """

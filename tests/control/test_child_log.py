@@ -61,7 +61,7 @@ def test_the_last_line_is_that_of_the_same_life(tmp_path: Path) -> None:
     second.wait(60)
     third = child(log, "")
     third.wait(60)
-    assert [each.output.last_line() for each in (first, second, third)] == [
+    assert [each.last_line() for each in (first, second, third)] == [
         "ERROR of the first life", "all is well", "none",
     ]  # fmt: skip
     assert log.read_text() == "ERROR of the first life\nlater\nall is well\n"
@@ -77,11 +77,11 @@ def test_a_child_runs_on_while_its_log_cannot_be_written_and_the_lost_bytes_are_
         "print('written')"
     )
     process = child(log, code)
-    process.output.path = Path("/dev/full")
+    process.log = Path("/dev/full")
     first.touch()
-    until(lambda: process.output._lost == 4001, "the loss of its first line")
-    assert process.output.last_line() == ("lost" * 1000)[:500]
-    process.output.path = log
+    until(lambda: process._lost == 4001, "the loss of its first line")
+    assert process.last_line() == ("lost" * 1000)[:500]
+    process.log = log
     second.touch()
     assert process.wait(60) == 0
     assert log.read_text() == "ERROR 4001 bytes of output were lost: the log was not writable\nwritten\n"
@@ -97,7 +97,7 @@ def test_a_child_starts_although_its_log_cannot_be_opened_yet(tmp_path: Path) ->
         "print('written')"
     )
     process = child(folder / "child.log", code)
-    until(lambda: process.output._lost == 5, "the loss of its first line")
+    until(lambda: process._lost == 5, "the loss of its first line")
     folder.unlink()
     opened.touch()
     assert process.wait(60) == 0
@@ -111,4 +111,4 @@ def test_a_child_of_a_dead_child_neither_holds_up_its_parent_nor_the_log(tmp_pat
     assert process.wait(20) == 0
     assert (tmp_path / "log").read_text() == "done\n"
     subprocess.run(["pkill", "-g", str(process.pid)], check=True)
-    until(lambda: not process.output._open, "the end of the log")
+    until(lambda: process._pipe.closed, "the end of the log")

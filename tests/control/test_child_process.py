@@ -91,7 +91,7 @@ def test_a_role_has_its_own_session_its_log_its_environment_and_its_exit_code(tm
 
 def test_a_missing_program_ends_and_a_wrong_thread_is_refused(tmp_path: Path) -> None:
     missing = start_process(["no-such-program"], tmp_path / "log", os.environ, "rollout")
-    assert missing.wait(20) == 127
+    assert missing.wait(20) == 1
     assert "no-such-program" in missing.describe_end()
     errors: list[ProcessError] = []
 

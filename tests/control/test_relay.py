@@ -19,7 +19,7 @@ from megatron_webrl.control.liveness import Liveness
 from megatron_webrl.control.relay import Relay
 from tests.control.relay_process import RelayProcess, relay_process, role_process
 from tests.control.service_process import ServiceProcess, service_process
-from tests.job_control import tickets
+from tests.job_control import claim_tickets, tickets
 from tests.waiting import until
 
 TIMEOUT_SECONDS = 6.0  # of heartbeats: longer than a client waits for a relay
@@ -161,7 +161,7 @@ def test_a_role_that_has_claimed_knows_all_facts_from_before_the_claim(tmp_path:
                 relay.process.send_signal(signal.SIGSTOP if ticket == 20 else signal.SIGCONT)
             trainer.put_json("index", ticket)
             trainer.issue_tickets(tickets([ticket]))
-            [claim] = worker.claim_tickets(1, wait_seconds=5.0)
+            [claim] = claim_tickets(worker, 1, wait_seconds=5.0)
             assert (claim.ticket, worker.get_json("index")) == (ticket, ticket)
         worker.close()
 

@@ -18,7 +18,7 @@ from megatron_webrl.control.client import Claimer, ControlClient, TicketClaim
 from megatron_webrl.control.connection import ControlAddress, JobEnded, JobFailed
 from megatron_webrl.control.state import TICKETS
 from tests.control.service_process import ServiceProcess, service_process, wait_for_exit
-from tests.job_control import tickets
+from tests.job_control import claim_tickets, tickets
 from tests.waiting import until
 
 SHUTDOWN = "server.LINGER_SECONDS = 0.2"
@@ -37,7 +37,7 @@ def test_each_ticket_is_claimed_once_although_the_service_is_killed_again_and_ag
 
     def work(number: int) -> None:
         control = service.connect(f"rollout-{number}")
-        while claims := control.claim_tickets(2):
+        while claims := claim_tickets(control, 2):
             taken[number] += claims
             for claim in claims[:1]:
                 control.close_ticket(claim.ticket)
@@ -62,15 +62,15 @@ def test_each_ticket_is_claimed_once_although_the_service_is_killed_again_and_ag
 def test_a_restarted_worker_finds_its_unfinished_claims(service: ServiceProcess) -> None:
     service.connect("trainer-0").start_ticket_epoch(0, 0, tickets(range(5, 12)))
     first, other = service.connect("rollout-0"), service.connect("rollout-1")
-    assert [claim.ticket for _ in range(3) for claim in first.claim_tickets(1)] == [5, 6, 7]
-    assert [claim.ticket for claim in other.claim_tickets(1)] == [8]
+    assert [claim.ticket for _ in range(3) for claim in claim_tickets(first, 1)] == [5, 6, 7]
+    assert [claim.ticket for claim in claim_tickets(other, 1)] == [8]
     first.close_ticket(6)
     assert first.register_instance() == 1
     again = service.connect("rollout-0")
     assert again.register_instance() == 2
     assert [claim.ticket for claim in again.unfinished_claims()] == [5, 7]
     again.give_up_worker("rollout-1", "it failed too often")
-    assert [claim.ticket for claim in again.claim_tickets(1)] == [8]
+    assert [claim.ticket for claim in claim_tickets(again, 1)] == [8]
     assert other.given_up_workers() == {"rollout-1": "it failed too often"}
 
 

@@ -27,7 +27,7 @@ from megatron_webrl.track import events
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.types import is_infrastructure_failure
 from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE
-from tests.job_control import connect, control_service, start, tickets
+from tests.job_control import claim_tickets, connect, control_service, start, tickets
 from tests.waiting import until
 
 SLEEPS = [sys.executable, "-c", "import time; print('served', flush=True); time.sleep(600)"]
@@ -53,7 +53,7 @@ class Machine:
         def holds() -> bool:
             assert self.node.poll_failures() is None
             if condition == "runs":
-                return role.restart_at is None and role.process.output.last_line() == "served"
+                return role.restart_at is None and role.process.last_line() == "served"
             return not role.is_active
 
         until(holds, f"{role.name} {condition}")
@@ -201,7 +201,7 @@ def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(
         trainer = connect(address, "trainer-0")
         lost, *others = (connect(address, f"rollout-{number}") for number in range(3))
         trainer.start_ticket_epoch(0, 0, tickets(range(6)))
-        assert [claim.ticket for claim in lost.claim_tickets(6)] == [0, 1, 2, 3, 4, 5]
+        assert [claim.ticket for claim in claim_tickets(lost, 6)] == [0, 1, 2, 3, 4, 5]
         lost.close_ticket(1)
         first, second = (TicketClaims(each, 2) for each in others)
         assert first.claim(4) + second.claim(4) == []  # all are claimed

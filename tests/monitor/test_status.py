@@ -36,7 +36,7 @@ from megatron_webrl.monitor.status import (
 )
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.events import EventLog
-from tests.job_control import connect, control_service, tickets
+from tests.job_control import claim_tickets, connect, control_service, tickets
 from tests.monitor.made_runs import begin_job, make_run, train
 from tests.waiting import until
 
@@ -80,7 +80,7 @@ def test_a_running_job_is_reported_from_its_control_service(config: Config) -> N
         trainer, worker = connect(address, "trainer-0"), connect(address, "rollout-0")
         trainer.report_status("update 5: waiting for groups, 3 of 8; dropped so far: none")
         trainer.start_ticket_epoch(0, 0, tickets(range(12)))
-        assert len(worker.claim_tickets(7)) == 7
+        assert len(claim_tickets(worker, 7)) == 7
         worker.close_ticket(2)
         worker.register_instance()
         line = "2026-11-22 17:06:42,838 rollout-0 INFO a.module: version 8 in place"

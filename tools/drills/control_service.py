@@ -39,7 +39,7 @@ import psutil
 
 from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
 from megatron_webrl.control.connection import ControlAddress
-from megatron_webrl.control.relay import Relay, RelayThread
+from megatron_webrl.control.relay import Relay, start_relay
 from megatron_webrl.control.server import Unavailable
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.types import TaskReference
@@ -174,8 +174,7 @@ async def _run_simulation(pipe: Pipe, simulation: Simulation, nodes: list[list[s
 
 def _listen(pipe: Pipe, address: Path, roles: list[str]) -> None:
     """Run the clients of a node until a message comes; sends the seconds that each offer took to arrive at each."""
-    relay = RelayThread(address, "listener")
-    os.environ[RELAY_VARIABLE] = str(relay.port)
+    os.environ[RELAY_VARIABLE] = str(start_relay(address, "listener"))
     clients = [ControlClient(address, role, lost_seconds=600.0) for role in roles]
     last, arrivals = dict.fromkeys(roles), []
     for client in clients:

@@ -105,7 +105,7 @@ class LocalServers:
         elif time.monotonic() > server.started_at + START_TIMEOUT_SECONDS:
             raise ProcessError(
                 f"{server.name} was not ready within {START_TIMEOUT_SECONDS:.0f} s; last log line: "
-                f"{server.process.output.last_line()} (log: {server.log})"
+                f"{server.process.last_line()} (log: {server.log})"
             )
 
     def _schedule_restart(self, server: _Server, failure: str) -> None:

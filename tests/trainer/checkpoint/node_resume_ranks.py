@@ -14,7 +14,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
-from tests.job_control import connect
+from tests.job_control import claim_tickets, connect
 from tests.trainer.data.sampler_ranks import METRICS
 from tests.trainer.multi_node.node_ranks import Member, group
 
@@ -88,7 +88,7 @@ def work(address: Path, name: str, worker: int) -> None:
         try:
             while True:
                 control.check_job()
-                claims = control.claim_tickets(1)
+                claims = claim_tickets(control, 1)
                 for claim in claims:
                     version = control.get_json("test/version")
                     ticket = claim.ticket

@@ -18,7 +18,7 @@ from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from tests.gloo import join
-from tests.job_control import connect, control_service
+from tests.job_control import claim_tickets, connect, control_service
 from tests.trainer.data.sampler_ranks import METRICS
 from tests.trajectories import trajectory
 
@@ -66,7 +66,7 @@ def _work(address: Path, ring: Ring, number: int, versions: dict[str, int], seed
     try:
         while True:
             control.check_job()
-            claims = control.claim_tickets(1)
+            claims = claim_tickets(control, 1)
             for claim in claims:
                 version = versions["now"]
                 ticket = claim.ticket

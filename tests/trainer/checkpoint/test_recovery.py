@@ -21,7 +21,7 @@ from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_tr
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint, complete_groups, split_tickets
 from megatron_webrl.trainer.data.batching import NO_VERSION, clear_versions_before_restart
 from megatron_webrl.types import Group, TaskReference
-from tests.job_control import connect, control_service, tickets
+from tests.job_control import claim_tickets, connect, control_service, tickets
 from tests.trajectories import trajectory
 
 EMPTY = Accounting().state_dict()
@@ -39,7 +39,7 @@ def test_no_worker_claims_a_ticket_between_a_rewind_and_the_next_epoch(control: 
 
     def worker(number: int) -> None:
         mine = ControlClient(control.address_file, f"rollout-{number}")
-        while claims := mine.claim_tickets(1):
+        while claims := claim_tickets(mine, 1):
             taken[number].append(claims[0].ticket)
 
     threads = [threading.Thread(target=worker, args=(number,)) for number in (0, 1)]
@@ -54,9 +54,9 @@ def test_no_worker_claims_a_ticket_between_a_rewind_and_the_next_epoch(control: 
     claimed = sorted(taken[0] + taken[1])
     assert claimed == list(range(len(claimed)))
     assert (epochs, in_flight, next_ticket) == ([(0, 0)], tickets(claimed), 2000)
-    assert control.claim_tickets(1) == []
+    assert claim_tickets(control, 1) == []
     control.start_ticket_epoch(1, 0, tickets([1990, 1995, 2000]))
-    assert [(claim.ticket, claim.restart_epoch) for claim in control.claim_tickets(9)] == [
+    assert [(claim.ticket, claim.restart_epoch) for claim in claim_tickets(control, 9)] == [
         (1990, 1), (1995, 1), (2000, 1)
     ]  # fmt: skip
 

@@ -25,7 +25,7 @@ from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.tasks.sampler import knowledge, samplers
 from megatron_webrl.tasks.source import referenced_task
 from tests.gloo import join
-from tests.job_control import connect, control_service
+from tests.job_control import claim_tickets, connect, control_service
 from tests.trajectories import trajectory
 
 SKILL = {"click-test": 0.98, "click-tab": 0.5, "enter-text": 0.1, "focus-text": 0.8, "click-link": 0.02}
@@ -182,7 +182,7 @@ class _Worker:
 
     def step(self, version: int) -> bool:
         """Claim tickets, and finish one if the trainer lacks groups."""
-        for claim in self.control.claim_tickets(IN_FLIGHT - len(self.in_flight)):
+        for claim in claim_tickets(self.control, IN_FLIGHT - len(self.in_flight)):
             self.in_flight.append(self._run_ticket(claim, version))
         if len(self.coordinator.group_source._ready) < self.run.config.trainer.groups_per_update:
             self.coordinator.control.check_job()
