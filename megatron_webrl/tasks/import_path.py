@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pkgutil
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.setting import ConfigError
@@ -41,18 +41,18 @@ def load_source(tasks: TasksConfig) -> TaskSource:
 
 
 def _find(path: str, setting: str) -> Any:
-    module = path.partition(":")[0]
+    module_name, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
+        raise ConfigError(f"{setting} is not an import path such as my_package.my_source:Source")
     try:
-        return pkgutil.resolve_name(path)
-    except ValueError:
-        raise ConfigError(f"{setting} is not an import path such as my_package.my_source:Source") from None
+        found: Any = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{setting}: {module} cannot be imported: {first_line(error)}") from error
-    except AttributeError as error:
-        name = path.partition(":")[2]
-        raise ConfigError(
-            f"{setting}: {module} has no {name}{close_matches(error.name or name, dir(error.obj))}"
-        ) from error
+        raise ConfigError(f"{setting}: {module_name} cannot be imported: {first_line(error)}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{setting}: {module_name} has no {name}{close_matches(part, dir(found))}")
+        found = getattr(found, part)
+    return found
 
 
 def _kind(value: object) -> str:

@@ -111,7 +111,7 @@ def test_a_browser_server_knows_the_source_by_its_path() -> None:
         ("own_tasks.pages:without_arguments", "cannot be called with the settings of tasks: without_arg"),
         ("own_tasks.pages:Nothing", "has no environments; name at least one"),
         ("own tasks:Source", "is not an import path such as my_package.my_source:Source"),
-        ("own_tasks.pages:", "is an object of type module, not a class or a function"),
+        ("own_tasks.pages:", "is not an import path such as my_package.my_source:Source"),
     ],
 )  # fmt: skip
 def test_what_is_no_source_is_refused_in_one_line(path: str, message: str) -> None:
