@@ -7,6 +7,7 @@ the first failed rank. Private attributes and variables of torch are those of to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -17,11 +18,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
-from unittest import mock
 
 import tenacity
 import torch
@@ -187,7 +187,7 @@ def make_nccl_group(
     deadline = time.monotonic() + timeout_seconds
     options = dist.ProcessGroupNCCL.Options()
     set_link_options(options, timeout_seconds)
-    with mock.patch.dict(os.environ, CONSTRUCTOR_VARIABLES):
+    with environment_variables(CONSTRUCTOR_VARIABLES):
         group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
     try:
         # One communicator for the whole link: pairs would create theirs later, and a dead peer would block all links.
@@ -230,6 +230,21 @@ def set_link_options(options: Any, timeout_seconds: float) -> None:
     options._timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)  # NCCL counts from the enqueue
     options.config.blocking = 0  # else ncclCommInitRank waits for a dead peer for ever
     options.config.max_ctas = MAX_CTAS
+
+
+@contextlib.contextmanager
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context with these environment variables; afterwards they are as before. Other threads see all others meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 CPU = torch.device("cpu")

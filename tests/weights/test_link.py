@@ -220,6 +220,23 @@ def test_torch_declares_the_options_of_a_link() -> None:
     assert "def _timeout(self, val: timedelta)" in options[:600]
 
 
+def test_variables_of_the_constructor_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    before = dict(os.environ)
+    seen: list[str] = []
+
+    def construct() -> None:
+        with link.environment_variables(link.CONSTRUCTOR_VARIABLES):
+            seen.extend(os.environ[name] for name in ("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        construct()
+    assert seen == ["1", "0"]
+    assert dict(os.environ) == before
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
 def test_an_nccl_link_neither_reads_nor_writes_the_key_that_ends_processes(control: Path) -> None:
     client(control).set("exception_dump", "1")
