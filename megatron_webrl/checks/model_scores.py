@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.model.hf_config import read_model_config
+from megatron_webrl.model.architectures import parameter_mappings
+from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.layout import replica_ranks
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.placement.hardware import find_card
@@ -52,12 +53,7 @@ class ScoringJob:
             torch.save({name: tensor.float().cpu() for name, tensor in found.items()}, file)
             return 0.0
         first = torch.load(file, mmap=True)
-        errors = []
-        for name, each in first.items():
-            own = found[name].float().cpu()
-            # In memory transformers keeps the experts of some models transposed against the files.
-            own = own if own.shape == each.shape else own.mT
-            errors.append((own - each).norm() / each.norm().clamp(min=1e-30))
+        errors = [(found[n].float().cpu() - each).norm() / each.norm().clamp(min=1e-30) for n, each in first.items()]
         return float(torch.stack(errors).mean())  # NaN if there is one
 
 
@@ -108,7 +104,11 @@ def score_transformers(job: ScoringJob) -> Iterator[Scores]:
         logprobs[sample.trajectory_id[0]] = scores.detach().cpu().numpy()
     seconds, error = time.monotonic() - started, 0.0
     if job.gradients:
-        error = job.compare_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        # In memory transformers keeps experts as layers do, where the released files may hold them transposed.
+        mappings = parameter_mappings(load_hf_config(job.config.model.path))
+        transposed = {mapping.hf_param for mapping in mappings if mapping.transposed}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        error = job.compare_gradients({name: g.mT if name in transposed else g for name, g in gradients.items()})
     yield Scores(logprobs, seconds, gradient_error=error)
 
 
