@@ -120,8 +120,7 @@ def sapo(policy: PolicyRatio, advantage: Tensor, config: OffPolicyLossConfig) ->
     f = 4 / T * sigmoid(T (r - 1)) * A, T = 1.0 where A > 0, else 1.05, as in the paper. On policy df/dr = A; the
     gate closes on both sides of r = 1, the sooner the higher T.
     """
-    positive, negative = (torch.full_like(advantage, each) for each in (1.0, 1.05))
-    temperature = torch.where(advantage > 0, positive, negative)
+    temperature = torch.full_like(advantage, 1.05).masked_fill(advantage > 0, 1.0)
     gate = 4 / temperature * torch.sigmoid(temperature * (policy.ratio - 1))
     return SurrogateTerms(gate * advantage, torch.zeros_like(advantage, dtype=torch.bool))
 
