@@ -234,7 +234,7 @@ def set_link_options(options: Any, timeout_seconds: float) -> None:
 
 @contextlib.contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Context with these environment variables; afterwards they are as before. Other threads see all others meanwhile."""
+    """Context with these environment variables; afterwards they are as before. Other threads see the rest unchanged."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
