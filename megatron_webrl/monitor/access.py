@@ -8,10 +8,13 @@ No browser keeps an answer: runs have the same addresses.
 from __future__ import annotations
 
 import hmac
+import math
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlencode
 
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,6 +33,27 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 NO_STORE = {"cache-control": "no-store"}
+
+
+def number_of(request: Request, name: str, default: float, low: float = -math.inf) -> float:
+    """A number of the query. Raises HTTPException."""
+    text = request.query_params.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = math.nan
+    if not (low <= value and abs(value) < 2**53):
+        raise HTTPException(400, f"{name}={text} is not a number{'' if low < 0 else ' from 0 on'}")
+    return value
+
+
+def answers(function: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """An endpoint, run in a thread, that answers with JSON."""
+
+    def answer(request: Request) -> Response:
+        return json_response(function(request))
+
+    return answer
 
 
 def json_response(content: Any, status: int = 200) -> Response:

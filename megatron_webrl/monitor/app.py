@@ -18,8 +18,7 @@ live_view.py has those of the rollouts of a running job.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from starlette.types import Receive, Scope, Send
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, flatten_config
-from megatron_webrl.monitor.access import image_response, json_response
+from megatron_webrl.monitor.access import answers, image_response, json_response, number_of
 from megatron_webrl.monitor.episode_index import FACETS, RANGES, SORTABLE, EpisodeIndex, EpisodeQuery
 from megatron_webrl.monitor.episode_view import TokenTexts, cut, episode_json
 from megatron_webrl.monitor.live_view import LiveRollouts
@@ -101,7 +100,9 @@ class RunPages:
             Route("/api/episodes/{id:int}", answers(self.episode)),
             Route("/api/episodes/{id:int}/related", answers(self.related)),
             Route("/api/episodes/{id:int}/images/{number:int}", self.image),
-            *self.live.routes(),
+            Route("/api/rollouts", answers(self.live.rollouts)),
+            Route("/api/rollout", answers(self.live.rollout)),
+            Route("/api/rollout/images/{number:int}", self.live.image),
         ]
         return Starlette(routes=routes, exception_handlers=ERROR_ANSWERS)
 
@@ -127,16 +128,16 @@ class RunPages:
         return {"lines": status.lines, "tables": status.tables()}
 
     def bound(self, request: Request) -> dict[str, Any]:
-        version = int(_number(request, "version", 0, low=0))
+        version = int(number_of(request, "version", 0, low=0))
         return read_update(self.folder, version or None)[0].to_json()
 
     def updates(self, request: Request) -> list[dict[str, Any]]:
-        after = _number(request, "after", -1)
+        after = number_of(request, "after", -1)
         return [line for version, line in sorted(self._update_lines.items()) if version > after]
 
     def episodes(self, request: Request) -> dict[str, Any]:
         query = _query(request)
-        offset, limit = _number(request, "offset", 0, low=0), _number(request, "limit", 50, low=0)
+        offset, limit = number_of(request, "offset", 0, low=0), number_of(request, "limit", 50, low=0)
         found = self.index.search(query, int(offset), int(limit))
         return {"rows": [self._with_file(row) for row in found.rows], "total": found.total, "facets": found.facets}
 
@@ -207,11 +208,6 @@ class RunSet:
         for pages in self.pages.values():
             pages.refresh()
 
-    def close(self) -> None:
-        """End what the server waits for."""
-        for pages in self.pages.values():
-            pages.live.close()
-
     def app(self) -> Starlette:
         """The application, without its access control."""
         self._apps = {name: pages.app() for name, pages in self.pages.items()}
@@ -244,38 +240,18 @@ def differing_settings(configs: Sequence[Config]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def answers(function: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """An endpoint, run in a thread, that answers with JSON."""
-
-    def answer(request: Request) -> Response:
-        return json_response(function(request))
-
-    return answer
-
-
 def _query(request: Request) -> EpisodeQuery:
     """Filters of a request: field=value, several times for alternatives; field_min and field_max; text; sort=-field."""
     given = request.query_params
     equal = {name: given.getlist(name) for name in (*FACETS, "task") if name in given}
     low, high = (
-        {name: _number(request, f"{name}_{end}", 0.0) for name in RANGES if f"{name}_{end}" in given}
+        {name: number_of(request, f"{name}_{end}", 0.0) for name in RANGES if f"{name}_{end}" in given}
         for end in ("min", "max")
     )
     sort = given.get("sort", "-finished_at")
     if sort.removeprefix("-") not in SORTABLE:
         raise HTTPException(400, f"unknown field {sort!r}; there are {', '.join(SORTABLE)}")
     return EpisodeQuery(equal, low, high, given.get("text", ""), sort.removeprefix("-"), sort.startswith("-"))
-
-
-def _number(request: Request, name: str, default: float, low: float = -math.inf) -> float:
-    text = request.query_params.get(name, "")
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = math.nan
-    if not (low <= value and abs(value) < 2**53):
-        raise HTTPException(400, f"{name}={text} is not a number{'' if low < 0 else ' from 0 on'}")
-    return value
 
 
 def _error_answer(request: Request, error: Exception) -> Response:

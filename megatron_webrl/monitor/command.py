@@ -151,10 +151,7 @@ async def _serve(runs: RunSet, listener: Listener, token: str, query: str) -> in
         place = "#/compare" if len(runs.pages) > 1 else ""
         sys.stdout.write(f"open {listener.url}{query}{place}\n")
         sys.stdout.flush()
-        try:
-            while not ended.is_set():
-                await asyncio.sleep(REFRESH_SECONDS)
-                await asyncio.to_thread(runs.refresh)
-        finally:
-            runs.close()
+        while not ended.is_set():
+            await asyncio.sleep(REFRESH_SECONDS)
+            await asyncio.to_thread(runs.refresh)
     return 1  # the HTTP server ended by itself

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -58,74 +55,44 @@ async def client_of(run: Config) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def events_of(client: httpx.AsyncClient) -> AsyncIterator[dict[str, Any]]:
-    async with client.stream("GET", "/api/rollouts") as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        assert "default-src 'none'" in answer.headers["content-security-policy"]
-        async for line in answer.aiter_lines():
-            if line:
-                yield json.loads(line.removeprefix("data: "))
-
-
-async def first_event(events: AsyncIterator[dict[str, Any]], condition: Callable[[dict[str, Any]], Any]) -> Any:
+async def first_answer(client: httpx.AsyncClient, condition: Callable[[dict[str, Any]], Any], after: float = 0) -> Any:
+    """The first answer that meets a condition."""
     async with asyncio.timeout(LIMIT):
-        async for event in events:
-            if condition(event):
-                return event
-    raise AssertionError("the stream has ended")
+        while not condition(answer := (await client.get("/api/rollouts", params={"after": after})).json()):
+            await asyncio.sleep(0.05)
+    return answer
 
 
 async def test_a_viewer_follows_the_rollouts_and_a_job_without_viewers_reports_nothing(run: Config):
-    async with live_job(run) as [worker], client_of(run) as client, aclosing(events_of(client)) as events:
+    async with live_job(run) as [worker], client_of(run) as client:
         live = worker.open(episode(3, 1))
         assert not (await asyncio.to_thread(worker.control._connection.status))["roles"]["rollout-0"].get("rollouts")
-        start = await first_event(events, lambda event: True)
-        assert start["start"]["fields"] == [*FIXED, *CHANGING]
+        found = await first_answer(client, lambda answer: answer["rows"])
+        assert found["fields"] == [*FIXED, *CHANGING]
+        assert [each[:2] for each in found["rows"]] == [["rollout-0", "training-3-1"]]
         state = 1 + len(FIXED) + CHANGING.index("state")
-        event = start if start["rows"] else await first_event(events, lambda event: event["rows"])
-        assert event["rows"][0][:2] == ["rollout-0", "training-3-1"]
         live.set(ACTING)
-        await first_event(events, lambda event: event["rows"][0][state] == STATES.index(ACTING))
-        async with aclosing(events_of(client)) as second:
-            whole = await first_event(second, lambda event: True)
-        assert [each[:2] for each in whole["rows"]] == [["rollout-0", "training-3-1"]]
-        assert whole["start"]["history"]
+        await first_answer(client, lambda answer: answer["rows"][0][state] == STATES.index(ACTING))
+        before = (await first_answer(client, lambda answer: answer["history"]))["history"][-1][0]
+        later = await first_answer(client, lambda answer: answer["history"], after=before)
+        assert later["history"][0][0] > before
         worker.table.close("training", 3)
-        await first_event(events, lambda event: not event["rows"])
+        await first_answer(client, lambda answer: not answer["rows"])
 
 
-async def test_a_viewer_that_stops_reading_is_dropped_and_others_still_get_events(
-    run: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(live_view, "KEPT_EVENTS", 2)
-    async with live_job(run) as [worker], client_of(run) as client, aclosing(events_of(client)) as events:
-        task = episode(1, steps=0).task
-        task = replace(task, id="a" * 200, website="b" * 200)
-        rollouts = [worker.table.open("training", ticket, 0, 1, task) for ticket in range(3000)]
-        await first_event(events, lambda event: event["rows"])
-        place = urlsplit(str(client.base_url))
-        with socket.socket() as stalled:
-            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            stalled.connect((place.hostname, place.port))
-            stalled.sendall(f"GET /api/rollouts HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
-            async with asyncio.timeout(LIMIT):
-                while "dropped a viewer" not in caplog.text:
-                    await first_event(events, lambda event: event["rows"])
-        rollouts[7].finish("browser_timeout")
-        await first_event(events, lambda event: [row[11] for row in event["rows"] if row[11]] == ["browser_timeout"])
-        assert caplog.text.count("dropped a viewer") == 1
-
-
-async def test_viewers_beyond_the_limit_are_refused_and_a_run_without_a_job_says_so(
-    run: Config, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(live_view, "MAX_VIEWERS", 1)
-    async with client_of(run) as client, aclosing(events_of(client)) as events:
-        event = await first_event(events, lambda event: event["error"])
-        assert (event["error"], event["rows"]) == ("the job has not started", [])
-        answer = await client.get("/api/rollouts")
-        assert (answer.status_code, answer.json()["error"]) == (503, "1 viewers look at the rollouts already")
-        assert (await client.post("/api/rollouts")).status_code == 405
+async def test_viewers_share_an_answer_and_a_run_without_a_job_says_so(run: Config, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(live_view, "POLL_SECONDS", LIMIT)
+    query = live_view.query_rollouts
+    monkeypatch.setattr(live_view, "query_rollouts", lambda *given: asked.append(given) or query(*given))
+    async with client_of(run) as client:
+        answers = await asyncio.gather(*(client.get("/api/rollouts") for _ in range(5)))
+        assert {(each.json()["error"], str(each.json()["rows"])) for each in answers} == {
+            ("the job has not started", "[]")
+        }
+        assert len(asked) == 1
+        refused = await client.get("/api/rollouts?after=x")
+        assert (refused.status_code, refused.json()["error"]) == (400, "after=x is not a number")
 
 
 async def test_a_rollout_shows_its_episode_so_far_and_no_file_but_its_own(run: Config):

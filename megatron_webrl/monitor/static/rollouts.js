@@ -2,7 +2,7 @@
 //
 // The cells are drawn on a canvas of the window's size inside a scrolling box, so that thousands cost as much as those in
 // sight. For the keyboard and readers of text the box is a list whose active option is the chosen cell.
-import { base, foreign, h, number, visible } from "./dom.js";
+import { foreign, getJson, h, number, visible } from "./dom.js";
 
 export const GLYPHS = {
   "waiting for browser": "B", navigating: "N", observing: "O", "waiting for model": "M", acting: "A", judging: "J",
@@ -10,11 +10,11 @@ export const GLYPHS = {
 };
 const GROUPINGS = { none: "Nothing", worker: "Worker", group: "Group", task: "Task", site: "Site", state: "State" };
 const CELL = 24, GAP = 4, HEAD = 22, PAD = 6, BLOCK = 180; // pixels; BLOCK: least width of a group
-const HISTORY_SECONDS = 600;
+const HISTORY_SECONDS = 600, REFRESH = 500; // REFRESH: milliseconds between two requests
 
 export const stateName = (row) => (row.state === "masked" ? `masked: ${visible(row.reason)}` : ["success", "failure"].includes(row.state) ? `finished: ${row.state}` : row.state);
 
-// What is known of all rollouts, kept current by the server's events.
+// What is known of all rollouts, asked for twice a second.
 class Rollouts {
   constructor(onChange) {
     this.rows = new Map();
@@ -23,39 +23,40 @@ class Rollouts {
     this.error = "";
     this.received = null; // time of the server, and ours when it came
     this.onChange = onChange;
-    this.open();
+    this.closed = false;
+    this.refresh();
   }
 
-  open() {
-    this.source = new EventSource(`${base}/api/rollouts`);
-    this.source.onmessage = (message) => this.take(JSON.parse(message.data));
-    this.source.onerror = () => {
-      this.error = "the server does not answer; trying again";
-      this.onChange(false);
-      if (this.source.readyState === EventSource.CLOSED) this.timer = setTimeout(() => this.open(), 5000);
-    };
+  async refresh() {
+    try {
+      this.take(await getJson(`/api/rollouts?after=${this.history[this.history.length - 1]?.[0] ?? 0}`));
+    } catch (error) {
+      this.error = error instanceof TypeError ? "the server does not answer; trying again" : error.message;
+      if (!this.closed) this.onChange(false);
+    }
+    if (!this.closed) this.timer = setTimeout(() => this.refresh(), REFRESH);
   }
 
   close() {
-    this.source.close();
+    this.closed = true;
     clearTimeout(this.timer);
   }
 
-  take(event) {
-    if (event.start) Object.assign(this, { rows: new Map(), states: event.start.states, history: event.start.history, fields: event.start.fields });
-    const before = this.rows;
-    this.rows = new Map(event.rows.map(([worker, ...values]) => {
-      const found = Object.fromEntries(this.fields.map((name, place) => [name, values[place]])), id = `${worker}/${found.key}`;
+  take(answer) {
+    if (this.closed) return;
+    const before = this.rows, first = !this.received;
+    this.states = answer.states;
+    this.rows = new Map(answer.rows.map(([worker, ...values]) => {
+      const found = Object.fromEntries(answer.fields.map((name, place) => [name, values[place]])), id = `${worker}/${found.key}`;
       const words = `${worker} ${found.kind} ${found.ticket} ${found.task} ${found.site} ${found.difficulty}`.toLowerCase();
       // The wall keeps the objects of the rows that it shows.
       return [id, Object.assign(before.get(id) ?? {}, found, { id, worker, words, place: found.state, state: this.states[found.state] })];
     }));
-    this.error = event.error;
-    this.received = [event.time, performance.now()];
-    const last = this.history[this.history.length - 1];
-    if (!last || event.time - last[0] >= 1) this.history.push([event.time, ...this.counts(this.rows.values())]);
-    while (this.history.length && this.history[0][0] < event.time - HISTORY_SECONDS) this.history.shift();
-    this.onChange(Boolean(event.start) || before.size !== this.rows.size || [...this.rows.keys()].some((id) => !before.has(id)));
+    this.error = answer.error;
+    this.received = [answer.time, performance.now()];
+    this.history.push(...answer.history);
+    while (this.history.length && this.history[0][0] < answer.time - HISTORY_SECONDS) this.history.shift();
+    this.onChange(first || before.size !== this.rows.size || [...this.rows.keys()].some((id) => !before.has(id)));
   }
 
   counts(rows) {

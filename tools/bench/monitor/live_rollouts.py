@@ -4,7 +4,7 @@
 
 50 workers of 40 rollouts (20 in the short form) share a process, each with a table and a connection to a control
 service of its own. The control service and `webrl monitor` have a process each. One viewer is Chromium, which scrolls
-through all cells while the time between its frames is measured; one reads events; one reads nothing. Cores are
+through all cells while the time between its frames is measured; one asks as a page does; one reads nothing. Cores are
 processor time over wall-clock time.
 """
 
@@ -38,6 +38,7 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.http.access import encoded
 from megatron_webrl.control.liveness import Liveness
 from megatron_webrl.monitor.command import TOKEN_VARIABLE
+from megatron_webrl.monitor.live_view import POLL_SECONDS
 from megatron_webrl.track.live_rollouts import (
     ACTING,
     JUDGING,
@@ -140,19 +141,19 @@ def monitor_process(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
 
 @dataclass
 class Reader:
-    """A viewer that counts events and bytes."""
+    """A viewer that counts answers and bytes."""
 
-    events: int = 0
+    answers: int = 0
     bytes: int = 0
 
     async def read(self, address: str) -> None:
-        headers = {"authorization": f"Bearer {TOKEN}"}
-        async with (
-            httpx.AsyncClient(timeout=LIMIT) as client,
-            client.stream("GET", f"{address}/api/rollouts", headers=headers) as answer,
-        ):
-            async for line in answer.aiter_lines():
-                self.events, self.bytes = self.events + bool(line), self.bytes + len(line)
+        headers, after = {"authorization": f"Bearer {TOKEN}"}, 0.0
+        async with httpx.AsyncClient(timeout=LIMIT, headers=headers) as client:
+            while True:
+                answer = await client.get(f"{address}/api/rollouts", params={"after": after})
+                after = max([after, *(counts[0] for counts in answer.json()["history"])])
+                self.answers, self.bytes = self.answers + 1, self.bytes + len(answer.content)
+                await asyncio.sleep(POLL_SECONDS)
 
 
 def stalled_viewer(address: str) -> socket.socket:
@@ -179,7 +180,7 @@ async def measure(
         await page.goto(f"{address}/#/rollouts?by=group")
         await page.get_by_text(f"{rollouts:,} of {rollouts:,} rollouts shown").wait_for(timeout=LIMIT * 1000)
         before, started = [sum(each.cpu_times()[:2]) for each in (server, control)], time.monotonic()
-        events, received = reader.events, reader.bytes
+        answers, received = reader.answers, reader.bytes
         work = await page.context.new_cdp_session(page)
         await work.send("Performance.enable", {"timeDomain": "threadTicks"})
         busy = await _busy_seconds(work)
@@ -190,14 +191,13 @@ async def measure(
             "rollouts": rollouts,
             "monitor_cores": round(cores[0], 3),
             "control_service_cores": round(cores[1], 3),
-            "events_per_second": round((reader.events - events) / wall, 2),
+            "answers_per_second": round((reader.answers - answers) / wall, 2),
             "kilobytes_per_second": round((reader.bytes - received) / wall / 1000, 1),
             "page_work_ms_per_frame": round(1000 * (await _busy_seconds(work) - busy) / len(frames), 1),
             "frame_ms_median": round(statistics.median(frames), 1),
             "frame_ms_p95": round(statistics.quantiles(frames, n=20)[-1], 1),
             "frame_ms_max": round(max(frames), 1),
             "monitor_mib": round(server.memory_info().rss / 2**20),
-            "stalled_viewer_dropped": await _is_dropped(server, stalled),
         }
         await browser.close()
     reading.cancel()
@@ -209,17 +209,6 @@ async def _busy_seconds(session: CDPSession) -> float:
     """Processor time of the page's main thread."""
     metrics = (await session.send("Performance.getMetrics"))["metrics"]
     return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
-
-
-async def _is_dropped(server: psutil.Process, stalled: socket.socket) -> bool:
-    """Whether the server closes the connection of a viewer that does not read."""
-    ours, deadline = stalled.getsockname(), time.monotonic() + LIMIT
-    while time.monotonic() < deadline:
-        held = [each for each in server.net_connections("tcp") if each.raddr == ours and each.status == "ESTABLISHED"]
-        if not held:
-            return True
-        await asyncio.sleep(0.5)
-    return False
 
 
 def table_microseconds() -> tuple[float, float]:
@@ -272,11 +261,7 @@ def main() -> int:
     figures["answer_of_a_large_job_ms"] = round(answer_milliseconds(), 1)
     for name, value in figures.items():
         print(f"{name:24} {value}")
-    passed = (
-        figures["monitor_cores"] <= GOAL_CORES
-        and figures["frame_ms_p95"] <= GOAL_FRAME_MS
-        and figures["stalled_viewer_dropped"]
-    )
+    passed = figures["monitor_cores"] <= GOAL_CORES and figures["frame_ms_p95"] <= GOAL_FRAME_MS
     write_json(options.json, figures | {"passed": passed})
     return 0 if passed else 1
 
