@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +14,15 @@ QUERY_SECONDS = 2.0  # limit for an answer
 Answer = dict[str, Any]
 
 
-def query(path: Path, seconds: float = QUERY_SECONDS) -> Answer | str:
-    """What GET /status of control/server.py answers for the job whose control service the file names, or why nothing.
+def query(
+    path: Path,
+    seconds: float = QUERY_SECONDS,
+    request: Callable[[Connection, float], Answer] = Connection.status,
+) -> Answer | str:
+    """What the control service that the file names answers, or why nothing.
 
     An ended service is known at once, a host that is gone or a service that hangs after `seconds`.
     """
-    return _ask(path, seconds, lambda connection, limit: connection.status(limit))
-
-
-def query_rollouts(path: Path, episodes: Sequence[str], seconds: float = QUERY_SECONDS) -> Answer | str:
-    """What each rollout of the job does, as GET /rollouts of control/server.py answers, or why it is unknown.
-
-    `episodes`: those to be written to files, as "rollout-0/KEY".
-    """
-    return _ask(path, seconds, lambda connection, limit: connection.rollouts(episodes, limit))
-
-
-def describe_tickets(tickets: Mapping[str, int] | None) -> str:
-    """The ticket counter of an answer in words; empty before the first ticket may be claimed."""
-    if tickets is None:
-        return ""
-    return f"{tickets['in_progress']} in progress, {tickets['claimed']} started of {tickets['limit']} allowed"
-
-
-def _ask(path: Path, seconds: float, request: Callable[[Connection, float], Answer]) -> Answer | str:
     address, connection = ControlAddress.read(path), Connection(path, "status")
     if address is None:
         return f"{path} cannot be read" if path.is_file() else "the job has not started"
@@ -50,3 +35,10 @@ def _ask(path: Path, seconds: float, request: Callable[[Connection, float], Answ
         return f"{address.host}:{address.port} does not respond ({getattr(cause, 'strerror', None) or reason})"
     finally:
         connection.close()
+
+
+def describe_tickets(tickets: Mapping[str, int] | None) -> str:
+    """The ticket counter of an answer in words; empty before the first ticket may be claimed."""
+    if tickets is None:
+        return ""
+    return f"{tickets['in_progress']} in progress, {tickets['claimed']} started of {tickets['limit']} allowed"

@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from megatron_webrl.control.connection import FILE
 from megatron_webrl.monitor.access import image_response, number_of
-from megatron_webrl.monitor.control_probe import query_rollouts
+from megatron_webrl.monitor.control_probe import query
 from megatron_webrl.monitor.episode_view import TokenTexts, episode_json
 from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.ring.segment import RecordError
@@ -109,7 +109,8 @@ class LiveRollouts:
             if now - self._asked_at < POLL_SECONDS:
                 return
             self._episodes = {name: until for name, until in self._episodes.items() if until > now}
-            answer = query_rollouts(self._folder / FILE, [f"{worker}/{key}" for worker, key in self._episodes])
+            names = [f"{worker}/{key}" for worker, key in self._episodes]
+            answer = query(self._folder / FILE, request=lambda connection, limit: connection.rollouts(names, limit))
             self._asked_at, self._time = time.monotonic(), round(time.time(), 2)
             self._rows, self._error = {}, answer if isinstance(answer, str) else ""
             if not isinstance(answer, str):

@@ -83,8 +83,8 @@ async def test_a_viewer_follows_the_rollouts_and_a_job_without_viewers_reports_n
 async def test_viewers_share_an_answer_and_a_run_without_a_job_says_so(run: Config, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(live_view, "POLL_SECONDS", LIMIT)
-    query = live_view.query_rollouts
-    monkeypatch.setattr(live_view, "query_rollouts", lambda *given: asked.append(given) or query(*given))
+    query = live_view.query
+    monkeypatch.setattr(live_view, "query", lambda *given, **more: asked.append(given) or query(*given, **more))
     async with client_of(run) as client:
         answers = await asyncio.gather(*(client.get("/api/rollouts") for _ in range(5)))
         assert {(each.json()["error"], str(each.json()["rows"])) for each in answers} == {
