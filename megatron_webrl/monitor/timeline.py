@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.track.timeline import FOLDER, timeline_files
+from megatron_webrl.track.timeline import FOLDER
 from megatron_webrl.util import history
 
 MARGIN_SECONDS = 900.0  # around a window, for spans that overlap it
@@ -85,15 +85,11 @@ def read_timeline(folder: Path, role: str = "", window: Window | None = None) ->
     spans: dict[tuple[str, int, str, int], list[TimelineSpan]] = {}  # by process
     zeros: dict[str, float] = {}  # unix time at the zero of a machine's clock, by its first process
     first, last = (window[0] - MARGIN_SECONDS, window[1] + MARGIN_SECONDS) if window else (-math.inf, math.inf)
-    for path, _ in timeline_files(folder / FOLDER, role):
-        lines = history.read(path) if path.stat().st_mtime >= first else iter(())
-        header: Mapping[str, Any] = next(lines, {})
-        if "role" not in header:
-            continue  # of a process that was killed at its start
-        zero = zeros.setdefault(header["clock"], header["unix"] - header["monotonic"])
-        found = spans.setdefault((header["role"], header["node"], header["host"], header["pid"]), [])
-        for line in lines:
-            for name, track, start, end, facts in line.get("spans", ()):
+    for path in sorted((folder / FOLDER).glob(f"{role}.?.jsonl" if role else "*.jsonl")):
+        for line in history.read(path) if path.stat().st_mtime >= first else ():
+            zero = zeros.setdefault(line["clock"], line["unix"] - line["monotonic"])
+            found = spans.setdefault((line["role"], line["node"], line["host"], line["pid"]), [])
+            for name, track, start, end, facts in line["spans"]:
                 span = TimelineSpan(name, track, zero + start / 1e6, zero + end / 1e6, facts)
                 if span.end > first and span.start < last:
                     found.append(span)

@@ -1,8 +1,8 @@
 """What one process did and when, for `webrl timeline` (docs/timeline.md).
 
-    timeline/<role>.<number>.jsonl    of a run's folder; the lines of a file:
-    {"role", "node", "host", "pid", "clock", "monotonic", "unix"}    whose it is, and both clocks at its start
-    {"spans": [[name, track, start, end, facts], ...]}               microseconds of CLOCK_MONOTONIC
+    timeline/<role>.<number>.jsonl    of a run's folder, the newest has number 0; a line of a file:
+    {"role", "node", "host", "pid", "clock", "monotonic", "unix",    whose it is, and both clocks at its start
+     "spans": [[name, track, start, end, facts], ...]}               microseconds of CLOCK_MONOTONIC
 
 A span measures its time whether it is recorded or not: the metrics of an update and the times of a step are those of
 their spans. A thread writes the spans once a second. A process keeps FILES files of FILE_BYTES: it deletes its oldest.
@@ -10,21 +10,21 @@ their spans. A thread writes the spans once a second. A process keeps FILES file
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.util.clock import clock_identity
-from megatron_webrl.util.history import History
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ PROFILES = "profiles"  # folder of torch's profiles of a run (trainer/telemetry.
 FILE_BYTES, FILES = 16 * 2**20, 4  # of each process
 UNWRITTEN_SPANS = 200_000  # in memory; while the disk stalls the oldest are lost
 FLUSH_SECONDS, CLOSE_SECONDS = 1.0, 10.0
-_FILE = re.compile(r"(?P<role>[\w.-]+)\.(?P<number>\d{4,})\.jsonl")
 
 RecordedSpan = tuple[str, str, int, int, dict[str, Any]]  # name, track, start and end in microseconds, facts
 
@@ -111,9 +110,13 @@ class TimelineFiles:
 
     def __init__(self, folder: Path, role: str, node: int, timeline: Timeline) -> None:
         """Raises OSError."""
-        self._folder, self._role, self._node, self._timeline = folder, role, node, timeline
+        self._timeline = timeline
+        self._paths = [folder / f"{role}.{number}.jsonl" for number in range(FILES)]  # newest first
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._owner = {"role": role, "node": node, "host": host, "pid": os.getpid(), "clock": clock_identity()}
+        self._owner |= {"monotonic": time.monotonic(), "unix": time.time()}
         folder.mkdir(parents=True, exist_ok=True)
-        self._history = self._open_next()
+        self._rotate()  # the file of a killed process may end in half a line
 
     def write_until(self, ended: threading.Event) -> None:
         """Write once a second until the event is set, and at last."""
@@ -127,37 +130,19 @@ class TimelineFiles:
         if not spans or not self._timeline.recording:
             return
         try:
-            self._history.append({"spans": spans})
-            if self._history.size > FILE_BYTES:
-                self._history.close()
-                self._history = self._open_next()
+            with self._paths[0].open("a") as file:
+                file.write(json.dumps(self._owner | {"spans": spans}) + "\n")
+                size = file.tell()
+            if size > FILE_BYTES:
+                self._rotate()
         except OSError as error:
             log.error("the timeline ends here, without the last spans: %s", error)
             self._timeline.recording = False
 
-    def close(self) -> None:
-        """Write the rest, and close the file."""
-        self.write()
-        self._timeline.recording = False
-        self._history.close()
-
-    def _open_next(self) -> History:
-        """A file after those of this role; deletes the oldest."""
-        found = [(int(match["number"]), path) for path, match in timeline_files(self._folder, self._role)]
-        for _, path in sorted(found)[: max(0, len(found) + 1 - FILES)]:
-            path.unlink(missing_ok=True)
-        history = History(self._folder / f"{self._role}.{max(found, default=(0,))[0] + 1:04d}.jsonl", 0)
-        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        owner = {"role": self._role, "node": self._node, "host": host, "pid": os.getpid()}
-        history.append({**owner, "clock": clock_identity(), "monotonic": time.monotonic(), "unix": time.time()})
-        return history
-
-
-def timeline_files(folder: Path, role: str = "") -> list[tuple[Path, re.Match[str]]]:
-    """The files in a timeline folder, or those of a role, with their `role` and `number`."""
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [(path, match) for path in paths if (match := _FILE.fullmatch(path.name))]
-    return [(path, match) for path, match in found if role in ("", match["role"])]
+    def _rotate(self) -> None:
+        for older, newer in pairwise(reversed(self._paths)):
+            with suppress(FileNotFoundError):
+                newer.replace(older)
 
 
 @contextmanager
@@ -183,5 +168,4 @@ def open_timeline(config: Config, role: str, node: int) -> Iterator[Timeline]:
         thread.join(CLOSE_SECONDS)
         if thread.is_alive():
             log.error("the timeline lacks its end: the disk did not take it within %.0f s", CLOSE_SECONDS)
-        else:
-            files.close()
+        timeline.recording = False

@@ -19,7 +19,7 @@ def write_process(
     folder: Path, role: str, spans: Sequence[Span], *, node: int = 0, ahead: float = 0.0, unix: float = UNIX
 ) -> None:
     """The file of a process on a node whose monotonic clock is at `ahead` at second 0."""
-    header = {
+    owner = {
         "role": role, "node": node, "host": f"n{node}", "pid": 100 + node, "clock": f"clock-{node}",
         "monotonic": ahead, "unix": unix,
     }  # fmt: skip
@@ -27,9 +27,9 @@ def write_process(
         [name, track, round((start + ahead) * 1e6), round((end + ahead) * 1e6), facts]
         for name, track, start, end, facts in spans
     ]
-    path = folder / FOLDER / f"{role}.0001.jsonl"
+    path = folder / FOLDER / f"{role}.0.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in (header, {"spans": written})))
+    path.write_text(json.dumps(owner | {"spans": written}) + "\n")
 
 
 def episode(ticket: int, index: int, start: float, parts: Sequence[tuple[str, float]], outcome: str) -> list[Span]:

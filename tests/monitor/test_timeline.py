@@ -34,10 +34,10 @@ def test_processes_are_placed_by_the_time_of_day_and_those_of_a_machine_by_its_f
 def test_the_files_of_a_process_are_one_and_a_restarted_role_is_two(tmp_path: Path) -> None:
     write_process(tmp_path, "rollout-0", [("step", "", 5.0, 6.0, {})])
     folder = tmp_path / FOLDER
-    text = (folder / "rollout-0.0001.jsonl").read_text()
-    (folder / "rollout-0.0002.jsonl").write_text(text)
-    (folder / "rollout-0.0003.jsonl").write_text(text.replace('"pid": 100', '"pid": 101') + '{"spans": [["half')
-    (folder / "rollout-0.0004.jsonl").write_text("")
+    text = (folder / "rollout-0.0.jsonl").read_text()
+    (folder / "rollout-0.1.jsonl").write_text(text)
+    (folder / "rollout-0.2.jsonl").write_text(text.replace('"pid": 100', '"pid": 101') + '{"spans": [["half')
+    (folder / "rollout-0.3.jsonl").write_text("")
     (folder / "notes.txt").write_text("not ours")
     assert [(each.pid, len(each.spans)) for each in read_timeline(tmp_path)] == [(100, 2), (101, 1)]
 
@@ -97,7 +97,7 @@ def test_an_engine_is_busy_while_it_has_a_request(bound: UpdateBound) -> None:
 
 def test_an_update_that_did_not_wait_is_bounded_by_the_trainer(tmp_path: Path) -> None:
     folder = write_run(tmp_path).run_folder
-    path = folder / FOLDER / "trainer-0.0001.jsonl"
+    path = folder / FOLDER / "trainer-0.0.jsonl"
     path.write_text(path.read_text().replace("25000000", "10100000"))  # the wait ends at once, the training begins
     bound, _, _ = read_update(folder)
     assert bound.trainer["wait for groups"] == pytest.approx(0.1)

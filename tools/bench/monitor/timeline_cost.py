@@ -59,7 +59,6 @@ def writing_seconds() -> tuple[float, float]:
             started = time.process_time()
             files.write()
             spent += time.process_time() - started
-        files.close()
         size = sum(path.stat().st_size for path in Path(name).iterdir())
     return spent / SPANS, size / SPANS
 
