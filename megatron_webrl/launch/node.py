@@ -172,7 +172,8 @@ class Node:
             command = [*spec.command, *(["--weights-only"] if self.weights_only else [])]
             command += ["--attempt", "0"] if spec.role == "trainer" else []
             self.start(spec.name, command, environment, spec.log, cores)
-        self.journal.add_all([(spec.name, spec.log) for spec in specs], events.STARTED)
+        for spec in specs:
+            self.journal.add(spec.name, events.STARTED, log=spec.log)
 
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, cores: tuple[int, ...] = ()

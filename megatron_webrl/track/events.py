@@ -6,7 +6,6 @@ One JSON line per event, appended and never changed, so that restarts and their 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import time
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.util import history
+from megatron_webrl.util.atomic_file import continue_without
 from megatron_webrl.util.text import printable
-
-log = logging.getLogger(__name__)
 
 FILE = "events.jsonl"
 JOB = "job"  # role of the events of the job as a whole: `started` and `ended`
@@ -59,25 +57,12 @@ class EventLog:
 
     def add(self, role: str, event: str, reason: str = "", log: Path | None = None) -> None:
         """Append an event. A write error is logged only: it is no reason to end a job."""
-        self.add_all([(role, log)], event, reason)
-
-    def add_all(self, roles: Sequence[tuple[str, Path | None]], event: str, reason: str = "") -> None:
-        """Append the same event for several (role, log) at once."""
-        here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        slurm = os.environ.get("SLURM_JOB_ID", "")
-        lines = [
-            ProcessEvent(time.time(), role, event, self.node, here, reason, self._relative(path), slurm).to_json_line()
-            for role, path in roles
-        ]
-        try:
-            history.append_shared(self.folder / FILE, lines)
-        except OSError as error:
-            log.warning("could not write to %s (%s %s): %s", self.folder / FILE, roles[0][0], event, error)
-
-    def _relative(self, path: Path | None) -> str:
-        if path is None:
-            return ""
-        return str(path.relative_to(self.folder) if path.is_relative_to(self.folder) else path)
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        slurm, path = os.environ.get("SLURM_JOB_ID", ""), self.folder / FILE
+        where = "" if log is None else str(log.relative_to(self.folder) if log.is_relative_to(self.folder) else log)
+        line = ProcessEvent(time.time(), role, event, self.node, host, reason, where, slurm).to_json_line()
+        with continue_without(str(path)):
+            history.append_shared(path, [line])
 
 
 def read_events(folder: Path) -> list[ProcessEvent]:

@@ -29,7 +29,8 @@ def test_an_event_has_role_host_time_and_reason(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     event_log = EventLog(tmp_path, 3)
     event_log.add("rollout-7", events.RESTARTED, "killed by SIGKILL", tmp_path / "logs" / "node-3" / "rollout-7.log")
-    event_log.add_all([("a", None), ("b", Path("/elsewhere/b.log"))], events.STARTED)
+    event_log.add("a", events.STARTED)
+    event_log.add("b", events.STARTED, log=Path("/elsewhere/b.log"))
     restarted, first, second = read_events(tmp_path)
     assert (restarted.role, restarted.event, restarted.node) == ("rollout-7", "restarted", 3)
     assert restarted.reason == "killed by SIGKILL"
