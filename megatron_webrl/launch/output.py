@@ -18,13 +18,14 @@ from rich.progress import Progress, TaskID
 from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor.job_display import JobDisplay
 from megatron_webrl.monitor.roles import RoleStatus
-from megatron_webrl.monitor.status import LOG_WIDTH, final_report_lines, print_final_report
+from megatron_webrl.monitor.status import print_final_report
 from megatron_webrl.track.tables import progress_bar
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_webrl.launch.evaluation import CheckpointEvaluation, EvaluationProgress
 
 PROGRESS_SECONDS = 30.0  # between two lines about episodes in a log
+LOG_WIDTH = 120  # of tables in a log
 
 
 class ConsoleOutput:
@@ -118,8 +119,6 @@ class LogOutput:
 
     def print_end(self, outcome: str) -> None:
         text = StringIO()
-        if self.evaluation is not None:
-            self.evaluation.print_end(outcome, Console(file=text, width=LOG_WIDTH))
-        lines = final_report_lines(self.config.run_folder, outcome) if self.evaluation is None else []
-        for line in filter(None, map(str.rstrip, lines or text.getvalue().splitlines())):
+        ConsoleOutput(self.config, Console(file=text, width=LOG_WIDTH), self.evaluation).print_end(outcome)
+        for line in filter(None, map(str.rstrip, text.getvalue().splitlines())):
             self.report(line)

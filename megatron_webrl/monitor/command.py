@@ -7,6 +7,7 @@ import asyncio
 import json
 import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def _print_status(options: argparse.Namespace) -> int:
 
     status = read_status(find_run(options.of))
     if options.json:
-        sys.stdout.write(json.dumps(status.to_json(), indent=1) + "\n")
+        sys.stdout.write(json.dumps(asdict(status), indent=1) + "\n")
     else:
         _console().print(render_status(status))
     return 0 if status.healthy else 1

@@ -25,18 +25,13 @@ class RoleStatus:
     node: int = 0
     heartbeat_age_seconds: float | None = None
 
-    @property
-    def kind(self) -> str:
-        """rollout of rollout-3, rollout follower-1 of rollout-3.follower-1."""
-        return _split(self.name)[0]
-
 
 def role_rows(roles: Sequence[RoleStatus]) -> list[tuple[str, ...]]:
     """Rows of COLUMNS. Processes that differ only in node and in numbers of names and status share one, with ranges."""
     groups: dict[tuple[object, ...], list[RoleStatus]] = {}
     for role in roles:
         form = _NUMBER.sub("#", role.status)
-        groups.setdefault((role.kind, role.state, role.restarts, form), []).append(role)
+        groups.setdefault((_split(role.name)[0], role.state, role.restarts, form), []).append(role)
     return [_row(similar) for similar in groups.values()]
 
 
@@ -47,7 +42,7 @@ def _row(roles: Sequence[RoleStatus]) -> tuple[str, ...]:
     columns = zip(*(_NUMBER.findall(role.status) for role in roles), strict=True)
     ranges = iter([_range(sorted(set(column), key=float)) for column in columns])
     return (
-        f"{first.kind} {format_cores(sorted(numbers))}" if numbers else first.name,
+        f"{_split(first.name)[0]} {format_cores(sorted(numbers))}" if numbers else first.name,
         format_cores(sorted({role.node for role in roles})),
         first.state,
         f"{max(ages):.1f}" if ages else "",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from io import StringIO
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from megatron_webrl.util.text import count_noun, redact
 ACTIVITY_FILES = ("updates.jsonl", "episodes.jsonl", journal.FILE, "control.json", "config.yaml")  # and the logs
 ANSWER_SECONDS = 0.8  # limit of a status for the service; a busy one answers in less than half of it
 SHOWN_EVENTS = 8
-LOG_WIDTH = 120  # of tables in a log
 TAIL_BYTES = 8192
 COLOURS = {"running": "green", "finished": "green", "failed": "bold red", "silent": "bold red", "interrupted": "yellow",
            "stopped": "yellow", "judge_budget_spent": "yellow", "unknown": "red"}  # fmt: skip
@@ -74,9 +72,6 @@ class RunStatus:
             ),
         }
         return {title: {"columns": columns, "rows": rows} for title, (columns, rows) in found.items() if rows}
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def find_run(run: str) -> Path:
@@ -410,10 +405,3 @@ def _without_summary(folder: Path, outcome: str, error: OSError) -> str:
     except OSError as unknown:
         checkpoint = f"unknown ({unknown.strerror})"
     return f"{outcome}; newest checkpoint: {checkpoint}; no summary: {error}"
-
-
-def final_report_lines(folder: Path, outcome: str) -> list[str]:
-    """The report as lines for a log."""
-    text = StringIO()
-    print_final_report(folder, outcome, Console(file=text, width=LOG_WIDTH))
-    return [stripped for line in text.getvalue().splitlines() if (stripped := line.rstrip())]

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from megatron_webrl.monitor import control_probe
 from megatron_webrl.monitor.roles import RoleStatus, role_rows
 from megatron_webrl.monitor.status import (
     RunStatus,
-    final_report_lines,
     find_run,
     print_final_report,
     read_status,
@@ -105,7 +104,7 @@ def test_a_running_job_is_reported_from_its_control_service(config: Config) -> N
         assert found["rollout-0"].restarts == 1
         (row,) = next(table for title, table in report.tables().items() if "event" in title)["rows"]
         assert row[2:] == ("rollout-0", "restarted", "killed by SIGKILL; last log line: version 8 in place")
-        assert json.loads(json.dumps(report.to_json()))["tickets"]["in_progress"] == 6
+        assert json.loads(json.dumps(asdict(report)))["tickets"]["in_progress"] == 6
 
 
 def test_a_restarted_role_does_not_show_the_status_of_its_earlier_instance(config: Config) -> None:
@@ -428,7 +427,14 @@ def test_a_status_of_32_nodes_fits_a_terminal(tmp_path: Path, width: int) -> Non
     assert "number 11" not in whole
 
 
-def test_the_final_report_is_the_same_wherever_the_job_ran(tmp_path: Path) -> None:
+def report_lines(folder: Path, outcome: str) -> list[str]:
+    """The final report as lines of a log."""
+    out = StringIO()
+    print_final_report(folder, outcome, Console(file=out, width=120))
+    return [stripped for line in out.getvalue().splitlines() if (stripped := line.rstrip())]
+
+
+def test_the_final_report_has_the_lines_of_the_status_unfolded(tmp_path: Path) -> None:
     made = make_run(tmp_path)
     begin_job(made, 3600)
     journal = EventLog(made.run_folder)
@@ -438,10 +444,7 @@ def test_the_final_report_is_the_same_wherever_the_job_ran(tmp_path: Path) -> No
     accounting = {"finished": 120, "trained": 90, "dropped": {"stale": 6}, "waiting": 24, "rolled_back": 0}
     summary.write_summary(made.run_folder, "finished", accounting | {"matches": True, "tokens": {}})
     journal.add(events.JOB, events.ENDED, "finished")
-    out = StringIO()
-    print_final_report(made.run_folder, "finished", Console(file=out, width=120))
-    logged = final_report_lines(made.run_folder, "finished")
-    assert set(logged) <= {line.rstrip() for line in out.getvalue().splitlines()}
+    logged = report_lines(made.run_folder, "finished")
     lines = dict(line.split(":", 1) for line in logged if line.split(":", 1)[0].isalpha())
     assert lines["state"].strip().startswith("finished; 20")
     assert lines["episodes"].strip() == "120 finished = 90 trained + 6 dropped (stale 6) + 24 waiting = 120: matches"
@@ -455,12 +458,12 @@ def test_a_failure_is_one_line_of_a_log(tmp_path: Path) -> None:
     made = make_run(tmp_path)
     outcome = "failed: trainer-0 exited with code 1; last log line: " + "no more memory " * 30
     summary.ensure_written(made.run_folder, outcome)
-    assert any(outcome in line for line in final_report_lines(made.run_folder, outcome))
+    assert any(outcome in line for line in report_lines(made.run_folder, outcome))
 
 
 def test_the_end_of_a_job_whose_summary_could_not_be_written_is_reported(tmp_path: Path) -> None:
     made = make_run(tmp_path)
-    (line,) = final_report_lines(made.run_folder, "preempted")
+    (line,) = report_lines(made.run_folder, "preempted")
     assert line.startswith("preempted; newest checkpoint: none; no summary: [Errno 2]")
 
 
