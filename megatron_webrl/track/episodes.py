@@ -14,7 +14,6 @@ holds the files of workers that a resumed run no longer has, which it deletes be
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -35,7 +34,6 @@ TRAINED = "trained"
 FOLDER, INDEX_FILE = "episodes", "index.jsonl"
 TRAINING = "training"
 MAX_INSTRUCTION_CHARACTERS = 500  # of an index line
-_RECORDS = re.compile(r"(\d{8,})\.records")
 
 
 class EpisodeLog:
@@ -228,7 +226,7 @@ class EpisodeStore:
 
 def record_files(folder: Path) -> list[Path]:
     """The record files of a worker, oldest first."""
-    return sorted(path for path in folder.iterdir() if _RECORDS.fullmatch(path.name))
+    return sorted(folder.glob("*.records"))
 
 
 def describe(trajectory: Trajectory) -> dict[str, Any]:

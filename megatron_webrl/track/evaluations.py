@@ -39,7 +39,7 @@ FILE = "evaluations.jsonl"
 Z_95 = 1.959963984540054  # half-width of a two-sided 95 % interval of the normal distribution, in standard deviations
 BOOTSTRAP_RESAMPLES = 10_000
 _RESAMPLES_AT_ONCE = 100  # in memory
-STEP_LIMITS = (5, 8, 10, 15, 20, 30, 50)  # of success_within
+STEP_LIMITS = (5, 8, 10, 15, 20, 30, 50)
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,6 @@ class EvaluationResult:
         return cls(**{**fields, "versions": tuple(versions) if versions else None})
 
 
-def next_request_number(control: ControlClient) -> int:
-    """A number that no other request of the job has."""
-    return control.add("evaluation/request_count", 1)
-
-
 def submit_request(control: ControlClient, request: EvaluationRequest) -> None:
     """Let the workers run an evaluation; an earlier request is replaced."""
     withdraw_request(control)
@@ -209,12 +204,6 @@ def pass_at(k: int, samples: int, successes: int) -> float:
     return 1 - math.comb(samples - successes, k) / math.comb(samples, k)
 
 
-def success_within(success_steps: Iterable[int], episodes: int) -> dict[int, float]:
-    """Share of `episodes` that succeed in at most 5, 8, ... steps, by this limit; `success_steps` of each success."""
-    steps = np.fromiter(success_steps, int)
-    return {limit: float((steps <= limit).sum()) / episodes for limit in STEP_LIMITS} if episodes else {}
-
-
 def aggregate_results(
     request: EvaluationRequest, results: Iterable[EvaluationResult], seconds: float, restart_epoch: int = 0
 ) -> dict[str, Any]:
@@ -247,7 +236,7 @@ def aggregate_results(
         "judge_dollars": sum(result.judge_dollars for result in results),
         "not_recorded_requests": sum(result.not_recorded_requests for result in results),
         "pass_at": _pass_at(results, request.samples),
-        "success_within": {str(limit): share for limit, share in success_within(*_success_steps(results)).items()},
+        "success_within": _success_within(results),
         "wall_seconds": seconds,
         "finished_at": steady_time(),
         "environments": _statistics_by(results, lambda result: result.environment),
@@ -320,10 +309,11 @@ def _statistics(results: Sequence[EvaluationResult]) -> dict[str, Any]:
     }
 
 
-def _success_steps(results: Sequence[EvaluationResult]) -> tuple[list[int], int]:
-    """Steps of each success, and the number of episodes with a verdict."""
+def _success_within(results: Sequence[EvaluationResult]) -> dict[str, float]:
+    """Share of the episodes with a verdict that succeed in at most 5, 8, ... steps, by this limit."""
     judged = [result for result in results if result.has_verdict]
-    return [result.steps for result in judged if result.outcome == "success"], len(judged)
+    steps = np.array([result.steps for result in judged if result.outcome == "success"])
+    return {str(limit): float((steps <= limit).sum()) / len(judged) for limit in STEP_LIMITS} if judged else {}
 
 
 def _statistics_by(

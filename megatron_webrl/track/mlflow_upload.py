@@ -39,7 +39,6 @@ POLL_SECONDS = 1.0  # between two looks at the files of a run
 RETRY_SECONDS = 1.0  # before the first repetition; doubles up to MAX_RETRY_SECONDS
 MAX_RETRY_SECONDS = 60.0
 END_SECONDS = 20.0  # limit of waiting for MLflow at the end of a job
-FAILED_END_SECONDS = 2.0  # limit of that after a failure of the trainer
 _LINES = 20  # sent before they are noted
 _MARKS = 256  # last lines of a file by which a rollback is found; after a longer one the whole file is sent
 
@@ -257,10 +256,6 @@ class MLflowTracker:
     def run_id(self) -> str | None:
         """MLflow's id of the run; None until MLflow has answered."""
         return self.uploader.state.run_id
-
-    def close_failed(self) -> None:
-        """End the run of a trainer that failed, whose launcher waits only shortly."""
-        self.close("FAILED", FAILED_END_SECONDS)
 
     def close(self, status: str, seconds: float | None = None) -> None:
         """Log the summary and end the run with an MLflow status: FINISHED, KILLED or FAILED.

@@ -122,7 +122,7 @@ class EvaluationScheduler:
         return evaluation_task_indices(self.config)
 
     def _submit(self, kind: str, version: int, variant: str = "", exclusive: bool = False) -> None:
-        number = evaluations.next_request_number(self.control)
+        number = self.control.add("evaluation/request_count", 1)  # that no other request of the job has
         request = make_request(number, kind, variant, self._task_indices, self.config.evaluation, version, exclusive)
         evaluations.submit_request(self.control, request)
         self._collector, self._started = ResultCollector(self.control, request), time.monotonic()

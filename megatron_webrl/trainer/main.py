@@ -115,7 +115,7 @@ def _run(
         train(TrainingContext(config, learner, packer, syncer, coordinator, replay, evaluations, version=state.version))
     except BaseException:
         if tracker is not None:
-            tracker.close_failed()
+            tracker.close("FAILED", seconds=2.0)  # the launcher of a trainer that failed waits only shortly
         raise
     finally:
         packer.close()  # otherwise the process would end after all images that wait for a thread

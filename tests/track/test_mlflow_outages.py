@@ -122,7 +122,7 @@ def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_ch
     config = make_config(tmp_path, server.uri)
     first = MLflowTracker(config)
     log_updates(config, range(1, 4))
-    first.close_failed()
+    first.close("FAILED", seconds=2.0)
     until(lambda: not first.uploader.pending(), "the first attempt in MLflow")
     second = MLflowTracker(config)
     until(lambda: MlflowClient(server.uri).get_run(str(first.run_id)).info.status == "RUNNING", "a run that continues")
