@@ -62,25 +62,23 @@ def write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None)
     A disk that is full or fails is logged: it is no reason to fail a job that has ended.
     """
     try:
-        _write_summary(folder, outcome, accounting)
+        updates, checkpoint = read_updates(folder), find_latest_checkpoint(folder)
+        restarts = [event for event in events.read_events(folder) if event.event == events.RESTARTED]  # of all jobs
+        names = ("role", "reason", "time", "node")
+        content = {
+            "outcome": outcome,
+            "updates": updates,
+            "accounting": accounting,
+            "restarts": [{name: getattr(event, name) for name in names} for event in restarts],
+            "node_traffic": _node_traffic(updates),
+            "evaluation": evaluations.summarise(folder, updates[-1]["version"] if updates else 0),
+            "checkpoint": str(checkpoint) if checkpoint else None,
+            "config": str(folder / "config.yaml"),
+            "package_versions": package_versions(),
+        }
+        atomic_file.write_json(folder / "summary.json", content, indent=1)
     except OSError as error:
         log.error("the summary of %s, %s, cannot be written: %s", folder, outcome, error)
-
-
-def _write_summary(folder: Path, outcome: str, accounting: dict[str, Any] | None) -> None:
-    updates, checkpoint = read_updates(folder), find_latest_checkpoint(folder)
-    content = {
-        "outcome": outcome,
-        "updates": updates,
-        "accounting": accounting,
-        "restarts": _restarts(folder),
-        "node_traffic": _node_traffic(updates),
-        "evaluation": evaluations.summarise(folder, updates[-1]["version"] if updates else 0),
-        "checkpoint": str(checkpoint) if checkpoint else None,
-        "config": str(folder / "config.yaml"),
-        "package_versions": package_versions(),
-    }
-    atomic_file.write_json(folder / "summary.json", content, indent=1)
 
 
 def ensure_written(folder: Path, outcome: str) -> None:
@@ -98,12 +96,6 @@ def ensure_written(folder: Path, outcome: str) -> None:
     if outcome not in CLEAN_JOB_OUTCOMES:
         with suppress(OSError):
             mlflow_upload.end_as_failed(folder)
-
-
-def _restarts(folder: Path) -> list[dict[str, Any]]:
-    """Restarts of processes in all jobs of the run."""
-    restarted = [event for event in events.read_events(folder) if event.event == events.RESTARTED]
-    return [{"role": event.role, "reason": event.reason, "time": event.time, "node": event.node} for event in restarted]
 
 
 def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
