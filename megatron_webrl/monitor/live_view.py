@@ -64,7 +64,7 @@ class LiveRollouts:
         """`folder`: of the run. `texts`: of the run that it holds now."""
         self._folder, self._texts = folder, texts
         self._lock = threading.Lock()  # of `_ask`
-        self._asked_at, self._time = -math.inf, 0.0  # monotonic and unix time of the last answer
+        self._asked_at = -math.inf  # monotonic time of the last answer
         self._rows: dict[tuple[str, str], list[Any]] = {}  # by worker and key
         self._error = ""  # why the rollouts are unknown
         self._history: deque[list[Any]] = deque(maxlen=HISTORY_SECONDS)  # a second each: time, and counts by state
@@ -74,7 +74,7 @@ class LiveRollouts:
         self._ask()
         after = number_of(request, "after", 0.0)
         return {
-            "time": self._time,
+            "time": time.time(),
             "error": self._error,
             "states": STATES,
             "fields": FIXED + CHANGING,
@@ -104,23 +104,23 @@ class LiveRollouts:
     def _ask(self, *viewed: tuple[str, str]) -> None:
         """Ask the job, unless its last answer is POLL_SECONDS old at most. `viewed`: an episode that a page shows."""
         with self._lock:
-            now = time.monotonic()
-            self._episodes |= dict.fromkeys(viewed, now + EPISODE_SECONDS)
-            if now - self._asked_at < POLL_SECONDS:
+            began = time.monotonic()
+            self._episodes |= dict.fromkeys(viewed, began + EPISODE_SECONDS)
+            if began - self._asked_at < POLL_SECONDS:
                 return
-            self._episodes = {name: until for name, until in self._episodes.items() if until > now}
+            self._episodes = {name: until for name, until in self._episodes.items() if until > began}
             names = [f"{worker}/{key}" for worker, key in self._episodes]
             answer = query(self._folder / FILE, request=lambda connection, limit: connection.rollouts(names, limit))
-            self._asked_at, self._time = time.monotonic(), round(time.time(), 2)
-            self._rows, self._error = {}, answer if isinstance(answer, str) else ""
-            if not isinstance(answer, str):
-                try:
-                    self._rows = read_reports(answer["workers"], self._time)
-                except (ValueError, TypeError) as error:
-                    self._error = f"the job reports its rollouts in another form, as another version does: {error}"
-            if not self._history or self._time - self._history[-1][0] >= 1:
-                counts = Counter(row[_STATE] for row in self._rows.values())
-                self._history.append([self._time, *(counts[number] for number in range(len(STATES)))])
+            self._asked_at, now = time.monotonic(), time.time()
+            error = answer if isinstance(answer, str) else ""
+            try:
+                rows = {} if isinstance(answer, str) else read_reports(answer["workers"], now)
+            except (ValueError, TypeError) as cause:
+                rows, error = {}, f"the job reports its rollouts in another form, as another version does: {cause}"
+            self._rows, self._error = rows, error
+            if not self._history or now - self._history[-1][0] >= 1:
+                counts = Counter(row[_STATE] for row in rows.values())
+                self._history.append([round(now, 1), *(counts[number] for number in range(len(STATES)))])
 
     def _episode(self, worker: str, key: str) -> Trajectory | None:
         """The episode of a known rollout, as its worker has written it; None if it has not."""
