@@ -61,7 +61,7 @@ class EventLog:
         slurm, path = os.environ.get("SLURM_JOB_ID", ""), self.folder / FILE
         where = "" if log is None else str(log.relative_to(self.folder) if log.is_relative_to(self.folder) else log)
         line = ProcessEvent(time.time(), role, event, self.node, host, reason, where, slurm).to_json_line()
-        with continue_without(str(path)):
+        with continue_without(f"{path} ({role} {event})"):
             history.append_shared(path, [line])
 
 
