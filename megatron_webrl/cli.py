@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,11 +13,9 @@ from megatron_webrl import __version__
 from megatron_webrl.browser.server.commands import add_browsers
 from megatron_webrl.checks.command import add_check, with_part
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.control import child_process
 from megatron_webrl.judge.command import add_judge
 from megatron_webrl.launch.evaluation_command import add_eval
-from megatron_webrl.launch.role import add_arguments as add_role_arguments
-from megatron_webrl.launch.role import run as run_role
+from megatron_webrl.launch.role import add_role, run_command
 from megatron_webrl.launch.slurm.commands import add_node
 from megatron_webrl.launch.upload_command import add_upload
 from megatron_webrl.launch.validation import (
@@ -31,28 +27,18 @@ from megatron_webrl.launch.validation import (
 from megatron_webrl.monitor.command import add_monitor, add_status, add_timeline
 from megatron_webrl.placement.placement_table import add_placement
 from megatron_webrl.tasks.command import add_tasks
-from megatron_webrl.util.text import printable, redact
+from megatron_webrl.util.text import redact
 
 if TYPE_CHECKING:
     from types import FrameType
 
 
-log = logging.getLogger(__name__)
-
 RENAMED = {"doctor": "check", "parity": "check model", "gpu-check": "check gpu"}
-LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = _parse(arguments)
-    child_process.register_dump_signal()
-    os.umask(os.umask(0o077) | 0o077)  # runs and results are their owner's: pages, logs and episodes may be private
-    try:
-        return options.run(options)
-    except ConfigError as error:
-        sys.stderr.write(f"webrl: {printable(redact(str(error)))}\n")
-        return 2
+    return run_command(_parse(arguments))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -85,9 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add_upload(commands)
     add_tasks(commands)
     add_node(commands)
-    role = commands.add_parser("role", help="one process of a job, which `train` and the Slurm scripts start")
-    add_role_arguments(role)
-    role.set_defaults(run=run_role)
+    add_role(commands)
     return parser
 
 

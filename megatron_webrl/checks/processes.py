@@ -114,7 +114,7 @@ def _run(function: str, job: bytes, variables: Mapping[str, str], folder: str, c
     os.environ.clear()
     os.environ.update(variables, HF_HUB_OFFLINE="1")
     tempfile.tempdir = folder
-    configure_logging(logging.BASIC_FORMAT, logging.WARNING)
+    configure_logging("check", logging.WARNING)
     code, (module, _, name) = 0, function.partition(":")
     try:
         for result in getattr(importlib.import_module(module), name)(pickle.loads(job)):

@@ -15,7 +15,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
@@ -33,27 +33,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 CONTROL = "control"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a role; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="webrl role")
-    add_arguments(parser)
-    options = parser.parse_args(arguments)
+    """Run `webrl role`, without the parsers of all other commands; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="webrl")
+    add_role(parser.add_subparsers())
+    return run_command(parser.parse_args(["role", *arguments]))
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Run a parsed command; returns the exit code."""
     child_process.register_dump_signal()
-    os.umask(os.umask(0o077) | 0o077)  # logs and episodes may be private
+    os.umask(os.umask(0o077) | 0o077)  # runs and results are their owner's: pages, logs and episodes may be private
     try:
-        return run(options)
+        return options.run(options)
     except ConfigError as error:
         sys.stderr.write(f"webrl: {printable(redact(str(error)))}\n")
         return 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `webrl role`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, with config.yaml and placement.json")
+def add_role(commands: Any) -> None:
+    """Add `webrl role` to the parser."""
+    parser = commands.add_parser("role", help="one process of a job, which `train` and the Slurm scripts start")
+    parser.add_argument(
+        "folder", type=Path, metavar="RUN", help="folder of the run, with config.yaml and placement.json"
+    )
     parser.add_argument("name", metavar="NAME", help="control, trainer-N, rollout-N or rollout-N.follower-N")
     parser.add_argument(
         "--attempt", type=int, default=0, metavar="N", help="earlier attempts of the trainer in this job"
@@ -62,21 +68,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="control: address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="control: port to listen on (default: 0, any free one)")
     parser.add_argument("--journal", type=Path, help="control: file from which it continues if started again")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run a role; returns the exit code. Raises ConfigError for one that the placement does not have."""
     faulthandler.enable()
-    configure_logging(LOG_FORMAT.format(role=options.name))
-    config = parse_config(options.run / "config.yaml")
+    configure_logging(options.name)
+    config = parse_config(options.folder / "config.yaml")
     if options.name == CONTROL:
         return _run_control(config, options)
     from megatron_webrl.placement.placement import Placement
 
-    placement = Placement.from_json(json.loads((options.run / "placement.json").read_text()))
+    placement = Placement.from_json(json.loads((options.folder / "placement.json").read_text()))
     process = next((each for each in placement.processes if each.name == options.name), None)
     if process is None:
-        raise ConfigError(f"{options.name} is not a process of {options.run / 'placement.json'}, nor {CONTROL}")
+        raise ConfigError(f"{options.name} is not a process of {options.folder / 'placement.json'}, nor {CONTROL}")
     return _run_in_job(config, placement, process, options)
 
 
@@ -87,7 +94,7 @@ def _run_control(config: Config, options: argparse.Namespace) -> int:
     if options.journal is None:
         raise ConfigError("--journal is missing: a control service that is started again continues from it")
     job_id = segment_name(config.run.name, secrets.token_hex(4))
-    address_file, timeout_seconds = options.run / "control.json", config.run.heartbeat_timeout_seconds
+    address_file, timeout_seconds = options.folder / "control.json", config.run.heartbeat_timeout_seconds
     serve(options.host, options.port, job_id, address_file, options.journal, timeout_seconds)
     return 0
 
@@ -102,7 +109,7 @@ def _run_in_job(config: Config, placement: Placement, process: ProcessPlacement,
     from megatron_webrl.control.connection import JobEnded, JobFailed
     from megatron_webrl.ring.ring import NodeRing
 
-    control, is_rank = ControlClient(options.run / "control.json", process.name), process.role == "trainer"
+    control, is_rank = ControlClient(options.folder / "control.json", process.name), process.role == "trainer"
     # A job of one node has a ring with the name of the job, so that jobs of one name may run side by side.
     ring_name = placement.rings[process.node].name if placement.nodes > 1 and placement.rings else control.job_id
     ring = NodeRing(process.node, ring_name, control.job_id)

@@ -115,10 +115,10 @@ class RedactingFormatter(logging.Formatter):
         return printable(redact(super().format(record)))
 
 
-def configure_logging(line_format: str, level: int = logging.INFO) -> None:
+def configure_logging(role: str, level: int = logging.INFO) -> None:
     """Log to standard error without secrets; exceptions that nothing catches go there, too."""
     handler = logging.StreamHandler()
-    handler.setFormatter(RedactingFormatter(line_format))
+    handler.setFormatter(RedactingFormatter(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda uncaught: _log_uncaught(

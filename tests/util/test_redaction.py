@@ -9,7 +9,7 @@ from megatron_webrl.util.text import RedactingFormatter, declare_secret, first_l
 UNCAUGHT = """
 import threading
 from megatron_webrl.util.text import configure_logging
-configure_logging("%(levelname)s %(message)s")
+configure_logging("test")
 thread = threading.Thread(target=lambda: int("of a thread: canary-token"))
 thread.start()
 thread.join()
@@ -64,7 +64,7 @@ def test_exceptions_that_nothing_catches_are_logged_without_secrets(monkeypatch:
     monkeypatch.setenv("A_TOKEN", "canary-token")
     done = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    assert "CRITICAL uncaught exception in Thread-1" in done.stderr
+    assert "test CRITICAL root: uncaught exception in Thread-1" in done.stderr
     assert "of a thread: ***" in done.stderr
     assert "ValueError: of the program: ***" in done.stderr
     assert "canary-token" not in done.stderr

@@ -31,7 +31,6 @@ from megatron_webrl.util.text import configure_logging
 
 log = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s {role} %(levelname)s %(name)s: %(message)s"
 KILL_TIMEOUT_SECONDS = 10.0
 START_POLL_SECONDS = 0.01
 MAX_HEAD_BYTES = 2**16
@@ -157,7 +156,7 @@ def run_process(role: str, work: Coroutine[Any, Any, int], die_with_parent: bool
     if die_with_parent:
         child_process.die_with_parent(signal.SIGTERM)
     faulthandler.enable()
-    configure_logging(LOG_FORMAT.format(role=role))
+    configure_logging(role)
     for orphan in child_process.sweep_orphans():
         log.warning("killed orphan %s", orphan)
     os.environ.update(child_process.owner_environment())

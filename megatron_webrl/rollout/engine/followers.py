@@ -197,7 +197,7 @@ def main(settings: str, arguments: str) -> int:
     start = json.loads(arguments)
     span = NodeSpan(**start["span"])
     name = rollout_process_name(start["worker"], span.node_rank)
-    configure_logging(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
+    configure_logging(name)
     vllm_environment.run_follower(parse_config(settings), start["worker"], start["number"], span)
     return 1  # the follower kills this process; a return is a failure
 
