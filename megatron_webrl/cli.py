@@ -19,10 +19,11 @@ from megatron_webrl.launch.role import add_role, run_command
 from megatron_webrl.launch.slurm.commands import add_node
 from megatron_webrl.launch.upload_command import add_upload
 from megatron_webrl.launch.validation import (
-    check_evaluators,
+    check_job,
     check_tasks_and_browser,
     load_config,
     load_config_elsewhere,
+    parse_training_config,
 )
 from megatron_webrl.monitor.command import add_monitor, add_status, add_timeline
 from megatron_webrl.placement.placement_table import add_placement
@@ -115,9 +116,8 @@ def _train(options: argparse.Namespace) -> int:
         for message in lacking:
             sys.stderr.write(f"left to the job's nodes: {message}\n")
     else:
-        config = load_config(options.config, options.overrides)
-        check_tasks_and_browser(config)
-        check_evaluators(config)
+        config = parse_training_config(options.config, options.overrides)
+        check_job(config)
     if options.check:
         import dataclasses
 

@@ -28,8 +28,7 @@ from megatron_webrl.config.tasks import FileTasksConfig
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.roles import webrl_command
 from megatron_webrl.launch.run_folder import check_ended, config_path
-from megatron_webrl.launch.slurm.prepare import describe_processes, make_job_folder, plan_processes
-from megatron_webrl.launch.validation import check_config, check_evaluators, check_tasks_and_browser
+from megatron_webrl.launch.slurm.prepare import describe_processes, prepare_job
 from megatron_webrl.model.convert.conversion import HF_FOLDER, ConversionOptions, find_checkpoint, megatron_to_hf
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.track import evaluations, tables
@@ -327,26 +326,17 @@ class EvaluationJob:
             )
         fields = json.loads(path.read_text())
         checkpoint = EvaluatedCheckpoint(**{**fields["checkpoint"], "path": Path(fields["checkpoint"]["path"])})
-        output_file = Path(fields["output_file"]) if fields["output_file"] else None
-        return cls(checkpoint, output_file, fields["model_folder"])
+        return cls(checkpoint, fields["output_file"] and Path(fields["output_file"]), fields["model_folder"])
 
 
 def prepare_evaluation(
     config: Config, job: EvaluationJob, stubbed: bool, report: Callable[[str], None], environment: Mapping[str, str]
 ) -> Path:
-    """Make the run's folder of an evaluation; returns the path of its config.yaml.
-
-    `stubbed`: no worker will run, so model and packages are not checked. Raises ConfigError before anything is made.
-    """
-    placement = plan_processes(config)
-    if not stubbed:
-        check_config(config)
-        check_tasks_and_browser(config, require_browser=False)
-        check_evaluators(config)
+    """Make the run's folder of an evaluation as `prepare_job`; returns the path of its config.yaml."""
     check_ended(config)
     for left in config.run_folder.glob(f"{MODEL_PREFIX}*"):  # by a job that was killed
         shutil.rmtree(left, ignore_errors=True)
-    path = make_job_folder(config, placement, report, environment)
+    path = prepare_job(config, stubbed, report, environment)
     job.save(config.run_folder)
     return path
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.launch.validation import check_config, check_evaluators, check_tasks_and_browser
+from megatron_webrl.launch.validation import check_job
 
 
 def add_eval(commands: Any) -> None:
@@ -63,8 +63,6 @@ def _eval(options: argparse.Namespace) -> int:
 
     checkpoint = EvaluatedCheckpoint.resolve(options.checkpoint)
     config = parse_evaluation_config(checkpoint, evaluation_arguments(options))
-    check_config(config)
-    check_tasks_and_browser(config)
-    check_evaluators(config)
+    check_job(config)
     check_output_file(options.json)
     return run_here(config, Console(), CheckpointEvaluation(config, checkpoint, options.json))

@@ -53,11 +53,24 @@ _DIMENSIONS = {
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read, override, and check a configuration of a run. Raises ConfigError."""
+    config = parse_training_config(path, overrides)
+    check_config(config)
+    return config
+
+
+def parse_training_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read and override a configuration of a job with a trainer. Raises ConfigError."""
     config = parse_config(path, overrides)
     if config.evaluation.only:
         raise ConfigError("evaluation.only=true runs no trainer; evaluate with `webrl eval`, or set it to false")
-    check_config(config)
     return config
+
+
+def check_job(config: Config, *, require_browser: bool = True) -> None:
+    """Check all that a job needs. Raises ConfigError."""
+    check_config(config)
+    check_tasks_and_browser(config, require_browser=require_browser)
+    check_evaluators(config)
 
 
 def check_config(config: Config) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.launch.slurm.prepare import make_job_folder, plan_processes, read_launches
+from megatron_webrl.launch.slurm.prepare import prepare_job, read_launches
 from megatron_webrl.track import episodes, events, summary
 from megatron_webrl.track.episodes import EpisodeLog
 from megatron_webrl.track.events import EventLog
@@ -152,7 +152,7 @@ def _prepare(folder: Path, restart: int) -> None:
         None, [f"run.directory={folder.parent}", f"run.name={folder.name}", f"run.resume={str(resumed).lower()}",
                "model.path=/nowhere", "run.max_trainer_restarts=100", "cluster.gpus_per_node=0"],
     )  # fmt: skip
-    make_job_folder(config, plan_processes(config), lambda message: None, _environment(restart))
+    prepare_job(config, True, lambda message: None, _environment(restart))
 
 
 SCENARIOS = {scenario.__name__: scenario for scenario in (publish, resume, requeue, histories)}

@@ -116,10 +116,12 @@ def _add_stub_command(part: argparse.ArgumentParser) -> None:
 
 def _prepare(options: argparse.Namespace) -> int:
     from megatron_webrl.launch.slurm.prepare import prepare_job, resume_overrides
+    from megatron_webrl.launch.validation import parse_training_config
 
     overrides = _overrides(options)
     overrides += resume_overrides(options.config, overrides, os.environ)
-    sys.stdout.write(f"{prepare_job(options.config, overrides, bool(options.stub_command), _report, os.environ)}\n")
+    config = parse_training_config(options.config, overrides)
+    sys.stdout.write(f"{prepare_job(config, bool(options.stub_command), _report, os.environ)}\n")
     return 0
 
 

@@ -18,7 +18,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.launch.roles import log_folder, process_specs
 from megatron_webrl.launch.run_folder import config_path, prepared_run_folder, report_folder
-from megatron_webrl.launch.validation import check_evaluators, check_tasks_and_browser, load_config
+from megatron_webrl.launch.validation import check_job
 from megatron_webrl.placement.memory_estimate import check_parallel_layout
 from megatron_webrl.placement.placement import Placement, place_processes
 from megatron_webrl.placement.placement_table import find_model_config, print_placement
@@ -105,29 +105,16 @@ def plan_processes(config: Config) -> Placement:
 
 
 def prepare_job(
-    path: str,
-    overrides: list[str],
-    stubbed: bool,
-    report: Callable[[str], None],
-    environment: Mapping[str, str] | None = None,
+    config: Config, stubbed: bool, report: Callable[[str], None], environment: Mapping[str, str] | None = None
 ) -> Path:
     """Make the run's folder with config.yaml, placement.json and folders for logs; returns the path of config.yaml.
 
-    `stubbed`: no role will run, so model and packages are not checked. Raises ConfigError before anything is made.
+    `stubbed`: no role will run, so model and packages are not checked. Raises ConfigError before anything is made, also
+    after many requeues.
     """
-    config = parse_config(path, overrides)
-    placement = plan_processes(config)
+    placement, environment = plan_processes(config), environment or {}
     if not stubbed:
-        config = load_config(path, overrides)
-        check_tasks_and_browser(config, require_browser=False)
-        check_evaluators(config)
-    return make_job_folder(config, placement, report, environment or {})
-
-
-def make_job_folder(
-    config: Config, placement: Placement, report: Callable[[str], None], environment: Mapping[str, str]
-) -> Path:
-    """Make the run's folder of a job; returns the path of its config.yaml. Raises ConfigError after many requeues."""
+        check_job(config, require_browser=False)
     launches = record_launch(config, environment)
     if launches and launches[-1].message:
         report(launches[-1].message)

@@ -152,7 +152,7 @@ def test_preparing_makes_the_folder_and_renames_the_earlier_one(tmp_path: Path, 
     empty.write_text("{}\n")
     more = settings(tmp_path, tiny_model, "tasks.environments=[click-test]")
     for _ in range(2):
-        path = prepare_job(str(empty), more, False, messages.append)
+        path = prepare_job(parse_config(empty, more), False, messages.append)
     assert path == tmp_path / "here" / "config.yaml"
     assert load_config(path).model.path == str(tiny_model)
     placed = json.loads((tmp_path / "here" / "placement.json").read_text())
@@ -160,7 +160,7 @@ def test_preparing_makes_the_folder_and_renames_the_earlier_one(tmp_path: Path, 
     assert (tmp_path / "here" / "logs" / "node-0").is_dir()
     assert messages == [f"renamed the earlier run of this name to {tmp_path / 'here.1'}"]
     with pytest.raises(ConfigError, match=r"model.path=/nowhere"):
-        prepare_job(str(empty), [*more, "model.path=/nowhere"], False, messages.append)
+        prepare_job(parse_config(empty, [*more, "model.path=/nowhere"]), False, messages.append)
     assert not (tmp_path / "here.2").exists()
 
 
@@ -169,14 +169,14 @@ def test_a_requeued_job_resumes_from_its_checkpoint(tmp_path: Path, tiny_model: 
     empty.write_text("{}\n")
     more = settings(tmp_path, tiny_model, "tasks.environments=[click-test]")
     first, again = ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": count} for count in "01")
-    folder = prepare_job(str(empty), more, False, print, first).parent
+    folder = prepare_job(parse_config(empty, more), False, print, first).parent
     assert resume_overrides(str(empty), more, again) == []
     (folder / "checkpoints" / "version-000001").mkdir(parents=True)
     (folder / "checkpoints" / "version-000001" / "state.json").write_text("{}")
     (folder / "checkpoints" / "latest").write_text("version-000001\n")
     assert resume_overrides(str(empty), more, first) == []
     added = resume_overrides(str(empty), more, again)
-    assert load_config(prepare_job(str(empty), [*more, *added], False, print, again)).run.resume
+    assert load_config(prepare_job(parse_config(empty, [*more, *added]), False, print, again)).run.resume
     assert (folder / "checkpoints" / "latest").is_file()
 
 
@@ -184,7 +184,7 @@ def test_browser_servers_replace_the_jobs_own_browsers(tmp_path: Path, tiny_mode
     empty = tmp_path / "empty.yaml"
     empty.write_text("{}\n")
     more = settings(tmp_path, tiny_model, "tasks.environments=[click-test]", "browser.processes=2", "browser.width=320")
-    path = prepare_job(str(empty), [*more, *browser_server_overrides("http://head:8700")], False, print)
+    path = prepare_job(parse_config(empty, [*more, *browser_server_overrides("http://head:8700")]), False, print)
     browser = load_config(path).browser
     assert (browser.servers, browser.processes, browser.width) == ("http://head:8700", 1, 320)
 
