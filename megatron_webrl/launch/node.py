@@ -137,30 +137,26 @@ class Node:
         `first_host`: address of the first node; `stub_command` replaces `webrl`. Raises ConfigError for a node that
         does not fit the placement, ProcessError for a missing program.
         """
-        self._label = f", {role}"
-        with self.signals.listening():
-            return self._run_step(placement, role, first_host, stub_command)
-
-    def _run_step(self, placement: Placement, role: RoleName, first_host: str, stub_command: str) -> int:
         from megatron_webrl.control.relay import start_relay  # an HTTP server, which a job on this machine does without
 
-        child_process.die_with_parent(signal.SIGTERM)
-        child_process.become_subreaper()
-        if message := run_folder.sweep_leftovers():
-            self.report(message)
-        try:
-            self._relay_port = start_relay(run_folder.control_address_path(self.config), self._name)
-            specs = process_specs(self.config, placement, self.number, [role], first_host, stub_command=stub_command)
-            self.start_all(specs, binds=not stub_command)
-            follows = role == "trainer" and self.config.cluster.nodes > 1 and not stub_command
-            return self._watch(follows)
-        finally:
-            left = child_process.kill_descendants(KILL_SECONDS, self.processes)
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            if role == "rollout":  # its workers made the ring; a ring in use is kept
-                run_folder.sweep_shared_memory(segment_prefix(self.config.run.name))
-            if left:
-                self.report(f"could not terminate: {', '.join(left)}")
+        self._label = f", {role}"
+        with self.signals.listening():
+            child_process.die_with_parent(signal.SIGTERM)
+            child_process.become_subreaper()
+            if message := run_folder.sweep_leftovers():
+                self.report(message)
+            try:
+                self._relay_port = start_relay(run_folder.control_address_path(self.config), self._name)
+                specs = process_specs(self.config, placement, self.number, [role], first_host, None, stub_command)
+                self.start_all(specs, binds=not stub_command)
+                return self._watch(role == "trainer" and self.config.cluster.nodes > 1 and not stub_command)
+            finally:
+                left = child_process.kill_descendants(KILL_SECONDS, self.processes)
+                shutil.rmtree(self.scratch, ignore_errors=True)
+                if role == "rollout":  # its workers made the ring; a ring in use is kept
+                    run_folder.sweep_shared_memory(segment_prefix(self.config.run.name))
+                if left:
+                    self.report(f"could not terminate: {', '.join(left)}")
 
     def start_all(self, specs: Sequence[ProcessSpec], binds: bool = True) -> None:
         """Start roles. `binds`: whether a missing core is a ConfigError; otherwise those that exist are used."""
