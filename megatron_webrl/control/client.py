@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,9 +192,7 @@ class ControlClient:
 
     def instance_count(self, role: str) -> int:
         """Number of instances that a role has registered."""
-        count = self.get_json(f"instances/{role}", 0)
-        assert isinstance(count, int)
-        return count
+        return int(self.get_json(f"instances/{role}", 0))
 
     def instance_has_ended(self, instance_id: str) -> bool:
         """Whether an instance <role>.<number> has ended: its role has registered another, was given up, or is lost."""
@@ -208,10 +206,6 @@ class ControlClient:
     def given_up_workers(self) -> dict[str, str]:
         """The reason by worker given up, in order."""
         return dict(self.get_json("workers/given_up", {}))
-
-    def ended_instances(self, instance_ids: Collection[str]) -> set[str]:
-        """Those that have ended."""
-        return {each for each in instance_ids if self.instance_has_ended(each)}
 
     def request_stop(self, outcome: str = STOPPED) -> None:
         """Request the end after the current update, with a checkpoint. STOPPED replaces others, not vice versa."""
@@ -232,8 +226,7 @@ class ControlClient:
 
     def job_end(self) -> dict[str, str] | None:
         """{"outcome", "role"} of the job's end, or None while it runs."""
-        end = self.get_json("end")
-        assert end is None or isinstance(end, dict)
+        end: dict[str, str] | None = self.get_json("end")
         return end
 
     @contextmanager
@@ -263,9 +256,7 @@ class ControlClient:
 
     def ticket_epoch_count(self) -> int:
         """Number of the job's ticket epochs; 0 until the trainer has started the first."""
-        count = self.get_json("tickets/epoch_count", 0)
-        assert isinstance(count, int)
-        return count
+        return int(self.get_json("tickets/epoch_count", 0))
 
     def issue_tickets(self, tickets: Mapping[int, TaskReference]) -> None:
         """Trainer: let workers claim these tickets, too, after the others."""

@@ -56,11 +56,6 @@ class ControlAddress:
         """Write the file atomically, for its user only."""
         atomic_file.write_json(path, asdict(self), mode=0o600)
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether the address can be reached only from the machine itself."""
-        return self.host.startswith("127.") or self.host in ("localhost", "::1")
-
 
 class _Line:
     """A socket, and the stream of its numbered requests."""

@@ -113,8 +113,6 @@ class ControlService:
         queue, tickets = state.queues.get(TICKETS), None
         if queue is not None and state.epochs:
             tickets = {"claimed": queue.claimed, "limit": queue.appended, "in_progress": len(queue.owners)}
-        head = "instances/"
-        instances = {key.removeprefix(head): n for key, n in state.facts.items() if key.startswith(head)}
         return encoded(
             {
                 "job_id": self.job_id,
@@ -122,7 +120,6 @@ class ControlService:
                 "stop": state.facts.get("stop"),
                 "tickets": tickets,
                 "roles": self.liveness.to_json(now),
-                "instances": instances,
                 "heartbeat_timeout_seconds": self.liveness.timeout_seconds,
                 "journal_error": self.journal.error,
             }

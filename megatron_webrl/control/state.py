@@ -123,11 +123,8 @@ class JobState:
         return replies
 
     def query(self, commands: Sequence[Sequence[Json]]) -> list[Json]:
-        """Run commands out of QUERIES. Raises CommandError for another one."""
-        prepared = [_prepare(command) for command in commands]
-        if not all(run.__name__ in QUERIES for run, _ in prepared):
-            raise CommandError(f"not all of {len(prepared)} commands are queries")
-        return [self._run(run, arguments) for run, arguments in prepared]
+        """Run commands of QUERIES."""
+        return [self._run(*_prepare(command)) for command in commands]
 
     def _run(self, command: Callable[..., Json], arguments: Sequence[Json]) -> Json:
         try:

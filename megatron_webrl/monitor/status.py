@@ -30,6 +30,7 @@ from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.mlflow_upload import count_unsent
 from megatron_webrl.track.tables import accounting_line
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
+from megatron_webrl.util.network import is_loopback
 from megatron_webrl.util.text import count_noun, redact
 
 ACTIVITY_FILES = ("updates.jsonl", "episodes.jsonl", journal.FILE, "control.json", "config.yaml")  # and the logs
@@ -185,7 +186,7 @@ class _Job:
             return "starting", "the control service has not started yet"
         host = next((event.host for event in self.events if event.host), "")
         local = f"; it can be reached only from the job's machine{f' ({host})' if host else ''}"
-        return "silent", f"{self.silence}{local if self.address is not None and self.address.is_loopback else ''}"
+        return "silent", f"{self.silence}{local if self.address is not None and is_loopback(self.address.host) else ''}"
 
     def role_names(self) -> list[tuple[str, int]]:
         """(role, node) of every process that was started or is placed.

@@ -177,7 +177,7 @@ class ResultCollector:
         queue = self.control.run("read_queue", name, len(self.results))
         self.has_started = queue["claimed"] > 0
         self.results |= {episode: EvaluationResult.from_json(result) for episode, result in queue["values"]}
-        for worker in self.control.ended_instances({worker for _, worker in queue["open"]}):
+        for worker in filter(self.control.instance_has_ended, {worker for _, worker in queue["open"]}):
             lost = [episode for episode, owner in queue["open"] if owner == worker]
             self.control.run("give_back", name, worker, lost)
         return not self.missing_count

@@ -117,10 +117,6 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES:
             self.transport.abort()
 
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self._head_bytes = 0
-
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._head_bytes = 0
