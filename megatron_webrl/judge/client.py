@@ -26,18 +26,17 @@ SLOTS = ("verdict", "blocked", "relevance")
 IMAGE_TOKENS = 1_500  # estimate, for reservations; an endpoint reports what it counted
 CHARS_PER_TOKEN = 3  # estimate, for reservations
 MAX_TOKEN_COUNT = 10**9  # a reported count above it is taken for none
-_TRANSIENT_STATUS = frozenset({408, 409, 429})  # and all of 500 and above
 _RETRY_HEADER = "x-stainless-retry-count"  # of openai's requests
 _QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DEBUG they name URLs, headers and bodies
 
 
 def open_client(
-    url: str, key_variable: str, settings: str, timeout_seconds: float, **options: Any
+    url: str, key_variable: str, settings: str, timeout_seconds: float, faults: list[str] | None = None
 ) -> openai.AsyncOpenAI:
-    """A client, by default without retries, whose key is declared a secret.
+    """A client that repeats what may pass until its caller gives up, and whose key is declared a secret.
 
-    `settings`: the section of `url` and `key_variable`, for errors, such as judge.*. Raises ConfigError for a missing
-    key, and for a key or an address that cannot be used.
+    `settings`: the section of `url` and `key_variable`, for errors, such as judge.*. `faults` gets each kind of fault
+    once. Raises ConfigError for a missing key, and for a key or an address that cannot be used.
     """
     for name in _QUIET_LOGGERS:
         logger = logging.getLogger(name)
@@ -55,17 +54,14 @@ def open_client(
     import openai  # takes a second
 
     try:
-        chosen = {"max_retries": 0, "timeout": timeout_seconds, **options}
-        client = openai.AsyncOpenAI(api_key=key or "none", base_url=url, **chosen)
+        http = openai.DefaultAsyncHttpxClient(event_hooks=_fault_log(url, settings, [] if faults is None else faults))
+        client = openai.AsyncOpenAI(
+            api_key=key or "none", base_url=url, max_retries=10**6, timeout=timeout_seconds, http_client=http
+        )
     except Exception as error:
         raise ConfigError(f"{settings}.url={url} is not an endpoint: {type(error).__name__}") from None
     declare_secret(key)
     return client
-
-
-def is_transient(status: int) -> bool:
-    """Whether an HTTP status may pass: another attempt may succeed."""
-    return status in _TRANSIENT_STATUS or status >= 500
 
 
 class RequestFailed(UnusableReply):
@@ -142,8 +138,6 @@ class JudgeClient:
 
     def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
         """Raises ConfigError for a missing model, endpoint or key, and for settings beyond their limits."""
-        import openai
-
         check_sections(settings, "judge.")
         self._meter = meter
         self.models = {slot: JudgeModel.resolve(settings, slot) for slot in SLOTS}
@@ -151,10 +145,7 @@ class JudgeClient:
         self._clients: dict[tuple[str, str], openai.AsyncOpenAI] = {}
         for model in self.models.values():
             if (address := (model.url, model.key_variable)) not in self._clients:
-                http = openai.DefaultAsyncHttpxClient(event_hooks=_fault_log(model.url))
-                self._clients[address] = open_client(
-                    *address, "judge.*", settings.timeout_seconds, max_retries=10**6, http_client=http
-                )  # the deadline ends the retries
+                self._clients[address] = open_client(*address, "judge.*", settings.timeout_seconds)
 
     async def __aenter__(self) -> JudgeClient:
         network.use_own_threads()
@@ -220,14 +211,13 @@ class JudgeClient:
             await self._meter.settle(hour, estimate, actual)
 
 
-def _fault_log(url: str) -> dict[str, list[Callable[..., Any]]]:
+def _fault_log(url: str, settings: str, faults: list[str]) -> dict[str, list[Callable[..., Any]]]:
     """Hooks of an HTTP client that log each kind of fault of an endpoint once: its retries hide them."""
-    reported: set[str] = set()
 
     def report(fault: str) -> None:
-        if fault not in reported:
-            reported.add(fault)
-            log.warning("the judge's endpoint %s: %s (logged once)", url, fault)
+        if fault not in faults:
+            faults.append(fault)
+            log.warning("the endpoint %s (%s): %s (logged once)", url, settings, fault)
 
     async def on_request(request: Any) -> None:
         if request.headers.get(_RETRY_HEADER, "0") != "0":

@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 import openai
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.client import is_transient, open_client
+from megatron_webrl.judge.client import open_client
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.generator import white_image
 from megatron_webrl.types import TEACHER_ERROR, Step, Trajectory
@@ -32,7 +31,6 @@ from megatron_webrl.util.text import redact, shorten
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 300.0  # of scoring one episode, retries included, and of the first contact
-LONGEST_BACKOFF_SECONDS = 15.0
 _PARAMETERS = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
 
 
@@ -48,9 +46,10 @@ class Teacher:
 
     def __init__(self, settings: DistillationConfig, processor: Processor, seconds: float = TIMEOUT_SECONDS) -> None:
         self.url = settings.url.rstrip("/").removesuffix("/v1")
-        self._client = open_client(self.url, settings.key_variable, "trainer.distillation", TIMEOUT_SECONDS)
+        self._faults: list[str] = []
+        key, section = settings.key_variable, "trainer.distillation"
+        self._client = open_client(self.url, key, section, TIMEOUT_SECONDS, self._faults)
         self._seconds, self._processor = seconds, processor
-        self._fault = "no answer"  # the last one
 
     async def __aenter__(self) -> Teacher:
         network.use_own_threads()
@@ -74,7 +73,7 @@ class Teacher:
             except TimeoutError:
                 raise ConfigError(
                     f"the teacher {teacher.url} did not answer within {TIMEOUT_SECONDS:g} s "
-                    f"(trainer.distillation.url): {teacher._fault}"
+                    f"(trainer.distillation.url): {'; '.join(teacher._faults) or 'no answer'}"
                 ) from None
             except TeacherError as error:
                 raise ConfigError(f"the teacher {teacher.url} cannot score this policy: {error}") from None
@@ -175,31 +174,13 @@ class Teacher:
 
     async def _request(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The reply to a POST of `body`, else to a GET; retries faults that may pass. Raises TeacherError."""
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_may_pass), wait=wait_random_exponential(0.25, LONGEST_BACKOFF_SECONDS),
-            after=self._report,
-        )  # fmt: skip
         try:
             if body is None:
-                return await retrying(self._client.get, path, cast_to=bytes)
-            return await retrying(self._client.post, path, cast_to=bytes, body=body)
+                return await self._client.get(path, cast_to=bytes)
+            return await self._client.post(path, cast_to=bytes, body=body)
         except openai.APIStatusError as error:
             hint = "; start it with --enable-scale-out" if error.status_code == 404 else ""
             text = shorten(redact(" ".join(error.response.text.split())), 300)
             raise TeacherError(f"it refused {path} with status {error.status_code}: {text}{hint}") from None
         except openai.OpenAIError as error:
             raise TeacherError(f"its reply to {path} is invalid: {type(error).__name__}") from None
-
-    def _report(self, state: RetryCallState) -> None:
-        """Log a fault that is not the last one again."""
-        error = state.outcome.exception() if state.outcome else None
-        fault = f"status {error.status_code}" if isinstance(error, openai.APIStatusError) else type(error).__name__
-        if fault != self._fault:
-            self._fault = fault
-            log.warning("the teacher %s: %s; its requests are repeated", self.url, fault)
-
-
-def _may_pass(error: BaseException) -> bool:
-    if isinstance(error, openai.APIStatusError):
-        return is_transient(error.status_code)
-    return isinstance(error, openai.APIConnectionError)  # timeouts, too
