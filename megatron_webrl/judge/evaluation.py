@@ -16,12 +16,10 @@ import inspect
 import logging
 import math
 import re
-import threading
 import time
 import traceback
 import unicodedata
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from decimal import Decimal
@@ -34,6 +32,7 @@ from megatron_webrl.judge.client import JudgeClient, check_prices
 from megatron_webrl.judge.protocols import PROTOCOLS, Finding
 from megatron_webrl.judge.questions import Asker, EpisodeView, PromptFiles, Undecided
 from megatron_webrl.types import ANSWER, DONE, JUDGE_ERROR, REGULAR_ENDS, TRAINABLE_OUTCOMES, Trajectory, Verdict
+from megatron_webrl.util.network import in_own_thread
 from megatron_webrl.util.text import encodable, first_line, redact, shorten
 
 _NUMBER = re.compile(r"([$€£]?) ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?)")
@@ -286,21 +285,16 @@ class _ByFunction:
     async def _in_thread(self, trajectory: Trajectory) -> Any:
         """What the function returns or raises. Waits for one of MAX_THREADS, which a function that hangs keeps."""
         await self._free.acquire()
-        loop, found = asyncio.get_running_loop(), Future[Any]()
+        loop = asyncio.get_running_loop()
 
-        def work() -> None:
-            finish: Callable[[Any], None] = found.set_result
+        def work() -> Any:
             try:
-                value = self._function(trajectory)
-            except BaseException as error:
-                finish, value = found.set_exception, error
-            with suppress(InvalidStateError):  # it took too long
-                finish(value)
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(self._free.release)
+                return self._function(trajectory)
+            finally:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits
+                    loop.call_soon_threadsafe(self._free.release)
 
-        threading.Thread(target=work, name="evaluator", daemon=True).start()
-        return await asyncio.wrap_future(found)
+        return await in_own_thread("evaluator", work)
 
     def _opinion(self, found: Any) -> tuple[Verdict, bool]:
         if isinstance(found, Verdict):

@@ -14,12 +14,14 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 LOOKUP_SECONDS = 10.0
+T = TypeVar("T")
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
@@ -69,18 +71,24 @@ async def _getaddrinfo(
     host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
 ) -> list[Any]:
     """As socket.getaddrinfo. Raises socket.gaierror, after LOOKUP_SECONDS as well."""
-    found: Future[list[Any]] = Future()
-
-    def look_up() -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
-            try:
-                found.set_result(socket.getaddrinfo(host, port, family, type, proto, flags))
-            except Exception as error:
-                found.set_exception(error)
-
-    threading.Thread(target=look_up, name="name lookup", daemon=True).start()
+    lookup = in_own_thread("name lookup", socket.getaddrinfo, host, port, family, type, proto, flags)
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(found), LOOKUP_SECONDS)
+        return await asyncio.wait_for(lookup, LOOKUP_SECONDS)
     except TimeoutError:
         text = f"the lookup of {host} did not end within {LOOKUP_SECONDS:g} s"
         raise socket.gaierror(socket.EAI_AGAIN, text) from None
+
+
+async def in_own_thread(name: str, function: Callable[..., T], *arguments: Any) -> T:
+    """What a function returns or raises, in a thread that does not keep the process from ending."""
+    found: Future[T] = Future()
+
+    def work() -> None:
+        with suppress(InvalidStateError):  # nobody waits any more
+            try:
+                found.set_result(function(*arguments))
+            except BaseException as error:
+                found.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return await asyncio.wrap_future(found)

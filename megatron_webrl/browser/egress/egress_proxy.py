@@ -12,9 +12,8 @@ import logging
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from megatron_webrl.browser.egress.egress_policy import (
 )
 from megatron_webrl.browser.errors import HostUnreachable
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.util.network import in_own_thread
 
 log = logging.getLogger(__name__)
 
@@ -132,18 +132,9 @@ class EgressProxy:
 
     async def _look_up(self, host: str) -> list[str]:
         """As the system resolves names, in a thread that does not keep the process from ending."""
-        found: Future[list[str]] = Future()
-
-        def run() -> None:
-            try:
-                results = socket.getaddrinfo(host.encode(), None, type=socket.SOCK_STREAM)
-                found.set_result([str(address[0]) for *_, address in results])
-            except Exception as error:
-                found.set_exception(error)
-
         async with self._thread_semaphore:
-            threading.Thread(target=run, name="lookup", daemon=True).start()
-            return await asyncio.wrap_future(found)
+            look_up = partial(socket.getaddrinfo, host.encode(), None, type=socket.SOCK_STREAM)
+            return [str(address[0]) for *_, address in await in_own_thread("lookup", look_up)]
 
 
 async def _first_connection(
