@@ -12,7 +12,7 @@ TORCH = "torch==2.13.0"
 TRANSFORMERS = "transformers>=5.16.1,<5.20"
 # A browser farm's node and its clients need no torch.
 BROWSERS = [
-    "playwright==1.65.*", "miniwob==1.1.0", "gymnasium", "idna", "aiohttp", "fastapi", "pydantic>=2",
+    "playwright==1.65.*", "miniwob==1.1.0", "gymnasium", "anyio", "idna", "aiohttp", "fastapi", "pydantic>=2",
     "prometheus-client",
 ]  # fmt: skip
 

@@ -7,24 +7,23 @@ env = gymnasium.make("webrl/miniwob.click-test-v0", servers="http://node7:8700")
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
+from anyio.from_thread import start_blocking_portal
 from gymnasium import spaces
 from PIL import Image
 
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.page.observer import MAX_MARKS
 from megatron_webrl.browser.server import protocol
-from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
+from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import POLL_SECONDS, LocalServers
 from megatron_webrl.config.browser import BrowserConfig, check_browser_user
 from megatron_webrl.config.rollout import RolloutConfig
@@ -153,20 +152,19 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         self._instruction = ""
         self._local: LocalServers | None = None
         self._exit_stack = ExitStack()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="webrl-gym", daemon=True)
-        self._thread.start()
-        self._exit_stack.callback(self._stop_loop)
+        # Operations have timeouts of their own; between them its event loop renews the lease.
+        self._portal = self._exit_stack.enter_context(start_blocking_portal(name="webrl-gym"))
         try:
             addresses: str | Callable[[], list[str]] | None = servers
             if addresses is None:
                 self._local = self._start_server(browser, step_seconds)
                 self._wait_for_local_server()
                 addresses, token = self._local.addresses, self._local.token
-            self._session = self._run(self._enter(BrowserClient(
+            browsers = self._entered(BrowserClient(
                 addresses, token, step_seconds=step_seconds, wait_seconds=wait_seconds, owner=f"{source}/{environment}"
-            )))  # fmt: skip
-            spec = self._run(self._session.spec())
+            ))  # fmt: skip
+            self._session = self._entered(browsers.session())
+            spec = self._portal.call(self._session.spec)
         except BaseException:
             self.close()
             raise
@@ -182,7 +180,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         request = protocol.ResetRequest(source=self._request.source, environment=self._request.environment, seed=drawn)
         self._observation = None
         self._wait_for_local_server()
-        self._observation = self._run(self._session.reset(request))
+        self._observation = self._portal.call(self._session.reset, request)
         self._instruction, self._steps = self._observation.instruction or "", 0
         return self._fields(self._observation), self._info()
 
@@ -193,7 +191,7 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         parsed = self._actions.parse(action)
         self._steps += 1
         try:
-            self._observation = self._run(self._session.step(parsed))
+            self._observation = self._portal.call(self._session.step, parsed)
         except BrowserError as error:
             fields = self._fields(self._observation) | {"error": str(error)}
             self._observation = None
@@ -235,26 +233,9 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         while self._local is not None and not self._local.poll_addresses():
             time.sleep(POLL_SECONDS)
 
-    async def _enter(self, browsers: BrowserClient) -> RemoteSession:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(browsers)
-            session = await stack.enter_async_context(browsers.session())
-            opened = stack.pop_all()
-            self._exit_stack.callback(lambda: self._run(opened.aclose()))
-        return session
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`, which has timeouts of its own, in the thread of the event loop, which renews the lease."""
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return running.result()
-        finally:
-            running.cancel()
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def _entered(self, context: AbstractAsyncContextManager[T]) -> T:
+        """What a context of the event loop gives; it ends with the environment."""
+        return self._exit_stack.enter_context(self._portal.wrap_async_context_manager(context))
 
     def _info(self) -> dict[str, Any]:
         task = self._session.task
