@@ -34,7 +34,7 @@ from megatron_webrl.judge.evaluation import outcome
 from megatron_webrl.ring.record import RecordFileWriter, count_records, encode_trajectory, read_record_file
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.sites.websites import OfflineWebsites
-from megatron_webrl.tasks.web import SOURCE_NAME, OpenWeb
+from megatron_webrl.tasks.web import SOURCE_NAME
 from megatron_webrl.types import ANSWER, STEPS_EXHAUSTED, Action, Observation, Step, Task, Trajectory
 from tools.arguments import bounded_number
 from tools.offline.scripted_episodes import EpisodePlan, EpisodePlayer, Tasks, plan_episodes
@@ -59,7 +59,6 @@ async def record_episodes(
         return
     waiting = iter(left)
     websites = OfflineWebsites()
-    web = OpenWeb(max(MAX_STEPS.values()), open_web=False, offline=websites)
 
     async def work(pool: BrowserPool) -> None:
         nonlocal done
@@ -73,7 +72,7 @@ async def record_episodes(
 
     try:
         async with (
-            BrowserPool(settings, {SOURCE_NAME: web}, sessions, STEP_SECONDS) as pool,
+            BrowserPool(settings, {SOURCE_NAME: websites}, sessions, STEP_SECONDS) as pool,
             asyncio.TaskGroup() as workers,
         ):
             for _ in range(min(sessions, len(left))):
@@ -81,7 +80,7 @@ async def record_episodes(
     except ExceptionGroup as group:  # the first error cancelled the other workers
         raise group.exceptions[0] from None
     finally:
-        web.close()
+        websites.close()
 
 
 async def _play(pool: BrowserPool, plan: EpisodePlan, task: Task, player: Callable[[], EpisodePlayer]) -> Trajectory:

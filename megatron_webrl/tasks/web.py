@@ -11,8 +11,6 @@ from megatron_webrl.types import Action, Task
 if TYPE_CHECKING:  # tasks of a file are read where there is no browser
     from playwright.async_api import Page
 
-    from megatron_webrl.tasks.sites.websites import OfflineWebsites
-
 SOURCE_NAME = "web"
 ENVIRONMENT_NAME = "page"
 RESPONSE_SECONDS = 20  # for a site to respond, as to a navigation of the agent
@@ -57,30 +55,15 @@ class WebPages:
 class OpenWeb(WebPages):
     """What a browser server opens by URL."""
 
-    def __init__(self, max_steps: int, open_web: bool = True, offline: OfflineWebsites | None = None) -> None:
-        """`open_web`: whether tasks may begin on other hosts than those of `offline`, which `close` closes."""
+    def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
-        self._open_web, self._offline = open_web, offline
-
-    @property
-    def origins(self) -> frozenset[str]:
-        return self._offline.origins if self._offline is not None else frozenset()
-
-    @property
-    def addresses(self) -> Mapping[str, str]:
-        return self._offline.addresses if self._offline is not None else {}
 
     def opens(self, url: str) -> bool:
         """Whether a task may begin at a URL, as far as the kind of its host decides."""
-        return self._open_web or (self._offline is not None and self._offline.serves(url))
+        return True
 
     def task_at(self, url: str, instruction: str | None = None) -> Task:
         return Task(
             id=f"{SOURCE_NAME}/{urlsplit(url).netloc}", source=SOURCE_NAME, environment=ENVIRONMENT_NAME, seed=0,
             max_steps=self.max_steps, instruction=instruction, url=url,
         )  # fmt: skip
-
-    def close(self) -> None:
-        """Stop the offline websites."""
-        if self._offline is not None:
-            self._offline.close()

@@ -30,8 +30,9 @@ class TaskCatalog:
     def from_config(cls, config: Config) -> TaskCatalog:
         """Start all sources; `close` stops them. Raises ConfigError."""
         tasks, open_web = config.tasks, config.browser.open_web
-        offline = OfflineWebsites(tasks.latency) if tasks.offline_websites else None
-        web = OpenWeb(tasks.max_steps, open_web, offline) if open_web or offline is not None else None
+        web = OpenWeb(tasks.max_steps) if open_web else None
+        if tasks.offline_websites:
+            web = OfflineWebsites(tasks.latency, tasks.max_steps, open_web)
         return cls(make_all_sources(tasks), web)
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import App, Effect, InitialSiteState
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS, SiteVisit
+from megatron_webrl.tasks.web import OpenWeb
 
 if TYPE_CHECKING:
     from playwright.async_api import Page
@@ -170,10 +171,13 @@ class Visitor(SiteVisit):
         return replace(response, body=b"".join((before, code.encode(), end, after)))
 
 
-class OfflineWebsites:
+class OfflineWebsites(OpenWeb):
     """All offline websites behind one local server, which starts when `addresses` is first read; `close` stops it."""
 
-    def __init__(self, latency: LatencyConfig | None = None) -> None:
+    def __init__(self, latency: LatencyConfig | None = None, max_steps: int = 10, open_web: bool = False) -> None:
+        """`open_web`: whether tasks may begin on other hosts, too."""
+        super().__init__(max_steps)
+        self._open_web = open_web
         self._server = LocalServer(self._respond, "offline-websites")
         self._delays = EpisodeDelays(latency or LatencyConfig())
         self._lock = threading.Lock()
@@ -188,9 +192,8 @@ class OfflineWebsites:
     def addresses(self) -> dict[str, str]:
         return {f"{site}-*.localhost": self._server.address for site in SITE_APPS}
 
-    def serves(self, url: str) -> bool:
-        """Whether a URL is of one of these websites."""
-        return offline_host(url) is not None
+    def opens(self, url: str) -> bool:
+        return self._open_web or offline_host(url) is not None
 
     def close(self) -> None:
         """Stop the server."""

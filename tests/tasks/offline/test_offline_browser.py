@@ -21,7 +21,6 @@ from megatron_webrl.tasks.sites.websites import (
     page_key_of_path,
     website_host,
 )
-from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Task
 from tools.offline.questions import WebsiteGoal, next_move, website_goals
 from tools.offline.site_truth import read_bar_code
@@ -46,10 +45,9 @@ def code_of(host: str, path: str, *effects: tuple[str, ...], denied: bool = Fals
 @pytest.mark.parametrize(("kind", "width", "height"), [("wiki-is-mayor", 160, 224), ("wiki-correct-fact", 640, 480)])
 async def test_a_screenshot_says_which_page_it_shows(kind: str, width: int, height: int) -> None:
     websites = OfflineWebsites()
-    web = OpenWeb(MAX_STEPS, open_web=False, offline=websites)
     settings = BrowserConfig(width=width, height=height, deny=["wiki-5.localhost"] if width == 640 else [])
     try:
-        async with BrowserPool(settings, {"web": web}, 1, 60.0) as pool:
+        async with BrowserPool(settings, {"web": websites}, 1, 60.0) as pool:
             wanted = goal_of(kind, 1)
             task = task_of(wanted)
             async with pool.episode(task) as (session, seen):
@@ -73,7 +71,7 @@ async def test_a_screenshot_says_which_page_it_shows(kind: str, width: int, heig
                     reached = read_bar_code(seen.screenshot) == code_of(host, "/")
                     assert reached == (host == "wiki-5.localhost" and not settings.deny), (host, seen.error)
     finally:
-        web.close()
+        websites.close()
 
 
 def test_a_catalog_opens_what_its_settings_permit() -> None:
