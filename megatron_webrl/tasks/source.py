@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, Self
@@ -27,8 +27,7 @@ HELD_OUT_SEEDS = range(2**30, 2**31)  # page seeds of evaluation; disjoint from 
 class TaskSource(TaskSite, Protocol):
     """Tasks, the site where they are done, and a scripted policy for them."""
 
-    @property
-    def environments(self) -> Sequence[str]: ...
+    environments: Sequence[str]
 
     async def demonstrate(self, page: Page, task: Task, premature_submit: bool = False) -> Action:
         """The next scripted action; `premature_submit`: submit at once if the page has a submit button.
@@ -39,10 +38,12 @@ class TaskSource(TaskSite, Protocol):
 
     def close(self) -> None: ...
 
+    @abstractmethod
     def make_task(self, environment: str, seed: int) -> Task:
         """The task of an environment and a page seed; equal on every machine."""
         ...
 
+    @abstractmethod
     def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
         """Draw the task of a training ticket. `make_task` of its environment and seed must make it again.
 
@@ -51,6 +52,7 @@ class TaskSource(TaskSite, Protocol):
         """
         ...
 
+    @abstractmethod
     def held_out_task(self, index: int) -> Task:
         """The index-th evaluation task."""
         ...
@@ -60,25 +62,11 @@ class TaskSource(TaskSite, Protocol):
         ...
 
 
-class TaskSourceBase(ABC):
+class TaskSourceBase(TaskSource):
     """What sources have in common: environments, step limits and the size of an evaluation, from the settings."""
-
-    environments: Sequence[str]
 
     def __init__(self, tasks: TasksConfig) -> None:
         self.settings = tasks
-
-    @abstractmethod
-    def make_task(self, environment: str, seed: int) -> Task:
-        """The task of an environment and a seed; equal on every machine."""
-
-    @abstractmethod
-    def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
-        """Draw the task of a training ticket; `make_task` makes it again."""
-
-    @abstractmethod
-    def held_out_task(self, index: int) -> Task:
-        """The index-th evaluation task."""
 
     def evaluation_tasks(self, episodes: int) -> int:
         """Number of tasks of an evaluation; `episodes` is evaluation.episodes."""
