@@ -14,7 +14,7 @@ from playwright.async_api import Page
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.rollout.prompts import element_line
+from megatron_webrl.rollout.contexts import element_line
 from megatron_webrl.tasks.server import FolderServer
 from megatron_webrl.types import Observation, Task
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatron_webrl.config.rollout import ContextConfig
-from megatron_webrl.rollout import prompts
+from megatron_webrl.rollout import contexts
 from megatron_webrl.rollout.toolset import describe_action, format_tool_call
 from megatron_webrl.tasks.click_target import COORDINATE_STEP
 from megatron_webrl.types import COORDINATE_RANGE, Action
@@ -129,18 +129,18 @@ def corpus() -> list[str]:
     """Texts like those of a prompt and of a response, made by what makes the real ones."""
     texts = list(_INSTRUCTIONS)
     for compact in (False, True):
-        texts.append(prompts.task_text("Click the button.", "http://127.0.0.1/click-test.html", 3, [], compact))
+        texts.append(contexts.task_text("Click the button.", "http://127.0.0.1/click-test.html", 3, [], compact))
         texts.append(
-            prompts.step_result_text("page changed", "Click Test Task", "http://127.0.0.1/click-test.html", compact)
+            contexts.step_result_text("page changed", "Click Test Task", "http://127.0.0.1/click-test.html", compact)
         )
-        system = prompts.system_message(ContextConfig(response_format="bare", compact=compact))
+        system = contexts.system_message(ContextConfig(response_format="bare", compact=compact))
         for form, fields in _FORMS:
             texts.append(system if compact else system.replace(_FORMS[0][0], form))
             texts += [("" if compact else _fields(fields, action)) + format_tool_call(action) for action in _ACTIONS]
     for effect in ("page changed", "page unchanged", "executed", "failed: no page to go back to"):
         for action in _ACTIONS:
-            texts.append(prompts.history_line(1, "Enter Text Task", describe_action(action), effect, compact=False))
-            texts.append(prompts.history_line(2, "", describe_action(action), effect, compact=True))
+            texts.append(contexts.history_line(1, "Enter Text Task", describe_action(action), effect, compact=False))
+            texts.append(contexts.history_line(2, "", describe_action(action), effect, compact=True))
     return texts
 
 

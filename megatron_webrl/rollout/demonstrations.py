@@ -18,9 +18,9 @@ from megatron_webrl.judge.evaluation import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.rollout.agent import Agent, Episode
+from megatron_webrl.rollout.contexts import format_response
 from megatron_webrl.rollout.episode_runner import open_browsers, run_together
 from megatron_webrl.rollout.generator import Generation, GenerationError
-from megatron_webrl.rollout.prompts import format_response
 from megatron_webrl.rollout.responses import THOUGHT_CLOSE
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.tasks.click_target import ScriptedPolicyError

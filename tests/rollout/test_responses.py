@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_webrl.config.rollout import ContextConfig
-from megatron_webrl.rollout.prompts import format_response, system_message
+from megatron_webrl.rollout.contexts import format_response, system_message
 from megatron_webrl.rollout.responses import (
     FORMS,
     memory_characters,

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.contexts import make_context
+from megatron_webrl.rollout.contexts import format_response, make_context
 from megatron_webrl.rollout.demonstrations import (
     GENERIC_SLOT,
     MEMORY_SLOTS,
@@ -18,7 +18,6 @@ from megatron_webrl.rollout.demonstrations import (
     extend_memory,
     memory_text,
 )
-from megatron_webrl.rollout.prompts import format_response
 from megatron_webrl.types import Action
 from tests.rollout.conversations import observation_of, response_of, texts
 

@@ -35,11 +35,10 @@ from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.contexts import make_context
+from megatron_webrl.rollout.contexts import format_response, make_context
 from megatron_webrl.rollout.demonstrations import scripted_generation
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.episode_runner import open_browsers
-from megatron_webrl.rollout.prompts import format_response
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.registry import make_source, scripted_environments
 from megatron_webrl.trainer.data.batching import TrainingSample

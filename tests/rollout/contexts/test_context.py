@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout import prompts
+from megatron_webrl.rollout import contexts
 from megatron_webrl.rollout.contexts import ContextOverflow, SlidingContext
 from megatron_webrl.rollout.toolset import Toolset, format_tool_call
 from megatron_webrl.types import Action, Element, Observation
@@ -250,9 +250,9 @@ def test_the_list_of_elements_is_cut_and_the_rest_counted() -> None:
     elements = tuple(
         Element(number, "combobox", "n" * 80, (0, 0, 9, 9), "v" * 80, ("focused",), options) for number in range(1, 101)
     )
-    lines = prompts.page_state_text(elements, (), None).splitlines()
-    assert sum(map(len, lines)) < prompts.MAX_ELEMENT_LIST_CHARS + 100
-    assert all(len(line) < prompts.MAX_ELEMENT_CHARS + 20 for line in lines)
+    lines = contexts.page_state_text(elements, (), None).splitlines()
+    assert sum(map(len, lines)) < contexts.MAX_ELEMENT_LIST_CHARS + 100
+    assert all(len(line) < contexts.MAX_ELEMENT_CHARS + 20 for line in lines)
     assert lines[-1] == f"({100 - (len(lines) - 2)} more are not listed)"
     short = tuple(Element(number, "link", "name", (0, 0, 9, 9)) for number in range(1, 101))
-    assert len(prompts.page_state_text(short, (), None).splitlines()) == 101
+    assert len(contexts.page_state_text(short, (), None).splitlines()) == 101

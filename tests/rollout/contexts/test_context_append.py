@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.contexts import AppendContext, ContextOverflow, Prompt
+from megatron_webrl.rollout.contexts import MAX_ELEMENT_LIST_CHARS, AppendContext, ContextOverflow, Prompt
 from megatron_webrl.rollout.generator import Generation
-from megatron_webrl.rollout.prompts import MAX_ELEMENT_LIST_CHARS
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset, format_tool_call
 from megatron_webrl.trainer.data.prefix_merging import MergedSequence, merge_prefixes
 from megatron_webrl.types import Action, Observation
