@@ -10,7 +10,6 @@ import contextlib
 import logging
 import mimetypes
 import re
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -73,11 +72,6 @@ class LocalServer:
                 threading.Thread(target=self._server.serve_forever, args=(0.1,), name=self._name, daemon=True).start()
             return f"127.0.0.1:{self._server.server_address[1]}"
 
-    @property
-    def connections(self) -> int:
-        """How many were accepted: whether a page that must not reach this server did."""
-        return self._server.connections if self._server is not None else 0
-
     def close(self) -> None:
         """Stop answering. A second call does nothing."""
         with self._starting:
@@ -108,12 +102,6 @@ class FolderServer(LocalServer):
 
 class _HttpServer(ThreadingHTTPServer):
     request_queue_size = 128
-    connections = 0
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        accepted = super().get_request()
-        self.connections += 1
-        return accepted
 
 
 class _Handler(BaseHTTPRequestHandler):

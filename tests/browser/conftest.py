@@ -14,10 +14,24 @@ from playwright.async_api import Page
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.egress import egress_policy
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.tasks.server import FolderServer
+from megatron_webrl.tasks.server import FolderServer, _HttpServer
 from megatron_webrl.types import Task
 
 ORIGIN = "http://site.localhost"
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> list[_HttpServer]:
+    """The local server of each connection that one accepts."""
+    found: list[_HttpServer] = []
+    accept = _HttpServer.get_request
+
+    def get_request(server: _HttpServer) -> Any:
+        found.append(server)
+        return accept(server)
+
+    monkeypatch.setattr(_HttpServer, "get_request", get_request)
+    return found
 
 
 class FolderSite:
