@@ -13,7 +13,7 @@ class RepeatedKey(ValueError):
 
 def loads(text: str) -> Any:
     """Parse JSON. Raises ValueError, also for NaN, numbers beyond float64 and repeated keys, and RecursionError."""
-    return json.loads(text, parse_constant=refuse_constant, parse_float=_finite, object_pairs_hook=unique_keys)
+    return _DECODER.decode(text)
 
 
 def refuse_constant(constant: str) -> NoReturn:
@@ -36,3 +36,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in result if names.count(name) > 1)
         raise RepeatedKey(f"the key {json.dumps(twice)} occurs twice")
     return result
+
+
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=_finite, object_pairs_hook=unique_keys)

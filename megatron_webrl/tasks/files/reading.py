@@ -31,6 +31,7 @@ class ScannedLine(NamedTuple):
     number: int  # from 1
     offset: int  # bytes
     data: bytes  # without the line's end
+    key: int  # of the task
     task: Task | None
     error: str  # the message, with file and line; empty if there is a task
 
@@ -47,14 +48,14 @@ def scan(file: BinaryIO, name: str, fields: FieldMap) -> Iterator[ScannedLine]:
             continue
         try:
             task = parse_task(parse_line(data), fields)
-            first = lines_by_key.setdefault(task_key(task.id), number)
+            first = lines_by_key.setdefault(key := task_key(task.id), number)
             if first != number:
                 [field, *_] = fields.names["id"]
                 raise RowError(f"field {field}: expected an id of its own, found {task.id!r} of line {first} again")
         except RowError as error:
-            yield ScannedLine(number, offset, data, None, f"{name}:{number}: {error}")
+            yield ScannedLine(number, offset, data, 0, None, f"{name}:{number}: {error}")
         else:
-            yield ScannedLine(number, offset, data, task, "")
+            yield ScannedLine(number, offset, data, key, task, "")
     after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise ConfigError(f"{name} changed while it was read; start again when it is complete")

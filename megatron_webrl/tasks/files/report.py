@@ -68,7 +68,7 @@ def inspect_file(name: str, setting: str, fields: FieldMap) -> FileReport:
     report = FileReport(name)
     lines: dict[tuple[str, str | None], int] = {}
     with open_lines(name, setting, fields) as file:
-        for number, _, _, task, error in scan(file, name, fields):
+        for number, _, _, _, task, error in scan(file, name, fields):
             if task is None:
                 report.invalid.append(error)
                 continue

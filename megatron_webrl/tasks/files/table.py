@@ -41,7 +41,7 @@ class TaskTable:
         domains: set[str] = set()
         faults: list[str] = []
         rows = hashlib.blake2b(digest_size=8)
-        for number, offset, data, task, error in scan(file, name, fields):
+        for number, offset, data, key, task, error in scan(file, name, fields):
             if task is None:
                 faults.append(error)
                 continue
@@ -50,7 +50,7 @@ class TaskTable:
             lines.append(number)
             levels.append(DIFFICULTIES.index(task.difficulty))
             website_ids.append(websites.setdefault(task.website, len(websites)))
-            task_keys.append(task_key(task.id))
+            task_keys.append(key)
             domains.add(task.environment)
             rows.update(data + b"\n")
         if faults:
