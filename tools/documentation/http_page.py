@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.server.api import COMMON_RESPONSES, server_app
-from megatron_webrl.browser.server.browser_server import BrowserServer, LeaseLimits
+from megatron_webrl.browser.server.browser_server import BrowserServer
 from megatron_webrl.browser.server.protocol import API_PREFIX, TOKEN_VARIABLE
 from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.config.schema import Config
@@ -45,7 +45,7 @@ def page() -> str:
     """The page as Markdown."""
     config = Config()
     pool = BrowserPool(config.browser, {}, sessions=1)  # never started
-    server = BrowserServer(config, TaskCatalog({}, None), pool, LeaseLimits(1), "http://127.0.0.1:8700")
+    server = BrowserServer(config, TaskCatalog({}, None), pool, 1, "http://127.0.0.1:8700")
     document = server_app(server, Token(TOKEN_VARIABLE, "client")).openapi()
     statuses = "".join(f"| {status} | {each['description']} |\n" for status, each in COMMON_RESPONSES.items())
     parts = [

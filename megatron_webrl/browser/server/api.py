@@ -223,7 +223,7 @@ def _status_page(server: BrowserServer) -> str:
         left = f"{lease.seconds_left:.0f} s"
         rows.append((str(number), state, lease.owner, task, str(lease.steps), lease.outcome or "", left))
     table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    text = f"{len(rows) - 1} of {server.limits.sessions} sessions leased. Clients reach this server at {server.url}."
+    text = f"{len(rows) - 1} of {server.sessions} sessions leased. Clients reach this server at {server.url}."
     return (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
         f"<title>Browser server</title><style>{_STYLE}</style><h1>Browser server</h1><p>{escape(text)}</p>"

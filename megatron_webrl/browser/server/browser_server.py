@@ -9,7 +9,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from playwright.async_api import Error as PlaywrightError
@@ -44,15 +43,6 @@ class RequestRefused(Exception):
 
 def no_episode(reason: str = "there is no episode") -> RequestRefused:
     return RequestRefused(protocol.STATUS_CONFLICT, f"{reason}; reset begins one")
-
-
-@dataclass(frozen=True)
-class LeaseLimits:
-    """Number of leases at a time, and their lifetimes."""
-
-    sessions: int
-    seconds: float = 60.0  # default
-    max_seconds: float = 3600.0
 
 
 class LeaseSession:
@@ -157,10 +147,12 @@ class LeaseSession:
 class BrowserServer:
     """Leases and sessions, in one event loop. `async with` ends every episode; the caller closes pool and catalog."""
 
-    def __init__(self, config: Config, catalog: TaskCatalog, pool: BrowserPool, limits: LeaseLimits, url: str) -> None:
-        """`pool` runs as many episodes of the catalog's sites; clients reach the server at `url`."""
-        self.url, self.catalog, self.pool, self.limits = url, catalog, pool, limits
-        self.metrics = ServerMetrics(limits.sessions, lambda: len(self._leases), pool)
+    def __init__(self, config: Config, catalog: TaskCatalog, pool: BrowserPool, sessions: int, url: str) -> None:
+        """`sessions`: the most leases at a time, as many as `pool` runs episodes of the catalog's sites; clients reach
+        the server at `url`.
+        """
+        self.url, self.catalog, self.pool, self.sessions = url, catalog, pool, sessions
+        self.metrics = ServerMetrics(sessions, lambda: len(self._leases), pool)
         self._step_seconds = config.rollout.operation_timeout_seconds
         self._spec = protocol.SessionSpec.from_config(config.browser)
         self._leases: dict[str, LeaseSession] = {}
@@ -184,17 +176,12 @@ class BrowserServer:
         return list(self._leases.values())
 
     def create_lease(self, request: protocol.LeaseRequest) -> protocol.Lease:
-        """Grant a lease. Raises RequestRefused, InvalidRequest."""
-        seconds, limits = self.limits.seconds if request.seconds is None else request.seconds, self.limits
-        if not 0 < seconds <= limits.max_seconds:
-            raise InvalidRequest(
-                f"seconds: {seconds:g} is not between 0 and {limits.max_seconds:g}, the maximum lifetime"
-            )
-        if len(self._leases) >= limits.sessions:
+        """Grant a lease. Raises RequestRefused."""
+        if len(self._leases) >= self.sessions:
             self.metrics.refused_leases.inc()
-            raise RequestRefused(protocol.STATUS_BUSY, f"all {limits.sessions} sessions of this server are leased")
+            raise RequestRefused(protocol.STATUS_BUSY, f"all {self.sessions} sessions of this server are leased")
         self.metrics.granted_leases.inc()
-        lease = LeaseSession(self.pool, self._step_seconds, seconds, request.owner)
+        lease = LeaseSession(self.pool, self._step_seconds, request.seconds, request.owner)
         self._leases[lease.id] = lease
         return self._describe_grant(lease)
 
@@ -217,7 +204,7 @@ class BrowserServer:
         await self._end_lease(self.find_lease(lease_id), "the lease has been released")
 
     def state(self) -> protocol.ServerState:
-        return protocol.ServerState(self.limits.sessions, self._free, self._spec, tuple(self._leases))
+        return protocol.ServerState(self.sessions, self._free, self._spec, tuple(self._leases))
 
     # Episodes
 
@@ -313,7 +300,7 @@ class BrowserServer:
 
     @property
     def _free(self) -> int:
-        return self.limits.sessions - len(self._leases)
+        return self.sessions - len(self._leases)
 
     def _describe_grant(self, lease: LeaseSession) -> protocol.Lease:
         return protocol.Lease(lease.id, lease.seconds, self._free)

@@ -70,12 +70,12 @@ class BrowserClient:
 
     def __init__(
         self, addresses: str | AddressProvider, token: str | None = None, *, step_seconds: float = 120.0,
-        wait_seconds: float = 600.0, lease_seconds: float | None = None, spec: protocol.SessionSpec | None = None,
-        owner: str = "",
+        wait_seconds: float = 600.0, lease_seconds: float = protocol.LEASE_SECONDS,
+        spec: protocol.SessionSpec | None = None, owner: str = "",
     ) -> None:  # fmt: skip
         """`addresses`: http://host:port, separated by commas. `token`: None reads it from the environment. Timeouts:
         `step_seconds` of a reset or step, `wait_seconds` of waiting for a free session. `lease_seconds`: lifetime of a
-        lease; None: the server's default. A server whose sessions differ from `spec` is refused. `owner` is shown on
+        lease. A server whose sessions differ from `spec` is refused. `owner` is shown on
         the server's status page. Raises ConfigError for an invalid address.
         """
         if isinstance(addresses, str):

@@ -33,8 +33,6 @@ def add_browsers(commands: Any) -> None:
         ("--address-file", Path, None, "FILE", "file that receives {url, pid} once the server is ready"),
         ("--token-file", Path, None, "FILE", "file with the clients' token (default: WEBRL_BROWSERS_TOKEN)"),
         ("--sessions", int, 8, "N", "maximum number of leases (default: 8)"),
-        ("--lease-seconds", float, 60.0, "S", "default lifetime of a lease (default: 60)"),
-        ("--max-lease-seconds", float, 3600.0, "S", "maximum lifetime of a lease (default: 3600)"),
         ("--max-connections", int, 8192, "N", "open connections in all (default: 8192)"),
     ):  # fmt: skip
         serve.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
@@ -44,7 +42,6 @@ def add_browsers(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from megatron_webrl.browser.server.browser_server import LeaseLimits
     from megatron_webrl.browser.server.server_main import run_server
     from megatron_webrl.control.http.http_service import ConnectionLimits, ListenAddress
 
@@ -53,7 +50,4 @@ def _serve(options: argparse.Namespace) -> int:
     limits = ConnectionLimits(options.max_connections)
     tls = server_context(options.tls_certificate, options.tls_key)
     address = ListenAddress(options.host, options.port, options.address_file, limits, tls)
-    leases = LeaseLimits(options.sessions, options.lease_seconds, options.max_lease_seconds)
-    return run_server(
-        config, settings, address, leases, die_with_parent=options.die_with_parent, token_file=options.token_file
-    )
+    return run_server(config, settings, address, options.sessions, options.die_with_parent, options.token_file)

@@ -19,6 +19,7 @@ CA_VARIABLE = "WEBRL_BROWSERS_CA"  # PEM file of the issuers that clients of htt
 OBSERVATION_MEDIA_TYPE = "application/vnd.webrl.observation"
 """Length of the JSON (uint32, little endian), JSON, image; other clients request the image separately."""
 _LENGTH = struct.Struct("<I")
+LEASE_SECONDS, MAX_LEASE_SECONDS = 60.0, 3600.0
 
 STATUS_NOT_FOUND, STATUS_CONFLICT = 404, 409
 STATUS_LEASE_EXPIRED = 410  # or the lease is unknown
@@ -56,7 +57,7 @@ class LeaseRequest:
     """Request one browser session, held until it is released or expires."""
 
     __pydantic_config__ = _STRICT
-    seconds: float | None = None  # lifetime without renewal; None: the server's default
+    seconds: Annotated[float, Field(gt=0, le=MAX_LEASE_SECONDS)] = LEASE_SECONDS  # lifetime without renewal
     owner: OwnerLine = ""  # shown on the server's status page
 
 

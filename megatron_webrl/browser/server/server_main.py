@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.server.api import server_app
-from megatron_webrl.browser.server.browser_server import BrowserServer, LeaseLimits
+from megatron_webrl.browser.server.browser_server import BrowserServer
 from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
 from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.config.browser import check_browser_user
@@ -29,36 +29,31 @@ FILES_OF_PROCESS, FILES_PER_SESSION = 64, 5  # of the server and of Chromium's b
 
 
 def run_server(
-    config_file: str | None, overrides: Sequence[str], address: ListenAddress, leases: LeaseLimits, *,
+    config_file: str | None, overrides: Sequence[str], address: ListenAddress, sessions: int,
     die_with_parent: bool, token_file: Path | None = None,
 ) -> int:  # fmt: skip
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises ConfigError.
 
     `token_file`: the clients' token; None: the environment has it.
     """
-    if leases.sessions < 1:
-        raise ConfigError(f"--sessions={leases.sessions} must be at least 1")
-    if not 0 < leases.seconds <= leases.max_seconds:
-        raise ConfigError(
-            f"--lease-seconds={leases.seconds:g} must be greater than 0 and at most "
-            f"--max-lease-seconds={leases.max_seconds:g}"
-        )
+    if sessions < 1:
+        raise ConfigError(f"--sessions={sessions} must be at least 1")
     needed = reason_for_token(address.host)
     token = read_token(TOKEN_VARIABLE, "--token-file", token_file, needed)
     config = parse_config(config_file, list(overrides))
     check_sections(config)
     check_browser_user(config.browser)
-    check_session_limits(leases.sessions)
+    check_session_limits(sessions)
     listener = Listener(address)
-    return run_process("browser-server", _run(leases, config, token, listener), die_with_parent)
+    return run_process("browser-server", _run(sessions, config, token, listener), die_with_parent)
 
 
-async def _run(leases: LeaseLimits, config: Config, token: Token | None, listener: Listener) -> int:
+async def _run(sessions: int, config: Config, token: Token | None, listener: Listener) -> int:
     catalog, timeout = TaskCatalog.from_config(config), config.rollout.operation_timeout_seconds
     try:
         async with (
-            BrowserPool(config.browser, catalog.sites, leases.sessions, timeout) as pool,
-            BrowserServer(config, catalog, pool, leases, listener.url) as server,
+            BrowserPool(config.browser, catalog.sites, sessions, timeout) as pool,
+            BrowserServer(config, catalog, pool, sessions, listener.url) as server,
             run_http_server(server_app(server, token), listener) as ended,
         ):
             await ended.wait()

@@ -172,13 +172,11 @@ def _browsers(options: argparse.Namespace) -> int:
     """Serve at the one of the addresses --servers that this machine has, until SIGTERM. The token comes from the
     environment.
     """
-    from megatron_webrl.browser.server.browser_server import LeaseLimits
     from megatron_webrl.browser.server.server_main import run_server
 
     addresses = parse_server_addresses(options.servers)
     sessions = sessions_per_server(parse_config(options.config, options.overrides), len(addresses))
-    address, limits = own_listen_address(addresses), LeaseLimits(sessions)
-    return run_server(options.config, options.overrides, address, limits, die_with_parent=True)
+    return run_server(options.config, options.overrides, own_listen_address(addresses), sessions, die_with_parent=True)
 
 
 def sessions_per_server(config: Config, servers: int) -> int:

@@ -68,7 +68,6 @@ def test_off_loopback_a_token_is_required(refusal: Callable[..., str], tmp_path:
     [
         (["--max-connections", "0"], "--max-connections=0 must be at least 1"),
         (["--sessions", "0"], "--sessions=0 must be at least 1"),
-        (["--lease-seconds", "5000"], "--lease-seconds=5000 must be greater than 0 and at most"),
         (["browser.colour=red"], "unknown setting browser.colour in an override"),
         (["browser.width=3"], "browser.width=3 must be at least 32"),
         (["no-such.yaml"], "configuration no-such.yaml is not a file"),
