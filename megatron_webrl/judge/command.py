@@ -26,6 +26,7 @@ from megatron_webrl.ring.record import count_records, decode_trajectory, read_re
 from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.track.tables import progress_bar
 from megatron_webrl.types import ANSWER, JUDGE_ERROR, REGULAR_ENDS, STEPS_EXHAUSTED, TRAINABLE_OUTCOMES, Trajectory
+from megatron_webrl.util.concurrency import run_together
 from megatron_webrl.util.text import first_line
 
 RECORDS = "*.records"
@@ -214,13 +215,10 @@ class _Rejudging:
         meter = LocalMeter(self.settings.budget, file=self.verdicts.path.with_name(USAGE_FILE))
         async with open_evaluator(self.settings, meter) as evaluator:
             try:
-                async with asyncio.TaskGroup() as workers:
-                    for _ in range(min(EPISODES_AT_ONCE, self.settings.concurrency)):
-                        workers.create_task(self._work(evaluator, chosen))
-            except* BudgetSpent as spent:
-                self.stopped = str(spent.exceptions[0])
-            except* ConfigError as errors:
-                raise errors.exceptions[0] from None
+                workers = min(EPISODES_AT_ONCE, self.settings.concurrency)
+                await run_together(self._work(evaluator, chosen) for _ in range(workers))
+            except BudgetSpent as spent:
+                self.stopped = str(spent)
 
     async def _work(self, evaluator: EpisodeEvaluator, episodes: Iterator[tuple[str, Trajectory]]) -> None:
         for key, trajectory in episodes:

@@ -32,7 +32,7 @@ from megatron_webrl.judge.client import JudgeClient, check_prices
 from megatron_webrl.judge.protocols import PROTOCOLS, Finding
 from megatron_webrl.judge.questions import Asker, EpisodeView, PromptFiles, Undecided
 from megatron_webrl.types import ANSWER, DONE, JUDGE_ERROR, REGULAR_ENDS, TRAINABLE_OUTCOMES, Trajectory, Verdict
-from megatron_webrl.util.network import in_own_thread
+from megatron_webrl.util.concurrency import in_own_thread
 from megatron_webrl.util.text import encodable, first_line, redact, shorten
 
 _NUMBER = re.compile(r"([$€£]?) ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?)")

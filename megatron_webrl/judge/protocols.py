@@ -31,9 +31,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_webrl.judge.questions import RELEVANT_SCORE, Asker, EpisodeView, Question, Screenshot, ask_all
+from megatron_webrl.judge.questions import RELEVANT_SCORE, Asker, EpisodeView, Question, Screenshot
 from megatron_webrl.judge.replies import KEY_POINTS, SCORE
 from megatron_webrl.types import BLOCKED
+from megatron_webrl.util.concurrency import run_together
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class RubricProtocol(JudgeProtocol):
         if not episode.screenshots:
             return ()
         *earlier, last = episode.screenshots
-        answers = await ask_all([
+        answers = await run_together([
             asker.ask(
                 Question("relevance", "relevance", (("TASK", episode.task),), (shot,), RELEVANCE_TOKENS,
                          f"screenshot {shot.number}")
@@ -131,7 +132,7 @@ class WebJudgeProtocol(JudgeProtocol):
         task = ("TASK", episode.task)
         listed = await asker.require(Question("key_points", "verdict", (task,), (), WEBJUDGE_TOKENS, form=KEY_POINTS))
         points = ("KEY_POINTS", str(listed.value))
-        answers = await ask_all([
+        answers = await run_together([
             asker.ask(
                 Question("relevance", "relevance", (task, points), (shot,), WEBJUDGE_TOKENS,
                          f"screenshot {shot.number}", SCORE)

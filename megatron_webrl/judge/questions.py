@@ -17,16 +17,15 @@ A system message is the stage's text, common/data.md (what fences are), and comm
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
@@ -219,7 +218,6 @@ def _pages(trajectory: Trajectory) -> str:
 MAX_STAGE_TEXT_CHARS = 1_000
 TEMPERATURE, TOP_P = 0.7, 0.95  # of requests, unless the model's options replace them
 RELEVANT_SCORE = 3  # a score of at least this is a yes
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -322,14 +320,3 @@ def decide(value: Value | None) -> str:
     if value is None:
         return "none"
     return "yes" if isinstance(value, str) or value is True or value >= RELEVANT_SCORE else "no"
-
-
-async def ask_all(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Ask concurrently; the first exception cancels the others."""
-    tasks = [asyncio.ensure_future(question) for question in questions]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -19,7 +19,7 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.rollout.agent import Agent, Episode
 from megatron_webrl.rollout.contexts import format_response
-from megatron_webrl.rollout.episode_runner import open_browsers, run_together
+from megatron_webrl.rollout.episode_runner import open_browsers
 from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.responses import THOUGHT_CLOSE
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
@@ -28,6 +28,7 @@ from megatron_webrl.tasks.registry import make_source, required_actions, scripte
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.track.live_rollouts import LiveRollout
 from megatron_webrl.types import Action, Trajectory
+from megatron_webrl.util.concurrency import run_together
 
 log = logging.getLogger(__name__)
 

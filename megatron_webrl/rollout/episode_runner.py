@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import local_servers
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from megatron_webrl.rollout.teacher import Teacher
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -60,16 +58,6 @@ async def open_browsers(config: Config, sessions: int, name: str) -> AsyncIterat
 
 
 RETRIES = 1  # a second fault of browser or engine in a row is rarely chance
-
-
-async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first error cancels the others, and is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(each) for each in work]
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return [task.result() for task in running]
 
 
 async def run_with_retries(run_try: Callable[[], Awaitable[Trajectory]], name: str) -> Trajectory:

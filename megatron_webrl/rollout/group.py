@@ -11,10 +11,11 @@ from megatron_webrl.control.client import Claimer, ControlClient, TicketClaim
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.rollout.agent import Episode
-from megatron_webrl.rollout.episode_runner import EpisodeRunner, run_together, run_with_retries
+from megatron_webrl.rollout.episode_runner import EpisodeRunner, run_with_retries
 from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.tasks.files.table import TASK_FILES, FileDigest, difference_between_nodes
 from megatron_webrl.types import ABORTED, Trajectory
+from megatron_webrl.util.concurrency import run_together
 
 log = logging.getLogger(__name__)
 

@@ -13,15 +13,12 @@ import ipaddress
 import os
 import socket
 import struct
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from megatron_webrl.util.concurrency import in_own_thread
 
 LOOKUP_SECONDS = 10.0
-T = TypeVar("T")
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
@@ -77,18 +74,3 @@ async def _getaddrinfo(
     except TimeoutError:
         text = f"the lookup of {host} did not end within {LOOKUP_SECONDS:g} s"
         raise socket.gaierror(socket.EAI_AGAIN, text) from None
-
-
-async def in_own_thread(name: str, function: Callable[..., T], *arguments: Any) -> T:
-    """What a function returns or raises, in a thread that does not keep the process from ending."""
-    found: Future[T] = Future()
-
-    def work() -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
-            try:
-                found.set_result(function(*arguments))
-            except BaseException as error:
-                found.set_exception(error)
-
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return await asyncio.wrap_future(found)

@@ -35,7 +35,7 @@ from megatron_webrl.browser.egress.egress_policy import (
 )
 from megatron_webrl.browser.errors import HostUnreachable
 from megatron_webrl.config.browser import BrowserConfig
-from megatron_webrl.util.network import in_own_thread
+from megatron_webrl.util.concurrency import in_own_thread
 
 log = logging.getLogger(__name__)
 
