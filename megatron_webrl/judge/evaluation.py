@@ -110,11 +110,11 @@ class Judge:
 
     def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
         """Raises ConfigError for missing prompts, models, endpoints or keys."""
-        (kind,) = [kind for kind in PROTOCOLS if kind.name == settings.protocol]
-        self._settings, self._protocol = settings, kind(settings)
-        self._prompts = PromptFiles.load(settings.prompts, kind.name, kind.stages)
+        self._settings, self._protocol = settings, PROTOCOLS[settings.protocol]
+        stages = self._protocol.stages
+        self._prompts = PromptFiles.load(settings.prompts, settings.protocol, stages)
         self.client = JudgeClient(settings, meter)
-        used = ("verdict", *kind.stages)  # other slots have the name of their stage
+        used = ("verdict", *stages)  # other slots have the name of their stage
         check_prices(settings.budget, {slot: each for slot, each in self.client.models.items() if slot in used})
 
     async def judge(self, trajectory: Trajectory) -> tuple[Verdict, bool]:
@@ -138,7 +138,7 @@ class Judge:
             finding = Finding(JUDGE_ERROR, f"{type(error).__name__} in the judge")
         reason = shorten(" ".join(finding.reason.split()), MAX_REASON_CHARS)
         verdict = Verdict(
-            finding.outcome, "judge", self._protocol.name, self._prompts.digest, reason, tuple(asker.stages),
+            finding.outcome, "judge", self._settings.protocol, self._prompts.digest, reason, tuple(asker.stages),
             **asdict(asker.spending),
         )  # fmt: skip
         return _encodable(verdict), verdict.outcome != JUDGE_ERROR

@@ -255,20 +255,20 @@ class Asker:
 
     def __init__(self, client: JudgeClient, prompts: PromptFiles, settings: JudgeConfig, deadline: float) -> None:
         """`deadline`: loop time."""
-        self._client, self._prompts, self._settings, self._deadline = client, prompts, settings, deadline
+        self._client, self._prompts, self.settings, self._deadline = client, prompts, settings, deadline
         self.stages: list[JudgeStage] = []
         self.spending = Spending()
 
     async def ask(self, question: Question) -> Answer:
         """Ask until a reply is usable, at most judge.attempts times. Raises BudgetSpent."""
-        place, mode = len(self.stages), self._settings.structured
+        place, mode = len(self.stages), self.settings.structured
         body, digest = self._request(question)
         model = self._client.models[question.slot].name
         self.stages.append(JudgeStage(question.stage, question.subject, "none", "", digest, model, attempts=0))
         faults: list[str] = []
         value: Value | None = None
         text, attempts = "", 0
-        while value is None and attempts < self._settings.attempts:
+        while value is None and attempts < self.settings.attempts:
             attempts += 1
             try:
                 reply = await self._client.complete(
@@ -300,10 +300,10 @@ class Asker:
         form, model = question.form, self._client.models[question.slot]
         arguments = {"max_tokens": question.max_tokens, "temperature": TEMPERATURE, "top_p": TOP_P, **model.options}
         arguments = {name: value for name, value in arguments.items() if value is not None}
-        if self._settings.structured == "schema":
+        if self.settings.structured == "schema":
             schema = {"name": form.name, "strict": True, "schema": form.schema()}
             arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
-        system = self._prompts.system_message(question.stage, form, self._settings.structured)
+        system = self._prompts.system_message(question.stage, form, self.settings.structured)
         digested = [fence_fields(question.fields)]
         content: list[dict[str, Any]] = [{"type": "text", "text": digested[0]}]
         for shot in question.screenshots:

@@ -26,7 +26,7 @@ def settings_digest(settings: JudgeConfig) -> str:
         if slot in found:
             found[slot] = [found[slot]["name"], found[slot]["options"]]
     if settings.uses_models:
-        (stages,) = [kind.stages for kind in PROTOCOLS if kind.name == settings.protocol]
+        stages = PROTOCOLS[settings.protocol].stages
         found["prompts"] = PromptFiles.load(settings.prompts, settings.protocol, stages).digest
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:8]
 

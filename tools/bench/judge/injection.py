@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--key-variable", default="", metavar="NAME", help="environment variable with the key")
     count = bounded_number(int, 1)
     parser.add_argument("--limit", type=count, metavar="N", help=f"N of the {len(ATTEMPTS)} attempts (default: all)")
-    names = [kind.name for kind in PROTOCOLS]
+    names = list(PROTOCOLS)
     parser.add_argument("--protocol", default="rubric", choices=names, help="(default: %(default)s)")
     parser.add_argument("--structured", default="schema", choices=("schema", "line"), help="as judge.structured")
     parser.add_argument("--concurrency", type=count, default=32, help="requests in flight (default: %(default)s)")
