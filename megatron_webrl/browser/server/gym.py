@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, suppress
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import gymnasium
@@ -251,12 +252,8 @@ class WebEnv(gymnasium.Env[dict[str, Any], str]):
         }  # fmt: skip
         if observation.elements is not None:
             fields["elements"] = tuple(
-                {
-                    "id": element.id, "role": element.role, "name": element.name, "value": element.value,
-                    "box": np.array(element.box, np.int32), "states": element.states, "options": element.options,
-                }
-                for element in observation.elements
-            )  # fmt: skip
+                asdict(element) | {"box": np.array(element.box, np.int32)} for element in observation.elements
+            )
         if "switch_tab" in self._actions.kinds:
             fields["tabs"] = tuple({"title": t.title, "url": t.url, "active": int(t.active)} for t in observation.tabs)
         return fields
