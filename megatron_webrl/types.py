@@ -347,7 +347,7 @@ class TaskSite(Protocol):
 
     def can_reuse_page(self, task: Task) -> bool:
         """Whether `open` accepts the page of a finished episode of this task, in the same browser context."""
-        ...
+        return False
 
     async def open(self, page: Page, task: Task) -> str:
         """Load the start page of the task; returns the instruction."""

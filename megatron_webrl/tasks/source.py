@@ -72,10 +72,6 @@ class TaskSourceBase(TaskSource):
         """Number of tasks of an evaluation; `episodes` is evaluation.episodes."""
         return episodes * len(self.environments)
 
-    def can_reuse_page(self, task: Task) -> bool:
-        """False: every episode needs a new browser context."""
-        return False
-
     def training_steps(self, difficulty: str, version: int | None) -> int:
         """Step limit of a training task of a ticket admitted at a policy version; None: the last limit."""
         return training_limit(self.settings, difficulty, version)

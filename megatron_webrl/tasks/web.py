@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from megatron_webrl.types import Action, Task
+from megatron_webrl.types import Action, Task, TaskSite
 
 if TYPE_CHECKING:  # tasks of a file are read where there is no browser
     from playwright.async_api import Page
@@ -16,7 +16,7 @@ ENVIRONMENT_NAME = "page"
 RESPONSE_SECONDS = 20  # for a site to respond, as to a navigation of the agent
 
 
-class WebPages:
+class WebPages(TaskSite):
     """Opens `Task.url`; the pages give no reward and have no scripted policy."""
 
     environments: Sequence[str] = (ENVIRONMENT_NAME,)
@@ -29,10 +29,6 @@ class WebPages:
     @property
     def addresses(self) -> Mapping[str, str]:
         return {}
-
-    def can_reuse_page(self, task: Task) -> bool:
-        """False: every episode needs a new browser context."""
-        return False
 
     async def open(self, page: Page, task: Task) -> str:
         """Begin to load the page; returns the task's instruction. Raises ValueError for a task without a URL."""
