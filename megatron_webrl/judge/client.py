@@ -226,7 +226,8 @@ def _fault_log(url: str, settings: str, faults: list[str]) -> dict[str, list[Cal
     async def on_response(response: Any) -> None:
         if response.is_error:
             await response.aread()
-            report(f"status {response.status_code}: {shorten(redact(' '.join(response.text.split())), 300)}")
+            text = shorten(redact(" ".join(response.text.split())), 300)
+            report(f"status {response.status_code}: {text}".removesuffix(": "))
 
     return {"request": [on_request], "response": [on_response]}
 

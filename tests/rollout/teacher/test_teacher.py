@@ -126,9 +126,9 @@ async def test_a_server_that_never_answers_is_one_error(tiny_model: Path, monkey
     async def handle(request: web.Request) -> web.Response:
         return web.Response(status=502)
 
-    monkeypatch.setattr("megatron_webrl.rollout.teacher.TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("megatron_webrl.rollout.teacher.TIMEOUT_SECONDS", 3.0)
     message = await opened(handle, tiny_model)
-    assert "did not answer within 0.5 s (trainer.distillation.url): status 502" in message
+    assert "did not answer within 3 s (trainer.distillation.url): status 502" in message
 
 
 @pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": []}', '{"data": [{"id": "m"}]}'])
