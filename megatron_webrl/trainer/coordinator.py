@@ -100,7 +100,7 @@ class Coordinator:
             self._histories = (self.episode_log.history, self.updates, self.evaluation_log.history)
             restore_usage(control, config.judge.budget, config.run_folder)
         self.group_source = GroupSource(
-            exchange.record_source,
+            exchange,
             config,
             resume_point,
             self.accounting,
@@ -166,7 +166,7 @@ class Coordinator:
     def log_update(self, result: UpdateResult) -> None:
         """Log an update and, with keep_records, its groups. Collective."""
         version, groups = result.version, result.groups
-        if self.config.tracking.keep_records and self.exchange.writes_node_files:
+        if self.config.tracking.keep_records and self.exchange.topology.is_node_leader:
             path = group_file_path(self.config.records_folder, version - 1, self.exchange.topology.node)
             with continue_without(str(path)):
                 write_trajectories(path, self.exchange.trajectories_to_store(groups))

@@ -266,7 +266,7 @@ def _transformer_engine_problem(platform: Platform) -> str:
 def make_sequence_packer(
     config: Config, platform: Platform, timeline: Timeline = OFF, image_cache: ImageCache | None = None
 ) -> SequencePacker:
-    """Make this rank's sequence packer. The process groups must exist. `image_cache`: that of several nodes."""
+    """Make this rank's sequence packer. The process groups must exist. `image_cache`: that of the exchange."""
     trainer, processor, wait_timer = config.trainer, Processor.load(config.model.path), WaitTimer(timeline)
     image_rank = parallel.image_rank()
     return SequencePacker(

@@ -17,8 +17,8 @@ from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.coordinator import Coordinator
-from megatron_webrl.trainer.multi_node.exchange import RecordExchange
 from tests.job_control import connect, control_service
+from tests.trainer.multi_node.one_node import one_node_exchange
 from tools.drills.file_faults import FileFaults
 
 
@@ -47,7 +47,7 @@ def test_lines_wait_for_a_full_disk_and_are_written_before_a_checkpoint(tmp_path
         ring.unlink()
         control, exchange, tracker = (
             connect(address, "trainer-0"),
-            RecordExchange(ring),
+            one_node_exchange(ring),
             MLflowTracker(config),
         )
         coordinator = Coordinator(config, control, exchange, state, ResumePoint(), tracker)

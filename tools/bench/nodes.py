@@ -91,7 +91,8 @@ class ExchangeBench:
         self.rank, self.groups, self.group_size = rank, groups, group_size
         self.rings = [Ring.attach(name) for name in names]
         self.config = Config()
-        self.wire = RankMessenger(NodeTopology.all_gather(rank, RANKS), SECONDS, SECONDS)
+        nodes = {1: NodeTopology.all_gather(0, 1), RANKS: NodeTopology.all_gather(rank, RANKS)}
+        self.wires = {count: RankMessenger(topology, SECONDS, SECONDS) for count, topology in nodes.items()}
 
     def write_groups(self, homes: tuple[int, int]) -> None:
         """Write all groups to the rings, on the first rank."""
@@ -108,15 +109,14 @@ class ExchangeBench:
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
-        from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, RecordExchange
+        from megatron_webrl.trainer.multi_node.exchange import RecordExchange
         from megatron_webrl.trainer.multi_node.screenshots import ImageCache, ImageShard
 
         self.write_groups(homes or (0, 0))
-        rings = RecordExchange(self.rings[0])
-        if homes is not None:
-            cache, damaged = ImageCache(self.wire, ImageShard(self.rank, 0)), self.config.run_folder / "damaged_records"
-            rings = MultiNodeExchange(self.rings[self.rank], self.wire, cache, damaged)
-        source = GroupSource(rings.record_source, self.config, ResumePoint(), Accounting()) if self.rank == 0 else None
+        wire = self.wires[1 if homes is None else RANKS]
+        cache, damaged = ImageCache(wire, ImageShard(self.rank, 0)), self.config.run_folder / "damaged_records"
+        rings = RecordExchange(self.rings[wire.topology.node], wire, cache, damaged)
+        source = GroupSource(rings, self.config, ResumePoint(), Accounting()) if self.rank == 0 else None
         begun = time.perf_counter()
         taken = None if source is None else source.wait_for_groups(0, self.groups, SECONDS, lambda ready: True)
         headers_read = time.perf_counter()
@@ -125,7 +125,7 @@ class ExchangeBench:
         exchanged = time.perf_counter()
         assert isinstance(groups, list)
         found = {"headers": headers_read - begun, "exchange": exchanged - headers_read}
-        if isinstance(rings, MultiNodeExchange):
+        if homes is not None:
             found |= self._fetch_images(rings, groups)
         for group, numbers in taken or []:
             assert source is not None

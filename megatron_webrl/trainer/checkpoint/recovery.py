@@ -27,7 +27,7 @@ from megatron_webrl.track import episodes
 from megatron_webrl.track.episodes import line_identity, trajectory_identity
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
-from megatron_webrl.trainer.multi_node.exchange import RecordExchange, RecordSource
+from megatron_webrl.trainer.multi_node.exchange import RecordExchange
 from megatron_webrl.trainer.parallel import broadcast_object
 from megatron_webrl.types import TaskReference, Trajectory
 
@@ -96,7 +96,7 @@ def make_resume_point(
     """The resume point of `state`; after a recovery, no claims until the coordinator opens the job. Collective."""
     resume_point = None
     if is_first_rank and control.ticket_epoch_count():
-        resume_point = _recover(control, exchange.record_source, state, folder)
+        resume_point = _recover(control, exchange, state, folder)
     elif is_first_rank:
         closed = Accounting.from_state_dict(state.accounting).closed_episodes
         resume_point = ResumePoint(
@@ -110,7 +110,7 @@ def make_resume_point(
     return shared
 
 
-def _recover(control: ControlClient, records: RecordSource, state: TrainerState, folder: Path) -> ResumePoint:
+def _recover(control: ControlClient, records: RecordExchange, state: TrainerState, folder: Path) -> ResumePoint:
     epochs, in_flight, next_ticket = control.rewind_tickets()  # before reading the rings
     closed = Accounting.from_state_dict(state.accounting).closed_episodes
     before = control.get_json(_CLOSED_BEFORE)

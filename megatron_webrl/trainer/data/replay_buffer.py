@@ -64,7 +64,7 @@ class ReplayBuffer:
 
     def add(self, groups: Sequence[Group], version: int) -> None:
         """Store the successes of the update from policy `version`, and delete files that are too old."""
-        if not self.max_age or not self.exchange.writes_node_files:
+        if not self.max_age or not self.exchange.topology.is_node_leader:
             return
         successes = (t for t in self.exchange.trajectories_to_store(groups) if t.trainable and t.reward > 0)
         path = group_file_path(self.folder, version, self.exchange.topology.node)

@@ -41,11 +41,6 @@ def strip_images(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, images=tuple(map(image_key, trajectory.images)))
 
 
-def restore_images(stripped: Trajectory, get_image: Callable[[bytes], bytes]) -> Trajectory:
-    """The trajectory with its screenshots in place of their keys."""
-    return replace(stripped, images=tuple(get_image(bytes(key)) for key in stripped.images))
-
-
 @dataclass(frozen=True)
 class ImageShard:
     """The replica whose images a rank encodes, and its shard of them."""

@@ -109,10 +109,10 @@ class _Trainer:
         from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
         from megatron_webrl.trainer.coordinator import Coordinator
         from megatron_webrl.trainer.metrics.logprob_mismatch import LogprobMismatch
-        from megatron_webrl.trainer.multi_node.exchange import RecordExchange
         from megatron_webrl.trainer.telemetry import UpdateResult
+        from tests.trainer.multi_node.one_node import one_node_exchange
 
-        control, exchange = connect(self.address, "trainer-0"), RecordExchange(self.ring)
+        control, exchange = connect(self.address, "trainer-0"), one_node_exchange(self.ring)
         folder = self.config.run_folder
         state = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)
         if self.saved is not None:
@@ -130,7 +130,7 @@ class _Trainer:
             assert isinstance(groups, list)
             if version == end:
                 if self.choose.random() < 0.5:  # counted, but not freed
-                    coordinator.group_source.records = _RecordsNeverFreed(self.ring)
+                    coordinator.group_source.records = _RecordsNeverFreed(exchange)
                     coordinator.close_update(groups, version + 1)
                 return resume_point
             coordinator.log_update(
@@ -146,10 +146,10 @@ class _Trainer:
 
 
 class _RecordsNeverFreed:
-    """A ring whose trainer is killed before it frees records."""
+    """Records of a trainer that is killed before it frees them."""
 
-    def __init__(self, ring: Ring) -> None:
-        self.committed, self.read = ring.committed, ring.read
+    def __init__(self, records: Any) -> None:
+        self.committed, self.read = records.committed, records.read
 
     def acknowledge(self, sequences: object) -> None: ...
 

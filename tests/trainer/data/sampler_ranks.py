@@ -109,8 +109,8 @@ class _Run:
         from megatron_webrl.trainer.coordinator import Coordinator
         from megatron_webrl.trainer.data import replay_buffer
         from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
-        from megatron_webrl.trainer.multi_node.exchange import RecordExchange
         from megatron_webrl.trainer.telemetry import UpdateResult
+        from tests.trainer.multi_node.one_node import one_node_exchange
         from tools.bench import recorded_groups
 
         ring_name = f"webrl-test-{secrets.token_hex(4)}"
@@ -121,7 +121,7 @@ class _Run:
             stack.callback(ring.unlink)
             control = connect(address, "trainer-0")
             tracker = MLflowTracker(self.config)
-            exchange = RecordExchange(ring)
+            exchange = one_node_exchange(ring)
             coordinator = Coordinator(
                 self.config,
                 control,

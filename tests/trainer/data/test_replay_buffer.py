@@ -1,31 +1,32 @@
-"""The replay buffer, on a process group of one rank."""
+"""The replay buffer of a trainer on one node."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.trainer.data import replay_buffer
 from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer, replay_probability
-from megatron_webrl.trainer.multi_node.exchange import RecordExchange
+from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology
 from megatron_webrl.types import Group
 from tests.trajectories import screenshot, trajectory
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+class _OneNode:
+    """An exchange of one rank, whose screenshots need no cache."""
+
+    topology = NodeTopology((0,), 0)
+    all_gather_trajectories: Any = staticmethod(list)
+
+    def trajectories_to_store(self, groups: list[Group]) -> list[Any]:
+        return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def make(folder: Path, versions: int = 3, power: float = 0.0, every: int = 0) -> ReplayBuffer:
@@ -33,7 +34,7 @@ def make(folder: Path, versions: int = 3, power: float = 0.0, every: int = 0) ->
     config.run.directory = str(folder)
     config.trainer.loss = loss_config("raft", replay_versions=versions)
     config.trainer.checkpoint.every = every
-    return ReplayBuffer(config, RecordExchange(mock.Mock()), decay_power=power)
+    return ReplayBuffer(config, _OneNode(), decay_power=power)
 
 
 def batch(ticket: int, successes: int = 2) -> list[Group]:

@@ -101,7 +101,7 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     from megatron_webrl.trainer.data.group_source import GroupSource
     from megatron_webrl.trainer.loop import train_batch
     from megatron_webrl.trainer.main import make_sequence_packer
-    from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange, make_exchange
+    from megatron_webrl.trainer.multi_node.exchange import make_exchange
     from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology
     from megatron_webrl.trainer.multi_node.screenshots import image_key
     from tests.model.hf_export import hf_tensors
@@ -110,11 +110,10 @@ def _update(config: Config, platform: Any, names: Sequence[str], layout: Layout)
     learner = make_learner(config, platform)
     nodes = NodeTopology.all_gather(layout.nodes[rank], 2)
     rings = make_exchange(Ring.attach(names[nodes.node]), nodes, config)
-    assert isinstance(rings, MultiNodeExchange)
     builder = make_sequence_packer(config, platform, image_cache=rings.image_cache)
     taken, source = None, None
     if rank == 0:
-        source = GroupSource(rings.record_source, config, ResumePoint(), Accounting())
+        source = GroupSource(rings, config, ResumePoint(), Accounting())
         taken = source.wait_for_groups(VERSION, len(HOMES), 60.0, lambda ready: True)
     groups = rings.broadcast_groups(taken)
     assert isinstance(groups, list)
@@ -203,7 +202,7 @@ class Member:
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
-        from megatron_webrl.trainer.multi_node.exchange import MultiNodeExchange
+        from megatron_webrl.trainer.multi_node.exchange import RecordExchange
         from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMessenger
         from megatron_webrl.trainer.multi_node.screenshots import ImageCache, ImageShard
 
@@ -213,10 +212,8 @@ class Member:
         nodes = NodeTopology.all_gather(rank * len(names) // ranks, len(names))
         wire = RankMessenger(nodes, exchange_seconds, 2 * exchange_seconds)
         cache, damaged = ImageCache(wire, ImageShard(rank, 0)), Path(folder, "damaged_records", f"node-{nodes.node}")
-        self.rings = MultiNodeExchange(self.ring, wire, cache, damaged)
-        self.source = (
-            GroupSource(self.rings.record_source, self.config, ResumePoint(), Accounting()) if rank == 0 else None
-        )
+        self.rings = RecordExchange(self.ring, wire, cache, damaged)
+        self.source = GroupSource(self.rings, self.config, ResumePoint(), Accounting()) if rank == 0 else None
 
     def share(self, count: int, version: int = 0) -> list[Group]:
         """The next groups of an update."""
@@ -298,7 +295,8 @@ def replayed(rank: int, folder: str, names: Sequence[str]) -> None:
     groups = member.share(4)
     replay = ReplayBuffer(config, rings, decay_power=0.0)
     replay.add(groups, 0)
-    stored = rings.trajectories_to_store(groups) if rings.writes_node_files else []
+    kept = rings.trajectories_to_store(groups) if rings.topology.is_node_leader else []
+    stored = [(t.ticket, t.index, [bytes(i) for i in t.images]) for t in kept]  # before the records are freed
     member.close(groups)
     torch.distributed.barrier()
     if rank == 0:
@@ -312,7 +310,7 @@ def replayed(rank: int, folder: str, names: Sequence[str]) -> None:
         "images": {
             g.ticket: [bytes(rings.image_cache.get(bytes(i))) for i in g.trajectories[0].images] for g in drawn
         },
-        "stored": [(t.ticket, t.index, [bytes(i) for i in t.images]) for t in stored],
+        "stored": stored,
         "moved": rings.image_cache.transferred_bytes, "needed": rings.image_cache.needed_bytes,
     }  # fmt: skip
     rings.finish_collecting()

@@ -12,7 +12,6 @@ from megatron_webrl.trainer.multi_node.screenshots import (
     IMAGE_KEY_BYTES,
     image_key,
     image_size,
-    restore_images,
     strip_images,
 )
 from tests.trajectories import screenshot, trajectory
@@ -27,7 +26,7 @@ def test_a_stripped_trajectory_is_a_record_with_image_keys() -> None:
     assert [image_size(name) for name in found.images] == [len(image) for image in whole.images]
     assert found.images[0] == found.images[2] != found.images[1]
     assert np.array_equal(found.steps[1].logprobs, whole.steps[1].logprobs)
-    again = restore_images(found, {image_key(image): image for image in whole.images}.__getitem__)
+    again = replace(found, images=whole.images)
     assert b"".join(encode_trajectory(again)) == b"".join(encode_trajectory(whole))
 
 

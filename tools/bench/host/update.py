@@ -114,14 +114,10 @@ class _Update:
         from megatron_webrl.trainer.accounting import Accounting
         from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
         from megatron_webrl.trainer.data.group_source import GroupSource
-        from megatron_webrl.trainer.multi_node.exchange import RecordExchange
 
         self.bench, self.count, self.config = bench, groups, bench.config
-        self.exchange = RecordExchange(ring)
         log = EpisodeLog(bench.config.run_folder, 0, 0, lambda: None)
-        self.source = GroupSource(
-            self.exchange.record_source, self.config, ResumePoint(), Accounting(), episode_log=log
-        )
+        self.source = GroupSource(ring, self.config, ResumePoint(), Accounting(), episode_log=log)
         self.seconds: dict[str, float] = defaultdict(float)
         self.launching = self.image_wait = 0.0
         self.scores = False  # whether a pass computes log-probabilities first
