@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
@@ -24,11 +23,6 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint, version_and_copy
 from megatron_webrl.util import atomic_file
-
-CRITIC_HINT = (
-    "a run has a critic (trainer.advantage.name=critic) from its start or not at all: leave it as it was, or start "
-    "another run from the weights (model.checkpoint)"
-)
 
 
 class CheckpointError(RuntimeError):
@@ -141,18 +135,17 @@ def check_resumable(checkpoint: Path, trainer: TrainerConfig) -> None:
             "expert": trainer.expert_parallel,
             "expert_tensor": trainer.expert_tensor_parallel,
         }
-        check_same_model_parallel(state["layout"], layout, checkpoint)
+        for name, size in layout.items():
+            if state["layout"][name] != size:
+                raise CheckpointError(
+                    f"{checkpoint} was saved with trainer.checkpoint.optimizer_shards=ranks and {name} size "
+                    f"{state['layout'][name]}, not {size}: resume with the same sizes and any number of replicas, or "
+                    "start a run from its weights (model.checkpoint)"
+                )
     if state.get("has_critic") not in (None, trainer.critic is not None):
         has = "has a critic" if state["has_critic"] else "has no critic"
-        raise CheckpointError(f"{checkpoint} {has}, but trainer.advantage.name={trainer.advantage.name}; {CRITIC_HINT}")
-
-
-def check_same_model_parallel(stored: Mapping[str, int], layout: Mapping[str, int], folder: Path) -> None:
-    """Raises CheckpointError unless only the number of replicas differs from the checkpoint's layout."""
-    for name, size in layout.items():
-        if name != "ranks" and stored[name] != size:
-            raise CheckpointError(
-                f"{folder} was saved with trainer.checkpoint.optimizer_shards=ranks and {name} size {stored[name]}, "
-                f"not {size}: resume with the same sizes and any number of replicas, or start a run from its weights "
-                "(model.checkpoint)"
-            )
+        raise CheckpointError(
+            f"{checkpoint} {has}, but trainer.advantage.name={trainer.advantage.name}; a run has a critic "
+            "(trainer.advantage.name=critic) from its start or not at all: leave it as it was, or start another run "
+            "from the weights (model.checkpoint)"
+        )

@@ -52,7 +52,7 @@ from megatron_webrl.control.child_process import describe_exit, die_with_parent
 from megatron_webrl.model.build import is_first_replica
 from megatron_webrl.model.convert.hf_files import copy_metadata
 from megatron_webrl.model.value_head import VALUE_HEAD
-from megatron_webrl.trainer.checkpoint.checkpoint_files import CRITIC_HINT, CheckpointError, check_same_model_parallel
+from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.trainer.learner import Learner
 from megatron_webrl.trainer.parallel import all_gather_object, broadcast_object
 from megatron_webrl.util.atomic_file import fsync, fsync_tree
@@ -285,8 +285,6 @@ def load_learner(checkpoint: Path, learner: Learner) -> list[str]:
     with _checkpoint_errors(folder):
         common = _read_common(folder)
         same_layout, shards = common["layout"] == parallel_layout(), common.get("optimizer_shards", "whole")
-        if shards == "ranks":
-            check_same_model_parallel(common["layout"], parallel_layout(), folder)
         wanted = sharded_learner_state(learner, shards, is_loading=True, with_rng_states=same_layout)
         _check_tensors(wanted["models"], _stored_shapes(folder), folder)
         wanted["models"] = _of_first_replicas(wanted["models"], learner.chunks)
@@ -437,17 +435,11 @@ def _check_tensors(wanted: dict[str, Any], stored: dict[str, tuple[int, ...]], f
     shapes = {name: shape for part in all_gather_object(local) for name, shape in part.items()}
     for name, shape in sorted(shapes.items()):
         if name not in stored:
-            raise CheckpointError(f"tensor {name} {list(shape)} is missing from {folder}{_critic_hint(name)}")
+            raise CheckpointError(f"tensor {name} {list(shape)} is missing from {folder}")
         if stored[name] != shape:
             raise CheckpointError(f"tensor {name} of {folder} has shape {list(stored[name])}, expected {list(shape)}")
     for name in sorted(stored.keys() - shapes.keys()):
-        raise CheckpointError(
-            f"tensor {name} of {folder} is unexpected: the model has no such tensor{_critic_hint(name)}"
-        )
-
-
-def _critic_hint(name: str) -> str:
-    return f"; {CRITIC_HINT}" if name.startswith(f"{VALUE_HEAD}.") else ""
+        raise CheckpointError(f"tensor {name} of {folder} is unexpected: the model has no such tensor")
 
 
 def sharded_tensors(state: Any) -> list[ShardedTensor]:

@@ -31,7 +31,6 @@ def shards_of_ranks(rank: int, folder: str) -> None:
                 found[layout.name] = _resume(layout, Path(folder) / layout.name)
         with laid_out(LAYOUTS[1]):
             found["refused"] = _refusal(LAYOUTS[1], Path(folder) / LAYOUTS[0].name)
-            found["refused before a start"] = _launch_refusal(LAYOUTS[1], Path(folder) / LAYOUTS[0].name)
     torch.save(found, f"{folder}/shards-{rank}.pt")
 
 
@@ -55,17 +54,6 @@ def _resume(layout: Layout, folder: Path) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _refusal(layout: Layout, folder: Path) -> str:
-    from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
-    from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
-
-    try:
-        load_learner(folder / "checkpoints" / "version-000002", make_learner(layout))
-    except CheckpointError as error:
-        return str(error)
-    return "loaded"
-
-
-def _launch_refusal(layout: Layout, folder: Path) -> str:
     from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError, check_resumable
 
     checkpoint, trainer = folder / "checkpoints" / "version-000002", TrainerConfig(data_parallel=2)
