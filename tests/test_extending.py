@@ -62,7 +62,7 @@ def test_an_added_loss_has_the_policy_gradient(monkeypatch: pytest.MonkeyPatch) 
     advantage, weight, current = (torch.tensor(rng.normal(size=5)) for _ in range(3))
     data = TokenData(
         behaviour_logprobs=current, proximal_logprobs=current, advantage=advantage, weight=weight,
-        step_index=torch.zeros(5, dtype=torch.int64), step_lengths=torch.tensor([5.0]),
+        step_index=torch.zeros(5, dtype=torch.int64), step_lengths=torch.tensor([5.0]), versions=torch.zeros(5),
     )  # fmt: skip
     current = current.clone().requires_grad_()
     value, metrics = reinforce(current, data)

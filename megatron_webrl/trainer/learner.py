@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron_webrl.model.value_head import VALUE_HEAD
 from megatron_webrl.track.timeline import OFF, Timeline
 from megatron_webrl.trainer.data.packing import FORWARD_ONLY_SHARE
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
-from megatron_webrl.trainer.loss.token_data import Objective, StepValues, TokenData
+from megatron_webrl.trainer.loss.token_data import Objective, ResponseTokens, StepValues, TokenData
 from megatron_webrl.trainer.metrics.token_metrics import token_statistics
 from megatron_webrl.trainer.optimizer import ScheduledOptimizer
 from megatron_webrl.trainer.parallel import broadcast_from_last_stage
@@ -147,17 +147,11 @@ class Learner:
             logits, values = _logits_and_values(output)
             current, entropy = self._logprobs(logits, batch)
             data = TokenData(
-                behaviour_logprobs=batch.behaviour_logprobs,
+                **{each.name: getattr(batch, each.name) for each in fields(ResponseTokens)},
                 proximal_logprobs=current.detach() if proximal is None else proximal[index],
-                advantage=batch.advantage,
-                weight=batch.weight,
-                step_index=batch.step_index,
-                step_lengths=batch.step_lengths,
                 reference_logprobs=None if reference is None else reference[index],
-                versions=batch.versions,
                 entropy=entropy,
                 values=_step_values(values, batch),
-                teacher_logprobs=batch.teacher_logprobs,
             )
             value, sums = loss(current, data)
             sums |= token_statistics(current, entropy, data, batch.succeeded)

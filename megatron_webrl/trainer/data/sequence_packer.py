@@ -34,6 +34,7 @@ from megatron_webrl.trainer.images import (
     PrefetchedPixels,
     WaitTimer,
 )
+from megatron_webrl.trainer.loss.token_data import ResponseTokens
 from megatron_webrl.trainer.multi_node.screenshots import ImageCache
 
 NON_IMAGE_TOKEN = -1  # replaces response tokens in the search for image placeholders: in a response these are text
@@ -44,26 +45,19 @@ class ImageGridMismatch(ValueError):
     """The trainer's image grid differs from the engine's: training on it would be silently wrong."""
 
 
-@dataclass(frozen=True)
-class Microbatch:
+@dataclass(frozen=True, kw_only=True)
+class Microbatch(ResponseTokens):
     """Packed sequences, and the response tokens that this context-parallel rank scores, by sample, then by position."""
 
     inputs: PackedInput
     targets: torch.Tensor  # int64 [tokens]
-    behaviour_logprobs: torch.Tensor  # float32 [tokens]
-    versions: torch.Tensor  # int32 [tokens]
-    advantage: torch.Tensor  # float32 [tokens]
-    weight: torch.Tensor  # float32 [tokens]
     succeeded: torch.Tensor  # bool [tokens], whether the token's episode is a success
-    step_index: torch.Tensor  # int64 [tokens], index of the token's step in the micro-batch
-    step_lengths: torch.Tensor  # float32 [steps], response tokens of each step, other ranks' tokens included
     step_ids: tuple[StepId, ...]  # of each step
     value_weight: torch.Tensor  # float32 [values], of the steps whose first response token this rank scores
     temperature: float
     token_count: int  # prompts included; 0 for a padding micro-batch, or if another rank counts the tokens
     replayed_tokens: int = 0  # of token_count, tokens that go to the engine's experts
     value_targets: torch.Tensor | None = None  # float32 [values]; None without a critic
-    teacher_logprobs: torch.Tensor | None = None  # float32 [tokens], NaN for tokens without one; None: no teacher
     operations: float = 0.0  # floating-point operations of a forward pass on all ranks; 0 where token_count is 0
 
 
@@ -198,6 +192,7 @@ class SequencePacker:
         def concatenated(arrays: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
             return self._tensor(np.concatenate(arrays)[local].astype(dtype))
 
+        no_teacher = all(step.teacher_logprobs is None for step in steps)
         counts_tokens = self.context_parallel_rank == 0 and any(step_weights)
         experts = packed_experts(sequences, tree) if self.replays_routing else None
         replayed = 0 if experts is None else int((experts[:, 0, 0] != NOT_RECORDED).sum())
@@ -220,7 +215,7 @@ class SequencePacker:
             temperature=sequences[0].temperature,
             token_count=tree.tokens if counts_tokens else 0,
             replayed_tokens=replayed if counts_tokens else 0,
-            teacher_logprobs=concatenated(scores, np.float32) if (scores := _teacher_logprobs(steps)) else None,
+            teacher_logprobs=None if no_teacher else concatenated([*map(_teacher_logprobs, steps)], np.float32),
             operations=self.flops_estimator.tree_flops(sequences, tree.segments) if counts_tokens else 0.0,
         )
 
@@ -309,12 +304,6 @@ class SequencePacker:
         return copy_to_device(torch.from_numpy(array), self.device)
 
 
-def _teacher_logprobs(steps: Sequence[TrainingSample]) -> list[np.ndarray]:
-    """Of each step, with NaN where the teacher has not scored it; empty if it has scored none."""
-    if all(step.teacher_logprobs is None for step in steps):
-        return []
-    nothing = [np.full(len(step.response), np.nan, np.float32) for step in steps]
-    return [
-        none if step.teacher_logprobs is None else step.teacher_logprobs
-        for step, none in zip(steps, nothing, strict=True)
-    ]
+def _teacher_logprobs(step: TrainingSample) -> np.ndarray:
+    scores = step.teacher_logprobs
+    return np.full(len(step.response), np.nan, np.float32) if scores is None else scores

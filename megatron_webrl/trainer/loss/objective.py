@@ -396,8 +396,8 @@ def rejected_by_kl(
 def too_old(data: TokenData, max_lag: int, version: int | None) -> Tensor:
     """Whether a token's version is more than `max_lag` older than `version`, or unknown, bool [tokens].
 
-    Raises ValueError without versions.
+    Raises ValueError without a version.
     """
-    if data.versions is None or version is None:
-        raise ValueError("trainer.loss.max_token_lag needs the tokens' versions and the current one; one is None")
+    if version is None:
+        raise ValueError("trainer.loss.max_token_lag needs the current version, which is None")
     return (data.versions == NO_VERSION) | (version - data.versions > max_lag)

@@ -25,21 +25,27 @@ class StepValues:
     weight: Tensor  # float32 [values]; 0 for padding
 
 
-@dataclass(frozen=True)
-class TokenData:
-    """The response tokens of one micro-batch: constants, except for the entropy."""
+@dataclass(frozen=True, kw_only=True)
+class ResponseTokens:
+    """The response tokens of one micro-batch, before any pass."""
 
     behaviour_logprobs: Tensor  # float32 [tokens]
-    proximal_logprobs: Tensor  # float32 [tokens]
     advantage: Tensor  # float32 [tokens]
     weight: Tensor  # float32 [tokens], see token_weight; 0 for padding
     step_index: Tensor  # int64 [tokens], index of the token's step in the micro-batch
     step_lengths: Tensor  # float32 [steps], response tokens of each step on all context-parallel ranks
+    versions: Tensor  # int32 [tokens], policy version that produced the token
+    teacher_logprobs: Tensor | None = None  # float32 [tokens], NaN for tokens without one; for distillation
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenData(ResponseTokens):
+    """What a loss gets: constants, except for the entropy."""
+
+    proximal_logprobs: Tensor  # float32 [tokens]
     reference_logprobs: Tensor | None = None  # float32 [tokens]; None without a KL penalty
-    versions: Tensor | None = None  # int32 [tokens], policy version that produced the token; for max_token_lag
     entropy: Tensor | None = None  # float32 [tokens] of the current policy, with its gradient; for the entropy bonus
     values: StepValues | None = None  # None without a step critic
-    teacher_logprobs: Tensor | None = None  # float32 [tokens], NaN for tokens without one; for distillation
 
 
 Objective = Callable[[Tensor, TokenData], tuple[Tensor, dict[str, Tensor]]]

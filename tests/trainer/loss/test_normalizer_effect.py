@@ -83,6 +83,7 @@ def loss_of(logits: torch.Tensor, groups: Sequence[Sequence[Episode]], normalize
         behaviour_logprobs=before, proximal_logprobs=before,
         advantage=torch.tensor(np.repeat(advantages, lengths)), weight=torch.tensor(np.repeat(weights, lengths)),
         step_index=torch.arange(len(states)), step_lengths=torch.ones(len(states), dtype=torch.float64),
+        versions=torch.zeros(len(states)),
     )  # fmt: skip
     return make_objective(loss_config(), None)(current, data)[0]
 

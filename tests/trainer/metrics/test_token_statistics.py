@@ -30,6 +30,7 @@ def totals_of(each: dict[str, np.ndarray]) -> dict[str, float]:
     data = TokenData(
         behaviour_logprobs=tensors["behaviour"], proximal_logprobs=tensors["current"], advantage=tensors["advantage"],
         weight=tensors["weight"], step_index=torch.zeros(0, dtype=torch.int64), step_lengths=torch.zeros(0),
+        versions=torch.zeros(0),
     )  # fmt: skip
     sums = token_statistics(tensors["current"], tensors["entropy"], data, tensors["succeeded"])
     return {name: value.item() for name, value in sums.items()}
