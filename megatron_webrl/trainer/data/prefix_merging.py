@@ -6,8 +6,9 @@ sequences is one segment of a tree, to which their branches attend (`build_prefi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -182,8 +183,31 @@ def build_prefix_tree(
     `merge_size`: patches per image token along h and w. Segments with several sequences have at least
     `min_shared_tokens` tokens. Raises ValueError if placeholders and grids do not match.
     """
-    tree = _Growth(sequences, _keys(sequences, placeholders, image_token_id, merge_size), min_shared_tokens)
-    return PrefixTree(tuple(tree.segments), tuple(tree.last_segments))
+    keys = _keys(sequences, placeholders, image_token_id, merge_size)
+    temperatures = [sequence.temperature for sequence in sequences]
+    # Any order in which equal prefixes are neighbours will do.
+    order = sorted(range(len(keys)), key=lambda i: (temperatures[i], keys[i].tobytes(), i))
+    common = [0] * len(keys)  # tokens that each of the sorted sequences shares with the one before
+    for place, (one, other) in enumerate(pairwise(order), 1):
+        if temperatures[one] == temperatures[other]:
+            common[place] = _common_length(keys[one], keys[other])
+    segments: list[Segment] = []
+    last_segments = [NO_PARENT] * len(keys)
+    pending = [(0, len(keys), 0, NO_PARENT)]  # first and end of sorted sequences, shared tokens, their last segment
+    while pending:
+        first, end, depth, parent = pending.pop()
+        cuts = [i for i in range(first + 1, end) if common[i] < depth + min_shared_tokens]
+        for low, high in pairwise([first, *cuts, end]):
+            index, last = order[low], parent
+            stop = min(common[low + 1 : high], default=len(keys[index]))
+            if stop > depth:
+                last = len(segments)
+                segments.append(Segment(index, depth, stop, parent))
+            if high - low > 1:
+                pending.append((low, high, stop, last))
+            else:
+                last_segments[index] = last
+    return PrefixTree(tuple(segments), tuple(last_segments))
 
 
 def restrict_to(tree: PrefixTree, indices: Sequence[int]) -> PrefixTree:
@@ -192,26 +216,22 @@ def restrict_to(tree: PrefixTree, indices: Sequence[int]) -> PrefixTree:
     A segment with one remaining child and that child become one segment.
     """
     paths = [tree.path(index) for index in indices]
-    user: dict[int, int] = {}  # segment -> first of `indices` with it
-    children: dict[int, set[int]] = {}
-    for number, path in enumerate(paths):
-        for segment in path:
-            user.setdefault(segment, number)
-        for parent, child in pairwise(path):
-            children.setdefault(parent, set()).add(child)
+    children: dict[int, set[int]] = defaultdict(set)
+    for parent, child in (pair for path in paths for pair in pairwise(path)):
+        children[parent].add(child)
     numbers: dict[int, int] = {}  # segment of `tree` -> segment of the result
     segments: list[Segment] = []
-    for path in paths:
-        for before, segment in pairwise([NO_PARENT, *path]):
-            if segment in numbers:
+    for user, path in enumerate(paths):
+        for before, number in pairwise([NO_PARENT, *path]):
+            if number in numbers:
                 continue
-            bottom, fused = segment, [segment]
-            while len(below := children.get(bottom, set())) == 1:
-                (bottom,) = below
-                fused.append(bottom)
-            numbers |= dict.fromkeys(fused, len(segments))
-            start, stop = tree.segments[segment].start, tree.segments[bottom].stop
-            segments.append(Segment(user[bottom], start, stop, numbers.get(before, NO_PARENT)))
+            segment, place = tree.segments[number], numbers.get(before, NO_PARENT)
+            if len(children[before]) == 1:
+                segments[place] = replace(segments[place], sequence=user, stop=segment.stop)
+                numbers[number] = place
+            else:
+                numbers[number] = len(segments)
+                segments.append(replace(segment, sequence=user, parent=place))
     return PrefixTree(tuple(segments), tuple(numbers[path[-1]] for path in paths))
 
 
@@ -237,44 +257,6 @@ def _keys(
         key[places] = repeated
         keys.append(key)
     return keys
-
-
-class _Growth:
-    """Sequences sorted by their keys, so that those with a common prefix are neighbours, and the segments of them."""
-
-    def __init__(self, sequences: Sequence[MergedSequence], keys: Sequence[np.ndarray], minimum: int) -> None:
-        self.keys, self.minimum = keys, minimum
-        self.segments: list[Segment] = []
-        self.last_segments = [NO_PARENT] * len(keys)
-        temperatures = [sequence.temperature for sequence in sequences]
-        # Any order in which equal prefixes are neighbours will do.
-        self.order = sorted(range(len(keys)), key=lambda i: (temperatures[i], keys[i].tobytes(), i))
-        self.common = [0] * len(keys)  # tokens that each of the sorted sequences shares with the one before
-        for place, (one, other) in enumerate(pairwise(self.order), 1):
-            if temperatures[one] == temperatures[other]:
-                self.common[place] = _common_length(keys[one], keys[other])
-        pending = [(0, len(keys), 0, NO_PARENT)]
-        while pending:
-            pending += self._branches(*pending.pop())
-
-    def _branches(self, first: int, end: int, depth: int, parent: int) -> list[tuple[int, int, int, int]]:
-        """Add the segments after `depth` tokens of the sorted sequences `first` to `end`; returns what is left."""
-        cuts = [i for i in range(first + 1, end) if self.common[i] < depth + self.minimum]
-        left = []
-        for low, high in pairwise([first, *cuts, end]):
-            index = self.order[low]
-            if high - low > 1:
-                stop = min(self.common[low + 1 : high])
-                left.append((low, high, stop, self._add(Segment(index, depth, stop, parent))))
-            elif len(self.keys[index]) > depth:
-                self.last_segments[index] = self._add(Segment(index, depth, len(self.keys[index]), parent))
-            else:
-                self.last_segments[index] = parent
-        return left
-
-    def _add(self, segment: Segment) -> int:
-        self.segments.append(segment)
-        return len(self.segments) - 1
 
 
 def _common_length(one: np.ndarray, other: np.ndarray) -> int:
