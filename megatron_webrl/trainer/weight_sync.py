@@ -226,7 +226,7 @@ class WeightSyncer:
                 self.config.weights.timeout_seconds,
                 self._backend,
                 self._device,
-                len(senders),
+                senders,
             )
 
     def _close_link(self, worker: str) -> None:
@@ -246,7 +246,11 @@ class WeightSyncer:
             self.control.put_json("weights/offer", offer)
         weights, by_link = self.config.weights, {f"weights/{link}": worker for worker, link in served.items()}
         outcome = transport.send(
-            [self._outgoing(worker) for worker in served if worker in self._links],
+            [
+                (link, self._transfer_plan.messages(self._workers.index(worker), sender=self._rank))
+                for worker, link in self._links.items()
+                if worker in served
+            ],
             self._parameters.__getitem__,
             getattr(torch, self.config.engine_dtype),
             weights.bucket_mib * 2**20,
@@ -260,12 +264,6 @@ class WeightSyncer:
             rest = {worker: link_id for worker, link_id in served.items() if worker not in failures}
             failures |= self._await_applied(version, rest)
         return _all_failures(failures)
-
-    def _outgoing(self, worker: str) -> transport.OutgoingMessages:
-        engine, plan = self._workers.index(worker), self._transfer_plan
-        first = len(plan.senders(engine))
-        ranks = {receiver: first + receiver for receiver in range(plan.engines.sizes[engine].ranks)}
-        return transport.OutgoingMessages(self._links[worker], plan.messages(engine, sender=self._rank), ranks)
 
     def _await_applied(self, version: int, served: Mapping[str, str]) -> TransferFailures:
         """First rank: wait until the engines serve the version; returns the engines that fail to."""

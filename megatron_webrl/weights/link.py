@@ -1,8 +1,8 @@
 """A link: a process group of its own, over gloo or NCCL, of an engine's ranks and the trainer ranks that send to them.
 
 It carries only point-to-point operations, and its failure affects nothing else. Its store, hosted by link rank 0, is
-closed with it. The control service holds the link's state: members, announced and completed transfers, and the error of
-the first failed rank. Private attributes and variables of torch are those of torch 2.13.
+closed with it. The control service holds the link's state: members, completed transfers, and the error of the first
+failed rank. Private attributes and variables of torch are those of torch 2.13.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _THREAD_SECONDS = 5.0
 
 
 class GlooChannel:
-    """Messages in flight on a gloo link. A thread waits for them in order and sets an event.
+    """Messages in flight on a gloo link, in order for each pair of ranks. A thread waits for them and sets an event.
 
     They cannot be polled: gloo has no completion test, and a timed-out wait breaks the whole group.
     """
@@ -63,13 +63,13 @@ class GlooChannel:
             self._thread = threading.Thread(target=self._wait, name="webrl-link", daemon=True)
             self._thread.start()
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
         """Send a contiguous tensor. Raises RuntimeError when the connection is broken."""
-        self._post(self._group.send([tensor], peer, tag), tensor)
+        self._post(self._group.send([tensor], peer, 0), tensor)
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+    def receive(self, tensor: torch.Tensor, peer: int) -> None:
         """Post a receive into a contiguous tensor. Raises RuntimeError when the connection is broken."""
-        self._post(self._group.recv([tensor], peer, tag), tensor)
+        self._post(self._group.recv([tensor], peer, 0), tensor)
 
     def completed(self) -> tuple[int, str | None]:
         """Number of completed operations of this transfer, in order, and the error of the next one."""
@@ -122,13 +122,13 @@ class NcclChannel:
         """Start a transfer. NCCL completions are polled and do not set `wakeup`."""
         self._complete = 0
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
         """Send a contiguous tensor after the work of the current stream. Raises RuntimeError."""
-        self._works.append((self._group.send([tensor], peer, tag), tensor))
+        self._works.append((self._group.send([tensor], peer, 0), tensor))
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+    def receive(self, tensor: torch.Tensor, peer: int) -> None:
         """Post a receive into a contiguous tensor after the work of the current stream. Raises RuntimeError."""
-        self._works.append((self._group.recv([tensor], peer, tag), tensor))
+        self._works.append((self._group.recv([tensor], peer, 0), tensor))
 
     def completed(self) -> tuple[int, str | None]:
         """Number of completed operations of this transfer, in order, and the error of the next one."""
@@ -295,7 +295,7 @@ class LinkFacts:
 
 @dataclass
 class TransferLink:
-    """A joined link. After a failure it is closed and every further use raises TransferError.
+    """A joined link. After a failure it is closed.
 
     Link ranks: the trainer ranks that send to the engine, in ascending order, then the engine's ranks 0..n-1.
     """
@@ -311,9 +311,8 @@ class TransferLink:
     process_group: Any
     channel: GlooChannel | NcclChannel
     member_names: list[str] = field(default_factory=list)  # "host:pid" by rank
-    last_completed: int = -1  # number of the last transfer that this rank completed
+    senders: tuple[int, ...] = (0,)  # trainer ranks, by link rank
     staging_buffers: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot, kept between transfers
-    close_reason: str | None = None
 
     def describe_rank(self, rank: int) -> str:
         """Rank with its host and process id, for messages."""
@@ -333,16 +332,15 @@ class TransferLink:
                 text += f"; first to fail was {first}"
         except RuntimeError as error:
             text += f"; the store did not answer either: {error_summary(error)}"
-        self.close(text)
+        self.close()
         return TransferError(text)
 
-    def close(self, reason: str = "it was closed") -> None:
+    def close(self) -> None:
         """Leave the link; operations in flight fail here and at the peers. Idempotent."""
         if self.process_group is not None:
             self.process_group = self.group_store = None
             self.channel.close()
             self.staging_buffers.clear()
-        self.close_reason = self.close_reason or reason
 
 
 def join_link(
@@ -353,12 +351,14 @@ def join_link(
     timeout_seconds: float,
     backend: Literal["gloo", "nccl"],
     parameter_device: torch.device = CPU,
-    senders: int = 1,
+    senders: tuple[int, ...] = (0,),
 ) -> TransferLink:
-    """Form the link `name` of `size` ranks; blocks until all have joined. A restarted engine needs a new name.
+    """Form the link `name` of `size` ranks, the first of them the trainer ranks `senders`, the others of the engine.
+
+    Blocks until all have joined. A restarted engine needs a new name.
 
     `control`: of the job. Messages of gloo are in host memory, wherever this rank's parameters are; with NCCL
-    both are on the current GPU, and each of the first `senders` ranks is connected to each of the others.
+    both are on the current GPU, and each sender is connected to each rank of the engine.
 
     Raises TransferError naming ranks that did not join within `timeout_seconds`, at once if an engine rejects the link
     or another rank fails, and GRACE_SECONDS later if a rank stops after it has joined.
@@ -383,7 +383,7 @@ def join_link(
     def form() -> tuple[Any, Any]:
         own = hosted or connect_group_store(json.loads(scoped.get(_STORE)), seconds)
         if gpu is not None:
-            return own, make_nccl_group(own, rank, size, senders, seconds, gpu)
+            return own, make_nccl_group(own, rank, size, len(senders), seconds, gpu)
         return own, dist.ProcessGroupGloo(own, rank, size, timedelta(seconds=seconds))
 
     try:
@@ -396,7 +396,9 @@ def join_link(
     peers = [other for other in range(size) if other != rank]
     channel = GlooChannel(group, peers) if gpu is None else NcclChannel(group)
     devices = (CPU, parameter_device) if gpu is None else (gpu, gpu)
-    return TransferLink(name, rank, size, timeout_seconds, *devices, scoped, group_store, group, channel, members)
+    return TransferLink(
+        name, rank, size, timeout_seconds, *devices, scoped, group_store, group, channel, members, senders
+    )
 
 
 def reject_link(control: Connection, name: str, reason: str) -> None:

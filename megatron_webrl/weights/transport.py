@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,6 @@ __all__ = ["TransferError", "TransferLink", "checksum", "join_link", "reject_lin
 STAGING_SLOTS = (2, 8)  # least and most staging buffers per link and rank, as staging memory allows
 MAX_IN_FLIGHT = 32  # messages per link and rank; their bytes are also limited to those of all staging buffers
 FAILURE_CHECK_SECONDS = 0.25
-_TAG_BITS = 20  # of the message number; the higher bits hold the transfer number
-_TAG_TRANSFERS = 2**10
 
 
 class TransferAborted(Exception):
@@ -47,10 +44,10 @@ class LinkTransfer:
         dtype: torch.dtype,
         transfer: int,
         seconds: float,
+        wakeup: threading.Event,
         verify: bool,
     ) -> None:
         self.link, self.messages, self.dtype, self.transfer = link, messages, dtype, transfer
-        self.tags = message_tags(messages, transfer)
         self.slot_bytes, self.free_slots = staging.max_bytes, list(range(staging.slots))
         self.max_in_flight_bytes = staging.slots * staging.max_bytes
         self.slot_of_message: dict[int, int] = {}  # staging slot of each staged message in flight
@@ -58,14 +55,7 @@ class LinkTransfer:
         self.posted = self.completed = self.in_flight_elements = 0  # messages, messages, elements
         self.last_progress = self.last_failure_check = time.monotonic()
         self.wait_reported = False
-
-    def start(self, wakeup: threading.Event) -> None:
-        """Start the transfer. Raises TransferAborted if its number is not above the last completed one."""
-        if self.transfer <= self.link.last_completed:
-            raise TransferAborted(
-                f"its number is not above {self.link.last_completed}, the last one that this rank completed"
-            )
-        self.link.channel.start_transfer(wakeup, self.timeout_seconds)
+        link.channel.start_transfer(wakeup, seconds)
 
     def can_post(self) -> bool:
         """Whether the limits on messages and bytes in flight allow the next message."""
@@ -90,18 +80,18 @@ class LinkTransfer:
         peer = self.link.describe_rank(self.peer_of(self.messages[number]))
         return f"message {number + 1} of {len(self.messages)} {self.direction} {peer}"
 
-    def post(self, operation: Callable[[torch.Tensor, int, int], None]) -> None:
+    def post(self, operation: Callable[[torch.Tensor, int], None]) -> None:
         """Post as many messages as the limits allow."""
         while self.can_post() and (data := self.buffer(self.posted)) is not None:
             message = self.messages[self.posted]
             try:
-                operation(data, self.peer_of(message), self.tags[self.posted])
+                operation(data, self.peer_of(message))
             except RuntimeError as error:
                 raise TransferAborted(f"{self.describe(self.posted)}: {error_summary(error)}") from error
             self.in_flight_elements += message.elements
             self.posted += 1
 
-    def advance(self, operation: Callable[[torch.Tensor, int, int], None]) -> bool:
+    def advance(self, operation: Callable[[torch.Tensor, int], None]) -> bool:
         """Process completed messages and post the next ones. Returns whether there was progress."""
         self.post(operation)
         count, error = self.link.channel.completed()
@@ -200,27 +190,7 @@ def divide_staging(links: Sequence[Sequence[TransferMessage]], dtype: torch.dtyp
     return [Staging(size, min(most, least + more // size) if size else least) for size in largest]
 
 
-def message_tags(messages: Sequence[TransferMessage], transfer: int) -> list[int]:
-    """Tag of each message: the transfer number and the message's index among those of its sender and receiver."""
-    seen: Counter[tuple[int, int]] = Counter()
-    tags = []
-    for message in messages:
-        pair = (message.sender, message.receiver)
-        tags.append((transfer % _TAG_TRANSFERS) << _TAG_BITS | seen[pair])
-        seen[pair] += 1
-    return tags
-
-
 _CONFIRMATION_POLL_SECONDS = 0.01  # between two polls for the receivers' confirmation
-
-
-@dataclass
-class OutgoingMessages:
-    """Messages that one trainer rank sends over one link in a transfer."""
-
-    link: TransferLink
-    messages: Sequence[TransferMessage]  # of this rank, in link order
-    link_rank_by_receiver: Mapping[int, int]  # link rank by engine rank
 
 
 class LinkSender(LinkTransfer):
@@ -229,47 +199,30 @@ class LinkSender(LinkTransfer):
     direction = "to"
 
     def __init__(
-        self,
-        outgoing: OutgoingMessages,
-        staging: Staging,
-        source: Callable[[str], torch.Tensor],
-        dtype: torch.dtype,
-        transfer: int,
-        seconds: float,
-        wakeup: threading.Event,
-        peer_failure: Callable[[str], str | None] | None,
-        verify: bool,
+        self, source: Callable[[str], torch.Tensor], peer_failure: Callable[[str], str | None] | None, *arguments: Any
     ) -> None:
-        super().__init__(outgoing.link, outgoing.messages, staging, dtype, transfer, seconds, verify)
-        self.source, self.link_rank_by_receiver = source, outgoing.link_rank_by_receiver
-        self.wakeup, self.peer_failure = wakeup, peer_failure
-        self.checksums: dict[int, list[int]] = {receiver: [] for receiver in outgoing.link_rank_by_receiver.values()}
+        """`source`, `peer_failure`: as in `send`; `arguments`: those of LinkTransfer."""
+        super().__init__(*arguments)
+        self.source, self.peer_failure = source, peer_failure
+        self.receivers = range(len(self.link.senders), self.link.size)  # link ranks
+        self.checksums: dict[int, list[int]] = {receiver: [] for receiver in self.receivers}
         self.finished = False
         self.failure: str | None = None
         self.awaiting_confirmation = False
         self.next_confirmation_check = 0.0
 
-    def run_guarded(self, step: Callable[[], bool]) -> bool:
-        """Run a step; a TransferAborted ends only this link's transfer. Returns whether there was progress."""
+    def poll_guarded(self) -> bool:
+        """`poll`; a TransferAborted ends only this link's transfer. Returns whether there was progress."""
         try:
-            return step()
+            return self.poll()
         except TransferAborted as error:
             self.finished = True
             self.failure = str(self.link.fail(f"transfer {self.transfer}: {error}"))
             return True
 
-    def announce(self) -> bool:
-        if self.link.process_group is None:
-            self.finished, self.failure = True, f"link {self.link.name} cannot be used: {self.link.close_reason}"
-            return True
-        self.start(self.wakeup)
-        trainer = self.messages[0].sender if self.messages else -1
-        self.link.store.set(f"begin/{self.link.rank}", f"{self.transfer} {trainer}")
-        return True
-
     def peer_of(self, message: TransferMessage) -> int:
         """Link rank of the receiver."""
-        return self.link_rank_by_receiver[message.receiver]
+        return self.receivers[message.receiver]
 
     def poll(self) -> bool:
         """Process completed messages and post the next ones. Returns whether there was progress."""
@@ -294,15 +247,14 @@ class LinkSender(LinkTransfer):
         now = time.monotonic()
         if now < self.next_confirmation_check:
             return False
-        link, ranks = self.link, list(self.link_rank_by_receiver.values())
-        completed = link.store.multi_get([f"done/{rank}" for rank in ranks])  # set when a rank joins
+        link, receivers = self.link, self.receivers
+        completed = link.store.multi_get([f"done/{rank}" for rank in receivers])  # set when a rank joins
         # A rank that receives nothing may be ahead.
-        missing = [rank for rank, transfer in zip(ranks, completed, strict=True) if int(transfer) < self.transfer]
+        missing = [rank for rank, transfer in zip(receivers, completed, strict=True) if int(transfer) < self.transfer]
         if not missing:
             if self.verify:
                 for peer in self.checksums:
                     link.store.delete_key(f"sums/{self.transfer}/{link.rank}/{peer}")
-            link.last_completed = self.transfer
             self.finished = True
             return True
         self.next_confirmation_check = now + _CONFIRMATION_POLL_SECONDS
@@ -340,7 +292,7 @@ _MAX_POLL_PAUSE = 0.02  # seconds
 
 
 class LinkReceiver(LinkTransfer):
-    """Receive one transfer over a link: wait for announcements, receive all messages, compare checksums."""
+    """Receive one transfer over a link: all messages, then compare checksums and confirm."""
 
     direction = "from"
 
@@ -348,63 +300,24 @@ class LinkReceiver(LinkTransfer):
         """`target`: as in `receive`; `arguments`: those of LinkTransfer."""
         super().__init__(*arguments)
         self.target = target
-        self.wakeup = threading.Event()
-        self.link_rank_by_sender: dict[int, int] = {}  # link rank of each trainer rank
         self.receive_buffers: dict[int, torch.Tensor] = {}  # by message number
         self.checksums: dict[int, list[int]] = {}
 
-    def run(self) -> None:
+    def run(self, wakeup: threading.Event) -> None:
         """Receive the whole transfer. Raises TransferAborted."""
-        self.start(self.wakeup)
-        if self.messages:
-            self._await_announcements()
         while self.completed < len(self.messages):
-            self.wakeup.clear()
+            wakeup.clear()
             if not self.advance(self.link.channel.receive):
-                self.wakeup.wait(self.link.channel.poll_seconds)
+                wakeup.wait(self.link.channel.poll_seconds)
         if self.link.parameter_device.type == "cuda":  # the engine may read its weights on another stream
             torch.cuda.current_stream(self.link.parameter_device).synchronize()
         if self.verify:
             self._compare_checksums()
         self.link.store.set(f"done/{self.link.rank}", str(self.transfer))
-        self.link.last_completed = self.transfer
-
-    def _await_announcements(self) -> None:
-        """Wait until every trainer rank of the link has announced this transfer; map trainer ranks to link ranks."""
-        num_senders = self.link.rank - self.messages[0].receiver
-
-        def announced() -> bool:
-            absent = [rank for rank in range(num_senders) if not self._is_announced(rank)]
-            if absent:
-                self.check_peer(absent[0], f"the announcement of {', '.join(map(self.link.describe_rank, absent))}")
-            return not absent
-
-        poll_until(announced, max_pause=_MAX_POLL_PAUSE)
-        unknown = {message.sender for message in self.messages} - set(self.link_rank_by_sender)
-        if unknown:
-            raise TransferAborted(
-                f"no rank of this link is trainer rank {sorted(unknown)}; they are {sorted(self.link_rank_by_sender)}"
-            )
-
-    def _is_announced(self, rank: int) -> bool:
-        key = f"begin/{rank}"
-        if rank in self.link_rank_by_sender.values():
-            return True
-        if not self.link.store.check([key]):
-            return False
-        transfer, trainer = map(int, self.link.store.get(key).split())
-        if transfer == self.link.last_completed:
-            return False  # announcement of the previous transfer
-        if transfer != self.transfer:
-            raise TransferAborted(
-                f"{self.link.describe_rank(rank)} sends transfer {transfer}, this rank expects {self.transfer}"
-            )
-        self.link_rank_by_sender[trainer] = rank
-        return True
 
     def peer_of(self, message: TransferMessage) -> int:
         """Link rank of the sender."""
-        return self.link_rank_by_sender[message.sender]
+        return self.link.senders.index(message.sender)
 
     def buffer(self, number: int) -> torch.Tensor | None:
         """Flat buffer for a message: the parameter itself if contiguous, else staging; None while no buffer is free."""
@@ -433,12 +346,10 @@ class LinkReceiver(LinkTransfer):
 
     def _compare_checksums(self) -> None:
         """Compare checksums of the written slices with the senders'. Raises TransferAborted for the first mismatch."""
-        for trainer, peer in self.link_rank_by_sender.items():
-            if peer not in self.checksums:
-                continue
-            sums = self.checksums[peer], self._sender_checksums(peer)
-            pieces = [piece for message in self.messages if message.sender == trainer for piece in message.slices]
-            for piece, written, sent in zip(pieces, *sums, strict=True):
+        for peer, own in self.checksums.items():
+            received = [message for message in self.messages if self.peer_of(message) == peer]
+            pieces = [piece for message in received for piece in message.slices]
+            for piece, written, sent in zip(pieces, own, self._sender_checksums(peer), strict=True):
                 if written != sent:
                     receiver, sender = map(self.link.describe_rank, (self.link.rank, peer))
                     raise TransferAborted(
@@ -461,7 +372,7 @@ class LinkReceiver(LinkTransfer):
 
 
 def send(
-    transfers: Sequence[OutgoingMessages],
+    transfers: Sequence[tuple[TransferLink, Sequence[TransferMessage]]],
     source: Callable[[str], torch.Tensor],
     dtype: torch.dtype,
     staging_bytes: int,
@@ -470,7 +381,7 @@ def send(
     peer_failure: Callable[[str], str | None] | None = None,
     verify: bool = False,
 ) -> dict[str, str | None]:
-    """Send over all links at once; a failed link does not delay the others.
+    """Send this rank's messages of each link, in link order, over all links at once; a failed link delays no other.
 
     Slices are sent as `dtype`; staging buffers take at most `staging_bytes` over all links. `transfer` increases from
     call to call. `timeout_seconds` limits each wait for a peer; `peer_failure(link name)` may report a dead peer
@@ -480,18 +391,14 @@ def send(
     the source. Raises ValueError for messages that do not fit, and exceptions of `source` (all links are closed then),
     but not for a peer's failure.
     """
-    staging = divide_staging([one.messages for one in transfers], dtype, staging_bytes)
+    staging = divide_staging([messages for _, messages in transfers], dtype, staging_bytes)
     wakeup = threading.Event()
-    senders = [
-        LinkSender(one, of, source, dtype, transfer, timeout_seconds, wakeup, peer_failure, verify)
-        for one, of in zip(transfers, staging, strict=True)
-    ]
+    common = dtype, transfer, timeout_seconds, wakeup, verify
+    senders = [LinkSender(source, peer_failure, *one, of, *common) for one, of in zip(transfers, staging, strict=True)]
     try:
-        for sender in senders:  # before the first packing, which may take time or fail
-            sender.run_guarded(sender.announce)
         while waiting := [sender for sender in senders if not sender.finished]:
             wakeup.clear()
-            progress = [sender.run_guarded(sender.poll) for sender in waiting]
+            progress = [sender.poll_guarded() for sender in waiting]
             if not any(progress):
                 wakeup.wait(min(sender.seconds_to_next_poll() for sender in waiting))
     except BaseException as error:
@@ -519,11 +426,9 @@ def receive(
     `timeout_seconds` limits each wait for a peer. With `verify` slices are read back and their checksums compared.
     Raises ValueError for messages that do not fit, and TransferError for other errors; the link is closed then.
     """
-    (staging,) = divide_staging([messages], dtype, staging_bytes)
-    if link.process_group is None:
-        raise TransferError(f"link {link.name} cannot be used: {link.close_reason}")
+    (staging,), wakeup = divide_staging([messages], dtype, staging_bytes), threading.Event()
     try:
-        LinkReceiver(target, link, messages, staging, dtype, transfer, timeout_seconds, verify).run()
+        LinkReceiver(target, link, messages, staging, dtype, transfer, timeout_seconds, wakeup, verify).run(wakeup)
     except TransferAborted as error:
         raise link.fail(f"transfer {transfer}: {error}") from error
     except BaseException as error:

@@ -90,7 +90,7 @@ class _AgreedPlan:
     """Plan that both sides of an engine's links have agreed on."""
 
     terms: tuple[Any, ...]  # fields of LinkInfo that determine the plan
-    senders: int
+    senders: tuple[int, ...]  # trainer ranks
     messages: tuple[TransferMessage, ...]  # received by this rank
     dtype: torch.dtype
     staging_bytes: int
@@ -119,7 +119,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
 
         Raises ValueError, rejecting the link, if the plans differ, TransferError after join_timeout_seconds.
         """
-        self._leave("another link is joined")
+        self._leave()
         store = _facts(init_info)
         try:
             if init_info.backend == "nccl" and self.device.type != "cuda":
@@ -131,8 +131,8 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         except (ValueError, RuntimeError) as error:
             transport.reject_link(store, init_info.name, str(error))
             raise
-        rank = agreed.senders + self.parallel_config.rank
-        size = agreed.senders + self.parallel_config.world_size
+        rank = len(agreed.senders) + self.parallel_config.rank
+        size = len(agreed.senders) + self.parallel_config.world_size
         seconds, backend = init_info.join_timeout_seconds, init_info.backend
         self._link = transport.join_link(
             store, init_info.name, rank, size, seconds, backend, self.device, agreed.senders
@@ -154,7 +154,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
                 update_info.verify,
             )  # fmt: skip
         except BaseException:
-            self.abort_update(f"transfer {update_info.transfer} failed")
+            self.abort_update()
             raise
         log.info("version %d received in %.3f s", update_info.version, time.monotonic() - began)
 
@@ -170,17 +170,17 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
         try:
             target.finish_update()
         except BaseException:
-            self.abort_update("the transfer was not complete")
+            self.abort_update()
             raise
 
-    def abort_update(self, reason: str) -> None:
+    def abort_update(self) -> None:
         """Abort a started update: restore the layers and leave the link. Idempotent."""
         if self.target is not None:
             self.target.abort_update()
-        self._leave(reason)
+        self._leave()
 
     def shutdown(self) -> None:
-        self._leave("the engine ends")
+        self._leave()
 
     def live_checksums(self) -> list[int | None]:
         """Checksum of each slice of this rank in message order; None for slices that are not written in place."""
@@ -198,9 +198,9 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
             raise transport.TransferError("no link to the trainer is joined; join one first (init)")
         return self._link, self._agreed, self.target
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self) -> None:
         if self._link is not None:
-            self._link.close(reason)
+            self._link.close()
             self._link = None
 
     def _agree(self, info: LinkInfo) -> _AgreedPlan:
@@ -229,7 +229,7 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
             expected = engine_parameter_shapes(hf_config, engines.sizes[info.engine], rank)
             self.target = ModelTarget(self.model, self.vllm_config, self.device, expected)
         messages = plan.messages(info.engine, receiver=rank)
-        return _AgreedPlan(terms, len(plan.senders(info.engine)), messages, dtype, info.staging_bytes)
+        return _AgreedPlan(terms, plan.senders(info.engine), messages, dtype, info.staging_bytes)
 
     def _check_sizes(self, engine: int, sizes: Sequence[EngineSizes]) -> None:
         config = self.parallel_config

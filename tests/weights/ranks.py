@@ -171,8 +171,6 @@ class Fault:
     signal: int = 0
     error: str = ""
     flip: str = ""  # parameter whose last value changes when all is written
-    numbers: tuple[int, ...] | None = None
-    verify: bool | None = None
     watch: str = ""
 
     def strike(self, count: int) -> None:
@@ -213,7 +211,7 @@ def _join(case: Case, engine: int, rank: int) -> transport.TransferLink:
     facts = StoreFacts(case.port)
     store, size, device = facts.store, SENDERS + case.receivers[engine], torch.device(case.device)
     name = f"engine-{engine}"
-    link = transport.join_link(facts, name, rank, size, case.seconds, "gloo", device)  # type: ignore[arg-type]
+    link = transport.join_link(facts, name, rank, size, case.seconds, "gloo", device, (0, 1))  # type: ignore[arg-type]
     if store.add(f"joined engine-{engine}", 1) == size:
         store.set(f"complete engine-{engine}", "")
     store.wait([f"complete engine-{engine}"])
@@ -232,12 +230,11 @@ def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> Non
         outgoing = []
         for engine, receivers in enumerate(case.receivers):
             mine = [m for m in messages(case.model, receivers, case.elements) if m.sender == rank]
-            ranks = {receiver: SENDERS + receiver for receiver in range(receivers)}
-            outgoing.append(transport.OutgoingMessages(_join(case, engine, rank), mine, ranks))
+            outgoing.append((_join(case, engine, rank), mine))
         results, asked = [], itertools.count()
         began = time.monotonic()
         growth = 0
-        for number in fault.numbers or case.numbers:
+        for number in case.numbers:
             parameters = {
                 name: shard_of(full(name, part, number), part, part.trainer, rank, SENDERS).to(
                     case.device, getattr(torch, case.trainer)
@@ -251,15 +248,14 @@ def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> Non
 
             before = reset_peak()
             watch = (lambda name: fault.watch if name == "engine-0" else None) if fault.watch else None
-            verify = case.verify if fault.verify is None else fault.verify
             wire = getattr(torch, case.wire)
             results.append(
-                transport.send(outgoing, source, wire, case.staging, number, case.seconds, watch, verify=verify)
+                transport.send(outgoing, source, wire, case.staging, number, case.seconds, watch, verify=case.verify)
             )
             growth = max(growth, peak() - before)
-        answer.send((results, time.monotonic() - began, sum(staging_bytes(one.link) for one in outgoing), growth))
-        for one in outgoing:
-            one.link.close()
+        answer.send((results, time.monotonic() - began, sum(staging_bytes(link) for link, _ in outgoing), growth))
+        for link, _ in outgoing:
+            link.close()
     except Exception as error:
         answer.send(f"{type(error).__name__}: {error}")
 
@@ -273,7 +269,7 @@ def engine_rank(answer: Connection, case: Case, engine: int, rank: int, fault: F
         mine = [m for m in messages(case.model, ranks, case.elements) if m.receiver == rank]
         wrong, growth = [], 0
         began = time.monotonic()
-        for number in fault.numbers or case.numbers:
+        for number in case.numbers:
             target = Parameters(case, rank, ranks, fault)
             before = reset_peak()
             wire = getattr(torch, case.wire)

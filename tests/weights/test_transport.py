@@ -267,18 +267,7 @@ def test_a_stopped_trainer_rank_is_named_by_every_engine_at_the_timeout(ranks: R
     ranks.processes[victim].kill()
 
 
-def test_different_transfer_numbers_are_reported_on_both_sides(ranks: Ranks) -> None:
-    ranks.run(ranks.case(numbers=(4,), seconds=5.0), {("engine", 0, 0): Fault(numbers=(3,))})
-    answers = ranks.collect()
-    message = "sends transfer 4, this rank expects 3"
-    assert message in answers["engine", 0, 0]
-    for rank in range(SENDERS):
-        found = results(answers["trainer", 0, rank])
-        assert found["engine-1"] is None
-        assert message in (found["engine-0"] or "")
-
-
-def test_a_receiver_that_is_ahead_of_the_trainer_waits_for_its_announcement(ranks: Ranks) -> None:
+def test_a_receiver_that_is_ahead_of_the_trainer_gets_the_next_transfer(ranks: Ranks) -> None:
     # Engine ranks start their second transfer while the trainer still collects confirmations of the first.
     ranks.run(ranks.case(numbers=tuple(range(1, 9)), elements=5000, verify=False))
     assert all(
@@ -336,15 +325,13 @@ def test_a_rank_that_never_joins_is_named_at_the_timeout(ranks: Ranks) -> None:
         assert text == "TransferError: link engine-0: rank 1, 2 of 4 did not join within 1 s"
 
 
-def test_a_rank_that_never_receives_is_named_and_its_link_refuses_later_transfers(ranks: Ranks) -> None:
-    case = ranks.case(receivers=(1,), seconds=1.0, numbers=(1, 2))
+def test_a_rank_that_never_receives_is_named(ranks: Ranks) -> None:
+    case = ranks.case(receivers=(1,), seconds=1.0)
     for rank in range(SENDERS):
         ranks.start(("trainer", 0, rank), trainer_rank, case, rank, NONE)
     ranks.start(("engine", 0, 0), silent_rank, case, 0, SENDERS)
     for answer in ranks.collect(("engine", 0, 0)).values():
-        first, second = (result["engine-0"] for result in answer[0])
-        assert f":{ranks.pid(('engine', 0, 0))}) is silent" in first
-        assert second == f"link engine-0 cannot be used: {first}"
+        assert f":{ranks.pid(('engine', 0, 0))}) is silent" in (results(answer)["engine-0"] or "")
     ranks.processes["engine", 0, 0].kill()
 
 

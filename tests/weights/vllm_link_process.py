@@ -72,7 +72,7 @@ class Sender:
     def join(self, name: str) -> None:
         def one(rank: int) -> transport.TransferLink:
             facts = Connection(self.control, f"trainer-{rank}", SECONDS)
-            return transport.join_link(facts, name, rank, SENDERS + self.ranks, SECONDS, "gloo")
+            return transport.join_link(facts, name, rank, SENDERS + self.ranks, SECONDS, "gloo", senders=(0, 1))
 
         assert self.plan.senders(0) == tuple(range(SENDERS))
         self.links = list(self.pool.map(one, range(SENDERS)))
@@ -95,8 +95,7 @@ class Sender:
             if rank == SENDERS - 1:
                 parameters.pop(broken, None)
             link = self.links[rank]
-            ranks = {receiver: SENDERS + receiver for receiver in range(self.ranks)}
-            outgoing = transport.OutgoingMessages(link, self.plan.messages(0, sender=rank), ranks)
+            outgoing = link, self.plan.messages(0, sender=rank)
             try:
                 return transport.send(
                     [outgoing], parameters.__getitem__, torch.float32, STAGING, transfer, SECONDS, verify=verify

@@ -81,7 +81,7 @@ class Sender:
         for entry in self.entries:
             to_megatron(entry, state[entry.hf_param], self.parameters[entry.megatron_param], 0, 1)
         self.transfers += 1
-        outgoing = transport.OutgoingMessages(self.link, self.plan.messages(0), {0: 1})
+        outgoing = self.link, self.plan.messages(0)
         sending = asyncio.to_thread(
             transport.send,
             [outgoing], self.parameters.__getitem__, self.dtype, STAGING, self.transfers, 30.0,

@@ -18,7 +18,7 @@ from megatron_webrl.model.parameter_map import shard_ranges
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
-from megatron_webrl.weights.transport import OutgoingMessages, TransferLink, checksum, join_link, receive, send
+from megatron_webrl.weights.transport import TransferLink, checksum, join_link, receive, send
 from tools.model_configs import make_reduced_config
 
 SECONDS = 300.0  # limit of any wait
@@ -124,20 +124,20 @@ class TrainerRank(BenchRank):
         torch.manual_seed(rank % TRAINER.tensor)  # a stage's replicated parameters need not agree here
         self.tensors = {name: torch.randn(shape).to(task.dtypes[0]) for name, shape in self.shapes[rank].items()}
         self.outgoing = []
-        for number, sizes in enumerate(ENGINES):
+        for number in range(len(ENGINES)):
             senders = self.plan.senders(number)
             if rank in senders:
-                link = self.join_engine(number, senders.index(rank), len(senders))
-                ranks = {receiver: len(senders) + receiver for receiver in range(sizes.ranks)}
-                self.outgoing.append(OutgoingMessages(link, self.plan.messages(number, sender=rank), ranks))
+                link = self.join_engine(number, senders.index(rank), senders)
+                self.outgoing.append((link, self.plan.messages(number, sender=rank)))
         self.raw_buffers = [
             self.make_buffers({pair: size for pair, size in self.plan.bytes_by_pair(number).items() if pair[0] == rank})
             for number in range(len(ENGINES))
         ]
 
-    def join_engine(self, engine: int, rank: int, senders: int) -> TransferLink:
+    def join_engine(self, engine: int, rank: int, senders: tuple[int, ...]) -> TransferLink:
         """The link to an engine."""
-        return join_link(self.store, f"engine-{engine}", rank, senders + ENGINES[engine].ranks, SECONDS, "gloo")
+        size = len(senders) + ENGINES[engine].ranks
+        return join_link(self.store, f"engine-{engine}", rank, size, SECONDS, "gloo", senders=senders)
 
     def sync(self) -> None:
         """Transfer by plan."""
@@ -161,8 +161,8 @@ class TrainerRank(BenchRank):
 
     def copies(self) -> None:
         """Only pack."""
-        for one in self.outgoing:
-            self.copy_strided_slices(one.messages, sender=True)
+        for _, messages in self.outgoing:
+            self.copy_strided_slices(messages, sender=True)
 
     def broadcast(self) -> None:
         """Gather all shards on rank 0, which broadcasts the model."""
@@ -191,9 +191,9 @@ class TrainerRank(BenchRank):
             return self.tensors[piece.source_param][box_index(piece.source_offset, piece.size)].to(wire)
 
         return [
-            [(one.link.name, m.receiver, s.target_param, s.target_offset), checksum(box(s))]
-            for one in self.outgoing
-            for m in one.messages
+            [(link.name, m.receiver, s.target_param, s.target_offset), checksum(box(s))]
+            for link, messages in self.outgoing
+            for m in messages
             for s in m.slices
         ]
 
@@ -206,9 +206,9 @@ class EngineRank(BenchRank):
         self.engine = engine
         shapes = engine_parameter_shapes(task.hf_config(), ENGINES[engine], receiver)
         self.tensors = {name: torch.zeros(shape, dtype=task.dtypes[2]) for name, shape in shapes.items()}
-        senders = len(self.plan.senders(engine))
-        size = senders + ENGINES[engine].ranks
-        self.link = join_link(self.store, f"engine-{engine}", senders + receiver, size, SECONDS, "gloo")
+        senders = self.plan.senders(engine)
+        rank, size = len(senders) + receiver, len(senders) + ENGINES[engine].ranks
+        self.link = join_link(self.store, f"engine-{engine}", rank, size, SECONDS, "gloo", senders=senders)
         self.messages = self.plan.messages(engine, receiver=receiver)
         traffic = {pair: size for pair, size in self.plan.bytes_by_pair(engine).items() if pair[1] == receiver}
         self.raw_buffers = self.make_buffers(traffic)
