@@ -230,12 +230,9 @@ def reference_kl(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Te
     """KL estimate: sum weight * k3 of q = pi_ref / pi_theta (arXiv 2402.03300, eq. 4).
 
     Beyond REFERENCE_RATIO_LIMIT it continues along its tangent in log q: a token pulls by that limit less 1 at most,
-    where k3 pulls by q - 1, without a bound. Raises ValueError without pi_ref.
+    where k3 pulls by q - 1, without a bound.
     """
-    if data.reference_logprobs is None:
-        raise ValueError(
-            "trainer.loss.kl_coefficient needs the reference's log-probabilities; Learner.reference is None"
-        )
+    assert data.reference_logprobs is not None
     log_ratio = data.reference_logprobs - current
     limit = math.log(REFERENCE_RATIO_LIMIT)
     within = torch.where(log_ratio > limit, limit, log_ratio)  # clamp would hide NaN from the gradient
@@ -248,20 +245,18 @@ def entropy_bonus(data: TokenData) -> Tensor:
     """sum weight * H, H the entropy of pi_theta over the vocabulary at the token (PPO, arXiv 1707.06347, eq. 9).
 
     H and its gradient are exact, at the sampling temperature (model/logprobs.py). The bonus covers all response
-    tokens, masked and clipped ones included. Raises ValueError without entropies.
+    tokens, masked and clipped ones included.
     """
-    if data.entropy is None:
-        raise ValueError("trainer.loss.entropy_coefficient needs the tokens' entropies; TokenData.entropy is None")
+    assert data.entropy is not None
     return (data.weight * data.entropy).sum()
 
 
 def value_loss(data: TokenData) -> Tensor:
     """sum weight * (V - target)^2 over steps, V the current value of the step (PPO, arXiv 1707.06347, eq. 9).
 
-    The weights are one over the minibatch's steps. Raises ValueError without values.
+    The weights are one over the minibatch's steps.
     """
-    if data.values is None:
-        raise ValueError("trainer.advantage.name=critic needs the values of the steps; TokenData.values is None")
+    assert data.values is not None
     return (data.values.weight * (data.values.predicted - data.values.targets) ** 2).sum()
 
 
@@ -325,8 +320,7 @@ def off_policy_correction(
     """The decoupled weight (arXiv 2505.24298, eq. 5) after its bounds, KL rejection and the mask of old tokens.
 
     Without `decoupled` w is 1, and only the mask of old tokens applies. Collective over the context-parallel `group`
-    for weights per response and for KL rejection. `version`: the current policy's. Raises ValueError if
-    max_token_lag has no versions to compare.
+    for weights per response and for KL rejection. `version`: the current policy's.
     """
     log_weight = torch.zeros_like(data.behaviour_logprobs)
     if config.decoupled:
@@ -394,10 +388,6 @@ def rejected_by_kl(
 
 
 def too_old(data: TokenData, max_lag: int, version: int | None) -> Tensor:
-    """Whether a token's version is more than `max_lag` older than `version`, or unknown, bool [tokens].
-
-    Raises ValueError without a version.
-    """
-    if version is None:
-        raise ValueError("trainer.loss.max_token_lag needs the current version, which is None")
+    """Whether a token's version is more than `max_lag` older than `version`, or unknown, bool [tokens]."""
+    assert version is not None
     return (data.versions == NO_VERSION) | (version - data.versions > max_lag)

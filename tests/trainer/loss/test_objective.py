@@ -227,12 +227,6 @@ def test_nan_reaches_the_gradient(config: LossConfig, where: str) -> None:
     assert torch.isnan(tensor.grad).all()
 
 
-def test_a_penalty_without_a_reference_is_refused() -> None:
-    data = replace(tensors(example(0)), reference_logprobs=None)
-    with pytest.raises(ValueError, match=r"Learner\.reference is None"):
-        make_objective(replace(USUAL, kl_coefficient=0.1), None)(data.proximal_logprobs, data)
-
-
 def test_the_reference_divergence_is_the_expectation_of_its_estimate() -> None:
     """Over all tokens of a small vocabulary, weighted by the policy; here no ratio is beyond the limit."""
     rng = np.random.default_rng(0)

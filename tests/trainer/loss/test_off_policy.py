@@ -67,9 +67,3 @@ def test_a_product_beyond_every_float_stays_finite() -> None:
         config = loss_config(importance_weight_level="product", importance_weight_cap=math.inf)
         weight = off_policy_correction(tensors(data), config).weight
         np.testing.assert_allclose(weight.numpy(), math.exp(sign * LOG_RATIO_LIMIT))
-
-
-def test_a_lag_without_a_version_is_refused() -> None:
-    data, config = tensors(example(0)), loss_config(max_token_lag=1)
-    with pytest.raises(ValueError, match="max_token_lag needs the current version"):
-        off_policy_correction(data, config, None, None)
