@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -65,9 +65,6 @@ from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.util import torchvision_shim
 from megatron_webrl.util.text import first_line
 
-if TYPE_CHECKING:
-    from megatron_webrl.track.mlflow_upload import MLflowTracker
-
 log = logging.getLogger(__name__)
 
 
@@ -101,7 +98,11 @@ def _run(
         reason = f"the configuration's holds from {checkpoint.name} on, which was trained with {'; '.join(changes)}"
         log.warning("the schedule has changed: %s", reason)
         EventLog(config.run_folder, nodes.node).add("trainer-0", "schedule changed", reason)
-    tracker = _make_tracker(config) if is_first else None
+    tracker = None
+    if is_first:  # all attempts of a job write to one MLflow run
+        from megatron_webrl.track.mlflow_upload import MLflowTracker
+
+        tracker = MLflowTracker(config)
     resume_point = make_resume_point(control, exchange, state, config.run_folder, is_first)
     control.report_status("waiting for the engines")
     syncer = WeightSyncer(learner.models, config, control, platform, timeline)
@@ -145,13 +146,6 @@ def _initial_state(checkpoint: Path | None) -> TrainerState:
         return TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)
     state = read_trainer_state(checkpoint)
     return replace(state, restart_epoch=state.restart_epoch + 1)
-
-
-def _make_tracker(config: Config) -> MLflowTracker:
-    """The tracker of the run, on the first rank only. All attempts of a job write to one MLflow run."""
-    from megatron_webrl.track.mlflow_upload import MLflowTracker
-
-    return MLflowTracker(config)
 
 
 def load_model(config: Config, platform: Platform, with_weights: bool = True) -> list[Any]:

@@ -77,7 +77,7 @@ class Telemetry:
         image_wait = all_reduce_max(self._packer.wait_timer.pop_seconds(), device)
         rollout = rollout_seconds([t for group in groups for t in group.trajectories])
         peak, ranks = known_peak_tflops(device, self._config.model.dtype), torch.distributed.get_world_size()
-        system = self._syncer.last_transfer_metrics() | memory_metrics(device)
+        system = self._syncer.metrics | memory_metrics(device)
         system |= performance_metrics(metrics["tokens"], metrics["operations"], seconds["train"], ranks, peak)
         finished = time.monotonic()
         tickets = [(group.trajectories[0].restart_epoch, group.ticket) for group in groups]

@@ -79,7 +79,7 @@ class WeightSyncer:
         self._links: dict[str, transport.TransferLink] = {}  # this rank's links, by worker
         self._facts = Connection(control.address_file, f"{control.role}-links", config.weights.timeout_seconds)
         self._transfer_count = 0
-        self._metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}  # of the last transfer, by MLflow name
 
     def has_new_engines(self) -> bool:
         """First rank: whether an engine waits for its first weights."""
@@ -122,10 +122,6 @@ class WeightSyncer:
             if self._rank == 0:
                 log.warning("%s did not get version %d; no more weights until it links again: %s", worker, version, why)
         return [worker for worker in pending if worker not in failures]
-
-    def last_transfer_metrics(self) -> dict[str, float]:
-        """Metrics of the last transfer by their MLflow names."""
-        return self._metrics
 
     def bytes_by_sender(self) -> dict[int, int]:
         """Bytes that each trainer rank sends in one transfer to all engines."""
@@ -308,7 +304,7 @@ class WeightSyncer:
         gib = sum(plan.received_bytes(self._workers.index(worker)) for worker in updated) / 2**30
         applied = [cast(dict[str, Any], self.control.get_json(f"weights/applied/{worker}")) for worker in updated]
         pause = max(value["pause_seconds"] for value in applied)
-        self._metrics = {
+        self.metrics = {
             "weights/gib": gib,
             "weights/gib_per_second": gib / seconds,
             "weights/pause_seconds": pause,

@@ -34,7 +34,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
         if weight_syncer.failures:
             worker, reason = next(iter(weight_syncer.failures.items()))
             raise JobFailed(f"{worker} failed transfer {version + 1}: {reason}")
-        transfers.append({"seconds": seconds, **weight_syncer.last_transfer_metrics()})
+        transfers.append({"seconds": seconds, **weight_syncer.metrics})
     control.report_status("comparing the engines' weights")
     engines = _compare_engines(config, control, weight_syncer)
     if rank.rank == 0:

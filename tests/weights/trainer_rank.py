@@ -50,7 +50,7 @@ def run(rank: RankInfo, config_file: Path, address: Path, folders: Sequence[Path
         if rank.rank == 0:
             control.put_json(
                 f"sent/{version}",
-                {"seconds": seconds, "lost": weight_syncer.failed_transfers, **weight_syncer.last_transfer_metrics()},
+                {"seconds": seconds, "lost": weight_syncer.failed_transfers, **weight_syncer.metrics},
             )
     target = Path(config.run_folder, "exported")
     tensors = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
