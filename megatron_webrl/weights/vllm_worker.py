@@ -92,6 +92,8 @@ class ShardTransferEngine:
     A failed update closes the link, and the model may be partially updated until a later complete update.
     """
 
+    supports_draft_weight_update = False  # vLLM asks; the plan covers one model
+
     def __init__(self, config: Any, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         self.vllm_config, self.device, self.model = vllm_config, device, model
         self.parallel_config, self.model_config = vllm_config.parallel_config, vllm_config.model_config
