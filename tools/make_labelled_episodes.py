@@ -33,7 +33,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.evaluation import outcome
 from megatron_webrl.ring.record import RecordFileWriter, count_records, encode_trajectory, read_record_file
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
-from megatron_webrl.tasks.sites.websites import OfflineWebsites
+from megatron_webrl.tasks.sites.website_server import OfflineWebsites
 from megatron_webrl.tasks.web import SOURCE_NAME
 from megatron_webrl.types import ANSWER, STEPS_EXHAUSTED, Action, Observation, Step, Task, Trajectory
 from tools.arguments import bounded_number

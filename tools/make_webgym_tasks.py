@@ -19,8 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_webrl.tasks.sites.questions import WebsiteGoal
 from tools.arguments import bounded_number
-from tools.offline.questions import WebsiteGoal
 from tools.offline.task_rows import DOMAINS, FILES, LEVELS, draw_goals, level_of, task_row, truth_of, write_lines
 from tools.offline.task_rows import truth_row as as_row
 

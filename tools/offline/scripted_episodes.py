@@ -12,10 +12,11 @@ from datetime import date, timedelta
 from playwright.async_api import Page
 
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, HighLevelAction, SubmitForm, first_action
+from megatron_webrl.tasks.sites.questions import WebsiteGoal, website_goals
 from megatron_webrl.tasks.sites.shop import DELIVERY_OPTIONS
-from megatron_webrl.tasks.sites.websites import OfflineWebsites, effects_digest, get_website
+from megatron_webrl.tasks.sites.website_server import OfflineWebsites
+from megatron_webrl.tasks.sites.websites import effects_digest, get_website
 from megatron_webrl.types import Action, Task
-from tools.offline.questions import WebsiteGoal, next_move, website_goals
 
 SHARES = {  # of all episodes, by their kind
     "success": 0.34, "near_miss": 0.22, "hallucinated": 0.14, "failure": 0.1, "blocked": 0.1, "no_answer": 0.1,
@@ -110,7 +111,7 @@ class EpisodePlayer:
             visitor = await self._websites.visitor_of(page, self._goal.host)
             if visitor is not None and visitor.app.effects:
                 return Action("answer", text=answer)
-        move = await next_move(self._websites, page, self._followed)
+        move = await self._websites.next_move(page, self._followed)
         if isinstance(move, GiveAnswer):
             return Action("answer", text=answer)
         return await first_action(page, turn(move) if self._plan.kind == "near_miss" else move)
@@ -118,13 +119,13 @@ class EpisodePlayer:
     async def _give_up(self, page: Page) -> Action:
         """Follow the script for a while, then say that it did not work."""
         if self._moves <= 1 + self._plan.variant % 3:
-            move = await next_move(self._websites, page, self._task)
+            move = await self._websites.next_move(page, self._task)
             if not isinstance(move, GiveAnswer | SubmitForm):
                 return await first_action(page, move)
         return Action("answer", text=("I could not find out.", "unknown", "The page does not say it.")[self._moves % 3])
 
     async def _without_answer(self, page: Page) -> Action | None:
-        move = await next_move(self._websites, page, self._task)
+        move = await self._websites.next_move(page, self._task)
         if isinstance(move, GiveAnswer):
             return Action("wait", time=0.1) if self._moves == 1 else None
         return await first_action(page, move)

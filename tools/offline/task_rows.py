@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_webrl.tasks.sites.app import format_date
+from megatron_webrl.tasks.sites.questions import WebsiteGoal, website_goal, website_goals
 from megatron_webrl.tasks.sites.websites import (
     DENYING_NUMBERS,
     MOODY_NUMBERS,
@@ -23,7 +24,6 @@ from megatron_webrl.tasks.sites.websites import (
 )
 from megatron_webrl.tasks.web import SOURCE_NAME
 from megatron_webrl.types import RubricFact, Task
-from tools.offline.questions import WebsiteGoal, website_goal, website_goals
 
 BENCHMARK = "Offline websites"
 DOMAINS = {

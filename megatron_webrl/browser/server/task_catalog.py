@@ -9,7 +9,8 @@ from megatron_webrl.browser.egress.egress_policy import EgressDenied, split_url
 from megatron_webrl.browser.server.protocol import InvalidRequest, ResetRequest
 from megatron_webrl.config.schema import Config
 from megatron_webrl.tasks.registry import make_all_sources
-from megatron_webrl.tasks.sites.websites import OfflineWebsites, offline_host
+from megatron_webrl.tasks.sites.website_server import OfflineWebsites
+from megatron_webrl.tasks.sites.websites import offline_host
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.tasks.web import SOURCE_NAME as WEB
 from megatron_webrl.tasks.web import OpenWeb

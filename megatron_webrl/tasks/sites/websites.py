@@ -13,33 +13,20 @@ import binascii
 import hashlib
 import random
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from megatron_webrl.config.tasks import LatencyConfig
-from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
-from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import App, Effect, InitialSiteState
-from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS, SiteVisit
-from megatron_webrl.tasks.web import OpenWeb
-
-if TYPE_CHECKING:
-    from playwright.async_api import Page
+from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS
 
 NUMBERS = range(10_000)  # of the websites of each site
 DENYING_NUMBERS = range(9_000, 9_500)  # websites that deny access to everyone
 MOODY_NUMBERS = range(9_500, 10_000)  # websites that deny access to half of their visitors
-VISITOR_COOKIE = "visitor"
-MAX_VISITORS = 1024  # the one that has been idle longest is forgotten first
 _HOST = re.compile(rf"({'|'.join(SITE_APPS)})-(0|[1-9][0-9]{{0,3}})\.localhost")
 _GENERATORS = {entry.app_class.name: entry.generate_data for entry in ENVIRONMENTS.values()}
-_DENIED = Path(__file__).with_name("templates").joinpath("denied.html").read_bytes()
 
 
 @dataclass(frozen=True)
@@ -127,13 +114,13 @@ class BarCode:
 
 def page_digest(page: str) -> int:
     """32 bits of a page's key: host, path and query."""
-    return _digest(page, 4)
+    return digest(page, 4)
 
 
 def effects_digest(effects: Iterable[Effect]) -> int:
     """16 bits of a multiset of effects; 0 if there are none."""
     listed = sorted("\x1f".join(effect) for effect in effects)
-    return (_digest("\x1e".join(listed), 2) or 1) if listed else 0
+    return (digest("\x1e".join(listed), 2) or 1) if listed else 0
 
 
 def draw_bar_code(code: BarCode) -> str:
@@ -148,82 +135,5 @@ def draw_bar_code(code: BarCode) -> str:
     )
 
 
-def _digest(text: str, size: int) -> int:
+def digest(text: str, size: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "big")
-
-
-class Visitor(SiteVisit):
-    """One browser context's copy of a website; pages carry a bar code."""
-
-    def __init__(self, website: Website, delays: ResponseDelays) -> None:
-        """A refusal is a function of the name of the episode, as the delays are."""
-        super().__init__(website.app_class(website.data, website.start), delays)
-        self.website = website
-        self.denied = _digest(delays.episode, 7) / 2**56 < website.denial_probability
-
-    def _answer(self, request: PageRequest) -> PageResponse:
-        response = PageResponse(403, _DENIED) if self.denied else self.app.handle_request(request)
-        before, end, after = response.body.rpartition(b"</body>")
-        if not end:  # without a page
-            return response
-        page = page_digest(page_key(self.website.host, request.path, request.query))
-        code = draw_bar_code(BarCode(page, effects_digest(self.app.effects), self.denied))
-        return replace(response, body=b"".join((before, code.encode(), end, after)))
-
-
-class OfflineWebsites(OpenWeb):
-    """All offline websites behind one local server, which starts when `addresses` is first read; `close` stops it."""
-
-    def __init__(self, latency: LatencyConfig | None = None, max_steps: int = 10, open_web: bool = False) -> None:
-        """`open_web`: whether tasks may begin on other hosts, too."""
-        super().__init__(max_steps)
-        self._open_web = open_web
-        self._server = LocalServer(self._respond, "offline-websites")
-        self._delays = EpisodeDelays(latency or LatencyConfig())
-        self._lock = threading.Lock()
-        self._visitors: OrderedDict[str, Visitor] = OrderedDict()  # by secret, longest idle first
-
-    @property
-    def origins(self) -> frozenset[str]:
-        """The origins of all websites, with `*` in place of their numbers."""
-        return frozenset(f"http://{site}-*.localhost" for site in SITE_APPS)
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        return {f"{site}-*.localhost": self._server.address for site in SITE_APPS}
-
-    def opens(self, url: str) -> bool:
-        return self._open_web or offline_host(url) is not None
-
-    def close(self) -> None:
-        """Stop the server."""
-        self._server.close()
-
-    async def visitor_of(self, page: Page, host: str) -> Visitor | None:
-        """The visitor of a host that a page's browser context is; None if it has not been there."""
-        for cookie in await page.context.cookies(f"http://{host}/"):
-            if cookie.get("name") == VISITOR_COOKIE:
-                with self._lock:
-                    return self._visitors.get(cookie.get("value", ""))
-        return None
-
-    def _respond(self, request: PageRequest) -> PageResponse:
-        if not is_offline_host(request.host):
-            return PageResponse(404, b"There is no website here.", "text/plain; charset=utf-8")
-        with self._lock:
-            visitor = self._visitors.get(request.cookies.get(VISITOR_COOKIE, ""))
-            if visitor is not None and visitor.website.host == request.host:
-                self._visitors.move_to_end(visitor.secret)
-            else:
-                visitor = None
-        if visitor is not None:
-            return visitor.handle_request(request)
-        website = get_website(request.host)
-        with self._lock:
-            visitor = Visitor(website, self._delays.start(request.host))
-            self._visitors[visitor.secret] = visitor
-            if len(self._visitors) > MAX_VISITORS:
-                self._visitors.popitem(last=False)
-        response = visitor.handle_request(request)
-        cookie = f"{VISITOR_COOKIE}={visitor.secret}; Path=/; HttpOnly"
-        return replace(response, headers={**response.headers, "Set-Cookie": cookie})

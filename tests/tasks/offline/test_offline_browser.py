@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.server.client import BrowserClient
+from megatron_webrl.browser.server.local_servers import local_servers
 from megatron_webrl.browser.server.protocol import InvalidRequest, ResetRequest
 from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.tasks import tasks_config
+from megatron_webrl.judge.evaluation import answers_match
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
-from megatron_webrl.tasks.sites.high_level_actions import first_action
+from megatron_webrl.tasks.sites.questions import WebsiteGoal, website_goals
+from megatron_webrl.tasks.sites.website_server import OfflineWebsites
 from megatron_webrl.tasks.sites.websites import (
     DENYING_NUMBERS,
     BarCode,
-    OfflineWebsites,
     effects_digest,
     page_digest,
     page_key_of_path,
     website_host,
 )
 from megatron_webrl.types import Action, Task
-from tools.offline.questions import WebsiteGoal, next_move, website_goals
 from tools.offline.site_truth import read_bar_code
 
 KINDS = ("shop-save-item", "forum-last-word", "calendar-find-time", "wiki-birthplace", "forms-vote")
@@ -53,7 +58,7 @@ async def test_a_screenshot_says_which_page_it_shows(kind: str, width: int, heig
             async with pool.episode(task) as (session, seen):
                 assert read_bar_code(seen.screenshot) == code_of(wanted.host, wanted.goal.start_path)
                 for _ in range(MAX_STEPS):
-                    action = await first_action(session.page, await next_move(websites, session.page, task))
+                    action = await websites.demonstrate(session.page, task)
                     if action.kind == "answer":
                         break
                     seen = await session.step(action)
@@ -65,7 +70,7 @@ async def test_a_screenshot_says_which_page_it_shows(kind: str, width: int, heig
                 seen = await session.step(Action("navigate", url=f"http://{denying}/poll"))
                 assert read_bar_code(seen.screenshot) == code_of(denying, "/poll", denied=True)
                 with pytest.raises(ScriptedPolicyError, match=f"is not a page of {wanted.host}"):
-                    await next_move(websites, session.page, task)
+                    await websites.demonstrate(session.page, task)
                 for host in ("wiki.localhost", "wiki-x.localhost", "other.example", "wiki-5.localhost"):
                     seen = await session.step(Action("navigate", url=f"http://{host}/"))
                     reached = read_bar_code(seen.screenshot) == code_of(host, "/")
@@ -91,3 +96,31 @@ def test_a_catalog_opens_what_its_settings_permit() -> None:
         if catalog.web is not None:
             with pytest.raises(RuntimeError, match="was closed"):
                 _ = catalog.web.addresses
+
+
+async def test_a_browser_server_demonstrates_tasks_of_offline_websites(tmp_path: Path) -> None:
+    config = Config(
+        browser=BrowserConfig(width=640, height=480), tasks=tasks_config(offline_websites=True),
+        rollout=RolloutConfig(operation_timeout_seconds=30),
+    )  # fmt: skip
+    async with (
+        local_servers(config, 1, tmp_path) as servers,
+        BrowserClient(servers.poll_addresses, servers.token, step_seconds=30) as browsers,
+        browsers.session() as session,
+    ):
+        for kind in KINDS:
+            wanted = goal_of(kind)
+            seen = await session.reset(ResetRequest(task_of(wanted)))
+            assert seen.instruction == wanted.goal.instruction
+            action = await session.demonstration()
+            while action.kind != "answer":
+                seen = await session.step(action)
+                action = await session.demonstration()
+            assert answers_match(action.text or "", wanted.answer)
+            assert (seen.reward, seen.done) == (None, False)
+            code = read_bar_code(seen.screenshot)
+            assert code is not None
+            assert code.effects == effects_digest(wanted.goal.effects)
+        await session.reset(ResetRequest(Task("x", "web", "page", 0, 1, "Another task.", url=goal_of(KINDS[0]).url)))
+        with pytest.raises(ScriptedPolicyError, match="has no scripted policy"):
+            await session.demonstration()

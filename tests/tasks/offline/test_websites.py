@@ -9,13 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
-from megatron_webrl.tasks.sites import websites as module
+from megatron_webrl.tasks.sites import website_server as module
+from megatron_webrl.tasks.sites.questions import DONE_ANSWER, QUESTIONS, WebsiteGoal, website_goals
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS, SiteTaskSource
+from megatron_webrl.tasks.sites.website_server import OfflineWebsites
 from megatron_webrl.tasks.sites.websites import (
     DENYING_NUMBERS,
     MOODY_NUMBERS,
     BarCode,
-    OfflineWebsites,
     draw_bar_code,
     effects_digest,
     get_website,
@@ -26,7 +27,6 @@ from megatron_webrl.tasks.sites.websites import (
     website_host,
 )
 from tests.tasks.offline.visitor_client import VisitorClient
-from tools.offline.questions import DONE_ANSWER, QUESTIONS, WebsiteGoal, website_goals
 
 LOOKED_UP = {"shop-find-price", "forum-count-replies", "calendar-find-time", "wiki-look-up", "forms-find-fee"}
 CALENDARS_SIGNED_OUT = [n for n in range(8) if not get_website(website_host("calendar", n)).start.signed_in]

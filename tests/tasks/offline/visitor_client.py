@@ -6,9 +6,9 @@ import http.client
 from urllib.parse import urlencode
 
 from megatron_webrl.tasks.sites.high_level_actions import GiveAnswer, HighLevelAction
-from megatron_webrl.tasks.sites.websites import VISITOR_COOKIE, OfflineWebsites, Visitor
+from megatron_webrl.tasks.sites.questions import WebsiteGoal
+from megatron_webrl.tasks.sites.website_server import VISITOR_COOKIE, OfflineWebsites, Visitor
 from tests.tasks.site_client import MAX_MOVES, Client
-from tools.offline.questions import WebsiteGoal
 
 
 class VisitorClient(Client):

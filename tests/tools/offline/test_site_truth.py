@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_webrl.tasks.sites.questions import WebsiteGoal, website_goals
 from megatron_webrl.tasks.sites.websites import BarCode, effects_digest, page_digest, page_key_of_path
 from tests.tasks.offline.painted import painted
 from tools.judge_endpoint.oracle import load_oracle
-from tools.offline.questions import WebsiteGoal, website_goals
 from tools.offline.site_truth import VARIABLE, SiteTruth
 from tools.offline.task_rows import truth_of, truth_row, write_lines
 

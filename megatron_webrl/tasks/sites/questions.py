@@ -12,9 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from playwright.async_api import Page
-
-from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.sites.app import App, page_count
 from megatron_webrl.tasks.sites.calendar import Appointment, CalendarData, week_path
 from megatron_webrl.tasks.sites.content_generator import sign_in_instruction
@@ -26,14 +23,12 @@ from megatron_webrl.tasks.sites.high_level_actions import (
     HighLevelAction,
     PageLinks,
     next_link,
-    read_page_links,
 )
 from megatron_webrl.tasks.sites.shop import ITEMS_PER_PAGE, Item, ShopData, category_path, format_price, pages_showing
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS
-from megatron_webrl.tasks.sites.websites import OfflineWebsites, Website, get_website, offline_host
+from megatron_webrl.tasks.sites.websites import Website, get_website
 from megatron_webrl.tasks.sites.wiki import Article, WikiData, article_path
 from megatron_webrl.tasks.sites.wiki import category_path as wiki_category_path
-from megatron_webrl.types import Task
 
 COMPARED_TOWNS = 6
 
@@ -350,17 +345,3 @@ def _act(goal: Goal, needs_login: bool, app: App, view: PageLinks) -> HighLevelA
     if goal.effects and Counter(app.effects) == Counter(goal.effects):
         return GiveAnswer(DONE_ANSWER)
     return act_unobstructed(goal.scripted_policy, needs_login, app, view)
-
-
-async def next_move(websites: OfflineWebsites, page: Page, task: Task) -> HighLevelAction:
-    """The next action of a task's script. Raises ScriptedPolicyError; KeyError for a task of no website or script."""
-    host = offline_host(task.url)
-    if host is None:
-        raise KeyError(task.environment)
-    goal = website_goal(host, task.instruction or "").goal
-    visitor = await websites.visitor_of(page, host)
-    if offline_host(page.url) != host or visitor is None:
-        raise ScriptedPolicyError(f"{task.id}: {page.url[:200]} is not a page of {host}")
-    if visitor.denied:
-        raise ScriptedPolicyError(f"{task.id}: {host} denies access")
-    return visitor.next_move(goal.scripted_policy, await read_page_links(page))
