@@ -251,6 +251,7 @@ class WeightSyncer:
             getattr(torch, self.config.engine_dtype),
             weights.bucket_mib * 2**20,
             self._transfer_count,
+            weights.timeout_seconds,
             peer_failure=lambda name: self._engine_failure(by_link[name]),
             verify=weights.verify,
         )

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -266,11 +266,18 @@ class LinkFacts:
     def __init__(self, control: Connection, name: str) -> None:
         self._control, self._prefix = control, f"link/{name}/"
 
-    def set(self, key: str, value: str | None) -> None:
-        """Set a key; None deletes it."""
+    def set(self, key: str, value: str) -> None:
         self._run("put", self._prefix + key, value)
 
-    def get(self, *keys: str) -> list[Any]:
+    def get(self, key: str) -> str:
+        """The value of a key."""
+        return str(self.multi_get([key])[0])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys have values."""
+        return None not in self.multi_get(keys)
+
+    def multi_get(self, keys: Sequence[str]) -> list[Any]:
         """The values of keys; None for those without one."""
         values: list[Any] = self._run("get", [self._prefix + key for key in keys])
         return values
@@ -278,6 +285,9 @@ class LinkFacts:
     def set_first(self, key: str, value: str) -> str:
         """Set a key unless another rank has; returns its value."""
         return str(self._run("put_if_absent", self._prefix + key, value))
+
+    def delete_key(self, key: str) -> None:
+        self._run("put", self._prefix + key, None)
 
     def _run(self, *command: Any) -> Any:
         return self._control.sync([command])["replies"][0]
@@ -293,7 +303,7 @@ class TransferLink:
     name: str
     rank: int
     size: int
-    timeout_seconds: float  # of joining, and of each wait for a peer in a transfer
+    timeout_seconds: float  # timeout of joining
     message_device: torch.device
     parameter_device: torch.device  # of this rank; not the messages' if weights travel through the host
     store: LinkFacts
@@ -308,9 +318,9 @@ class TransferLink:
         """Rank with its host and process id, for messages."""
         return f"rank {rank} ({self.member_names[rank]})"
 
-    def has_failed(self) -> bool:
-        """Whether a rank has failed. Raises RuntimeError when the store does not answer."""
-        return self.store.get(_FAILED) != [None]
+    def first_failure(self) -> str | None:
+        """Error of the first failed rank, if any. Raises RuntimeError when the store does not answer."""
+        return self.store.get(_FAILED) if self.store.check([_FAILED]) else None
 
     def fail(self, reason: str) -> TransferError:
         """Publish this rank's error in the store and close the link; the returned error names the first failure."""
@@ -353,6 +363,8 @@ def join_link(
     Raises TransferError naming ranks that did not join within `timeout_seconds`, at once if an engine rejects the link
     or another rank fails, and GRACE_SECONDS later if a rank stops after it has joined.
     """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank} is outside 0..{size - 1} (link {name})")
     deadline = time.monotonic() + timeout_seconds
     scoped = LinkFacts(control, name)
     own_name = f"{socket.gethostname()}:{os.getpid()}"
@@ -369,13 +381,13 @@ def join_link(
     gpu = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
 
     def form() -> tuple[Any, Any]:
-        own = hosted or connect_group_store(json.loads(scoped.get(_STORE)[0]), seconds)
+        own = hosted or connect_group_store(json.loads(scoped.get(_STORE)), seconds)
         if gpu is not None:
             return own, make_nccl_group(own, rank, size, len(senders), seconds, gpu)
         return own, dist.ProcessGroupGloo(own, rank, size, timedelta(seconds=seconds))
 
     try:
-        group_store, group = _run_limited(form, seconds, lambda: scoped.get(_FAILED) != [None])
+        group_store, group = _run_limited(form, seconds, lambda: scoped.check([_FAILED]))
     except RuntimeError as error:
         reason = f"rank {rank} ({own_name}) could not connect to {', '.join(members)}: {error_summary(error)}"
         first = scoped.set_first(_FAILED, reason)
@@ -400,20 +412,14 @@ def _await_members(
     """Announce this rank and wait for the others; returns the names of all by rank. Raises TransferError."""
     scoped.set(f"done/{rank}", "-1")  # last completed transfer
     scoped.set(f"member/{rank}", own_name)
-    found: list[Any] = []
-
-    def complete() -> bool:
-        found[:] = scoped.get(_REFUSED, *(f"member/{other}" for other in range(size)))
-        return found[0] is not None or None not in found[1:]
-
-    poll_until(complete, timeout_seconds, JOIN_POLL_SECONDS)
-    refusal, *members = found
-    absent = ", ".join(str(other) for other, member in enumerate(members) if member is None)
-    if absent and refusal is not None:
-        raise TransferError(f"link {name} was refused: {refusal}")
-    if absent:
-        raise TransferError(f"link {name}: rank {absent} of {size} did not join within {timeout_seconds:g} s")
-    return members
+    keys = [f"member/{other}" for other in range(size)]
+    poll_until(lambda: scoped.check(keys) or scoped.check([_REFUSED]), timeout_seconds, JOIN_POLL_SECONDS)
+    if not scoped.check(keys):
+        if scoped.check([_REFUSED]):
+            raise TransferError(f"link {name} was refused: {scoped.get(_REFUSED)}")
+        ranks = ", ".join(str(other) for other, key in enumerate(keys) if not scoped.check([key]))
+        raise TransferError(f"link {name}: rank {ranks} of {size} did not join within {timeout_seconds:g} s")
+    return scoped.multi_get(keys)
 
 
 def _run_limited(make: Callable[[], Any], seconds: float, cancelled: Callable[[], bool]) -> Any:

@@ -43,6 +43,7 @@ class LinkTransfer:
         staging: Staging,
         dtype: torch.dtype,
         transfer: int,
+        seconds: float,
         wakeup: threading.Event,
         verify: bool,
     ) -> None:
@@ -50,11 +51,11 @@ class LinkTransfer:
         self.slot_bytes, self.free_slots = staging.max_bytes, list(range(staging.slots))
         self.max_in_flight_bytes = staging.slots * staging.max_bytes
         self.slot_of_message: dict[int, int] = {}  # staging slot of each staged message in flight
-        self.verify = verify
+        self.timeout_seconds, self.verify = seconds, verify
         self.posted = self.completed = self.in_flight_elements = 0  # messages, messages, elements
         self.last_progress = self.last_failure_check = time.monotonic()
         self.wait_reported = False
-        link.channel.start_transfer(wakeup, link.timeout_seconds)
+        link.channel.start_transfer(wakeup, seconds)
 
     def can_post(self) -> bool:
         """Whether the limits on messages and bytes in flight allow the next message."""
@@ -139,7 +140,7 @@ class LinkTransfer:
         """Restart the timeout after progress."""
         self.last_progress = time.monotonic()
         if self.wait_reported:
-            self.link.store.set(f"waiting/{self.link.rank}", None)
+            self.link.store.delete_key(f"waiting/{self.link.rank}")
             self.wait_reported = False
 
     def check_peer(self, peer: int, what: str) -> None:
@@ -148,20 +149,20 @@ class LinkTransfer:
         waited = now - self.last_progress
         if now - self.last_failure_check >= FAILURE_CHECK_SECONDS:
             self.last_failure_check = now
-            if self.link.has_failed():
+            if self.link.first_failure() is not None:
                 raise TransferAborted(f"another rank failed while this one waited: {what}")
-        if waited > self.link.timeout_seconds / 2 and not self.wait_reported:
+        if waited > self.timeout_seconds / 2 and not self.wait_reported:
             self.link.store.set(f"waiting/{self.link.rank}", str(peer))
             self.wait_reported = True
-        if waited > self.link.timeout_seconds:
-            raise TransferAborted(f"{what}: nothing within {self.link.timeout_seconds:g} s; {self._blame(peer)}")
+        if waited > self.timeout_seconds:
+            raise TransferAborted(f"{what}: nothing within {self.timeout_seconds:g} s; {self._blame(peer)}")
 
     def _blame(self, peer: int) -> str:
         """Message naming the silent rank: a peer that itself waits for another rank is not to blame."""
         seen = [self.link.rank]
-        while peer not in seen and (awaited := self.link.store.get(f"waiting/{peer}")[0]) is not None:
+        while peer not in seen and self.link.store.check([f"waiting/{peer}"]):
             seen.append(peer)
-            peer = int(awaited)
+            peer = int(self.link.store.get(f"waiting/{peer}"))
         return (
             f"{self.link.describe_rank(peer)} is silent" if peer not in seen else f"ranks {seen} wait for one another"
         )
@@ -247,13 +248,13 @@ class LinkSender(LinkTransfer):
         if now < self.next_confirmation_check:
             return False
         link, receivers = self.link, self.receivers
-        completed = link.store.get(*(f"done/{rank}" for rank in receivers))  # set when a rank joins
+        completed = link.store.multi_get([f"done/{rank}" for rank in receivers])  # set when a rank joins
         # A rank that receives nothing may be ahead.
         missing = [rank for rank, transfer in zip(receivers, completed, strict=True) if int(transfer) < self.transfer]
         if not missing:
             if self.verify:
                 for peer in self.checksums:
-                    link.store.set(f"sums/{self.transfer}/{link.rank}/{peer}", None)
+                    link.store.delete_key(f"sums/{self.transfer}/{link.rank}/{peer}")
             self.finished = True
             return True
         self.next_confirmation_check = now + _CONFIRMATION_POLL_SECONDS
@@ -357,16 +358,16 @@ class LinkReceiver(LinkTransfer):
                     )
 
     def _sender_checksums(self, peer: int) -> list[int]:
-        found: list[Any] = []
+        key = f"sums/{self.transfer}/{peer}/{self.link.rank}"
 
         def published() -> bool:
-            found[:] = self.link.store.get(f"sums/{self.transfer}/{peer}/{self.link.rank}")
-            if found == [None]:
+            found = self.link.store.check([key])
+            if not found:
                 self.check_peer(peer, f"the checksums of {self.link.describe_rank(peer)}")
-            return found != [None]
+            return found
 
         poll_until(published, max_pause=_MAX_POLL_PAUSE)
-        sums: list[int] = json.loads(found[0])
+        sums: list[int] = json.loads(self.link.store.get(key))
         return sums
 
 
@@ -376,13 +377,14 @@ def send(
     dtype: torch.dtype,
     staging_bytes: int,
     transfer: int,
+    timeout_seconds: float,
     peer_failure: Callable[[str], str | None] | None = None,
     verify: bool = False,
 ) -> dict[str, str | None]:
     """Send this rank's messages of each link, in link order, over all links at once; a failed link delays no other.
 
     Slices are sent as `dtype`; staging buffers take at most `staging_bytes` over all links. `transfer` increases from
-    call to call. A link's timeout limits each wait for a peer; `peer_failure(link name)` may report a dead peer
+    call to call. `timeout_seconds` limits each wait for a peer; `peer_failure(link name)` may report a dead peer
     earlier. The first messages are packed before the receivers are ready. With `verify` receivers compare checksums.
 
     Returns the error of each link by name, None for success; a failed link is closed. After the return nothing reads
@@ -391,7 +393,7 @@ def send(
     """
     staging = divide_staging([messages for _, messages in transfers], dtype, staging_bytes)
     wakeup = threading.Event()
-    common = dtype, transfer, wakeup, verify
+    common = dtype, transfer, timeout_seconds, wakeup, verify
     senders = [LinkSender(source, peer_failure, *one, of, *common) for one, of in zip(transfers, staging, strict=True)]
     try:
         while waiting := [sender for sender in senders if not sender.finished]:
@@ -414,18 +416,19 @@ def receive(
     dtype: torch.dtype,
     staging_bytes: int,
     transfer: int,
+    timeout_seconds: float,
     verify: bool = False,
 ) -> None:
     """Receive this rank's messages of a link, in link order, into `target`, such as ModelTarget of vllm_target.py.
 
     Its tensor(parameter), the memory to write to, is called as late as possible, and mark_written(parameter, elements)
     after each slice.
-    The link's timeout limits each wait for a peer. With `verify` slices are read back and their checksums compared.
+    `timeout_seconds` limits each wait for a peer. With `verify` slices are read back and their checksums compared.
     Raises ValueError for messages that do not fit, and TransferError for other errors; the link is closed then.
     """
     (staging,), wakeup = divide_staging([messages], dtype, staging_bytes), threading.Event()
     try:
-        LinkReceiver(target, link, messages, staging, dtype, transfer, wakeup, verify).run(wakeup)
+        LinkReceiver(target, link, messages, staging, dtype, transfer, timeout_seconds, wakeup, verify).run(wakeup)
     except TransferAborted as error:
         raise link.fail(f"transfer {transfer}: {error}") from error
     except BaseException as error:

@@ -60,8 +60,8 @@ class ModelTarget:
     """What a transfer writes to: the model of one vLLM worker.
 
     Life cycle: `start_update`, then `tensor` and `mark_written` for each slice, then `finish_update`; after a failure
-    `abort_update`. From the first slice to `finish_update` the model holds weights of two versions and must not serve,
-    also after a failed transfer until a complete one. The slices are those of a plan whose shapes are the model's.
+    `abort_update`. From the first slice to `finish_update` the model is `partially_updated`: it holds weights of two
+    versions and must not serve. It stays so after a failed transfer until a complete one.
     """
 
     def __init__(
@@ -69,12 +69,13 @@ class ModelTarget:
     ) -> None:
         """`expected`: loading-form shapes. Raises ValueError if the model's differ, RuntimeError: unsupported vLLM."""
         check_vllm_version(vllm.__version__)
+        self.partially_updated = False
         self._config, self._device = vllm_config, torch.device(device)
         self._parameters = _loadable_parameters(model)
         self._layers = list(dict.fromkeys(p.layer for p in self._parameters.values() if p.layer is not None))
         _compare({name: p.shape for name, p in self._parameters.items()}, expected)
         self._heads: list[Any] = [module for module in model.modules() if _is_packed_head(module, self._device)]
-        self._arrived: dict[str, int] = {}  # elements by parameter
+        self._arrived: dict[str, int] | None = None
 
     def load_paths(self) -> dict[str, LoadPath]:
         return {name: "in_place" if p.layer is None else "reload" for name, p in self._parameters.items()}
@@ -88,43 +89,63 @@ class ModelTarget:
         return sizes
 
     def start_update(self) -> None:
-        """Start an update."""
+        """Start an update; an unfinished one is aborted."""
+        self.abort_update()
         self._arrived = dict.fromkeys(self._parameters, 0)
 
     def tensor(self, parameter: str) -> Tensor:
-        """Tensor to write slices into, in loading form and vLLM's dtype."""
-        loadable = self._parameters[parameter]
+        """Tensor to write slices into, in loading form and vLLM's dtype. Raises RuntimeError: no update, or full."""
+        loadable, arrived = self._lookup(parameter)
+        if arrived == loadable.elements:
+            raise RuntimeError(f"parameter {parameter} is complete with {loadable.elements} elements; more were sent")
+        self.partially_updated = True
         if loadable.layer is not None:
             with self._context():
                 loadable.layer.open()
         return getattr(loadable.module, loadable.attribute).data
 
     def mark_written(self, parameter: str, elements: int) -> None:
-        """Count written elements; processes a complete layer."""
-        self._arrived[parameter] += elements
-        layer = self._parameters[parameter].layer
-        if layer is not None and all(self._arrived[n] == self._parameters[n].elements for n in layer.parameters):
+        """Count written elements; processes a complete layer. Raises RuntimeError: no update, or too many elements."""
+        loadable, arrived = self._lookup(parameter)
+        if arrived + elements > loadable.elements:
+            sent = arrived + elements
+            raise RuntimeError(f"parameter {parameter} has {loadable.elements} elements; {sent} were sent")
+        assert self._arrived is not None
+        self._arrived[parameter] = arrived + elements
+        names = [] if loadable.layer is None else loadable.layer.parameters
+        if loadable.layer is not None and all(self._arrived[n] == self._parameters[n].elements for n in names):
             with self._context():
-                layer.close()
+                loadable.layer.close()
 
     def finish_update(self) -> None:
         """Finish an update. Raises RuntimeError naming the first incomplete parameter."""
         for name, parameter in self._parameters.items():
-            if (count := self._arrived[name]) != parameter.elements:
+            _, count = self._lookup(name)
+            if count != parameter.elements:
                 raise RuntimeError(f"parameter {name}: {count} of {parameter.elements} elements arrived; send them all")
         with self._context():
             for head in self._heads:
                 head.quant_method.process_weights_after_loading(head)
+        self._arrived = None
+        self.partially_updated = False
 
     def abort_update(self) -> None:
         """Abort an update: restore the kernel tensors of all layers. Idempotent."""
         for layer in self._layers:
             layer.restore()
+        self._arrived = None
 
     def in_place_tensor(self, parameter: str) -> Tensor | None:
         """Live tensor of a parameter that is written in place, else None."""
         loadable = self._parameters[parameter]
         return getattr(loadable.module, loadable.attribute).data if loadable.layer is None else None
+
+    def _lookup(self, parameter: str) -> tuple[_LoadableParameter, int]:
+        if self._arrived is None:
+            raise RuntimeError(f"parameter {parameter} is used outside a transfer; call start_update first")
+        if parameter not in self._parameters:
+            raise RuntimeError(f"vLLM's model has no parameter {parameter}; the plan does not match it")
+        return self._parameters[parameter], self._arrived[parameter]
 
     @contextmanager
     def _context(self) -> Iterator[None]:

@@ -4,10 +4,9 @@ Importing this module registers the weight-transfer engine "webrl", and a model 
 vLLM's workers import it as their `worker_extension_cls`. An engine selects it with
 WeightTransferConfig(backend="webrl").
 
-Of vLLM's protocol only the creation and the end of a weight-transfer engine are used: its phases would be several calls
-of all ranks in each pause. WeightReceiver.webrl_join and webrl_receive return errors as values: when a rank raises,
-vLLM's multi-process executor leaves the other ranks' results in their queues and returns them as the results of later
-calls, even those for tokens.
+Phases of vLLM's protocol: init (once per link, again after a failure), then any number of [start, update, finish].
+WeightReceiver.webrl_weight_update returns errors as values: when a rank raises, vLLM's multi-process executor leaves
+the other ranks' results in their queues and returns them as the results of later calls, even those for tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class LinkInfo:
+class LinkInfo(WeightTransferInitInfo):
     """Information that an engine needs to join a link; plain JSON."""
 
     control: str  # file with the address of the job's control service
@@ -72,7 +72,17 @@ class LinkInfo:
     staging_bytes: int
     dtype: str  # of the transferred data, such as "bfloat16"
     backend: Literal["gloo", "nccl"]  # of the link; gloo: through the host's memory
-    timeout_seconds: float  # of joining, and of every wait of a transfer
+    timeout_seconds: float  # of every wait of a transfer
+    join_timeout_seconds: float  # of joining
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Parameters of one transfer; plain JSON."""
+
+    transfer: int  # number, above that of the link's last transfer
+    version: int  # of the weights
+    verify: bool = False  # compare checksums with the sender's
 
 
 @dataclass(frozen=True)
@@ -86,26 +96,28 @@ class _AgreedPlan:
     staging_bytes: int
 
 
-class ShardTransferEngine:
+class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
     """Receives the slices of one vLLM worker from the trainer ranks.
 
-    A failed update closes the link, and the model may be partially updated until a later complete update.
+    A failed update closes the link, and the model may be partially updated until a later init and complete update.
     """
 
-    supports_draft_weight_update = False  # vLLM asks; the plan covers one model
+    init_info_cls = LinkInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False  # the plan covers one model
 
-    def __init__(self, config: Any, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
-        self.vllm_config, self.device, self.model = vllm_config, device, model
-        self.parallel_config, self.model_config = vllm_config.parallel_config, vllm_config.model_config
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.target: ModelTarget | None = None
-        self.recorder = make_recorder(vllm_config, model)
+        self.recorder = make_recorder(self.vllm_config, self.model)
         self._agreed: _AgreedPlan | None = None
         self._link: transport.TransferLink | None = None
+        self._seconds = 0.0
 
-    def join(self, init_info: LinkInfo) -> None:
+    def init_transfer_engine(self, init_info: LinkInfo) -> None:
         """Verify the trainer's plan and join a link, leaving an earlier one.
 
-        Raises ValueError, rejecting the link, if the plans differ, TransferError after timeout_seconds.
+        Raises ValueError, rejecting the link, if the plans differ, TransferError after join_timeout_seconds.
         """
         self._leave()
         store = _facts(init_info)
@@ -121,46 +133,70 @@ class ShardTransferEngine:
             raise
         rank = len(agreed.senders) + self.parallel_config.rank
         size = len(agreed.senders) + self.parallel_config.world_size
-        seconds, backend = init_info.timeout_seconds, init_info.backend
+        seconds, backend = init_info.join_timeout_seconds, init_info.backend
         self._link = transport.join_link(
             store, init_info.name, rank, size, seconds, backend, self.device, agreed.senders
         )
-        self._agreed = agreed
+        self._agreed, self._seconds = agreed, init_info.timeout_seconds
 
-    def receive(self, version: int, transfer: int, verify: bool) -> None:
-        """Receive a transfer, numbered higher than the link's last one, into the model as `version`.
+    def start_weight_update(self) -> None:
+        """Check that a link is joined; nothing else happens before data arrive. Raises TransferError."""
+        self._joined()
 
-        `verify`: compare checksums with the sender's. Raises TransferError, and RuntimeError if a parameter is
-        incomplete: the link is closed then, and the model may be partially updated.
-        """
-        if self._link is None or self._agreed is None or self.target is None:
-            raise transport.TransferError("no link to the trainer is joined; join one first")
-        link, agreed, target, began = self._link, self._agreed, self.target, time.monotonic()
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive one transfer into the model. After TransferError the model may be partially updated."""
+        link, agreed, target = self._joined()
+        began = time.monotonic()
         target.start_update()
         try:
-            transport.receive(link, agreed.messages, target, agreed.dtype, agreed.staging_bytes, transfer, verify)
-            target.finish_update()
+            transport.receive(
+                link, agreed.messages, target, agreed.dtype, agreed.staging_bytes, update_info.transfer, self._seconds,
+                update_info.verify,
+            )  # fmt: skip
         except BaseException:
-            target.abort_update()
-            self._leave()
+            self.abort_update()
             raise
+        log.info("version %d received in %.3f s", update_info.version, time.monotonic() - began)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Override of vLLM's method, which would also synchronise an accelerator on CPU."""
+        self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-        log.info("version %d received in %.3f s", version, time.monotonic() - began)
+
+    def finish_weight_update(self) -> None:
+        """Finish the update on all ranks. Raises RuntimeError, closing the link, if a parameter is incomplete."""
+        _, _, target = self._joined()
+        try:
+            target.finish_update()
+        except BaseException:
+            self.abort_update()
+            raise
+
+    def abort_update(self) -> None:
+        """Abort a started update: restore the layers and leave the link. Idempotent."""
+        if self.target is not None:
+            self.target.abort_update()
+        self._leave()
 
     def shutdown(self) -> None:
         self._leave()
 
     def live_checksums(self) -> list[int | None]:
         """Checksum of each slice of this rank in message order; None for slices that are not written in place."""
-        assert self._agreed is not None
-        assert self.target is not None
+        if self._agreed is None or self.target is None:
+            raise transport.TransferError("no plan is agreed on yet; join a link first")
         sums: list[int | None] = []
         for piece in (piece for message in self._agreed.messages for piece in message.slices):
             live = self.target.in_place_tensor(piece.target_param)
             box = None if live is None else live[box_index(piece.target_offset, piece.size)].to(self._agreed.dtype)
             sums.append(None if box is None else transport.checksum(box))
         return sums
+
+    def _joined(self) -> tuple[transport.TransferLink, _AgreedPlan, ModelTarget]:
+        if self._link is None or self._agreed is None or self.target is None:
+            raise transport.TransferError("no link to the trainer is joined; join one first (init)")
+        return self._link, self._agreed, self.target
 
     def _leave(self) -> None:
         if self._link is not None:
@@ -177,7 +213,9 @@ class ShardTransferEngine:
             tuple(tuple(nodes) for nodes in info.engines["nodes"]),
         )
         self._check_sizes(info.engine, engines.sizes)
-        dtype = getattr(torch, info.dtype)
+        dtype = getattr(torch, info.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"link {info.name}: dtype {info.dtype!r} is not a torch dtype such as bfloat16")
         hf_config, rank = self._hf_config(), self.parallel_config.rank
         fields = info.trainer
         trainer = TrainerTopology(ParallelSizes(**fields["sizes"]), fields["ranks"], tuple(fields["nodes"]))
@@ -218,16 +256,36 @@ class WeightReceiver:
     """Additional methods of a vLLM worker; `self` is the worker."""
 
     # Members of vLLM's worker used here.
-    weight_transfer_engine: ShardTransferEngine
+    weight_transfer_engine: Any
     model_runner: Any
+    _weight_update_active: bool
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
-    def webrl_join(self, info: dict[str, Any]) -> str | None:
-        """Join a link; `info`: the fields of LinkInfo. Returns the error, None for success."""
-        return _error_of(lambda: self.weight_transfer_engine.join(LinkInfo(**info)))
+    def webrl_weight_update(self, phase: str, info: dict[str, Any] | None = None) -> str | None:
+        """Run a phase of vLLM's protocol: "init", "start", "update" or "finish". Returns the error, None for success.
 
-    def webrl_receive(self, info: dict[str, Any]) -> str | None:
-        """Receive a transfer; `info`: the arguments of ShardTransferEngine.receive. Returns the error or None."""
-        return _error_of(lambda: self.weight_transfer_engine.receive(**info))
+        A start first aborts an update that a failure on another rank left open here.
+        """
+        try:
+            if phase == "init":
+                self.init_weight_transfer_engine(info or {})
+            elif phase == "start":
+                self._abort_open_update()
+                self.start_weight_update()
+            elif phase == "update":
+                self.update_weights(info or {})
+            elif phase == "finish":
+                self.finish_weight_update()
+            else:
+                raise ValueError(f"phase={phase!r} is none of init, start, update, finish")
+        except Exception as error:  # any error is returned to the caller as text
+            known = isinstance(error, transport.TransferError | ValueError)
+            log.warning("weights: %s failed: %s", phase, error, exc_info=not known)
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def webrl_record_experts(self) -> None:
         """Begin to record routed experts, if the engine has RECORD_OPTION. Called once."""
@@ -235,9 +293,8 @@ class WeightReceiver:
             self.weight_transfer_engine.recorder.attach(self.model_runner)
 
     def webrl_load_paths(self) -> dict[LoadPath, dict[str, int]]:
-        """Number of parameters and their bytes in loading form, by load path. Valid after joining a link."""
-        target = self.weight_transfer_engine.target
-        assert target is not None
+        """Number of parameters and their bytes in loading form, by load path."""
+        target = self._webrl_target()
         paths, sizes = list(target.load_paths().values()), target.bytes_by_load_path()
         return {path: {"parameters": paths.count(path), "bytes": size} for path, size in sizes.items()}
 
@@ -245,19 +302,20 @@ class WeightReceiver:
         """See ShardTransferEngine.live_checksums; in the order of TransferPlan.messages(engine, receiver=rank)."""
         return list(self.weight_transfer_engine.live_checksums())
 
+    def _webrl_target(self) -> ModelTarget:
+        target = self.weight_transfer_engine.target
+        if target is None:
+            raise transport.TransferError("no plan is agreed on yet; join a link first")
+        return target
 
-def _error_of(action: Callable[[], None]) -> str | None:
-    try:
-        action()
-    except Exception as error:  # any error is returned to the caller as text
-        known = isinstance(error, transport.TransferError | ValueError)
-        log.warning("weights: %s", error, exc_info=not known)
-        return f"{type(error).__name__}: {error}"
-    return None
+    def _abort_open_update(self) -> None:
+        if self._weight_update_active:
+            self._weight_update_active = False
+            self.weight_transfer_engine.target.abort_update()
 
 
 def _facts(info: LinkInfo) -> Connection:
-    connection = Connection(Path(info.control), f"engine-{info.engine}", info.timeout_seconds)
+    connection = Connection(Path(info.control), f"engine-{info.engine}", info.join_timeout_seconds)
     try:
         connection.connect()
     except ControlLost as error:

@@ -249,7 +249,9 @@ def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> Non
             before = reset_peak()
             watch = (lambda name: fault.watch if name == "engine-0" else None) if fault.watch else None
             wire = getattr(torch, case.wire)
-            results.append(transport.send(outgoing, source, wire, case.staging, number, watch, verify=case.verify))
+            results.append(
+                transport.send(outgoing, source, wire, case.staging, number, case.seconds, watch, verify=case.verify)
+            )
             growth = max(growth, peak() - before)
         answer.send((results, time.monotonic() - began, sum(staging_bytes(link) for link, _ in outgoing), growth))
         for link, _ in outgoing:
@@ -271,7 +273,7 @@ def engine_rank(answer: Connection, case: Case, engine: int, rank: int, fault: F
             target = Parameters(case, rank, ranks, fault)
             before = reset_peak()
             wire = getattr(torch, case.wire)
-            transport.receive(link, mine, target, wire, case.staging, number, verify=case.verify)
+            transport.receive(link, mine, target, wire, case.staging, number, case.seconds, verify=case.verify)
             growth = max(growth, peak() - before)
             for name, part in case.model.items():
                 whole = shard_of(full(name, part, number), part, part.engine, rank, ranks)

@@ -116,7 +116,7 @@ def test_a_rank_that_ends_or_stops_while_the_link_is_formed_fails_it_in_time(
     victims.append(forks.context().Process(target=victim, args=(control, rank, number)))
     victims[0].start()
     store = links.LinkFacts(client(control), "x")
-    until(lambda: store.get(f"member/{rank}") != [None], "the victim")
+    until(lambda: store.check([f"member/{rank}"]), "the victim")
     started = time.monotonic()
     found = join_in_threads(control, [each for each in range(3) if each != rank], 3)
     assert time.monotonic() - started < SECONDS + 1.0 + SLACK
@@ -129,7 +129,7 @@ def test_the_first_failure_ends_the_join_of_all_ranks_at_once(control: Path, vic
     victims.append(forks.context().Process(target=victim, args=(control, 2, signal.SIGSTOP)))
     victims[0].start()
     store = links.LinkFacts(client(control), "x")
-    until(lambda: store.get("member/2") != [None], "the victim")
+    until(lambda: store.check(["member/2"]), "the victim")
     store.set("member/3", "there:7")
     threading.Timer(1.0, store.set, ("failed", "rank 3 (there:7): no GPU memory")).start()
     started = time.monotonic()
@@ -253,11 +253,11 @@ def test_an_nccl_link_neither_reads_nor_writes_the_key_that_ends_processes(contr
 
 def test_the_facts_of_a_link_are_its_own(control: Path) -> None:
     store, other = (links.LinkFacts(client(control), name) for name in ("a", "b"))
-    assert store.get("member/0") == [None]
+    assert not store.check(["member/0"])
     store.set("sums", "[1, 2]")
     store.set("member/0", "host:1")
-    assert store.get("sums", "member/0") == ["[1, 2]", "host:1"]
+    assert store.multi_get(["sums", "member/0"]) == ["[1, 2]", "host:1"]
     assert store.set_first("failed", "first") == store.set_first("failed", "second") == "first"
-    assert other.get("sums") == [None]
-    store.set("sums", None)
-    assert store.get("member/0", "sums") == ["host:1", None]
+    assert not other.check(["sums"])
+    store.delete_key("sums")
+    assert not store.check(["member/0", "sums"])

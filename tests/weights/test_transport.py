@@ -174,7 +174,7 @@ def test_additional_memory_stays_within_the_staging_limit(ranks: Ranks) -> None:
 def test_messages_too_large_for_the_staging_limit_are_refused() -> None:
     piece = Slice("a", (100,), "a", (0,), "a", (0,))
     with pytest.raises(ValueError, match=r"take up to 800 bytes.*staging_bytes=799"):
-        transport.receive(object(), [TransferMessage(0, 0, (piece,), 100)], object(), torch.float32, 799, 1)  # type: ignore[arg-type]
+        transport.receive(object(), [TransferMessage(0, 0, (piece,), 100)], object(), torch.float32, 799, 1, 1.0)  # type: ignore[arg-type]
 
 
 def writes(case: Case, key: Rank) -> int:

@@ -78,6 +78,9 @@ def test_packed_layers_are_reloaded_and_the_others_written_in_place(report: Any)
 
 def test_a_failed_transfer_leaves_a_running_partial_model_that_a_complete_one_repairs(report: Any) -> None:
     failure = report["failure"]
+    before, begun, *broken, healed = failure["partially_updated"]
+    assert (before, begun, healed) == (False, False, False)
+    assert broken == [True, True, True]
     assert failure["open"] == 0
     assert failure["healed"] < TOLERANCE < 100 * TOLERANCE < failure["halfway"]
 
@@ -92,9 +95,14 @@ def test_a_plan_that_does_not_match_is_refused_by_name(report: Any) -> None:
     assert "the plan has none of this name" in missing
 
 
-def test_missing_slices_are_errors_that_name_the_parameter(report: Any) -> None:
+def test_missing_extra_and_unexpected_slices_are_errors_that_name_the_parameter(report: Any) -> None:
     faults = report["faults"]
-    assert faults["incomplete"].startswith(f"RuntimeError: parameter {faults['last']}: 0 of ")
+    last = faults["last"]
+    assert faults["incomplete"].startswith(f"RuntimeError: parameter {last}: 0 of ")
+    assert faults["again"].startswith(f"RuntimeError: parameter {last} is complete with ")
+    assert faults["more"].startswith(f"RuntimeError: parameter {last} has ")
+    assert "has no parameter no.such.weight" in faults["unknown"]
+    assert "outside a transfer" in faults["outside"]
 
 
 def test_rows_that_pad_the_vocabulary_stay_zero(report: Any) -> None:

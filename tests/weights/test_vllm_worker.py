@@ -85,9 +85,9 @@ def test_an_absent_control_service_missing_fields_or_link_are_errors(report: Any
     )
     assert all("cannot reach the control service within 1 s" in error for error in refusals["missing"])
     assert all("missing.json does not name it yet" in error for error in refusals["missing"])
-    assert all("missing 8 required" in error for error in refusals["field"])
+    assert all("missing 9 required" in error for error in refusals["field"])
     assert all(
-        error == "TransferError: no link to the trainer is joined; join one first" for error in refusals["start"]
+        error == "TransferError: no link to the trainer is joined; join one first (init)" for error in refusals["start"]
     )
 
 
@@ -97,11 +97,18 @@ def test_a_failed_trainer_rank_leaves_a_partially_updated_engine_that_a_new_link
     failed = [error for error in faults["received"] if error is not None]
     assert failed, "no rank of the engine noticed"
     assert all(error.startswith("TransferError: link first failed on rank ") and BROKEN in error for error in failed)
+    assert faults["partially_updated"] == [True] * report["ranks"]
     assert any("no link to the trainer is joined" in (error or "") for error in faults["start"])
     assert faults["halfway"] > 100 * TOLERANCE
     assert faults["joined"] == [None] * report["ranks"]
     assert faults["update"] == [[None, None], [None] * report["ranks"]]
+    assert faults["partially_updated_after"] == [False] * report["ranks"]
     assert faults["healed"] < TOLERANCE
+
+
+def test_an_open_update_on_one_rank_does_not_block_the_next(report: Any) -> None:
+    assert report["faults"]["again"] == [[None, None], [None] * report["ranks"]]
+    assert report["faults"]["again_difference"] < TOLERANCE
 
 
 def test_the_weight_transfer_engine_is_registered_with_vllm() -> None:

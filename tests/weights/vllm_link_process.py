@@ -66,6 +66,7 @@ class Sender:
             "dtype": "float32",
             "backend": "gloo",
             "timeout_seconds": SECONDS,
+            "join_timeout_seconds": SECONDS,
         }
 
     def join(self, name: str) -> None:
@@ -97,7 +98,7 @@ class Sender:
             outgoing = link, self.plan.messages(0, sender=rank)
             try:
                 return transport.send(
-                    [outgoing], parameters.__getitem__, torch.float32, STAGING, transfer, verify=verify
+                    [outgoing], parameters.__getitem__, torch.float32, STAGING, transfer, SECONDS, verify=verify
                 )[link.name]
             except KeyError as error:
                 return f"no parameter {error}"
@@ -116,6 +117,11 @@ class Sender:
         ]
 
 
+def partially_updated(worker: Any) -> bool:
+    """Whether a worker's model holds weights of two versions."""
+    return bool(worker.weight_transfer_engine.target.partially_updated)
+
+
 def collects_garbage(worker: Any) -> bool:
     """Whether a worker's process collects garbage, which it does not while it imports."""
     return gc.isenabled() and gc.get_freeze_count() > 0
@@ -131,24 +137,26 @@ class LinkHarness:
     async def call(self, method: str | Callable[..., Any], *arguments: Any) -> list[Any]:
         return await asyncio.wait_for(self.llm.collective_rpc(method, args=arguments), 4 * SECONDS)
 
-    async def receive(self, verify: bool = False) -> list[str | None]:
-        return await self.call(
-            "webrl_receive", {"transfer": self.transfers, "version": self.transfers, "verify": verify}
-        )
+    async def run_phase(self, phase: str, info: dict[str, Any] | None = None) -> list[str | None]:
+        return await self.call("webrl_weight_update", phase, info)
 
     async def join(self, name: str) -> list[str | None]:
         _, errors = await asyncio.gather(
-            asyncio.to_thread(self.sender.join, name), self.call("webrl_join", self.sender.info(name))
+            asyncio.to_thread(self.sender.join, name), self.run_phase("init", self.sender.info(name))
         )
         return errors
 
     async def update(self, broken: str = "", verify: bool = False) -> tuple[list[str | None], list[str | None]]:
         """Send the weights; returns the errors of trainer ranks and engine ranks."""
         self.transfers += 1
+        info = {"transfer": self.transfers, "version": self.transfers, "verify": verify}
+        assert await self.run_phase("start") == [None] * self.sender.ranks
         sent, received = await asyncio.gather(
-            asyncio.to_thread(self.sender.send, self.transfers, verify, broken), self.receive(verify)
+            asyncio.to_thread(self.sender.send, self.transfers, verify, broken), self.run_phase("update", info)
         )
-        return sent, received
+        if any(received):
+            return sent, received
+        return sent, await self.run_phase("finish")
 
     async def difference(self) -> float:
         await self.llm.reset_prefix_cache()
@@ -169,20 +177,20 @@ async def refusals(harness: LinkHarness) -> dict[str, Any]:
     other = copy.deepcopy(harness.scoring.reference.config)
     other.vision_config.intermediate_size *= 2
     sender = harness.sender
-    found: dict[str, Any] = {"model": await harness.call("webrl_join", sender.info("other", sender.plan_of(other)))}
-    found["stored_reason"] = LinkFacts(Connection(sender.control, "trainer-0", SECONDS), "other").get("refused")[0]
+    found: dict[str, Any] = {"model": await harness.run_phase("init", sender.info("other", sender.plan_of(other)))}
+    found["stored_reason"] = LinkFacts(Connection(sender.control, "trainer-0", SECONDS), "other").get("refused")
     layout = sender.info("layout")
     layout["engines"]["sizes"][0]["pipeline"] = 2
-    found["layout"] = await harness.call("webrl_join", layout)
-    found["backend"] = await harness.call("webrl_join", sender.info("backend") | {"backend": "nccl"})
+    found["layout"] = await harness.run_phase("init", layout)
+    found["backend"] = await harness.run_phase("init", sender.info("backend") | {"backend": "nccl"})
     address = ControlAddress.read(sender.control)
     assert address is not None
     replace(address, port=1).write(silent := sender.control.with_name("silent.json"))
     for name, file in (("silent", silent), ("missing", sender.control.with_name("missing.json"))):
-        info = sender.info("nowhere") | {"control": str(file), "timeout_seconds": 1.0}
-        found[name] = await harness.call("webrl_join", info)
-    found["field"] = await harness.call("webrl_join", {"control": str(sender.control)})
-    found["start"] = await harness.receive()
+        info = sender.info("nowhere") | {"control": str(file), "join_timeout_seconds": 1.0}
+        found[name] = await harness.run_phase("init", info)
+    found["field"] = await harness.run_phase("init", {"control": str(sender.control)})
+    found["start"] = await harness.run_phase("start")
     return found
 
 
@@ -193,12 +201,21 @@ async def faults(harness: LinkHarness) -> dict[str, Any]:
     found: dict[str, Any] = {
         "sent": sent,
         "received": received,
+        "partially_updated": await harness.call(partially_updated),
     }
-    found["start"] = await harness.receive()
+    found["start"] = await harness.run_phase("start")
     found["halfway"] = await harness.difference()
     found["joined"] = await harness.join("second")
     found["update"] = await harness.update()
-    found["healed"] = await harness.difference()
+    found["healed"], found["partially_updated_after"] = (
+        await harness.difference(),
+        await harness.call(partially_updated),
+    )
+    # A started update without data, as on a rank whose neighbour failed; then a complete one.
+    harness.scoring.perturb()
+    assert await harness.run_phase("start") == [None] * harness.sender.ranks
+    found["again"] = await harness.update()
+    found["again_difference"] = await harness.difference()
     return found
 
 

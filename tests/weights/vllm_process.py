@@ -196,29 +196,38 @@ def updates(harness: EngineHarness) -> dict[str, Any]:
 def failure(harness: EngineHarness) -> dict[str, Any]:
     """Transfers that are aborted within layers, then a complete one."""
     addresses = harness.memory()
-    report: dict[str, Any] = {}
+    report: dict[str, Any] = {"partially_updated": [harness.target.partially_updated]}
     harness.perturb()
     pieces = list(harness.pieces())
+    harness.target.start_update()
+    report["partially_updated"].append(harness.target.partially_updated)
     for end in (1, len(pieces) // 3, len(pieces) - 1):
         random.Random(end).shuffle(pieces)
         harness.target.start_update()
         harness.write(pieces[:end])
         harness.target.abort_update()
+        report["partially_updated"].append(harness.target.partially_updated)
     report["open"], report["moved"] = harness.open_layers(), harness.memory() != addresses
     report["halfway"] = harness.difference()
     harness.update(harness.pieces())
+    report["partially_updated"].append(harness.target.partially_updated)
     report["healed"] = harness.difference()
     return report
 
 
 def faults(harness: EngineHarness) -> dict[str, str]:
-    """Errors for missing slices. Leaves the engine complete."""
+    """Errors for missing, extra, unknown and untimely slices. Leaves the engine complete."""
     harness.target.start_update()
+    found = {"unknown": _error(lambda: harness.target.tensor("no.such.weight"))}
     pieces = list(harness.pieces())
     harness.write(pieces[:-1])
-    found = {"incomplete": _error(harness.target.finish_update), "last": pieces[-1][0]}
+    found["incomplete"] = _error(harness.target.finish_update)
     harness.write(pieces[-1:])
+    found["again"] = _error(lambda: harness.target.tensor(pieces[-1][0]))
+    found["more"] = _error(lambda: harness.target.mark_written(pieces[-1][0], 1))
     harness.target.finish_update()
+    found["outside"] = _error(lambda: harness.target.tensor(pieces[0][0]))
+    found["last"] = pieces[-1][0]
     return found
 
 

@@ -235,10 +235,11 @@ class VLLMEngine:
         """
         self.check_alive()
         seconds = self._config.weights.timeout_seconds
-        info = description | {"control": str(control), "name": name, "timeout_seconds": seconds}
+        limits = {"timeout_seconds": seconds, "join_timeout_seconds": seconds}
+        info = description | {"control": str(control), "name": name} | limits
         failure = f"engine {self._worker} could not join link {name}"
         async with self._weight_operation(failure, 2 * seconds + _CONTROL_SECONDS):
-            await self._call_ranks("webrl_join", info)
+            await self._call_ranks("init", info)
 
     async def update_weights(self, version: int, transfer: int) -> float:
         """Receive the weights of a transfer and serve them as `version`; returns the seconds of the pause.
@@ -255,7 +256,9 @@ class VLLMEngine:
             # its two halves separately would lose images of requests that arrive in between.
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             self.partially_updated = True
-            await self._call_ranks("webrl_receive", info)
+            await self._call_ranks("start")
+            await self._call_ranks("update", info)
+            await self._call_ranks("finish")
             # Cached values of the old weights. Running requests lose theirs, too, and recompute them.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.reset_encoder_cache()
@@ -328,9 +331,9 @@ class VLLMEngine:
                     self._die(failure)
                 await asyncio.wait((self._death,), timeout=FOLLOWER_POLL_SECONDS)
 
-    async def _call_ranks(self, method: str, info: dict[str, Any]) -> None:
-        """Call a method of WeightReceiver on all ranks. Raises RuntimeError with the ranks' errors."""
-        errors = await self._llm.collective_rpc(method, args=(info,))
+    async def _call_ranks(self, phase: str, info: dict[str, Any] | None = None) -> None:
+        """Run a phase of vLLM's weight-transfer protocol on all ranks. Raises RuntimeError with the ranks' errors."""
+        errors = await self._llm.collective_rpc("webrl_weight_update", args=(phase, info))
         if messages := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]:
             raise RuntimeError("; ".join(messages))
 

@@ -84,7 +84,7 @@ class Sender:
         outgoing = self.link, self.plan.messages(0)
         sending = asyncio.to_thread(
             transport.send,
-            [outgoing], self.parameters.__getitem__, self.dtype, STAGING, self.transfers,
+            [outgoing], self.parameters.__getitem__, self.dtype, STAGING, self.transfers, 30.0,
         )  # fmt: skip
         outcome, seconds = await asyncio.gather(sending, engine.update_weights(version, self.transfers))
         assert outcome == {self.link.name: None}

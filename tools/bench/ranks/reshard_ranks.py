@@ -143,7 +143,7 @@ class TrainerRank(BenchRank):
         """Transfer by plan."""
         self.transfers += 1
         wire = self.task.dtypes[1]
-        results = send(self.outgoing, self.tensors.__getitem__, wire, STAGING, self.transfers)
+        results = send(self.outgoing, self.tensors.__getitem__, wire, STAGING, self.transfers, SECONDS)
         failed = [reason for reason in results.values() if reason is not None]
         if failed:
             raise RuntimeError(failed[0])
@@ -224,7 +224,7 @@ class EngineRank(BenchRank):
     def sync(self) -> None:
         """Transfer by plan."""
         self.transfers += 1
-        receive(self.link, self.messages, self, self.task.dtypes[1], STAGING, self.transfers)
+        receive(self.link, self.messages, self, self.task.dtypes[1], STAGING, self.transfers, SECONDS)
 
     def raw(self) -> None:
         """Receive the same bytes from the same ranks."""
