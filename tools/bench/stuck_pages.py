@@ -16,7 +16,7 @@ from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
 from megatron_webrl.types import Action, Task
 
-SOURCE = "tools.bench.normalisers.stuck_pages:StuckPages"
+SOURCE = "tools.bench.stuck_pages:StuckPages"
 SUBMIT_PROBABILITY = 0.1  # of a step of the script on a stuck page; else it waits
 WAIT = Action("wait", time=0.1)  # seconds
 MARK_SCRIPT = "(stuck) => { document.getElementById('query').style.background = stuck ? '#f00' : ''; }"

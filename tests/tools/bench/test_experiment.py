@@ -1,0 +1,105 @@
+"""The runner of experiments: the settings of every arm, what it reads from a run, and a quick experiment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.track import summary
+from tests.tools.written_runs import write_run
+from tools.bench import experiment as runner
+from tools.bench.experiment_figures import Run, Target, Task, arm_figures, compared_figures, read_run
+
+
+def jobs_of(name: str, folder: Path, quick: bool) -> runner.Jobs:
+    return runner.Jobs(runner.Experiment.load(name), folder, [], quick, Console())
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", runner.names())
+def test_the_settings_of_every_arm_are_valid_and_no_two_arms_are_the_same(name: str, quick: bool, tmp_path: Path):
+    jobs = jobs_of(name, tmp_path, quick)
+    arms = [*jobs.experiment.arms, *([runner.BEFORE] if jobs.experiment.before else ())]
+    parsed = [repr(parse_config(jobs.config, jobs.settings(arm, 3))) for arm in arms]
+    assert all("seed=3" in each for each in parsed)
+    assert len(set(parsed)) == len(arms)
+
+
+def update(version: int, success: float, seconds: float = 10.0) -> dict[str, Any]:
+    extra = {"rollout_success_rate": success, "rollout_episodes": 4, "engine/idle_fraction": 0.25, "entropy": version}
+    parts = {"rollout": 8.0, "train": 3.0, "sync": 1.0, "wait": 6.0}
+    return {
+        "version": version, "seconds": parts, "finished_at": 1000.0 + seconds * version, "staleness_mean": 0.5,
+        "groups": 2, "extra": extra,
+    }  # fmt: skip
+
+
+def written(folder: Path, matches: bool = True) -> Path:
+    """Five updates of four trajectories, ten seconds each; a tenth of the tokens is wasted."""
+    write_run(folder, [update(n + 1, success) for n, success in enumerate((0.0, 0.5, 0.5, 1.0, 1.0))])
+    accounting = {"matches": matches, "tokens": {"trained": 90, "dropped": {"stale": 2, "all_failed": 8}}}
+    (folder / "summary.json").write_text(json.dumps({"accounting": accounting}))
+    return folder
+
+
+def test_a_run_is_counted_until_the_success_or_from_the_skipped_updates_on(tmp_path: Path):
+    folder = written(tmp_path / "run")
+    until = read_run("async", 0, folder, Target(0.75, window=2), "entropy", ["entropy@2"])
+    assert until.reached
+    assert until.figures["updates"] == 4
+    assert until.figures["minutes"] == pytest.approx(40 / 60)
+    assert (until.figures["entropy"], until.figures["entropy@2"]) == (2.5, 4.5)
+    whole = read_run("async", 0, folder, Target(skipped_updates=1), "", [])
+    assert whole.reached is None
+    assert (whole.figures["trained"], whole.figures["per_hour"]) == (16, 3600 * 16 / 40)
+    assert (whole.figures["waits"], whole.figures["trains"]) == (0.6, 0.3)
+    assert (whole.figures["wasted"], whole.figures["wasted_with_signal"]) == (0.1, 0.02)
+    assert read_run("async", 0, folder, Target(0.9, window=3), "", []).reached is False
+
+
+def test_a_run_whose_accounting_does_not_match_gives_no_figures(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="does not match"):
+        read_run("async", 0, written(tmp_path / "run", matches=False), Target(), "", [])
+
+
+def evaluated(arm: str, seed: int, successes: dict[str, list[float]], tokens: float = 10.0) -> Run:
+    tasks = {name: {n: Task("click", rate, tokens) for n, rate in enumerate(each)} for name, each in successes.items()}
+    return Run(arm, seed, None, {"per_hour": tokens}, tasks, [])
+
+
+def test_gains_are_of_the_same_tasks_and_arms_are_compared_in_pairs():
+    runs = [
+        evaluated("before", 0, {"before": [0.0, 0.0, 1.0], "before_blank_images": [0.0, 0.0, 0.0]}),
+        evaluated("ours", 0, {"after": [1.0, 0.0, 1.0], "after_blank_images": [0.0, 0.0, 0.0]}, tokens=5.0),
+        evaluated("theirs", 0, {"after": [0.0, 0.0, 1.0], "after_blank_images": [0.0, 0.0, 0.0]}),
+    ]
+    gain = arm_figures(runs, "ours", "gain")
+    assert gain is not None
+    assert gain.value == pytest.approx(1 / 3)
+    assert gain.low == 0
+    assert gain.high == 1
+    assert arm_figures(runs, "ours", "greedy_after") is None
+    lead, ratio = (compared_figures(runs, "ours", "theirs", column) for column in ("after", "per_hour"))
+    assert lead is not None
+    assert ratio is not None
+    assert (lead.value, ratio.value, ratio.low, ratio.high) == (pytest.approx(1 / 3), 0.5, 0.5, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # the whole job, on a busy machine
+def test_a_quick_experiment_runs_and_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words = ["modes", "--quick", "--arms", "async", "--folder", str(tmp_path), "--json"]
+    assert runner.main([*words, str(tmp_path / "first.json")]) == 0
+    monkeypatch.setattr(runner, "run_job", None)
+    assert runner.main([*words, str(tmp_path / "again.json")]) == 0
+    first, again = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "again"))
+    assert first["arms"] == again["arms"]
+    assert first["arms"]["async"]["updates"]["value"] == 2
+    assert len(summary.read_updates(tmp_path / "runs" / "async-0")) == 2
+    with pytest.raises(SystemExit):
+        runner.main([*words, str(tmp_path / "other.json"), "--arms", "nothing"])

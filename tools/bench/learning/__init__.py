@@ -1,1 +1,0 @@
-"""The quickstart's job in arms: controls over several seeds, and ablations of single options (docs/learning.md)."""

@@ -1,1 +1,0 @@
-"""Time to a success of sampled episodes in asynchronous and synchronous modes."""

@@ -1,1 +1,0 @@
-"""The experiment on loss normalisers that docs/learning.md describes."""
