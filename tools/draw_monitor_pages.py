@@ -2,8 +2,8 @@
 
 python -m tools.draw_monitor_pages RUN OTHER_RUN [--out docs/images]
 
-The first run has a timeline. The rollouts are 1,280 simulated ones (tools/bench/monitor/live_rollouts.py): a run that
-has ended has none.
+The first run has a timeline. The rollouts are 1,280 simulated ones (tools/simulated_rollouts.py): a run that has ended
+has none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_webrl.monitor.episode_view import TokenTexts
 from megatron_webrl.monitor.live_view import LiveRollouts
 from megatron_webrl.monitor.status import find_run
 from tests.control.service_process import service_process
-from tools.bench.monitor.live_rollouts import ROLLOUTS, simulate
+from tools.simulated_rollouts import ROLLOUTS, simulate
 
 SIMULATED_WORKERS, SIMULATED_SECONDS = 32, 45.0  # before the pictures, for the history
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 800}

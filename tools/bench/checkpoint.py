@@ -1,4 +1,6 @@
-"""Time that a checkpoint blocks training, asynchronous and synchronous: `python -m tools.bench.checkpoint`.
+"""Time that a checkpoint blocks training, asynchronous and synchronous.
+
+    python -m tools.bench.checkpoint [--quick] [--json FILE]
 
 Two gloo processes with one thread each train a random Qwen3-VL of about 100 M parameters in each layout. An update is
 one optimiser step on constant gradients, which shows the slow-down by a concurrent write.
@@ -6,7 +8,6 @@ one optimiser step on constant gradients, which shows the slow-down by a concurr
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -21,9 +22,11 @@ import torch
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.trainer import CheckpointConfig
 from megatron_webrl.util import torchvision_shim
+from tools.arguments import make_bench_parser, write_json
 from tools.make_tiny_model import make_tiny_model
 
 CHECKPOINTS = 3
+MODEL = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4, "head_dim": 64, "intermediate": 2816}
 
 
 def measure(rank: int, folder: str, model: str) -> None:
@@ -101,14 +104,12 @@ def _update(learner: Any) -> float:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_bench_parser(__doc__, "a tiny model")
     parser.add_argument("--folder", type=Path, help="folder for the checkpoints (default: temporary)")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        model = make_tiny_model(
-            Path(folder, "model"), hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, intermediate=2816
-        )
+        model = make_tiny_model(Path(folder, "model"), **({} if options.quick else MODEL))  # type: ignore[arg-type]
         torch.multiprocessing.spawn(measure, args=(folder, str(model)), nprocs=2)
         rows = json.loads(Path(folder, "figures.json").read_text())
     print(
@@ -123,6 +124,7 @@ def main() -> None:
         layout = "tensor-parallel 2" if row["tensor_parallel"] == 2 else "two replicas"
         mode = "asynchronous" if row["asynchronous"] else "synchronous"
         print(f"| {layout} | {mode} | {row['mib']:.0f} | {' | '.join(figures)} |")
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

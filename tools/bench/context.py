@@ -8,10 +8,6 @@
 
 Screenshots have 960 tokens, as 1280x768 pixels have for Qwen3-VL. Text has more tokens than there, since the tiny
 model's vocabulary is small. The success of a policy is not measured here.
-
-With --trainer-only there is neither browser nor engine: synthetic trajectories, in groups of eight that differ from the
-first response on, have the prompts of each policy around drawn pages, and are packed as the trainer does with each
-choice of trainer.merge_prefixes.
 """
 
 from __future__ import annotations
@@ -33,8 +29,6 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.model.hf_config import load_hf_config
-from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import format_response, make_context
 from megatron_webrl.rollout.demonstrations import scripted_generation
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
@@ -42,19 +36,10 @@ from megatron_webrl.rollout.episode_runner import open_browsers
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.registry import make_source, scripted_environments
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.packing import FlopsEstimator, pack_sequences
-from megatron_webrl.trainer.data.prefix_merging import (
-    MergedSequence,
-    PrefixTree,
-    build_prefix_tree,
-    merge_prefixes,
-    restrict_to,
-    separate_sequences,
-    unmerged_sequence,
-)
+from megatron_webrl.trainer.data.prefix_merging import merge_prefixes
 from megatron_webrl.types import Action, Observation, Task
 from tools.arguments import make_bench_parser, write_json
-from tools.bench.episodes import EpisodeShape, make_group, make_sample
+from tools.bench.episodes import make_sample
 from tools.make_tiny_model import make_tiny_model
 
 BASE = "sliding, 4 rounds"
@@ -73,10 +58,6 @@ WINDOW, ANSWER = 16384, 256  # tokens: rollout.max_model_len, and its part for t
 MAX_STEPS = 40
 SESSIONS = 2
 ATTEMPTS = 4
-GROUP_SIZE = 8
-SITE_STEPS = (1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 4, 4, 5, 5, 5, 6, 6, 7, 8, 9, 9, 9, 9, 9, 9, 9, 10, 12, 22)
-"""Steps of synthetic episodes are drawn from these: 186 in 30, as of the scripts on the sites' environments."""
-GOAL = 25  # trained tokens per answer token with `append`
 
 
 @dataclass(frozen=True)
@@ -217,67 +198,6 @@ async def measure(config: Config, count: int) -> dict[str, list[ContextResult]]:
     return found
 
 
-@dataclass(frozen=True)
-class TrainedTokens:
-    """What the trainer computes of one policy's groups, tokens."""
-
-    steps: int
-    answers: int
-    none: int  # with trainer.merge_prefixes=none
-    trajectory: int
-    all: int
-
-
-def count_trained_tokens(
-    processor: Processor, flops: FlopsEstimator, samples: Sequence[TrainingSample]
-) -> TrainedTokens:
-    """Tokens in the micro-batches of one minibatch, packed with each choice of trainer.merge_prefixes."""
-    video = int(processor.tokenizer.convert_tokens_to_ids("<|video_pad|>"))
-    placeholders = (processor.image_token_id, video)
-    separate = [unmerged_sequence(sample) for sample in samples]
-    merged = merge_prefixes(samples, placeholders)
-    tree = build_prefix_tree(merged, placeholders, processor.image_token_id, processor.merge_size)
-
-    def computed(sequences: Sequence[MergedSequence], prefixes: PrefixTree) -> int:
-        (bins,) = pack_sequences(sequences, flops, WINDOW, tree=prefixes)
-        return sum(restrict_to(prefixes, each).tokens for each in bins)
-
-    return TrainedTokens(
-        steps=len(samples),
-        answers=sum(len(sample.response) for sample in samples),
-        none=computed(separate, separate_sequences(separate)),
-        trajectory=computed(merged, separate_sequences(merged)),
-        all=computed(merged, tree),
-    )
-
-
-def measure_trainer(config: Config, groups: int) -> dict[str, TrainedTokens]:
-    """Count trained tokens of every policy, with the same tasks, pages and responses."""
-    processor = Processor.load(config.model.path)
-    flops = FlopsEstimator.from_hf_config(load_hf_config(config.model.path))
-    width, height = config.browser.width, config.browser.height
-    found = {}
-    for name, settings in CONTESTANTS.items():
-        shape = EpisodeShape(settings, WINDOW, SITE_STEPS, width, height, thought_words=(2, 8))
-        episodes = [each for number in range(groups) for each in make_group(processor, number, shape, 0, GROUP_SIZE)]
-        found[name] = count_trained_tokens(processor, flops, [sample for episode in episodes for sample in episode])
-        print(f"{name}: counted", file=sys.stderr)
-    return found
-
-
-def show_trainer(found: dict[str, TrainedTokens]) -> None:
-    """Print one line per policy."""
-    ours = found[OURS]
-    print(f"groups of {GROUP_SIZE}, {ours.steps} steps, {ours.answers / ours.steps:.0f} tokens an answer\n")
-    print("| trained tokens / answer token | none | trajectory | all | all / trajectory |")
-    print("|---|" + "---:|" * 4)
-    for name, each in found.items():
-        ratios = " | ".join(f"{tokens / each.answers:.1f}" for tokens in (each.none, each.trajectory, each.all))
-        print(f"| {name} | {ratios} | {each.all / each.trajectory:.2f} |")
-    reached = ours.all / ours.answers
-    print(f"\ngoal: at most {GOAL} with {OURS}, {'met' if reached <= GOAL else 'missed'} ({reached:.1f})")
-
-
 def show(found: dict[str, list[ContextResult]]) -> None:
     """Print one line per policy, relative to the first; then the ratio by episode length."""
     base = found[BASE]
@@ -321,20 +241,10 @@ def _total(found: Sequence[ContextResult], name: str) -> int:
 def main(arguments: list[str] | None = None) -> None:
     parser = make_bench_parser(__doc__, "six episodes")
     parser.add_argument("--episodes", type=int, default=30, help="one of each environment in turn (default: 30)")
-    parser.add_argument(
-        "--trainer-only",
-        action="store_true",
-        help="only trained tokens, of --episodes synthetic groups of eight; without browser and engine",
-    )
     options = parser.parse_args(arguments)
     print(f"{os.cpu_count()} CPUs, {machine.machine()}, load {os.getloadavg()[0]:.1f}\n")
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
         config = configuration(Path(temporary))
-        if options.trainer_only:
-            trained = measure_trainer(config, 6 if options.quick else options.episodes)
-            show_trainer(trained)
-            write_json(options.json, {name: asdict(each) for name, each in trained.items()})
-            return
         found = asyncio.run(measure(config, 6 if options.quick else options.episodes))
     show(found)
     if options.json:

@@ -1,12 +1,7 @@
-"""Benchmark of sequence packing: accuracy of the cost model, balance of packed sequences, savings by merging.
+"""Balance of packed sequences, compared with first fit by tokens and with padding to the longest.
 
-1. Cost: forward and backward passes of packed sequences of very different lengths on a small real model, compared with
-   the prediction of the cost model.
-2. Packing: steps of web-agent episodes (prompts of 1 to 12 thousand tokens with one to four screenshots, responses of
-   50 to 500 tokens, heavy-tailed) packed for several replicas with the costs of Qwen3-VL-4B, compared with
-   first-fit-decreasing by tokens and with padding to the longest.
-3. Merging: the fraction of steps that share a prefix with another one, in episodes with prompts of the rollout's
-   context.
+Steps of web-agent episodes (prompts of 1 to 12 thousand tokens with one to four screenshots, responses of 50 to 500
+tokens, heavy-tailed) are packed for several replicas with the costs of Qwen3-VL-4B.
 
     python -m tools.bench.packing [--quick] [--json FILE]
 """
@@ -16,48 +11,19 @@ from __future__ import annotations
 import os
 import platform as machine
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron_webrl.model import parameter_counts
-from megatron_webrl.model import platform as platforms
-from megatron_webrl.model.hf_config import load_hf_config
-from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.trainer.data.packing import FlopsEstimator, pack_sequences
 from megatron_webrl.trainer.data.prefix_merging import MergedSequence, merge_prefixes, unique_images, unmerged_sequence
-from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
 from tools.arguments import make_bench_parser, write_json
-from tools.bench.episodes import make_episodes
-from tools.bench.screenshots import draw_page
-from tools.make_tiny_model import make_tiny_model
 
-MODEL = {
-    "hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "intermediate": 768, "vision_hidden": 256,
-    "vision_layers": 4, "vision_heads": 8, "vision_intermediate": 768, "max_position_embeddings": 16384,
-}  # fmt: skip
-TIMED_SEQUENCES = (
-    (128, 0),
-    (256, 0),
-    (600, 1),
-    (1024, 0),
-    (1200, 3),
-    (2048, 0),
-    (2200, 6),
-    (4096, 0),
-    (4200, 8),
-    (8192, 0),
-)
-"""(tokens, images of SIDE pixels) of the timed packed sequences."""
-SIDE = 512
-RESPONSE_TOKENS = 64
 STEPS = (1, 2, 3, 3, 4, 4, 5, 6, 8, 10, 15, 20)
 """Steps of a synthetic episode are drawn from these."""
 WINDOW, SCREENSHOT_GRID = 4, (1, 48, 64)  # screenshots in a prompt; patches of one
@@ -219,116 +185,6 @@ def compare(episodes: int) -> tuple[dict[str, PackingResult], str]:
     }, description
 
 
-@dataclass(frozen=True)
-class TimedSequence:
-    """Forward and backward pass of one packed sequence."""
-
-    tokens: int
-    images: int
-    operations: float  # predicted, forward
-    seconds: float  # fastest round; CPU time on the CPU
-
-
-def time_sequences(folder: Path, rounds: int, rows: Sequence[tuple[int, int]]) -> list[TimedSequence]:
-    """Time packed sequences of one sample on a small model in this process."""
-    torch.set_num_threads(1)
-    platform = platforms.activate("auto")
-    store = torch.distributed.FileStore(str(folder / "store"), 1)
-    torch.distributed.init_process_group(platform.backend, store=store, rank=0, world_size=1)
-    from megatron_webrl.model import process_groups
-    from megatron_webrl.model.build import build_model, load_hf
-    from megatron_webrl.model.layout import ParallelSizes
-
-    path = make_tiny_model(folder / "timed", **MODEL)  # type: ignore[arg-type]
-    process_groups.init_process_groups(ParallelSizes())
-    chunks = build_model(path, dtype="float32", platform=platform)
-    load_hf(chunks, path)
-    processor, cost = Processor.load(path), FlopsEstimator.from_hf_config(load_hf_config(path))
-    builder = SequencePacker(processor, max(n for n, _ in rows), platform.device, 0, 1, cost)
-    samples = [_sample(processor, tokens, images) for tokens, images in rows]
-    batches = [builder.build([sample], "token_mean", 1)[0] for sample in samples]
-    best = [float("inf")] * len(rows)
-    for _ in range(rounds):
-        best = [min(b, _pass(chunks[0], batch, platform)) for b, batch in zip(best, batches, strict=True)]
-    torch.distributed.destroy_process_group()
-    return [
-        TimedSequence(batch.token_count, len(batch.inputs.grids), cost.packed_flops(unmerged_sequence(sample)), seconds)
-        for batch, sample, seconds in zip(batches, samples, best, strict=True)
-    ]
-
-
-def _sample(processor: Processor, tokens: int, images: int) -> TrainingSample:
-    rng = np.random.default_rng((tokens, images))
-    shots = tuple(draw_page(i, SIDE, SIDE) for i in range(images))
-    grids = processor.grids(shots)
-    parts = []
-    for grid in grids:
-        parts += [
-            np.full(int(grid.prod()) // processor.merge_size**2, processor.image_token_id),
-            rng.integers(20, 300, 3),
-        ]
-    filling = tokens - RESPONSE_TOKENS - sum(map(len, parts))
-    prompt = np.concatenate([*parts, rng.integers(20, 300, filling)]).astype(np.int32)
-    zeros = np.zeros(RESPONSE_TOKENS, np.int32)
-    response = rng.integers(20, 300, RESPONSE_TOKENS).astype(np.int32)
-    return TrainingSample(prompt, response, zeros.astype(np.float32), zeros, shots, grids, 1.0, 1.0, 1, (0, 0))
-
-
-def _pass(model: Any, batch: Microbatch, platform: platforms.Platform) -> float:
-    """Seconds of one forward and backward pass."""
-    from megatron_webrl.model.logprobs import vocab_parallel_logprobs
-
-    # CPU time excludes the time of other processes.
-    clock = time.process_time if platform.name == "cpu" else time.perf_counter
-    torch.cuda.synchronize()
-    begun = clock()
-    logits = model(batch.inputs)
-    logprobs, _ = vocab_parallel_logprobs(logits, batch.targets, 1.0, model.unpadded_vocab_size, None)
-    (logprobs * batch.weight).sum().backward()
-    torch.cuda.synchronize()
-    return clock() - begun
-
-
-def merging(folder: Path, episodes: int) -> dict[str, float]:
-    """Savings by merging for episodes with prompts of the rollout's context, windows of four screenshots."""
-    processor = Processor.load(make_tiny_model(folder / "context", max_position_embeddings=16384))
-    steps = [step for episode in make_episodes(processor, episodes, 16384, seed=0) for step in episode]
-    video = int(processor.tokenizer.convert_tokens_to_ids("<|video_pad|>"))
-    chains = merge_prefixes(steps, (processor.image_token_id, video))
-    return {
-        "episodes": episodes,
-        "steps": len(steps),
-        "steps merged into another": len(steps) - len(chains),
-        "tokens": sum(step.length for step in steps),
-        "tokens after merging": sum(chain.length for chain in chains),
-        "images": sum(len(step.images) for step in steps),
-        "images after merging": sum(len(chain.images) for chain in chains),
-    }
-
-
-def show_times(rows: Sequence[TimedSequence]) -> dict[str, float]:
-    """Print predictions and measurements; returns their correlation, plain and of the logarithms."""
-    predicted, measured = np.array([r.operations for r in rows]), np.array([r.seconds for r in rows])
-    # Relative errors, so that the longest sequence does not dominate.
-    rate = float(np.exp(np.mean(np.log(measured / predicted))))
-    print("| tokens | images | predicted ms | measured ms | measured / predicted | measured / by tokens alone |")
-    print("|" + "---:|" * 6)
-    by_tokens = np.array([r.tokens for r in rows])
-    by_tokens = by_tokens * np.exp(np.mean(np.log(measured / by_tokens)))
-    for row, plain in zip(rows, by_tokens, strict=True):
-        guess = row.operations * rate
-        cells = f"{guess * 1e3:.0f} | {row.seconds * 1e3:.0f} | {row.seconds / guess:.2f} | {row.seconds / plain:.2f}"
-        print(f"| {row.tokens} | {row.images} | {cells} |")
-    found = {
-        "correlation": float(np.corrcoef(predicted, measured)[0, 1]),
-        "correlation of logarithms": float(np.corrcoef(np.log(predicted), np.log(measured))[0, 1]),
-        "correlation by tokens alone": float(np.corrcoef(by_tokens, measured)[0, 1]),
-        "GFLOP/s, forward and backward": 3e-9 / rate,
-    }
-    print("; ".join(f"{name} {value:.3f}" for name, value in found.items()) + "\n")
-    return found
-
-
 def show_packing(found: dict[str, PackingResult], description: str) -> None:
     """Print one line per method, relative to the first."""
     ours = found["balanced, merged"]
@@ -355,24 +211,11 @@ def show_packing(found: dict[str, PackingResult], description: str) -> None:
 
 
 def main() -> None:
-    parser = make_bench_parser(__doc__, "shorter sequences, one round, fewer episodes")
-    arguments = parser.parse_args()
-    rounds, episodes = (1, 64) if arguments.quick else (3, 512)
-    print(f"{os.cpu_count()} CPUs, {machine.machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")
-    with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
-        saved = merging(Path(temporary), episodes // 4)
-        rows = time_sequences(Path(temporary), rounds, TIMED_SEQUENCES[:-3] if arguments.quick else TIMED_SEQUENCES)
-    fit = show_times(rows)
-    found, description = compare(episodes)
+    arguments = make_bench_parser(__doc__, "fewer episodes").parse_args()
+    print(f"{os.cpu_count()} CPUs, {machine.machine()}, load {os.getloadavg()[0]:.1f}\n")
+    found, description = compare(64 if arguments.quick else 512)
     show_packing(found, description)
-    print("prompts of the rollout: " + ", ".join(f"{value} {name}" for name, value in saved.items()))
-    if arguments.json:
-        figures = {
-            "timed sequences": [vars(row) for row in rows], "fit": fit, "merging": saved,
-            "steps": description,
-            "packed": {name: vars(method) for name, method in found.items()},
-        }  # fmt: skip
-        write_json(arguments.json, figures)
+    write_json(arguments.json, {"steps": description, "packed": {name: vars(each) for name, each in found.items()}})
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import TransferPlan
 from tools.arguments import make_bench_parser, write_json
-from tools.bench.ranks.reshard_ranks import ENGINES, RANKS, SECONDS, TRAINER_RANKS, ReshardBenchConfig, serve
+from tools.bench.reshard_ranks import ENGINES, RANKS, SECONDS, TRAINER_RANKS, ReshardBenchConfig, serve
 
-PRELOAD = ["tools.bench.ranks.reshard_ranks"]  # ranks are forked from a process that has imported everything
+PRELOAD = ["tools.bench.reshard_ranks"]  # ranks are forked from a process that has imported everything
 METHODS = ("sync", "raw", "copies", "broadcast")
 DTYPES = (("float32", "bfloat16", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16"), ("float32", "float32", "float32"))
 

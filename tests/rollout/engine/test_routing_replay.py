@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_webrl.trainer.data.batching import TrainingSample
-from tools.bench.routing import replay
+from tools.bench import routing_replay as replay
 
 pytestmark = pytest.mark.slow
 

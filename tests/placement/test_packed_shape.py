@@ -1,7 +1,9 @@
-"""The shape of a packed micro-batch, from which the host benchmark predicts the device's seconds."""
+"""The operations that the placement predicts are those that the trainer counts of a packed micro-batch."""
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,24 @@ import torch
 
 from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.placement.model_shape import ModelShape
+from megatron_webrl.model.vision_language.packed_input import PackedInput
+from megatron_webrl.placement.model_shape import MicrobatchShape, ModelShape
 from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from tests.trainer.growing_prompts import episode, random_tokens, step
-from tools.bench.host.measures import packed_shape
+
+
+def packed_shape(packed: PackedInput) -> MicrobatchShape:
+    """The shape of a micro-batch whose sequences may branch: a segment's tokens attend to those of its ancestors."""
+    assert packed.parents is not None
+    starts, parents = packed.cu_seqlens.tolist(), packed.parents.tolist()
+    lengths = [stop - start for start, stop in pairwise(starts)]
+    before: list[int] = []  # tokens of the ancestors of each segment; parents come first
+    for parent in parents:
+        before.append(0 if parent < 0 else before[parent] + lengths[parent])
+    alone = MicrobatchShape.of_sequences(lengths, len(packed.scored_positions), packed.grids.tolist())
+    pairs = sum(length * earlier for length, earlier in zip(lengths, before, strict=True))
+    return dataclasses.replace(alone, pairs=alone.pairs + pairs)
 
 
 def test_a_packed_tree_has_the_operations_that_the_trainer_counts(tiny_model: Path) -> None:

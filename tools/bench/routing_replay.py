@@ -1,6 +1,6 @@
 """Log-probability mismatch of a tiny mixture of experts with and without routing replay, and the bytes that it costs.
 
-    python -m tools.bench.routing.replay [--json FILE] [--dtype float32] [--dtype bfloat16]
+    python -m tools.bench.routing_replay [--json FILE] [--dtype float32] [--dtype bfloat16]
 
 A vLLM engine answers conversations of two turns with a screenshot while its weights are updated three times in flight;
 the last conversations are all of the last version. One Megatron rank with the last weights scores all of them in the

@@ -1,1 +1,0 @@
-"""What the host of a trainer rank does for an update."""

@@ -1,1 +1,0 @@
-"""Ranks of benchmarks: processes that they start."""
