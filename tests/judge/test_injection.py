@@ -11,8 +11,8 @@ from PIL import Image, ImageDraw
 from megatron_webrl.judge.evaluation import EpisodeEvaluator
 from megatron_webrl.judge.questions import NAMES, clean_data
 from megatron_webrl.types import Action, RubricFact, Trajectory
+from tests.judge.attempts import ATTEMPTS, DEMANDS
 from tests.judge.support import ScriptedOracle, episode, judging
-from tools.bench.judge.attempts import ATTEMPTS, DEMANDS
 
 PLACES = ("title", "answer", "action", "url", "instruction", "fact", "description", "reference")
 GOOD = "good-17"  # what makes the oracle's yes: the truth of an episode does not depend on the texts
