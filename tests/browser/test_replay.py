@@ -21,8 +21,8 @@ from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Observation, Task, TaskSite
+from tests.browser.changing_site import HEIGHT, PAPER, START, WIDTH, ChangingWeb, web_actions, web_task
 from tests.browser.conftest import FolderSite, page_task, write_pages
-from tools.bench.browsers.changing_site import HEIGHT, PAPER, START, WIDTH, ChangingWeb, web_actions, web_task
 
 QUOTE, STORY = Action("navigate", url=START), Action("navigate", url=f"{PAPER}/moved")
 RESTLESS = """<title>Restless</title><style>div { width: 60px; height: 60px; background: red; }

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import psutil
 from playwright.async_api import Browser, BrowserContext, CDPSession, Page
 
-from megatron_webrl.browser.chromium import proxy_settings, resident_mib
+from megatron_webrl.browser.chromium import proxy_settings
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.page.observer import QUALITY
 from megatron_webrl.config.browser import BrowserConfig
@@ -30,21 +30,10 @@ class BrowserBenchSize:
     rounds: int  # every contestant has one turn in each
     episodes: int  # per turn
     steps: int
-    slice_seconds: float  # at full load
-    full_load_contexts: int  # contexts at full load
-    max_sessions: int  # largest number whose memory is measured
-    waiting_sessions: int  # concurrent sessions on slow sites
-    window_seconds: float  # measured time of these sessions
-    wait_scale: float  # factor for their waiting times
-    page_kinds: int  # captured kinds of page
 
 
-FULL = BrowserBenchSize(
-    5, 4, 10, 2.0, 8, max_sessions=32, waiting_sessions=64, window_seconds=45.0, wait_scale=1.0, page_kinds=5
-)
-QUICK = BrowserBenchSize(
-    1, 1, 2, 0.3, 2, max_sessions=2, waiting_sessions=3, window_seconds=0.5, wait_scale=0.02, page_kinds=1
-)
+FULL = BrowserBenchSize(rounds=5, episodes=4, steps=10)
+QUICK = BrowserBenchSize(rounds=1, episodes=1, steps=2)
 
 
 TWO_FRAMES_SCRIPT = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
@@ -76,10 +65,9 @@ class BarePlaywright:
     async def settled_screenshot(self) -> bytes:
         """Wait for two frames and return the encoded screenshot."""
         await self.page.evaluate(TWO_FRAMES_SCRIPT)
-        return await self.screenshot()
+        return await self._screenshot()
 
-    async def screenshot(self) -> bytes:
-        """The encoded screenshot, at once."""
+    async def _screenshot(self) -> bytes:
         return base64.b64decode((await self._cdp.send("Page.captureScreenshot", self._options))["data"])
 
     async def step(self, x: float, y: float) -> tuple[bytes, Mapping[str, float]]:
@@ -89,7 +77,7 @@ class BarePlaywright:
         acted = time.perf_counter()
         await self.page.evaluate(TWO_FRAMES_SCRIPT)
         settled = time.perf_counter()
-        screenshot = await self.screenshot()
+        screenshot = await self._screenshot()
         ended = time.perf_counter()
         return screenshot, {"acting": acted - started, "settling": settled - acted, "capturing": ended - settled}
 
@@ -106,24 +94,14 @@ def rotated(contestants: Sequence[T], turn: int) -> list[T]:
     return [*contestants[start:], *contestants[:start]]
 
 
-def child_processes() -> list[psutil.Process]:
-    """Descendants of this process: the driver and Chromium."""
-    return psutil.Process().children(recursive=True)
-
-
 def cpu_seconds() -> float:
     """CPU seconds of this process and of its descendants, ended ones included."""
     own = psutil.Process().cpu_times()
     total = own.user + own.system + own.children_user + own.children_system
-    for process in child_processes():
+    for process in psutil.Process().children(recursive=True):  # the driver and Chromium
         try:
             times = process.cpu_times()
         except psutil.NoSuchProcess:
             continue
         total += times.user + times.system + times.children_user + times.children_system
     return total
-
-
-def proportional_mib() -> float:
-    """Memory of the child processes in MiB; memory shared by several counts once (proportional set size)."""
-    return resident_mib(process.pid for process in child_processes())

@@ -1,15 +1,15 @@
-"""Results of the browser benchmark: sections of measurements, as a table and as JSON."""
+"""Results of the browser benchmark: sections of measurements, and their table."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,6 @@ class Measurement:
     values: tuple[float, ...]
     ratios: tuple[Ratio, ...] = ()
 
-    @property
-    def median(self) -> float:
-        """Median of all samples."""
-        return statistics.median(self.values)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """First and third quartile."""
-        if len(self.values) < 2:
-            return self.median, self.median
-        low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
-        return low, high
-
 
 @dataclass(frozen=True)
 class Section:
@@ -56,27 +43,6 @@ class Section:
     settings: Mapping[str, Any]
     rows: Sequence[Measurement]
     notes: Sequence[str] = ()
-    series: Mapping[str, Any] = field(default_factory=dict)  # further data for the plots
-
-    def measurement(self, name: str) -> Measurement:
-        """The row with this name. Raises KeyError."""
-        return {row.name: row for row in self.rows}[name]
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, with median and quartiles of each row."""
-        rows = [asdict(row) | {"median": row.median, "quartiles": row.quartiles} for row in self.rows]
-        return asdict(self) | {"rows": rows}
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Section:
-        """The section of a `to_json` result. Raises KeyError for other content."""
-        rows = [
-            Measurement(
-                row["name"], row["unit"], tuple(row["values"]), tuple(Ratio(**ratio) for ratio in row["ratios"])
-            )
-            for row in found["rows"]
-        ]
-        return cls(found["title"], found["settings"], rows, found["notes"], found["series"])
 
 
 def ratio_to(row: Sequence[float], peer: Sequence[float], against: str, goal: float | None = None) -> Ratio:
@@ -84,29 +50,17 @@ def ratio_to(row: Sequence[float], peer: Sequence[float], against: str, goal: fl
     return Ratio(against, statistics.median(peer) / statistics.median(row), goal)
 
 
-def show(console: Console, sections: Mapping[str, Section]) -> None:
-    """Print one table of all sections, then their notes."""
-    table = Table(
-        Column(no_wrap=True), "median", "middle half", "", "n", "ratio", title="Browsers", title_justify="left"
-    )
-    for column in table.columns[1:3]:
-        column.justify = "right"
-    for name, section in sections.items():
-        table.add_row(f"[bold]{name}: {escape(section.title)}[/bold]")
-        for row in section.rows:
-            low, high = row.quartiles
-            spread = f"{_short(low)} - {_short(high)}" if len(row.values) > 1 else ""
-            ratios = "; ".join(str(ratio) for ratio in row.ratios)
-            cells = (_short(row.median), spread, row.unit, str(len(row.values)), ratios)
-            table.add_row("  " + escape(row.name), *map(escape, cells))
-        table.add_section()
+def show(console: Console, section: Section) -> None:
+    """Print a section."""
+    table = Table(title=section.title, title_justify="left")
+    for column in ("", "median", "middle half", "", "n", "ratio"):
+        table.add_column(column, justify="right" if column in ("median", "middle half", "n") else "left")
+    for row in section.rows:
+        low, _, high = statistics.quantiles(row.values, n=4, method="inclusive") if len(row.values) > 1 else ("",) * 3
+        spread = f"{low:.3g} - {high:.3g}" if len(row.values) > 1 else ""
+        median = f"{statistics.median(row.values):.3g}"
+        table.add_row(row.name, median, spread, row.unit, str(len(row.values)), "; ".join(map(str, row.ratios)))
     console.print(table)
-    for name, section in sections.items():
-        settings = ", ".join(f"{key} {value}" for key, value in section.settings.items())
-        console.print(f"\n[bold]{name}[/bold]: {escape(settings)}", soft_wrap=True, highlight=False)
-        for note in section.notes:
-            console.print(f"- {escape(note)}", soft_wrap=True, highlight=False)
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    settings = ", ".join(f"{key} {value}" for key, value in section.settings.items())
+    for note in (settings, *section.notes):
+        console.print(f"- {escape(note)}", soft_wrap=True, highlight=False)
