@@ -169,8 +169,6 @@ def check(command: Command) -> None:
         check_script(command)
     elif program == "make":
         check_make(command)
-    elif program == "drill.sh":
-        check_arguments(parser_of("tools.drills"), command, command.words[1:])
     elif program not in OTHERS and not program.endswith(".sh"):  # a script is a file that exists
         raise Misfit(f"unknown program {program}")
 

@@ -31,9 +31,9 @@ from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_meg
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.placement.placement import place_processes
 from megatron_webrl.track import evaluations
+from tests.file_faults import FileFaults
 from tests.job_control import connect, control_service
 from tests.launch.whole_jobs import owned
-from tools.drills.file_faults import FileFaults
 
 SETTINGS: dict[str, Any] = {
     "rollout": {

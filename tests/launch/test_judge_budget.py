@@ -10,9 +10,9 @@ import pytest
 
 from megatron_webrl.judge.budget import HOUR_SECONDS, USAGE_FILE, read_usage
 from megatron_webrl.types import BUDGET_SPENT
+from tests.launch.canaries import search_job
 from tests.launch.whole_jobs import Job, assert_nothing_left
 from tests.track.mlflow_server import mlflow_server
-from tools.drills.canaries import search_job
 from tools.judge_endpoint.process import endpoint_process, stats_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

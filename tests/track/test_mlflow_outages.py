@@ -15,9 +15,9 @@ from megatron_webrl.track import mlflow_upload, summary
 from megatron_webrl.track.evaluations import EvaluationLog, EvaluationRequest, aggregate_results
 from megatron_webrl.track.metrics import UPDATES_FILE
 from megatron_webrl.track.mlflow_upload import STATE_FILE, MLflowTracker, Uploader, UploadState, count_unsent
+from tests.file_faults import FileFaults
 from tests.track.mlflow_server import MLflowServer, black_hole, mlflow_server
 from tests.waiting import until
-from tools.drills.file_faults import FileFaults
 
 UPDATES = 40
 

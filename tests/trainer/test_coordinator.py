@@ -17,9 +17,9 @@ from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.coordinator import Coordinator
+from tests.file_faults import FileFaults
 from tests.job_control import connect, control_service
 from tests.trainer.multi_node.one_node import one_node_exchange
-from tools.drills.file_faults import FileFaults
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from tests.launch.slurm.virtual_slurm import Cluster, free_ports
 
@@ -34,3 +38,16 @@ def log(folder: Path) -> str:
 
 def rings(name: str, memory: Path = Path("/dev/shm")) -> list[Path]:
     return list(memory.glob(f"webrl-{name}-*"))
+
+
+def leftovers_on(cluster: Cluster, node: str) -> list[str]:
+    """Leftovers on a node without jobs: processes, shared memory, files in /tmp."""
+    found = []
+    for process in cluster.processes(node):
+        with suppress(psutil.NoSuchProcess):
+            if "megatron_webrl" in " ".join(process.cmdline()) or "chrom" in process.name():
+                found.append(f"{process.name()} ({process.pid})")
+    memory, files = cluster.path(node, "/dev/shm"), cluster.path(node, "/tmp")
+    found += [f"/dev/shm/{name}" for name in os.listdir(memory)]
+    found += [f"/tmp/{path.name}" for path in files.glob("webrl-*")]
+    return [f"{node}: {each}" for each in found]

@@ -18,11 +18,10 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch import watchdog
 from megatron_webrl.track import episodes, events
 from tests.finished_runs import run_problems
-from tests.launch.slurm.slurm_jobs import ROOT, log, overrides, rings, submit
+from tests.launch.slurm.slurm_jobs import ROOT, leftovers_on, log, overrides, rings, submit
 from tests.launch.slurm.virtual_nodes import address
 from tests.launch.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
 from tests.waiting import until
-from tools.drills.run import leftovers_on
 
 pytestmark = [
     pytest.mark.soak,

@@ -18,8 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -27,9 +26,8 @@ PROGRAMS = ("ip", "unshare", "nsenter")
 NETWORK = "10.77"  # of /16: seen by the cluster's own processes only
 BRIDGE, CARD = "bridge", "eth0"
 SETUP_SECONDS = 20.0
-_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x20000
+_CLONE_NEWNET = 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-_MNT_DETACH = 2
 
 
 def address(number: int) -> str:
@@ -47,24 +45,6 @@ def enter_network() -> None:
         f"link set {BRIDGE} up",
     ):
         _ip(arguments)
-
-
-@contextmanager
-def small_disk(place: Path, mib: int) -> Iterator[None]:
-    """Make a folder a disk of that size, with an ext4 file system in a file beside it, for this process and what it
-    starts; it is gone with them. Raises OSError, CalledProcessError.
-    """
-    _unshare(_CLONE_NEWNS, "mount")
-    _mount("", "/", flags=_MS_PRIVATE | _MS_REC)
-    image = place.with_suffix(".image")
-    with image.open("wb") as file:
-        file.truncate(mib * 2**20)
-    for arguments in (["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(place)]):
-        subprocess.run(arguments, check=True)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).umount2(str(place).encode(), _MNT_DETACH)
 
 
 def command(

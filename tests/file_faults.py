@@ -39,15 +39,12 @@ class FileFaults:
         torn: bool = False,
         power_loss: bool = False,
         seed: int = 0,
-        suspend: bool = False,
     ) -> None:
         """`at`: number of the operation at which to fail, counted from 1; 0: none.
 
-        `error`: errno of the operations `at` to `until`, inclusive (0: only `at`); 0: kill the process before `at`, or
-        with `suspend` stop it there until it gets SIGCONT; the file FOLDER.suspended then has the operation's name.
+        `error`: errno of the operations `at` to `until`, inclusive (0: only `at`); 0: kill the process before `at`.
         """
         self._root, self._at, self._until, self._error = str(folder.resolve()), at, until or at, error
-        self._suspend = suspend
         self._torn, self._power_loss, self._random = torn, power_loss, random.Random(seed)
         self.count = 0
         self.names: list[str] = []
@@ -125,11 +122,6 @@ class FileFaults:
             return
         if self._error:
             raise OSError(self._error, os.strerror(self._error))
-        if self._suspend:
-            with self._real["io.open"](f"{self._root}.suspended", "w") as file:
-                file.write(name)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return
         if self._torn and name == "write":
             self._real["write"](arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
         self.crash()

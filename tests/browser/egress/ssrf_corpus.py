@@ -40,7 +40,7 @@ def spellings(address: str) -> Iterator[str]:
 
 
 def names(address: str) -> Iterator[str]:
-    """Names that the drill's name server resolves to an address: always, by turns, or among others."""
+    """Names that the test's name server resolves to an address: always, by turns, or among others."""
     dashed = address.replace(".", "-")
     yield from (
         f"ip-{dashed}.test",

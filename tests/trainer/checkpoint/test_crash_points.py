@@ -1,12 +1,8 @@
-"""Drill: a run resumes after a crash at any of its file operations.
+"""A run resumes after a crash at any file operation of publishing, resuming, requeueing and of growing histories.
 
-    python -m tools.drills.crash_points [--quick] [--json FILE]
-
-Runs the file operations of a trainer that publishes checkpoints, of a start that resumes, of a Slurm job that is
-requeued, and of histories that grow, through the functions of the package. A forked process is killed before each
-operation, with a torn write, and with power losses that take what was not synced (tools/drills/file_faults.py). After
-each crash the run is started again: its newest checkpoint must be complete and not older than the last one that was
-published, its histories must be those of this checkpoint, and the next checkpoint must be published.
+A forked process is killed before an operation, with a torn write, or with a power loss that takes what was not synced
+(tests/file_faults.py). After each crash the run is started again: its newest checkpoint must be complete and not older
+than the last one that was published, its histories must be those of this checkpoint, and it must publish the next one.
 """
 
 from __future__ import annotations
@@ -15,12 +11,13 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch.slurm.prepare import prepare_job, read_launches
@@ -31,32 +28,16 @@ from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import Launch, launch_of_process, start_launch
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
 from megatron_webrl.util import atomic_file
+from tests.file_faults import FileFaults, run_forked
 from tests.trajectories import trajectory
-from tools.drills.file_faults import FileFaults, run_forked
-from tools.drills.report import Findings, run
 
 EPISODES = 2  # of an update
 KEEP = 2  # checkpoints
-GOAL_POINTS = 1000
-STRIDE, SHORT_STRIDE = 1, 15  # operations from one crash point to the next
 MEMORY = "/dev/shm"  # where fsync takes no time
 EPISODE = trajectory(0, 0)
-
-
-@dataclass(frozen=True)
-class Crash:
-    """How a process is killed."""
-
-    torn: bool = False
-    power_loss: bool = False
-    seed: int = 0
-
-    def __str__(self) -> str:
-        return f"power loss {self.seed}" if self.power_loss else "torn write" if self.torn else "kill"
-
-
-LONG = (Crash(), Crash(torn=True), *(Crash(power_loss=True, seed=seed) for seed in range(3)))
-SHORT = (Crash(), Crash(power_loss=True), Crash(power_loss=True, seed=1))
+CRASHES: tuple[dict[str, Any], ...] = (
+    {}, {"torn": True}, *({"power_loss": True, "seed": seed} for seed in range(3)),
+)  # fmt: skip
 
 
 class Trainer:
@@ -93,13 +74,17 @@ class Trainer:
         files.delete_checkpoints(files.obsolete_checkpoints(newest, KEEP), self.launch.staging)
 
 
+Published = Callable[[int], object]
+Scenario = Callable[[Path, Published], None]
+
+
 def _start(folder: Path) -> Trainer:
     with start_launch(folder, {}) as launch:
         atomic_file.remove_leftovers(folder, 0.0)
         return Trainer(folder, launch)
 
 
-def publish(folder: Path, published: Callable[[int], object]) -> None:
+def publish(folder: Path, published: Published) -> None:
     """Publish three checkpoints in one launch."""
     trainer = _start(folder)
     for _ in range(3):
@@ -107,7 +92,7 @@ def publish(folder: Path, published: Callable[[int], object]) -> None:
         published(trainer.version)
 
 
-def resume(folder: Path, published: Callable[[int], object]) -> None:
+def resume(folder: Path, published: Published) -> None:
     """Two launches, each of which makes one update more than it publishes."""
     for _ in range(2):
         trainer = _start(folder)
@@ -118,7 +103,7 @@ def resume(folder: Path, published: Callable[[int], object]) -> None:
         trainer.updates.append({"version": trainer.version + 1})
 
 
-def requeue(folder: Path, published: Callable[[int], object]) -> None:
+def requeue(folder: Path, published: Published) -> None:
     """The preparation of three launches of a Slurm job, with a checkpoint in each."""
     for restart in range(3):
         _prepare(folder, restart)
@@ -130,7 +115,7 @@ def requeue(folder: Path, published: Callable[[int], object]) -> None:
         published(trainer.version)
 
 
-def histories(folder: Path, published: Callable[[int], object]) -> None:
+def histories(folder: Path, published: Published) -> None:
     """Histories that grow by many lines between two checkpoints, with several writers."""
     trainer = _start(folder)
     for number in range(4):
@@ -155,52 +140,43 @@ def _prepare(folder: Path, restart: int) -> None:
     prepare_job(config, True, lambda message: None, _environment(restart))
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (publish, resume, requeue, histories)}
+SCENARIOS = (publish, resume, requeue, histories)
 
 
-def measure(quick: bool) -> Findings:
-    """Crash at each operation of each scenario; in the short form at every fifteenth, others for each kind of crash."""
-    findings, points, found = Findings(), 0, Counter[str]()
-    crashes, stride = (SHORT, SHORT_STRIDE) if quick else (LONG, STRIDE)
-    for name, scenario in SCENARIOS.items():
-        with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-            operations = _count(Path(folder), scenario)
-        findings.figures[f"operations of {name}"] = operations
-        for number, crash in enumerate(crashes):
-            for at in range(1 + number * stride // len(crashes), operations + 1, stride):
-                with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-                    problem = _crash(Path(folder, "run"), name, at, crash)
-                points += 1
-                found[str(crash).rstrip(" 0123456789")] += 1
-                if problem is not None:
-                    findings.problems.append(f"{name}, {crash} before operation {at}: {problem}")
-    findings.figures |= {f"crash points: {kind}": count for kind, count in found.items()}
-    findings.figures |= {"crash points": points, "resumed": points - len(findings.problems)}
-    findings.expect(quick or points >= GOAL_POINTS, f"{points} crash points are fewer than {GOAL_POINTS}")
-    return findings
+# With a stride of five, one kind of crash for each operation.
+@pytest.mark.parametrize("stride", [100, pytest.param(5, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_run_resumes_after_a_crash_at_any_file_operation(scenario: Scenario, stride: int) -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        operations = count_operations(Path(folder), scenario)
+    assert operations > 50
+    for number, crash in enumerate(CRASHES):
+        for at in range(1 + number * stride // len(CRASHES), operations + 1, stride):
+            with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+                problem = crash_and_resume(Path(folder, "run"), scenario, at, crash)
+            assert not problem, f"{crash or 'kill'} before operation {at}: {problem}"
 
 
-def _count(folder: Path, scenario: Callable[[Path, Callable[[int], object]], None]) -> int:
-    reading, writing = os.pipe()
+def count_operations(folder: Path, scenario: Scenario) -> int:
+    found = folder / "operations"
 
     def job() -> None:
-        with FileFaults(folder) as faults:
-            scenario(folder / "run", lambda version: None)
-        os.write(writing, str(faults.count).encode())
+        with FileFaults(folder / "runs") as faults:
+            scenario(folder / "runs" / "run", lambda version: None)
+        found.write_text(str(faults.count))
 
+    (folder / "runs").mkdir()
     assert run_forked(job) == 0
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        return int(pipe.read())
+    return int(found.read_text())
 
 
-def _crash(folder: Path, name: str, at: int, crash: Crash) -> str | None:
+def crash_and_resume(folder: Path, scenario: Scenario, at: int, crash: dict[str, Any]) -> str:
     """Crash a scenario, start the run again, and return what is wrong with it, if anything."""
     reading, writing = os.pipe()
 
     def job() -> None:
-        with FileFaults(folder.parent, at, torn=crash.torn, power_loss=crash.power_loss, seed=crash.seed):
-            SCENARIOS[name](folder, lambda version: os.write(writing, bytes([version])))
+        with FileFaults(folder.parent, at, **crash):
+            scenario(folder, lambda version: os.write(writing, bytes([version])))
 
     code = run_forked(job)
     os.close(writing)
@@ -210,14 +186,14 @@ def _crash(folder: Path, name: str, at: int, crash: Crash) -> str | None:
     if code != -signal.SIGKILL:
         return f"the process was not killed but ended with {code}"
     problems = folder.parent / "problems"
-    code = run_forked(lambda: problems.write_text("\n".join(_verify(folder, name, published))))
-    return f"the next start ended with {code}" if code else problems.read_text() or None
+    code = run_forked(lambda: problems.write_text("\n".join(verify(folder, scenario, published))))
+    return f"the next start ended with {code}" if code else problems.read_text()
 
 
-def _verify(folder: Path, name: str, published: int) -> list[str]:
+def verify(folder: Path, scenario: Scenario, published: int) -> list[str]:
     """Start the run again, and make an update; returns what is wrong."""
     problems = []
-    if name == "requeue":
+    if scenario is requeue:
         _prepare(folder, 9)
         launch = launch_of_process(folder, _environment(9))
         assert launch is not None
@@ -252,7 +228,3 @@ def _checkpoint_problems(folder: Path, version: int) -> list[str]:
         return [f"no checkpoint at version {version}"] if version else []
     states = [json.loads((newest / name).read_text())["version"] for name in ("state.json", "megatron/shard.distcp")]
     return [] if states == [version, version] else [f"{newest.name} holds {states}, not {version}"]
-
-
-if __name__ == "__main__":
-    sys.exit(run("crash_points", __doc__.split("\n")[0], measure))

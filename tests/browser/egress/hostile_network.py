@@ -1,6 +1,6 @@
-"""The world of the egress drill: a network in which every address is this machine, a name server, and one browser.
+"""A network in which every address is this machine, a name server, and one browser with hostile pages.
 
-It runs in a network and mount namespace of its own (tools/drills/egress.py). Every address is routed to the loopback
+It runs in a network and mount namespace of its own (test_hostile_network.py). Every address is routed to the loopback
 interface (`ip route add local default`), so a packet to a forbidden address would arrive, and a raw socket sees it.
 """
 
@@ -31,7 +31,7 @@ from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.egress.egress_policy import Endpoint, NetworkAccess
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
 from megatron_webrl.config.browser import BrowserConfig
-from tools.drills.ssrf_corpus import DENIED, FORBIDDEN_IPV4, OWN, PUBLIC, corpus
+from tests.browser.egress.ssrf_corpus import DENIED, FORBIDDEN_IPV4, OWN, PUBLIC, corpus
 
 NAME_SERVER = "127.0.0.53"
 CHUNK = 40  # URLs tried from one page at a time

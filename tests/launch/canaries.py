@@ -1,6 +1,6 @@
-"""`python -m tools.drills.canaries`: a real job with a canary in every secret it has, and a search for them.
+"""A real job with a canary in every secret it has, and a search for them.
 
-The job trains a tiny model with real browsers, a judge model and an MLflow server. Canaries are keys, tokens, and the
+Canaries are keys, tokens, and the
 passwords of addresses, in its environment. None may be in the environment of a browser's process, the command line of
 any process, a file of the run (logs, configuration, pages, checkpoints), its output, or MLflow's database, artifacts
 and log.
@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import secrets
 import stat
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from tests.launch.whole_jobs import Job
-from tests.track.mlflow_server import MLflowServer, mlflow_server
-from tools.arguments import make_bench_parser, write_json
-from tools.judge_endpoint.process import endpoint_process
-from tools.make_tiny_model import make_tiny_model
+from tests.track.mlflow_server import MLflowServer
 
 JOB_SECONDS = 400.0
 MARK = "canary"
@@ -114,31 +109,3 @@ def _files(*places: Path) -> Iterator[Path]:
 
 def _leaks(canaries: Mapping[str, str], text: str, place: str) -> list[str]:
     return [f"{name} in {place}" for name, value in canaries.items() if value in text] if MARK in text else []
-
-
-def main() -> int:
-    """Run the drill; returns 0 if no canary was found and the run is its owner's alone."""
-    options = make_bench_parser(__doc__, quick="one update instead of ten").parse_args()
-    with tempfile.TemporaryDirectory(prefix="canaries-") as name:
-        folder = Path(name)
-        make_tiny_model(folder / "model", seed=0)
-        job = Job(folder, folder / "model", name="canaries")
-        try:
-            with mlflow_server(folder / "mlflow") as server, endpoint_process(folder) as url:
-                found = search_job(job, server, url, updates=1 if options.quick else 10)
-            if not found.passed:
-                sys.stderr.write(job.output())
-        finally:
-            job.close()
-    write_json(options.json, asdict(found))
-    sys.stdout.write(
-        f"exit code {found.exit_code}; searched {found.files} files ({found.mib:.1f} MiB), {found.command_lines} "
-        f"command lines, {found.browser_processes} processes of browsers\n"
-    )
-    for line in found.leaks + [f"readable by others: {path}" for path in found.open_files]:
-        sys.stdout.write(f"{line}\n")
-    return 0 if found.passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Drills as tests, in their short forms."""

@@ -1,0 +1,138 @@
+"""What writes a file of a run survives a disk that is full, read-only or broken.
+
+Each writer of state files and histories meets ENOSPC, EROFS and EIO at each of its file operations, once, and from
+there on for good. After the error the disk is well again, and the writer must be able to complete its work. A writer
+that refuses raises an error and leaves the old content; one that goes without logs it. No temporary file is left.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.judge.budget import Usage, read_usage, write_usage
+from megatron_webrl.ring.record import RecordFileWriter, read_record_file
+from megatron_webrl.track import events, summary
+from megatron_webrl.track.evaluations import EvaluationLog
+from megatron_webrl.track.events import EventLog
+from megatron_webrl.trainer.data.task_sampler import BlockList
+from megatron_webrl.types import BLOCKED, Group
+from megatron_webrl.util import atomic_file, history
+from megatron_webrl.util.history import History
+from tests.file_faults import FileFaults
+from tests.trajectories import trajectory
+
+ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO)
+RAISED = (OSError, ConfigError)
+MEMORY = "/dev/shm"  # where fsync takes no time
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Something that writes a file: `write(folder, n)` stores the number n, `read` returns the numbers found."""
+
+    write: Callable[[Path, int], object]
+    read: Callable[[Path], list[int]]
+    raises: bool  # what its callers handle; others log the error
+    grows: bool = False  # a history: a number that could not be written may be missing, the others are there
+
+
+def _numbers(name: str) -> Callable[[Path], list[int]]:
+    return lambda folder: [json.loads((folder / name).read_text())["n"]] if (folder / name).exists() else []
+
+
+def _lines(name: str, key: str = "n") -> Callable[[Path], list[int]]:
+    return lambda folder: [line[key] for line in history.read(folder / name)]
+
+
+def _append(folder: Path, number: int) -> None:
+    """As the trainer does, except that it opens the file once."""
+    grown = History(folder / "h.jsonl")
+    grown.append({"n": number})
+    grown.sync()
+    grown.close()
+
+
+def _record(folder: Path, number: int) -> None:
+    with RecordFileWriter(folder / "records") as file:
+        file.write([bytes([number])])
+
+
+def _block(folder: Path, number: int) -> None:
+    blocked = BlockList({}, folder / "blocklist.jsonl")
+    made = trajectory(number, outcome=BLOCKED)
+    blocked.record_group(Group(number, (replace(made, task=replace(made.task, website="example.org")),)))
+
+
+def _evaluate(folder: Path, number: int) -> None:
+    evaluations = EvaluationLog(folder)
+    evaluations.append({"version": number, "kind": "during", "variant": ""}, [])
+    evaluations.history.sync()
+    evaluations.history.close()
+
+
+def _events(folder: Path) -> list[int]:
+    return [event.node for event in events.read_events(folder)]
+
+
+def _records(folder: Path) -> list[int]:
+    path = folder / "records"
+    return [content[0] for content in read_record_file(path)] if path.exists() else []
+
+
+def _summary(folder: Path) -> list[int]:
+    return [int(summary.read_summary(folder)["outcome"])] if (folder / "summary.json").exists() else []
+
+
+def _usage(folder: Path) -> list[int]:
+    return [hour for hour in [read_usage(folder / "u.json")[0]] if hour >= 0]
+
+
+WRITERS = {
+    "state file": Writer(lambda f, n: atomic_file.write_json(f / "s.json", {"n": n}), _numbers("s.json"), True),
+    "history": Writer(_append, _lines("h.jsonl"), True, True),
+    "events": Writer(lambda f, n: EventLog(f, node=n).add("job", "started"), _events, False, True),
+    "block list": Writer(_block, _lines("blocklist.jsonl", "ticket"), False, True),
+    "evaluations": Writer(_evaluate, _lines("evaluations.jsonl", "version"), True, True),
+    "record file": Writer(_record, _records, True),
+    "summary": Writer(lambda f, n: summary.write_summary(f, str(n), None), _summary, False),
+    "judge's usage": Writer(lambda f, n: write_usage(f / "u.json", n, Usage()), _usage, True),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_writer_survives_a_disk_that_fails(name: str) -> None:
+    writer = WRITERS[name]
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        writer.write(Path(folder), 1)
+        with FileFaults(Path(folder)) as faults:
+            writer.write(Path(folder), 2)
+        operations = faults.count
+    for error, at, for_good in itertools.product(ERRORS, range(1, operations + 1), (False, True)):
+        how = f"{errno.errorcode[error]} at operation {at} {'for good' if for_good else 'once'}"
+        with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+            fail_once(writer, Path(folder), error, at, 1_000_000 if for_good else at, how)
+
+
+def fail_once(writer: Writer, folder: Path, error: int, at: int, until: int, how: str) -> None:
+    writer.write(folder, 1)
+    with FileFaults(folder, at, error, until=until) as faults:
+        try:
+            writer.write(folder, 2)
+        except RAISED:
+            assert writer.raises, how
+    assert writer.read(folder) in ([[1], [1, 2]] if writer.grows else [[1], [2]]), how
+    writer.write(folder, 3)  # the disk is well again
+    found = writer.read(folder)
+    assert found == [3] or (writer.grows and found in ([1, 3], [1, 2, 3])), how
+    # A temporary file that cannot be removed is removed by the next start, as that of a killed process is.
+    if until == at and faults.names[at - 1] != "unlink":
+        assert not list(folder.rglob("*.writing")), how

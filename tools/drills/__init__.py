@@ -1,1 +1,0 @@
-"""Fault drills: tools/drill.sh."""
