@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.placement.hardware import CARDS
@@ -18,9 +16,17 @@ from megatron_webrl.track.episodes import EpisodeLog
 from tests.tools.traced_run import traced
 from tests.tools.written_runs import Timed, update, write_episode, write_run
 from tools import simulate_cluster
-from tools.cluster import inputs, measured, predicted, report, timeline
-from tools.cluster.events import ProcessorSharingServer, SimulatedClock
-from tools.cluster.work import EpisodeWork, GroupWork, SimulationSettings, StepWork, UpdateTimes, engine_rate
+from tools.cluster import comparison, prediction, timeline
+from tools.cluster.simulation import (
+    EpisodeWork,
+    GroupWork,
+    ProcessorSharingServer,
+    SimulatedClock,
+    SimulationSettings,
+    StepWork,
+    UpdateTimes,
+    engine_rate,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 
@@ -43,20 +49,17 @@ def a_synchronous_run(folder: Path, idle_seconds: float = 0.0) -> Path:
 
 def test_a_run_is_simulated_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = a_synchronous_run(tmp_path / "even")
-    file = tmp_path / "figures.json"
-    assert simulate_cluster.main(["check", str(run), "--seeds", "2", "--json", str(file)]) == 0
+    assert simulate_cluster.main(["check", str(run), "--seeds", "2"]) == 0
     shown = capsys.readouterr().out
     assert "even: sync, free" in shown
     assert "all agree" in shown
-    [found] = json.loads(file.read_text())["runs"]
-    rows = {row["name"]: row for row in found["figures"]}
-    assert rows["per_hour"]["measured"] == pytest.approx(4 * 3600 / 25)
-    assert rows["updates_per_hour"]["measured"] == pytest.approx(3600 / 25)
-    assert rows["waiting"]["measured"] == pytest.approx(15.5 / 25)
-    assert rows["staleness"]["measured"] == 0
-    assert rows["staleness"]["ratio"] is None
+    rows = {row.name: row for row in comparison.compare_with_simulation(comparison.read_run(run), 2, 0.15)}
+    assert rows["per_hour"].measured == pytest.approx(4 * 3600 / 25)
+    assert rows["updates_per_hour"].measured == pytest.approx(3600 / 25)
+    assert rows["waiting"].measured == pytest.approx(15.5 / 25)
+    assert (rows["staleness"].measured, rows["staleness"].ratio) == (0, None)
     for name in ("per_hour", "updates_per_hour", "waiting"):
-        assert rows[name]["ratio"] == pytest.approx(1)
+        assert rows[name].ratio == pytest.approx(1)
 
 
 def test_what_the_simulation_does_not_know_of_fails_the_check(
@@ -72,9 +75,9 @@ def test_what_the_simulation_does_not_know_of_fails_the_check(
 
 def test_one_run_can_be_predicted_from_the_times_of_another(tmp_path: Path) -> None:
     sync = a_synchronous_run(tmp_path / "sync")
-    run = measured.read_run(sync)
+    run = comparison.read_run(sync)
     off = replace(run.settings, mode="one_step_off")
-    found, _ = measured.compare_with_simulation(measured.with_times_from(replace(run, settings=off), run), 1, 0.15)
+    found = comparison.compare_with_simulation(comparison.with_times_from(replace(run, settings=off), run), 1, 0.15)
     # 16 s of episodes hide 8 s of training; a second of weights, after which both begin, comes on top.
     assert {row.name: row.simulated for row in found}["updates_per_hour"] == pytest.approx(3600 / 17)
     assert simulate_cluster.main(["check", str(sync), "--from", str(sync), "--seeds", "1"]) == 0
@@ -92,11 +95,11 @@ def test_groups_keep_their_fates(tmp_path: Path) -> None:
         for index, reward in enumerate(rewards):
             write_episode(log, ticket, index, timed, 2, reward=reward, reason=reason)
     log.close()
-    found = measured.read_run(run)
+    found = comparison.read_run(run)
     faults = [group.drop_reason for group in found.workload.groups]
     assert faults == [None] * 10 + ["all_failed", "zero_variance", None, None]
     assert found.workload.groups[10].episodes[0].reset == pytest.approx(1.0)
-    assert found.figures == measured.read_run(a_synchronous_run(tmp_path / "same")).figures
+    assert found.figures == comparison.read_run(a_synchronous_run(tmp_path / "same")).figures
     assert [(c.sync, c.pause, c.other) for c in found.cycles] == [pytest.approx((1.0, 0.5, 0.5))] * 4
     assert [c.seconds_per_token for c in found.cycles] == pytest.approx([8 / (4 * 3 * (5 + 3))] * 4)
 
@@ -178,7 +181,7 @@ def test_rounds_are_read_from_a_run_in_step(tmp_path: Path) -> None:
         begun = one.line["finished_at"] - one.line["seconds"]
         assert one.reset == pytest.approx(4.0)
         assert np.subtract(one.request_starts, begun) == pytest.approx([4.0, 8.0])
-    rows, _ = measured.compare_with_simulation(measured.read_run(run), 1, 0.15)
+    rows = comparison.compare_with_simulation(comparison.read_run(run), 1, 0.15)
     assert all(row.agrees for row in rows)
 
 
@@ -215,13 +218,13 @@ def test_a_run_that_was_simulated_is_read_and_simulated_alike(
     given = SimulationSettings(mode, 4, 8, engines=1, updates=6, stepping=stepping, serial=0.3, overlap=0.6)
     cycles = [UpdateTimes(0.001, 0.5, 0.4, 0.3)]
     result = traced(monkeypatch, tmp_path / "run", given, Uneven(), cycles, seed=100)
-    run = measured.read_run(tmp_path / "run")
+    run = comparison.read_run(tmp_path / "run")
     for name in ("per_hour", "updates_per_hour", "staleness", "waiting"):
         assert getattr(run.figures, name) == pytest.approx(getattr(result, name), rel=0.002)
     assert run.settings.serial == pytest.approx(0.3, abs=0.15)
     if mode != "sync":  # else nobody generates while the trainer trains
         assert run.settings.overlap == pytest.approx(0.6, abs=0.1)
-    rows, _ = measured.compare_with_simulation(run, 3, off)
+    rows = comparison.compare_with_simulation(run, 3, off)
     assert all(row.agrees for row in rows), rows
 
 
@@ -240,7 +243,7 @@ def test_runs_that_cannot_be_simulated_are_refused_in_one_line(
     lines = [update(n + 1, 100.0 + n, wait=0.1, train=0.1, sync=0.1, pause=0.1) for n in range(updates)]
     write_run(tmp_path / "run", lines, config)
     with pytest.raises(ValueError, match=message):
-        measured.read_run(tmp_path / "run")
+        comparison.read_run(tmp_path / "run")
     assert simulate_cluster.main(["check", str(tmp_path / "run")]) == 2
     assert simulate_cluster.main(["check", str(tmp_path / "missing")]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -250,19 +253,12 @@ def test_runs_that_cannot_be_simulated_are_refused_in_one_line(
 
 # -- predictions -----------------------------------------------------------------------------------
 
-TINY = {"gpus": 3, "batch": 8, "agents": 16}
-
-
-@pytest.fixture(scope="module")
-def tiny() -> report.ScalingReport:
-    """One node and two, quickly."""
-    given = inputs.with_values(inputs.SimulationInputs(), TINY)
-    return report.make_report(given, (1, 2), ({}, {"drop_zero_variance": 0}), predicted.QUICK, 0, lambda words: None)
+TINY = ("gpus=3", "batch=8", "agents=16")
 
 
 def test_the_work_is_as_the_inputs_say() -> None:
-    given = inputs.SimulationInputs()
-    drawn = [predicted.RandomWorkload(given).draw(seed, np.random.default_rng(seed)) for seed in range(500)]
+    given = prediction.SimulationInputs()
+    drawn = [prediction.RandomWorkload(given).draw(seed, np.random.default_rng(seed)) for seed in range(500)]
     episodes = [episode for group in drawn for episode in group.episodes]
     steps = [step for episode in episodes for step in episode.steps]
     assert np.mean([step.response for step in steps]) == pytest.approx(given.response, rel=0.03)
@@ -272,87 +268,66 @@ def test_the_work_is_as_the_inputs_say() -> None:
     # Failures of 12.5 steps; a geometric length of 5.1 cut off at 10 has a mean of 4.5.
     assert lengths.mean() == pytest.approx(0.546 * 12.5 + 0.454 * 4.5, rel=0.06)
     assert {group.drop_reason for group in drawn} == {None, "all_succeeded", "all_failed"}
-    kept = predicted.RandomWorkload(inputs.with_values(given, {"drop_zero_variance": 0}))
+    kept = prediction.RandomWorkload(prediction.with_values(given, {"drop_zero_variance": 0}))
     assert {kept.draw(seed, np.random.default_rng(seed)).drop_reason for seed in range(50)} == {None}
 
 
 def test_the_speed_of_a_simulation_comes_from_the_cost_model() -> None:
-    published, path = inputs.SimulationInputs(), str(PAGE.parents[1] / "configs" / "8b_1node.yaml")
-    found = inputs.from_cost_model(published, parse_config(path, []), CARDS["H100"])
+    published, path = prediction.SimulationInputs(), str(PAGE.parents[1] / "configs" / "8b_1node.yaml")
+    found = prediction.from_cost_model(published, parse_config(path, []), CARDS["H100"])
     for name in ("token_seconds", "prefill_tokens_per_second", "train_tokens_per_second", "weights_gb"):
         assert getattr(found, name) == pytest.approx(getattr(published, name), rel=0.25), name
     assert found.token_seconds_per_request > 0
     with pytest.raises(ValueError, match="tensor_parallel x pipeline_parallel = 2"):
-        inputs.from_cost_model(published, parse_config(path, ["rollout.tensor_parallel=2"]), CARDS["H100"])
+        prediction.from_cost_model(published, parse_config(path, ["rollout.tensor_parallel=2"]), CARDS["H100"])
 
 
 def test_sizes_follow_the_nodes_and_the_split() -> None:
-    given = inputs.SimulationInputs()
-    halves = [predicted.GpuSplit(nodes, 4 * nodes, 4 * nodes) for nodes in (8, 32)]
-    small, large = (predicted.make_settings(given, split, "async", "free", predicted.FULL) for split in halves)
+    given = prediction.SimulationInputs()
+    halves = [prediction.GpuSplit(nodes, 4 * nodes, 4 * nodes) for nodes in (8, 32)]
+    small, large = (prediction.make_settings(given, split, "async", "free", prediction.FULL) for split in halves)
     assert (small.groups_per_update, large.groups_per_update) == (16, 64)
     assert (small.groups_in_flight, large.groups_in_flight) == (5, 5)
-    assert [str(split) for split in predicted.all_splits(8, 8)] == [f"{8 * n}:{64 - 8 * n}" for n in range(7, 0, -1)]
-    lean, rich = (predicted.make_update_times(given, predicted.GpuSplit(8, 64 - gpus, gpus)) for gpus in (16, 32))
+    lean, rich = (prediction.make_update_times(given, prediction.GpuSplit(8, 64 - gpus, gpus)) for gpus in (16, 32))
     assert lean.seconds_per_token == pytest.approx(2 * rich.seconds_per_token)
     assert (lean.sync, rich.sync) == pytest.approx((3 * 17.5 / 40, 17.5 / 40))
-    turns = predicted.make_update_times(given, predicted.colocated_split(8, 8))
+    turns = prediction.make_update_times(given, prediction.colocated_split(8, 8))
     assert turns.seconds_per_token == pytest.approx(given.training_passes / (given.train_tokens_per_second * 64))
 
 
-def test_the_recommended_split_is_almost_the_fastest_and_has_engines_to_spare(tiny: report.ScalingReport) -> None:
-    for size in tiny.sizes:
-        most = max(one.result.per_hour for one in size.splits)
-        good = [one for one in size.splits if one.result.per_hour >= (1 - predicted.RECOMMENDATION_MARGIN) * most]
-        assert size.best.split.engines == max(one.split.engines for one in good)
-        assert [len(size.splits), len(size.other_modes)] == [2, 4]
-        assert all(one.result.per_hour < size.best.result.per_hour for one in size.other_modes)
-        assert all(one.result.staleness_max <= one.max_staleness for one in (*size.splits, *size.other_modes))
+def test_the_recommended_split_is_almost_the_fastest_and_has_engines_to_spare() -> None:
+    given = prediction.assign(prediction.SimulationInputs(), TINY)
+    splits = prediction.predict_splits(given, 2, prediction.QUICK)
+    assert [str(one.split) for one in splits] == ["4:2", "2:4"]
+    assert all(one.result.staleness_max <= one.max_staleness == 2 for one in splits)
+    best, most = prediction.recommended(splits), max(one.result.per_hour for one in splits)
+    good = [one for one in splits if one.result.per_hour >= (1 - prediction.RECOMMENDATION_MARGIN) * most]
+    assert best.split.engines == max(one.split.engines for one in good)
 
 
-def test_tables_go_between_the_marks_of_a_page(tiny: report.ScalingReport, tmp_path: Path) -> None:
-    text = f"before\n\n{report.BEGIN_MARKER}\nold\n{report.END_MARKER}\n\nafter\n"
-    page = report.update_page(text, tiny)
-    assert page.startswith(f"before\n\n{report.BEGIN_MARKER}\n\nRecommended: 1 nodes: ")
-    assert page.endswith(f"{report.END_MARKER}\n\nafter\n")
-    assert "old" not in page
-    assert page.count("**" + str(tiny.sizes[0].best.split) + "**") >= 1
-    assert report.update_page(page, tiny) == page
-    with pytest.raises(ValueError, match="no place for the tables"):
-        report.update_page("nothing", tiny)
-    root = xml.etree.ElementTree.fromstring(report.draw(tiny))
-    groups = [group.get("id", "") for group in root.iter("{http://www.w3.org/2000/svg}g")]
-    assert sum(name.startswith("axes_") for name in groups) == 4
-
-
-def test_the_command_predicts_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, plot, figures, given = (tmp_path / name for name in ("page.md", "plot.svg", "figures.json", "inputs.yaml"))
-    page.write_text(f"{report.BEGIN_MARKER}\n{report.END_MARKER}\n")
-    given.write_text(yaml.safe_dump(TINY))
-    words = [
-        "predict",
-        "--quick",
-        "--nodes",
-        "1",
-        "--inputs",
-        str(given),
-        "--set",
-        "browser_seconds=2",
-        "max_staleness=1",
-    ]
-    assert simulate_cluster.main([*words, "--write", str(page), "--plot", str(plot), "--json", str(figures)]) == 0
-    assert "not measured" in capsys.readouterr().out
-    found = json.loads(figures.read_text())
-    assert (found["inputs"]["browser_seconds"], found["inputs"]["max_staleness"], found["inputs"]["gpus"]) == (2, 1, 3)
-    assert "| 2:1 |" in page.read_text().replace("**", "")
-    assert plot.read_text().startswith("<svg")
+def test_the_command_predicts_and_writes_between_the_marks_of_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    before, after = f"before\n\n{prediction.BEGIN_MARKER}\n", f"{prediction.END_MARKER}\n\nafter\n"
+    page.write_text(f"{before}old\n{after}")
+    words = ["predict", "--quick", "--nodes", "1", "--set", *TINY, "browser_seconds=2", "--write", str(page)]
+    assert simulate_cluster.main(words) == 0
+    shown, text = capsys.readouterr().out, page.read_text()
+    assert "not measured" in shown
+    assert text.startswith(f"{before}\nRecommended: 1 nodes: ")
+    assert text.endswith(f"\n\n{after}")
+    assert "old" not in text
+    assert "| 2:1 |" in text.replace("**", "")
+    assert "| `browser_seconds` | 2 |" in text
+    assert text.removeprefix(before).removesuffix(after).strip() in shown
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--set", "browsers=1"], "'browsers' is none of gpus, cores"),
-        (["--set", "browser=fast"], "'browser=fast': 'fast' is no number"),
+        (["--set", "browser=fast"], "'browser=fast' is not name=value with a number"),
         (["--set", "browser"], "'browser' is not name=value"),
         (["--set", "gpus=2.5"], "gpus=2.5 is no whole number"),
         (["--set", "gpus=1"], "gpus=1 is below 2"),
@@ -361,7 +336,6 @@ def test_the_command_predicts_draws_and_writes(tmp_path: Path, capsys: pytest.Ca
         (["--set", "batch=12"], "batch=12 is no multiple of group_size=8"),
         (["--set", "success=1"], "success=1.0 is not between 0 and 1"),
         (["--set", "hard_share=0.9"], "medium_share=0.15 and hard_share=0.9 are more than all tasks"),
-        (["--inputs", "missing.yaml"], "missing.yaml"),
         (["--write", "missing.md"], "missing.md"),
     ],
 )
@@ -376,10 +350,10 @@ def test_inputs_out_of_range_are_refused_in_one_line(
 
 
 def test_the_page_shows_what_the_inputs_give() -> None:
-    text, given = PAGE.read_text(), inputs.SimulationInputs()
-    rows = ["| " + " | ".join(row) + " |" for row in report.input_rows(given)]
+    text, given = PAGE.read_text(), prediction.SimulationInputs()
+    rows = ["| " + " | ".join(row) + " |" for row in prediction.input_rows(given)]
     assert "\n".join(rows) in text, "write docs/scaling.md again: python -m tools.simulate_cluster predict --write ..."
     # One of the simulations of the page, the quickest.
-    found = predicted.predict_cluster(given, predicted.colocated_split(8, 8), "sync", "lockstep", predicted.FULL)
-    _, where, rate, *_ = report.mode_row(found, found)
+    found = prediction.predict_cluster(given, prediction.colocated_split(8, 8), "sync", "lockstep", prediction.FULL)
+    _, where, rate, *_ = prediction.mode_row(found, found)
     assert f"| `sync`, lockstep | {where} | {rate} |" in text

@@ -10,10 +10,16 @@ import yaml
 from megatron_webrl.track import summary
 from megatron_webrl.track.episodes import EpisodeLog
 from tests.tools.written_runs import Timed, update, write_episode
-from tools.cluster import rollout
-from tools.cluster.rollout import SimulatedAgent, SimulatedGroup
-from tools.cluster.simulation import Simulation, SimulationResult
-from tools.cluster.work import SimulationSettings, UpdateTimes, Workload
+from tools.cluster import simulation as module
+from tools.cluster.simulation import (
+    SimulatedAgent,
+    SimulatedGroup,
+    Simulation,
+    SimulationResult,
+    SimulationSettings,
+    UpdateTimes,
+    Workload,
+)
 
 EPOCH = 1000.0  # unix seconds at which the simulated time begins
 
@@ -109,7 +115,7 @@ def traced(
     """Simulate a run into a folder."""
     folder.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(rollout, "SimulatedAgent", TracedAgent)
+        patch.setattr(module, "SimulatedAgent", TracedAgent)
         simulation = TracedSimulation(folder, settings, workload, cycles, seed)
         result = simulation.run()
     simulation.log.close()

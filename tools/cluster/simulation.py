@@ -1,31 +1,120 @@
-"""The trainer's side of the simulation, and what comes of a simulated run.
+"""Discrete-event simulation of rollout and trainer.
 
-The loop is that of trainer/loop.py with the tickets of trainer/coordinator.py: collect, train, hand the weights over,
-close. Groups that arrive while it trains are looked at when it collects again, as in trainer/data/group_source.py.
+Rollout follows rollout/pool.py, rollout/group_run.py and rollout/stepping.py, the trainer trainer/coordinator.py and
+trainer/data/group_source.py; waits have no limits, and nothing fails.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from megatron_webrl.control.client import ticket_limit
-from tools.cluster.events import SimulatedClock
-from tools.cluster.rollout import SimulatedGroup, SimulatedRollout
-from tools.cluster.work import SimulationSettings, UpdateTimes, Workload
 
-MAX_DROPPED_GROUPS = 10_000
-"""Consecutive dropped groups after which the simulation gives an error."""
+UNLIMITED_CORES = 10**9
+MAX_DROPPED_GROUPS = 10_000  # in a row, after which the simulation gives an error
+
+Call = Callable[[], None]
+
+# -- what is simulated ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One step of an episode."""
+
+    generation: float  # seconds in an engine without other requests
+    browser: float  # seconds
+    prompt: int  # tokens
+    response: int
+    cpu: float = 0.0  # core-seconds before the browser's seconds
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeWork:
+    """The work of one episode."""
+
+    reset: float  # seconds before the first prompt
+    steps: tuple[StepWork, ...]
+    trainable: bool = True  # False: masked
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """The episodes of one ticket, and the reason for which the trainer drops the group in any case."""
+
+    episodes: tuple[EpisodeWork, ...]
+    drop_reason: str | None = None  # all_failed, masked, ...
+
+
+class Workload(Protocol):
+    """Source of groups."""
+
+    def draw(self, ticket: int, rng: np.random.Generator) -> GroupWork:
+        """The group of a ticket; `rng` belongs to the ticket."""
+        ...
+
+
+@dataclass(frozen=True)
+class RecordedWorkload:
+    """The groups of a recorded run; an unknown ticket gets a random one."""
+
+    groups: Sequence[GroupWork]
+    index_by_ticket: Mapping[int, int] = field(default_factory=dict)  # ticket -> index in `groups`
+
+    def draw(self, ticket: int, rng: np.random.Generator) -> GroupWork:
+        index = self.index_by_ticket.get(ticket)
+        return self.groups[int(rng.integers(len(self.groups))) if index is None else index]
+
+
+@dataclass(frozen=True)
+class UpdateTimes:
+    """Times of one update."""
+
+    seconds_per_token: float  # of training; per token of prompts and responses of the batch
+    sync: float  # seconds: weights to the engines
+    pause: float  # the last part of sync, in which the engines are paused
+    other: float = 0.0  # seconds from the update's record to the next wait: accounting, checkpoints
+
+
+@dataclass(frozen=True)
+class SimulationSettings:
+    """Settings of the system; docs/rollout.md explains modes and stepping."""
+
+    mode: str
+    groups_per_update: int
+    groups_in_flight: int  # per engine
+    engines: int
+    updates: int
+    max_staleness: int = 2  # for async
+    stepping: str = "free"
+    serial: float = 0.0  # fraction of a request's work that an engine does one request at a time
+    overlap: float = 1.0  # relative engine speed while the trainer trains; below 1 if they share processors
+    nodes: int = 1
+    cores: int = UNLIMITED_CORES  # per node, for browsers
+    warmup_updates: int = 1  # first updates, left out of all figures
+
+    @property
+    def staleness(self) -> int:
+        """Maximum staleness, in versions, of the oldest token of a trained group."""
+        return {"async": self.max_staleness, "one_step_off": 1, "sync": 0}[self.mode]
+
+    @property
+    def updates_ahead(self) -> int:
+        """Updates whose groups may start early while groups are collected."""
+        return self.max_staleness if self.mode == "async" else 0
 
 
 @dataclass(frozen=True)
 class SimulationResult:
     """Figures of a simulated run. Rates and fractions refer to the time after the warm-up updates."""
 
-    seconds: float
     per_hour: float  # trained trajectories
     updates_per_hour: float
     staleness: float  # versions, mean over trained trajectories
@@ -41,7 +130,351 @@ class SimulationResult:
     waiting_episodes: int  # ended, not yet trained or dropped
     running_episodes: int
     started_episodes: int
-    update_end_seconds: tuple[float, ...] = field(repr=False)  # end of each update
+
+
+# -- time and servers ----------------------------------------------------------------------------
+
+
+class SimulatedClock:
+    """Executes calls in the order of their times; calls at the same time in the order of their requests."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds
+        self._calls: list[tuple[float, int, Call]] = []
+        self._count = 0
+
+    def call_at(self, time: float, call: Call) -> None:
+        heapq.heappush(self._calls, (time, self._count, call))
+        self._count += 1
+
+    def call_later(self, seconds: float, call: Call) -> None:
+        self.call_at(self.now + seconds, call)
+
+    def run_until(self, ended: Callable[[], bool]) -> None:
+        """Advance time until `ended()` is true. Raises RuntimeError if no call is left before."""
+        while not ended():
+            if not self._calls:
+                raise RuntimeError(f"deadlock at {self.now:.3f} s: no event is scheduled")
+            self.now, _, call = heapq.heappop(self._calls)
+            call()
+
+
+@dataclass(slots=True)
+class ServerJob:
+    """A job at a server."""
+
+    end: float  # in units of the server's progress
+    done: Call | None  # None once it has ended or was cancelled
+
+    def __lt__(self, other: ServerJob) -> bool:
+        return self.end < other.end
+
+
+class ProcessorSharingServer:
+    """Processor sharing: all jobs run at the same rate, which depends on their number.
+
+    Progress is the work done for a job that was present from the beginning. A job that starts at progress p ends at
+    p + its work, so that an arrival or a departure changes the rate of all jobs in O(log n).
+    """
+
+    def __init__(self, clock: SimulatedClock, rate: Callable[[int], float]) -> None:
+        """`rate`: work per second of each of n concurrent jobs."""
+        self.count = 0
+        self.busy_seconds = self.job_seconds = self.work_done = 0.0  # seconds with a job; job-seconds; work done
+        self._clock, self._rate = clock, rate
+        self._jobs: list[ServerJob] = []
+        self._progress, self._since, self._speed = 0.0, 0.0, 1.0
+        self._planned = 0  # number of the latest plan; earlier ones are void
+
+    def submit(self, work: float, done: Call) -> ServerJob:
+        """Start a job; `done` is called at its end."""
+        self.update_totals()
+        job = ServerJob(self._progress + work, done)
+        heapq.heappush(self._jobs, job)
+        self.count += 1
+        self._plan()
+        return job
+
+    def cancel(self, job: ServerJob) -> None:
+        """Remove a job before its end; does nothing if it has ended."""
+        if job.done is not None:
+            self.update_totals()
+            job.done = None
+            self.count -= 1
+            self._plan()
+
+    def set_speed(self, speed: float) -> None:
+        """Scale the rate of all jobs by `speed` from this moment on; 0 stops the server."""
+        self.update_totals()
+        self._speed = speed
+        self._plan()
+
+    def update_totals(self) -> None:
+        """Update the totals to this moment."""
+        passed = self._clock.now - self._since
+        self._since = self._clock.now
+        if self.count and passed:
+            done = passed * self._speed * self._rate(self.count)
+            self._progress += done
+            self.busy_seconds += passed
+            self.job_seconds += passed * self.count
+            self.work_done += done * self.count
+
+    def _plan(self) -> None:
+        self._planned += 1
+        while self._jobs and self._jobs[0].done is None:
+            heapq.heappop(self._jobs)
+        if self._jobs and self._speed:
+            seconds = (self._jobs[0].end - self._progress) / (self._speed * self._rate(self.count))
+            self._clock.call_later(max(0.0, seconds), partial(self._finish, self._planned))
+
+    def _finish(self, plan: int) -> None:
+        if plan != self._planned:
+            return
+        self.update_totals()
+        self._progress = max(self._progress, self._jobs[0].end)  # rounding must not leave a remainder
+        ended: list[Call] = []
+        while self._jobs and self._jobs[0].end <= self._progress:
+            job = heapq.heappop(self._jobs)
+            if job.done is not None:
+                ended.append(job.done)
+                job.done = None
+        self.count -= len(ended)
+        self._plan()
+        for call in ended:
+            call()
+
+
+def engine_rate(serial: float) -> Callable[[int], float]:
+    """Work per second of each of n requests of an engine: 1 for a single request, 1 / (1 + (n - 1) serial) for n.
+
+    An iteration of the engine takes the same time for one request as for many, except for the serial fraction, which
+    it repeats for each of them: prefill, and a little of every token.
+    """
+    return lambda count: 1 / (1 + (count - 1) * serial)
+
+
+def core_rate(cores: int) -> Callable[[int], float]:
+    """CPU seconds per second of each of n runnable processes."""
+    return lambda count: 1.0 if count <= cores else cores / count
+
+
+# -- rollout -------------------------------------------------------------------------------------
+
+
+class SimulatedRounds:
+    """Lockstep: all agents of a worker generate, then all act (docs/rollout.md, Stepping). Free: none waits."""
+
+    def __init__(self, free: bool) -> None:
+        self._free = free
+        self._members: dict[SimulatedAgent, None] = {}
+        self._round: dict[SimulatedAgent, None] = {}  # agents that still generate
+        self._entering: dict[SimulatedAgent, Call] = {}
+        self._leaving: dict[SimulatedAgent, Call] = {}
+
+    def join(self, agent: SimulatedAgent) -> None:
+        self._members[agent] = None
+
+    def enter(self, agent: SimulatedAgent, call: Call) -> None:
+        """Generate: in the next round."""
+        if self._free:
+            return call()
+        self._entering[agent] = call
+        self._advance()
+
+    def leave(self, agent: SimulatedAgent, call: Call) -> None:
+        """Act: when all agents of the round have generated."""
+        if self._free:
+            return call()
+        self._round.pop(agent, None)
+        self._leaving[agent] = call
+        self._advance()
+
+    def quit(self, agent: SimulatedAgent) -> None:
+        for agents in (self._members, self._round, self._entering, self._leaving):
+            agents.pop(agent, None)
+        self._advance()
+
+    def _advance(self) -> None:
+        if self._round:
+            return
+        acting, self._leaving = list(self._leaving.values()), {}
+        for call in acting:
+            call()
+        if self._entering and len(self._entering) == len(self._members):
+            generating, self._entering = self._entering, {}
+            self._round = dict.fromkeys(generating)
+            for call in generating.values():
+                call()
+
+
+class SimulatedWorker:
+    """One engine, its running groups, and the cores of its node."""
+
+    def __init__(self, clock: SimulatedClock, settings: SimulationSettings, cores: ProcessorSharingServer) -> None:
+        self.engine = ProcessorSharingServer(clock, engine_rate(settings.serial))
+        self.cores = cores
+        self.groups: dict[SimulatedGroup, None] = {}
+        self.stepping = SimulatedRounds(settings.stepping == "free")
+
+
+class SimulatedAgent:
+    """One running episode: reset, then generate and act until its last step."""
+
+    __slots__ = ("_job", "_step", "_worker", "ended", "group", "oldest_version", "response_tokens", "work")
+
+    def __init__(self, group: SimulatedGroup, work: EpisodeWork, worker: SimulatedWorker) -> None:
+        self.group, self.work, self._worker = group, work, worker
+        self.oldest_version: int | None = None
+        self.response_tokens = 0
+        self.ended = False
+        self._step = 0
+        self._job: tuple[ProcessorSharingServer, ServerJob] | None = None
+
+    def start(self) -> None:
+        """Join the stepping and reset the page."""
+        self._worker.stepping.join(self)
+        self.group.rollout.clock.call_later(self.work.reset, self._next)
+
+    def abort(self) -> None:
+        """End the episode now."""
+        if not self.ended:
+            if self._job is not None:
+                server, job = self._job
+                server.cancel(job)
+            self._end()
+
+    def _next(self) -> None:
+        if self.ended:
+            return
+        if self._step == len(self.work.steps):
+            self._end()
+        else:
+            self._worker.stepping.enter(self, self._generate)
+
+    def _generate(self) -> None:
+        version = self.group.rollout.version
+        step = self.work.steps[self._step]
+        self._job = self._worker.engine, self._worker.engine.submit(step.generation, lambda: self._generated(version))
+
+    def _generated(self, version: int) -> None:
+        self._job = None
+        self.oldest_version = version if self.oldest_version is None else min(self.oldest_version, version)
+        self.response_tokens += self.work.steps[self._step].response
+        self._worker.stepping.leave(self, self._act)
+
+    def _act(self) -> None:
+        cpu = self.work.steps[self._step].cpu
+        if cpu:
+            self._job = self._worker.cores, self._worker.cores.submit(cpu, self._wait)
+        else:
+            self._wait()
+
+    def _wait(self) -> None:
+        self._job = None
+        browser, self._step = self.work.steps[self._step].browser, self._step + 1
+        self.group.rollout.clock.call_later(browser, self._next)
+
+    def _end(self) -> None:
+        self.ended = True
+        self._worker.stepping.quit(self)
+        self.group.episode_ended()
+
+
+class SimulatedGroup:
+    """The episodes of a ticket, until the trainer closes them."""
+
+    def __init__(self, rollout: SimulatedRollout, work: GroupWork, worker: SimulatedWorker) -> None:
+        self.rollout, self.work, self.worker = rollout, work, worker
+        self.aborted = False
+        self.agents = [SimulatedAgent(self, episode, worker) for episode in work.episodes]
+        self.running = len(self.agents)  # episodes
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest policy version among the responses of trainable episodes."""
+        return min(
+            (a.oldest_version for a in self.agents if a.oldest_version is not None and a.work.trainable), default=None
+        )
+
+    def abort(self) -> None:
+        """End all episodes now."""
+        self.aborted = True
+        for agent in self.agents:
+            agent.abort()
+
+    def episode_ended(self) -> None:
+        """Count an ended episode; the last one sends the group to the trainer."""
+        self.running -= 1
+        if not self.running:
+            del self.worker.groups[self]
+            self.rollout.group_ended(self)
+
+
+class SimulatedRollout:
+    """All workers. They claim tickets up to the limit that the trainer sets."""
+
+    def __init__(
+        self, clock: SimulatedClock, settings: SimulationSettings, workload: Workload, seed: int,
+        arrived: Callable[[SimulatedGroup], None],
+    ) -> None:  # fmt: skip
+        """`arrived` is called with every finished group."""
+        self.clock, self.version = clock, 0
+        self.started_episodes = 0
+        self._settings, self._workload, self._seed, self._arrived = settings, workload, seed, arrived
+        self._rng = np.random.default_rng(seed)
+        nodes = [ProcessorSharingServer(clock, core_rate(settings.cores)) for _ in range(settings.nodes)]
+        share = -(-settings.engines // settings.nodes)
+        self.workers = [SimulatedWorker(clock, settings, nodes[n // share]) for n in range(settings.engines)]
+        self._claimed = self._limit = 0
+
+    def set_ticket_limit(self, limit: int) -> None:
+        """Set the total number of tickets that workers may claim."""
+        self._limit = limit
+        self._claim_tickets()
+
+    def abort_stale_groups(self, version: int) -> None:
+        """Abort the groups that weights of this version make too stale."""
+        for worker in self.workers:
+            for group in list(worker.groups):
+                oldest = group.oldest_version
+                if oldest is not None and version - oldest > self._settings.staleness:
+                    group.abort()
+
+    def set_speed(self, speed: float) -> None:
+        """Relative speed of all engines."""
+        for worker in self.workers:
+            worker.engine.set_speed(speed)
+
+    def group_ended(self, group: SimulatedGroup) -> None:
+        """Hand over a finished group and start new ones in its place."""
+        self._arrived(group)
+        self._claim_tickets()
+
+    def _claim_tickets(self) -> None:
+        """Let the workers claim tickets in random order, each at most its share of the free ones."""
+        while self._claimed < self._limit:
+            room = [w for w in self.workers if len(w.groups) < self._settings.groups_in_flight]
+            if not room:
+                return
+            for number in self._rng.permutation(len(room)):
+                worker = room[number]
+                share = -(-(self._limit - self._claimed) // len(self.workers))
+                for _ in range(min(share, self._settings.groups_in_flight - len(worker.groups))):
+                    self._start_group(worker)
+
+    def _start_group(self, worker: SimulatedWorker) -> None:
+        # A ticket stands for the same work in every system, so that all systems are compared on equal work.
+        work = self._workload.draw(self._claimed, np.random.default_rng((self._seed, self._claimed)))
+        self._claimed += 1
+        group = SimulatedGroup(self, work, worker)
+        self.started_episodes += len(group.agents)
+        worker.groups[group] = None
+        for agent in group.agents:
+            agent.start()
+
+
+# -- trainer -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -83,13 +516,13 @@ class Simulation:
         self._tokens = Counter[bool]()  # response tokens by: trained?
         self._lag_max = 0
         self._totals, self._warmup_totals = _Totals(), _Totals()
-        self._update_ends: list[float] = []
+        self._updates = 0
 
     def run(self) -> SimulationResult:
         """Simulate to the end and return the figures."""
         self._raise_limit(self._settings.updates_ahead)
         self._collect()
-        self._clock.run_until(lambda: len(self._update_ends) >= self._settings.updates)
+        self._clock.run_until(lambda: self._updates >= self._settings.updates)
         return self._result()
 
     # -- groups ------------------------------------------------------------------------------------
@@ -157,7 +590,7 @@ class Simulation:
         train = tokens * cycle.seconds_per_token
 
         def trained() -> None:
-            self._rollout.set_training(False)
+            self._rollout.set_speed(1.0)
             self._totals.train += train
             self._version += 1
             if self._settings.mode == "one_step_off":
@@ -166,7 +599,7 @@ class Simulation:
                 self._sync(cycle, lambda: self._record(batch, cycle))
 
         def begin() -> None:
-            self._rollout.set_training(True)
+            self._rollout.set_speed(self._settings.overlap)
             self._clock.call_later(train, trained)
 
         def weights_sent() -> None:
@@ -183,18 +616,19 @@ class Simulation:
 
     def _sync(self, cycle: UpdateTimes, done: Callable[[], None]) -> None:
         self._published = self._version
-        self._rollout.announce_weights(self._version)
+        self._rollout.abort_stale_groups(self._version)
 
         def end() -> None:
             self._totals.sync += cycle.sync
-            self._rollout.resume(self._version)
+            self._rollout.version = self._version
+            self._rollout.set_speed(1.0)
             done()
 
-        self._clock.call_later(cycle.sync - cycle.pause, self._rollout.pause)
+        self._clock.call_later(cycle.sync - cycle.pause, partial(self._rollout.set_speed, 0.0))
         self._clock.call_later(cycle.sync, end)
 
     def _record(self, batch: list[SimulatedGroup], cycle: UpdateTimes) -> None:
-        self._update_ends.append(self._clock.now)
+        self._updates += 1
         for group in batch:
             for agent in group.agents:
                 self._close(agent.work.trainable, agent.oldest_version, agent.response_tokens)
@@ -235,7 +669,6 @@ class Simulation:
         running = [group for worker in self._rollout.workers for group in worker.groups]
         running_episodes = sum(group.running for group in running)
         return SimulationResult(
-            seconds=seconds,
             per_hour=3600 * counted.trajectories / seconds,
             updates_per_hour=3600 * (self._settings.updates - self._settings.warmup_updates) / seconds,
             staleness=counted.lags / max(1, counted.trajectories),
@@ -251,7 +684,6 @@ class Simulation:
             waiting_episodes=sum(len(g.agents) for g in [*waiting, *running]) - running_episodes,
             running_episodes=running_episodes,
             started_episodes=self._rollout.started_episodes,
-            update_end_seconds=tuple(self._update_ends),
         )
 
 

@@ -35,7 +35,7 @@ class EpisodeTimeline:
 
 @dataclass(frozen=True)
 class EngineFit:
-    """Parameters that fit the requests of a run best; see SimulationSettings in tools/cluster/work.py."""
+    """Parameters that fit the requests of a run best; see SimulationSettings."""
 
     serial: float
     overlap: float

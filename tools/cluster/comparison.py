@@ -15,8 +15,15 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.track import episodes, summary
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 from tools.cluster import timeline
-from tools.cluster.simulation import SimulationResult, simulate
-from tools.cluster.work import EpisodeWork, GroupWork, RecordedWorkload, SimulationSettings, StepWork, UpdateTimes
+from tools.cluster.simulation import (
+    EpisodeWork,
+    GroupWork,
+    RecordedWorkload,
+    SimulationSettings,
+    StepWork,
+    UpdateTimes,
+    simulate,
+)
 
 WARMUP_UPDATES = 1  # the first update waits for engines and pages to start
 ZERO_VARIANCE_DISPOSITIONS = ("all_failed", "all_succeeded", "zero_variance")
@@ -99,7 +106,7 @@ def _check_run(folder: Path, config: Config, updates: Sequence[Update], lines: S
             f"run at least {WARMUP_UPDATES + 1}"
         )
     if not any(line["disposition"] == episodes.TRAINED for line in lines):
-        raise ValueError(f"{folder} has no trained episodes in {episodes.FILE}: it was made by an older version")
+        raise ValueError(f"{folder} has no trained episodes in {episodes.FILE}")
 
 
 def _spans(config: Config, updates: Sequence[Update]) -> tuple[list[timeline.TimeSpan], list[timeline.TimeSpan]]:
@@ -210,9 +217,7 @@ def with_times_from(run: MeasuredRun, other: MeasuredRun) -> MeasuredRun:
     )
 
 
-def compare_with_simulation(
-    run: MeasuredRun, seeds: int, tolerance: float
-) -> tuple[list[FigureComparison], list[SimulationResult]]:
+def compare_with_simulation(run: MeasuredRun, seeds: int, tolerance: float) -> list[FigureComparison]:
     """Simulate a run with `seeds` seeds and compare the mean figures; `tolerance` is relative."""
     results = [simulate(run.settings, run.workload, run.cycles, seed) for seed in range(seeds)]
     rows = []
@@ -221,4 +226,4 @@ def compare_with_simulation(
         simulated = fmean(values)
         agrees = abs(simulated - measured) <= max(tolerance * measured, ABSOLUTE_TOLERANCE.get(name, 0.0))
         rows.append(FigureComparison(name, measured, simulated, pstdev(values), agrees))
-    return rows, results
+    return rows
