@@ -95,7 +95,7 @@ format: $(INSTALLED) ## let ruff put the code in shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED) ## write the generated pages of docs/, and its drawings of the architecture and of a plan
+docs: $(INSTALLED) ## write the generated pages of docs/
 	$(BIN)/python -m tools.documentation
 
 docs-site: $(INSTALLED) ## build the documentation site in build/site, with all releases; a warning is an error

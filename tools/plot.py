@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMNS = 2
+WINDOW = 5  # points of a moving average
 WIDTH, HEIGHT = 5.0, 3.8  # inches of one plot
 BLUE, GREY, ORANGE, GREEN = "#2a6f97", "#a0a0a0", "#d1803a", "#58944f"
 BLACK, LIGHT_GREY, DARK_GREY = "#222222", "#dddddd", "#666666"
@@ -66,3 +67,12 @@ def add_titles(axes: Axes, title: str, subtitle: str, x_label: str = "", y_label
 def add_legend(axes: Axes, columns: int = 2) -> None:
     """A legend below the plot, where it covers no data."""
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=columns, borderaxespad=0, fontsize=8)
+
+
+def moving_average(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Each point with the mean of its value and up to WINDOW - 1 earlier ones."""
+    averaged = []
+    for number, (x, _) in enumerate(points):
+        recent = [value for _, value in points[max(0, number + 1 - WINDOW) : number + 1]]
+        averaged.append((x, sum(recent) / len(recent)))
+    return averaged

@@ -1,1 +1,1 @@
-"""Writes the generated files of docs/: reference pages from the code, drawings from the objects that they show."""
+"""Writes the generated pages of docs/ from the code."""

@@ -15,7 +15,6 @@ def main() -> None:
     folder: Path = parser.parse_args().folder
     for name, make in FILES.items():
         path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(make())
         print(path)
 

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.documentation import (
-    architecture_drawing,
-    command_page,
-    configuration_page,
-    http_page,
-    plan_drawing,
-)
+from tools.documentation import command_page, configuration_page, http_page
 
 PAGES = Path(__file__).parents[2] / "docs"
 FILES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration_page.page,
     "commands.md": command_page.page,
     "http_api.md": http_page.page,
-    "images/architecture.svg": architecture_drawing.svg,
-    "images/plan.svg": plan_drawing.svg,
 }
