@@ -11,7 +11,7 @@ control service, which live as long as the job, must not grow by more than a ten
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import random
 import signal
 import statistics
@@ -19,15 +19,12 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from tests.finished_runs import run_problems
 from tests.launch.whole_jobs import Job, assert_nothing_left
@@ -40,6 +37,7 @@ RECOVERY_SECONDS = 300.0  # for the next update after a fault
 ZOMBIE_SECONDS = 60.0
 OPEN_AT_END = 8  # tickets in flight
 LARGEST_GROWTH = 1.1
+ROLES = ("control", "trainer-0", "rollout-0")
 LASTING = ("launcher", "control")  # control: of one life, unless it was killed
 SETTINGS = (
     "trainer.updates=1000000", "trainer.checkpoint.every=5", "run.worker_restarts_per_hour=1000",
@@ -47,20 +45,18 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@dataclass
 class Soak:
     """A running job, its faults, and samples of its processes."""
 
-    job: Job
-    chance: random.Random
-    faults: Counter[str] = field(default_factory=Counter)
-    recovery_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    samples: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))  # files, MiB by role
-    zombies: dict[int, float] = field(default_factory=dict)  # since when, by pid
-    problems: list[str] = field(default_factory=list)
+    def __init__(self, job: Job, chance: random.Random) -> None:
+        self.job, self.chance = job, chance
+        self.faults = Counter[str]()
+        self.recovery_seconds = defaultdict[str, list[float]](list)
+        self.samples = defaultdict[str, list[tuple[int, int]]](list)  # files, MiB by role
+        self.zombies: dict[psutil.Process, float] = {}  # since when
 
-    def run(self, seconds: float, every: float, show: Callable[[float, str], None]) -> None:
-        """Inject faults for a while. Each is followed by an update within RECOVERY_SECONDS."""
+    def run(self, seconds: float, every: float) -> None:
+        """Inject faults for a while, then end the job as Ctrl-C does. Raises AssertionError."""
         self.job.until(self.job.updates, "a first update", 600)
         started = time.monotonic()
         next_fault = started + every / 2
@@ -69,10 +65,20 @@ class Soak:
             if now >= next_fault:
                 next_fault += every
                 self._inject()
-            show((now - started) / seconds, f"{len(self.job.updates())} updates, {self.faults.total()} faults")
+                print(f"{now - started:.0f} s: {len(self.job.updates())} updates, {dict(self.faults)}", flush=True)
             time.sleep(SAMPLE_SECONDS)
+        assert self.job.process is not None
+        self.job.process.send_signal(signal.SIGINT)
+        assert self.job.wait(RECOVERY_SECONDS) == 130, self.job.output()[-4000:]
+        found = run_problems(self.job.run_folder, len(self.job.updates()), OPEN_AT_END)
+        assert found in ([], ["the outcome is stopped"]), found
+        assert_nothing_left(self.job)
+        for name in LASTING:
+            growth = growth_problems(name, self.samples[name])
+            assert not growth, growth
 
     def _inject(self) -> None:
+        """A fault, which an update follows within RECOVERY_SECONDS."""
         name, inject = self.chance.choice(list(FAULTS.items()))
         made, began = len(self.job.updates()), time.monotonic()
         try:
@@ -91,31 +97,9 @@ class Soak:
             with suppress(psutil.Error):
                 if process is not None:
                     self.samples[name].append((process.num_fds(), process.memory_info().rss // 2**20))
-        waiting = {p.pid: p for p in launcher.children(recursive=True) if _is_zombie(p)}
-        self.zombies = {pid: self.zombies.get(pid, time.monotonic()) for pid in waiting}
-        for pid, since in self.zombies.items():
-            if time.monotonic() - since > ZOMBIE_SECONDS:
-                self.zombies[pid] = math.inf  # reported once
-                with suppress(psutil.Error):
-                    parent, name = waiting[pid].parent(), waiting[pid].name()
-                    owner = " ".join(parent.cmdline()[:6]) if parent is not None else "nobody"
-                    self.problems.append(f"{name} ({pid}), a child of {owner}, is a zombie for {ZOMBIE_SECONDS:.0f} s")
-
-    def finish(self) -> None:
-        """End the job as Ctrl-C does, and check what it leaves."""
-        assert self.job.process is not None
-        self.job.process.send_signal(signal.SIGINT)
-        if (code := self.job.wait(RECOVERY_SECONDS)) != 130:
-            self.problems.append(f"the job exited with code {code}:\n{self.job.output()[-4000:]}")
-            return
-        found = run_problems(self.job.run_folder, len(self.job.updates()), OPEN_AT_END)
-        self.problems += [problem for problem in found if problem != "the outcome is stopped"]
-        try:
-            assert_nothing_left(self.job)
-        except AssertionError as error:
-            self.problems.append(f"the job left something: {error}")
-        for name in LASTING:
-            self.problems += growth_problems(name, self.samples[name])
+        now, zombies = time.monotonic(), [p for p in launcher.children(recursive=True) if _is_zombie(p)]
+        self.zombies = {process: self.zombies.get(process, now) for process in zombies}
+        assert now - min(self.zombies.values(), default=now) < ZOMBIE_SECONDS, f"zombies: {zombies}"
 
     def figures(self) -> dict[str, Any]:
         """What was measured."""
@@ -161,15 +145,13 @@ def _role(job: Job, name: str) -> psutil.Process:
     return process
 
 
-def _below(job: Job, role: str, word: str) -> list[psutil.Process]:
-    found = [p for p in _role(job, role).children(recursive=True) if word in " ".join([p.name(), *p.cmdline()])]
+def _kill_below(job: Job, word: str) -> None:
+    """Kill the processes of the worker whose name or command has a word."""
+    below = _role(job, "rollout-0").children(recursive=True)
+    found = [process for process in below if word in " ".join([process.name(), *process.cmdline()])]
     if not found:
         raise LookupError(word)
-    return found
-
-
-def _kill(processes: Sequence[psutil.Process]) -> None:
-    for process in processes:
+    for process in found:
         process.kill()
 
 
@@ -181,12 +163,11 @@ def _stop(process: psutil.Process) -> None:
         process.resume()
 
 
-ROLES = ("control", "trainer-0", "rollout-0")
 FAULTS: dict[str, Callable[[Job], None]] = {
     "kill the trainer": lambda job: _role(job, "trainer-0").kill(),
     "kill the worker": lambda job: _role(job, "rollout-0").kill(),
-    "kill the engine": lambda job: _below(job, "rollout-0", "EngineCore")[0].kill(),
-    "kill all browsers": lambda job: _kill(_below(job, "rollout-0", "chrom")),
+    "kill the engine": lambda job: _kill_below(job, "EngineCore"),
+    "kill all browsers": lambda job: _kill_below(job, "chrom"),
     "kill the control service": lambda job: _role(job, "control").kill(),
     "stop the trainer": lambda job: _stop(_role(job, "trainer-0")),
     "stop the worker": lambda job: _stop(_role(job, "rollout-0")),
@@ -197,14 +178,14 @@ FAULTS: dict[str, Callable[[Job], None]] = {
 def main() -> int:
     """Run the soak; returns 0 if all goals hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    minutes = bounded_number(float, 0, exclusive=True)
-    parser.add_argument("--minutes", type=minutes, default=180.0, metavar="N", help="length (default: 180)")
-    parser.add_argument("--every", type=minutes, default=120.0, metavar="SECONDS", help="between faults (default: 120)")
+    positive = bounded_number(float, 0, exclusive=True)
+    parser.add_argument("--minutes", type=positive, default=180.0, metavar="N", help="length (default: 180)")
+    parser.add_argument("--every", type=positive, default=120.0, metavar="SECONDS", help="between faults")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults (default: 0)")
     parser.add_argument("--folder", type=Path, help="keep the run here (default: a temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args()
-    console = Console()
+    problem = ""
     with tempfile.TemporaryDirectory(prefix="webrl-soak-") as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,24 +193,15 @@ def main() -> int:
         soak = Soak(job, random.Random(options.seed))
         try:
             job.start(*SETTINGS)
-            with Progress(*Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[now]}"),
-                          console=console) as bar:  # fmt: skip
-                task = bar.add_task("soak", total=1.0, now="starting")
-                soak.run(
-                    options.minutes * 60, options.every, lambda share, now: bar.update(task, completed=share, now=now)
-                )
-            soak.finish()
-        except AssertionError as error:  # of a wait: the job ended, or stood still
-            soak.problems.append(str(error))
+            soak.run(options.minutes * 60, options.every)
+        except AssertionError as error:
+            problem = str(error)
         finally:
             job.close()
         figures = soak.figures() if (job.run_folder / "summary.json").is_file() else {}
-    for name, value in figures.items():
-        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
-    for problem in soak.problems:
-        console.print(f"FAILED: {problem}", markup=False, soft_wrap=True)
-    write_json(options.json, {"figures": figures, "problems": soak.problems})
-    return 1 if soak.problems else 0
+    write_json(options.json, figures | {"problem": problem})
+    print(json.dumps(figures, indent=1), f"FAILED: {problem}" if problem else "passed", sep="\n")
+    return 1 if problem else 0
 
 
 if __name__ == "__main__":

@@ -99,8 +99,6 @@ def test_the_process_answers_and_dies_with_its_parent(tmp_path: Path):
     [
         (["--oracle", "no.such:thing"], "--oracle=no.such:thing is not module:factory"),
         (["--faults", "hangs=1"], "unknown kind hangs"),
-        (["--prompts", "/nowhere"], "/nowhere is not a folder"),
-        (["--key-variable", "WEBRL_NO_SUCH_KEY"], "WEBRL_NO_SUCH_KEY is not set"),
     ],
 )
 def test_invalid_options_end_the_process_with_one_line(

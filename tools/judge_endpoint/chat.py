@@ -97,7 +97,7 @@ class QuestionReader:
                 for form in FORMS.values():
                     if system == files.system_message(stage, form, mode):
                         return files, stage, form.name, mode
-        raise NotAQuestion("the system message is of no prompt file; start the endpoint with the judge's --prompts")
+        raise NotAQuestion("the system message is of no prompt file of configs/judge")
 
 
 def right_reply(question: ChatQuestion, decision: bool, reason: str = REASON) -> str:

@@ -42,7 +42,6 @@ class EndpointOptions:
     schemas: bool = True  # without: response_format is refused with status 400
     echo: bool = False  # quote all data of a question in the reason, as a gullible model does
     key: str = ""  # required bearer token; empty: none
-    prompts: str = "configs/judge"
 
 
 class Endpoint:
@@ -50,7 +49,7 @@ class Endpoint:
 
     def __init__(self, options: EndpointOptions) -> None:
         """Raises ConfigError for missing prompt files."""
-        self._options, self._reader = options, QuestionReader(options.prompts)
+        self._options, self._reader = options, QuestionReader("configs/judge")
         self.plan = FaultPlan(options.faults, options.seed)
         self.requests, self.replies, self.in_flight, self.most_in_flight = 0, Counter[str](), 0, 0
         self._released = asyncio.Event()
@@ -136,18 +135,15 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def serve_endpoint(
-    options: EndpointOptions, host: str = "127.0.0.1", port: int = 0
-) -> AsyncIterator[tuple[str, Endpoint]]:
-    """Serve in this process; yields the URL for judge.verdict.url, and the endpoint. Raises ConfigError, OSError."""
+async def serve_endpoint(options: EndpointOptions, port: int = 0) -> AsyncIterator[tuple[str, Endpoint]]:
+    """Serve on loopback; yields the URL for judge.verdict.url, and the endpoint. Raises ConfigError, OSError."""
     endpoint = Endpoint(options)
     runner = web.AppRunner(endpoint.application(), shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
-        bound_host, bound_port = runner.addresses[0][:2]
-        yield f"http://{bound_host}:{bound_port}/v1", endpoint
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", endpoint
     finally:
         await runner.cleanup()
 
