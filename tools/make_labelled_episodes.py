@@ -6,16 +6,13 @@
 
 Scripts play in Chromium: successes, near misses (the right page and a neighbouring answer, or an effect with one wrong
 detail), hallucinated answers, failures, denied access, and episodes without an answer. A line of the labels has ticket,
-index, label ("success", "failure" or "blocked"), kind and task_id. Records hold no tokens. Episodes played already are
-kept beside the records until all are: a second run goes on where the first one ended.
+index, label ("success", "failure" or "blocked"), kind and task_id. Records hold no tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
-import shutil
 import sys
 import time
 from collections import Counter
@@ -31,7 +28,7 @@ from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.evaluation import outcome
-from megatron_webrl.ring.record import RecordFileWriter, count_records, encode_trajectory, read_record_file
+from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.tasks.sites.website_server import OfflineWebsites
 from megatron_webrl.tasks.web import SOURCE_NAME
@@ -45,56 +42,40 @@ MAX_TRIES = 3
 STEP_SECONDS = 60.0
 
 
-async def record_episodes(
-    plans: Sequence[EpisodePlan], tasks: Tasks, parts: Path, settings: BrowserConfig, sessions: int,
-    progress: Callable[[int], None] = lambda done: None,
-) -> None:  # fmt: skip
-    """Play the plans that have no record in `parts` yet; `progress` gets each new total. Raises BrowserError,
-    ScriptedPolicyError, ConfigError.
-    """
-    left = [plan for plan in plans if not _part(parts, plan).exists()]
-    done = len(plans) - len(left)
-    progress(done)
-    if not left:
-        return
-    waiting = iter(left)
+async def play_episodes(
+    plans: Sequence[EpisodePlan], tasks: Tasks, settings: BrowserConfig, sessions: int, progress: Callable[[], object]
+) -> list[Trajectory]:
+    """Play the plans; `progress` is called after each. Raises BrowserError, ScriptedPolicyError, ConfigError."""
+    waiting, played = iter(plans), dict[int, Trajectory]()
     websites = OfflineWebsites()
 
     async def work(pool: BrowserPool) -> None:
-        nonlocal done
         for plan in waiting:
             task, goal = tasks[plan.task_id]
-            trajectory = await _play(pool, plan, task, lambda: EpisodePlayer(plan, task, goal, websites))  # noqa: B023
-            with RecordFileWriter(_part(parts, plan)) as file:
-                file.write(encode_trajectory(trajectory))
-            done += 1
-            progress(done)
+            for attempt in range(MAX_TRIES):
+                try:
+                    played[plan.ticket] = await _play(pool, plan, task, EpisodePlayer(plan, task, goal, websites))
+                    break
+                except BrowserError:
+                    if attempt == MAX_TRIES - 1:
+                        raise
+            progress()
 
     try:
         async with (
             BrowserPool(settings, {SOURCE_NAME: websites}, sessions, STEP_SECONDS) as pool,
             asyncio.TaskGroup() as workers,
         ):
-            for _ in range(min(sessions, len(left))):
+            for _ in range(min(sessions, len(plans))):
                 workers.create_task(work(pool))
     except ExceptionGroup as group:  # the first error cancelled the other workers
         raise group.exceptions[0] from None
     finally:
         websites.close()
+    return [played[plan.ticket] for plan in plans]
 
 
-async def _play(pool: BrowserPool, plan: EpisodePlan, task: Task, player: Callable[[], EpisodePlayer]) -> Trajectory:
-    """Play an episode; after a browser error again, at most MAX_TRIES times."""
-    for attempt in range(MAX_TRIES):
-        try:
-            return await _play_once(pool, plan, task, player())
-        except BrowserError:
-            if attempt == MAX_TRIES - 1:
-                raise
-    raise AssertionError("unreachable")
-
-
-async def _play_once(pool: BrowserPool, plan: EpisodePlan, task: Task, player: EpisodePlayer) -> Trajectory:
+async def _play(pool: BrowserPool, plan: EpisodePlan, task: Task, player: EpisodePlayer) -> Trajectory:
     started = time.monotonic()
     steps: list[Step] = []
     async with pool.episode(task) as (session, seen):
@@ -130,31 +111,27 @@ def _step(image: int, seen: Observation, action: Action, after: Observation) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line. Exit code 2: bad input; 1: a browser failed."""
     options = _parser().parse_args(arguments)
+    settings = BrowserConfig(width=options.width, height=options.height)
     try:
         tasks = read_tasks(options.tasks)
         plans = plan_episodes(tasks, options.episodes, options.seed)
-        if options.out.exists() and count_records(options.out) == len(plans) and options.labels.exists():
-            print(f"{options.out} is complete; remove it to record it again")
-            return 0
-        parts = _parts_folder(options)
     except (OSError, KeyError, ValueError) as error:
         sys.stderr.write(f"make_labelled_episodes: {error}\n")
         return 2
-    settings = BrowserConfig(width=options.width, height=options.height)
     try:
         with Progress(transient=True) as bar:
             shown = bar.add_task("episodes", total=len(plans))
-            played = record_episodes(
-                plans, tasks, parts, settings, options.sessions, lambda done: bar.update(shown, completed=done)
-            )
-            asyncio.run(played)
+            played = asyncio.run(play_episodes(plans, tasks, settings, options.sessions, lambda: bar.advance(shown)))
     except (BrowserError, ScriptedPolicyError, ConfigError, RuntimeError) as error:
-        sys.stderr.write(f"make_labelled_episodes: {error}; what was recorded is kept, run it again to go on\n")
+        sys.stderr.write(f"make_labelled_episodes: {error}\n")
         return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("make_labelled_episodes: interrupted; run it again to go on\n")
-        return 130
-    _join(plans, parts, options.out, options.labels)
+    with RecordFileWriter(options.out) as file:
+        for trajectory in played:
+            file.write(encode_trajectory(trajectory))
+    write_lines(options.labels, [
+        {"ticket": plan.ticket, "index": 0, "label": plan.label, "kind": plan.kind, "task_id": plan.task_id}
+        for plan in plans
+    ])  # fmt: skip
     kinds = Counter(plan.kind for plan in plans)
     print(f"{options.out}: {len(plans)} episodes, " + ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
     return 0
@@ -172,37 +149,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=bounded_number(int, 160), default=640, help="pixels (default: %(default)s)")
     parser.add_argument("--height", type=bounded_number(int, 224), default=480, help="pixels (default: %(default)s)")
     return parser
-
-
-def _parts_folder(options: argparse.Namespace) -> Path:
-    """The folder of single records, for one set of arguments. Raises ValueError if it belongs to another one."""
-    folder = options.out.with_name(f"{options.out.name}.parts")
-    rows = b"".join((options.tasks / name).read_bytes() for name in ("train.jsonl", "test.jsonl"))
-    asked = f"{options.episodes}/{options.seed}/{options.width}x{options.height}/{hashlib.sha256(rows).hexdigest()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / "arguments"
-    if mark.exists() and mark.read_text() != asked:
-        raise ValueError(f"{folder} is of other tasks or arguments; give those again, or remove it")
-    mark.write_text(asked)
-    return folder
-
-
-def _part(parts: Path, plan: EpisodePlan) -> Path:
-    return parts / f"{plan.ticket:06d}.records"
-
-
-def _join(plans: Sequence[EpisodePlan], parts: Path, out: Path, labels: Path) -> None:
-    """Write records and labels in the order of tickets, and remove the parts."""
-    with RecordFileWriter(out) as file:
-        for plan in plans:
-            for record in read_record_file(_part(parts, plan)):
-                file.write([record])
-    labels.parent.mkdir(parents=True, exist_ok=True)
-    write_lines(labels, [
-        {"ticket": plan.ticket, "index": 0, "label": plan.label, "kind": plan.kind, "task_id": plan.task_id}
-        for plan in plans
-    ])  # fmt: skip
-    shutil.rmtree(parts)
 
 
 if __name__ == "__main__":
