@@ -98,8 +98,8 @@ format: $(INSTALLED) ## let ruff put the code in shape
 docs: $(INSTALLED) ## write the generated pages of docs/
 	$(BIN)/python -m tools.documentation
 
-docs-site: $(INSTALLED) ## build the documentation site in build/site, with all releases; a warning is an error
-	$(BIN)/python -m tools.documentation.site
+docs-site: $(INSTALLED) ## build the documentation site in build/site; a warning is an error
+	$(BIN)/python -m sphinx -q -n -W --keep-going docs build/site
 
 docs-serve: $(INSTALLED) ## build the site, serve it on http://127.0.0.1:8000, and rebuild it when a page changes
 	$(BIN)/sphinx-autobuild -n --host 127.0.0.1 --port $(or $(PORT),8000) docs build/site

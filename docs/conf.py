@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from sphinx.directives.code import CodeBlock
@@ -17,7 +16,7 @@ project = "megatron_webrl"
 version = release = __version__
 copyright = f"the authors of {project}; Apache-2.0"
 extensions = ["myst_parser"]
-exclude_patterns = ["images", "_templates"]
+exclude_patterns = ["images"]
 
 smartquotes = False  # an option such as --check stays one
 
@@ -25,17 +24,6 @@ html_theme = "furo"
 html_title = f"{project} {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-templates_path = ["_templates"]
-html_sidebars = {
-    "**": [
-        "sidebar/brand.html", "sidebar/search.html", "sidebar/scroll-start.html", "sidebar/navigation.html",
-        "sidebar/scroll-end.html", "versions.html",
-    ]
-}  # fmt: skip
-html_context = {  # for versions.html; set by tools/documentation/site.py
-    "releases": os.environ.get("DOCS_RELEASES", "").split(),
-    "release_shown": os.environ.get("DOCS_RELEASE_SHOWN", ""),
-}
 html_use_index = False
 html_show_sourcelink = html_copy_source = False  # the Markdown files are in the repository
 

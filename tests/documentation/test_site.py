@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -14,7 +12,6 @@ import pytest
 
 from tests.documented_blocks import ROOT
 from tools.documentation.files import FILES, PAGES
-from tools.documentation.site import build_site
 
 LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "srcset", "video": "src"}
 
@@ -113,8 +110,7 @@ def test_a_mistake_in_a_page_fails_the_build(tmp_path: Path) -> None:
     source = tmp_path / "docs"
     source.mkdir()
     (source / "conf.py").write_text((PAGES / "conf.py").read_text())
-    for name in ("_static", "_templates"):
-        (source / name).symlink_to(PAGES / name)
+    (source / "_static").symlink_to(PAGES / "_static")
     (source / "index.md").write_text("# Front\n\n```{toctree}\npage\n```\n")
     (source / "page.md").write_text("\n\n".join(["# Page", *MISTAKES]) + "\n")
     (source / "in_no_part.md").write_text("# Page of no part\n")
@@ -122,36 +118,6 @@ def test_a_mistake_in_a_page_fails_the_build(tmp_path: Path) -> None:
     assert done.returncode != 0
     for message in [*MISTAKES.values(), "isn't included in any toctree"]:
         assert message in done.stderr
-
-
-def test_each_page_leads_to_the_same_page_of_every_release(tmp_path: Path) -> None:
-    root, site = tmp_path / "checkout", tmp_path / "site"
-    (root / "docs").mkdir(parents=True)
-    for name in ("conf.py", "_static", "_templates"):
-        copy = shutil.copytree if (PAGES / name).is_dir() else shutil.copy
-        copy(PAGES / name, root / "docs" / name)
-    git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    subprocess.run(["git", "init", "-q", str(root)], check=True)
-    for tag in ("v0.9", "v0.10", ""):
-        (root / "docs" / "index.md").write_text(f"# Front of {tag or 'the working tree'}\n")
-        if tag:
-            subprocess.run([*git, "add", "."], check=True)
-            subprocess.run([*git, "commit", "-q", "-m", tag], check=True)
-            subprocess.run([*git, "tag", tag], check=True)
-    assert build_site(root, site) == 0
-    for place, title in ((".", "the working tree"), ("v0.9", "v0.9"), ("v0.10", "v0.10")):
-        text = (site / place / "index.html").read_text()
-        assert f"Front of {title}" in text
-        versions = text[text.index('aria-label="Versions"') :].partition("</nav>")[0]
-        links = re.findall(r'<a href="([^"]+)"( aria-current="true")?>([^<]+)</a>', versions)
-        assert [name for _, _, name in links] == ["latest", "v0.10", "v0.9"]
-        for address, current, name in links:
-            target = (site / place / address).resolve()
-            assert target == (site / name / "index.html" if name != "latest" else site / "index.html")
-            assert bool(current) == (name == place or (name, place) == ("latest", "."))
-    assert (
-        subprocess.run([*git, "worktree", "list"], capture_output=True, text=True, check=True).stdout.count("\n") == 1
-    )
 
 
 @pytest.mark.parametrize("name", FILES)
