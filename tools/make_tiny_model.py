@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import math
 import os
 import shutil
@@ -23,8 +22,6 @@ from typing import Any
 import safetensors.torch
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python tools/make_tiny_model.py`
 
 from megatron_webrl.util import torchvision_shim
 from tools import tiny_tokenizer
@@ -96,33 +93,14 @@ def make_tiny_model(
 
 
 def _check(sizes: dict[str, Any]) -> None:
-    hidden, experts = sizes["hidden"], sizes["experts"]
-    for name, choices in CHOICES.items():
-        if sizes[name] not in choices:
-            raise ValueError(f"{name}={sizes[name]!r} is none of {', '.join(choices)}")
-    for whole, part in (
-        ("heads", "kv_heads"), ("vision_hidden", "vision_heads"), ("linear_value_heads", "linear_key_heads")
-    ):  # fmt: skip
+    hidden, inner, experts = sizes["hidden"], sizes["expert_intermediate"], sizes["experts"]
+    for whole, part in (("heads", "kv_heads"), ("linear_value_heads", "linear_key_heads")):
         if sizes[whole] % sizes[part]:
             raise ValueError(f"{part}={sizes[part]} does not divide {whole}={sizes[whole]}")
-    if (sizes["vision_hidden"] // sizes["vision_heads"]) % 4 or sizes["head_dim"] % 16:
-        raise ValueError(
-            f"head_dim={sizes['head_dim']} must be a multiple of 16, and vision_hidden/vision_heads="
-            f"{sizes['vision_hidden']}/{sizes['vision_heads']} a multiple of 4, for the rotary embeddings"
-        )
-    if any(not 0 <= index < sizes["vision_layers"] for index in sizes["deepstack"]):
-        raise ValueError(
-            f"deepstack={sizes['deepstack']} names a layer outside 0..{sizes['vision_layers'] - 1} (vision_layers)"
-        )
-    if len(sizes["deepstack"]) > sizes["layers"]:
-        raise ValueError(f"deepstack={sizes['deepstack']} has more entries than layers={sizes['layers']}")
-    if sizes["full_attention_interval"] < 1:
-        raise ValueError(f"full_attention_interval={sizes['full_attention_interval']} is less than 1")
-    inner = sizes["expert_intermediate"]
-    if experts and (hidden in (inner, 2 * inner) or sizes["experts_per_token"] > experts):
+    if experts and hidden in (inner, 2 * inner):
         raise ValueError(
             f"expert_intermediate={inner} and its double must differ from hidden={hidden}, else a wrong expert layout "
-            f"goes unseen; experts_per_token={sizes['experts_per_token']} must be at most experts={experts}"
+            "goes unseen"
         )
 
 
@@ -314,10 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, FileExistsError) as error:
         print(f"make_tiny_model: {error}", file=sys.stderr)
         return 2
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    entries = json.loads((folder / "config.json").read_text())["text_config"]["vocab_size"]
-    count = sum(tensor.numel() for tensor in weights.values())
-    print(f"{folder}: {count:,} parameters, vocabulary {entries}, {options['dtype']}")
+    print(folder)
     return 0
 
 

@@ -23,8 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_webrl.model.patchifier import Patchifier
 from megatron_webrl.model.processor import Processor
@@ -199,7 +197,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    console = Console()
     try:
         processor = Processor.load(str(options.model))
         samples = [sample for path in options.demonstrations for sample in read_samples(path, processor)]
@@ -209,23 +206,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(samples) < BATCH:
         files = ", ".join(map(str, options.demonstrations))
         sys.exit(f"pretrain_tiny_model: {files}: {len(samples)} steps, fewer than a batch of {BATCH}")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"{len(samples)} samples", total=options.steps, loss=math.nan)
-        recent: list[float] = []
-        losses = pretrain(model, samples, options.steps, processor, options.seed)
-        for step, loss in enumerate(losses, start=1):
-            recent = [*recent[-49:], loss]
-            progress.update(task, advance=1, loss=sum(recent) / len(recent))
-            if not console.is_terminal and step % 100 == 0:
-                console.print(f"step {step} of {options.steps}: loss {sum(recent) / len(recent):.3f}")
+    recent: list[float] = []
+    for step, loss in enumerate(pretrain(model, samples, options.steps, processor, options.seed), start=1):
+        recent = [*recent[-49:], loss]
+        if step % 100 == 0:
+            print(f"step {step} of {options.steps}: loss {sum(recent) / len(recent):.3f}", flush=True)
     save_model(model, options.model, options.out)
-    console.print(f"{options.out}: loss of the answers {sum(recent) / len(recent):.3f} per token")
+    print(f"{options.out}: loss of the answers {sum(recent) / len(recent):.3f} per token")
 
 
 if __name__ == "__main__":

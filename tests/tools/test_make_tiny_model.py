@@ -128,10 +128,7 @@ def test_a_folder_with_something_in_it_is_kept_without_force(
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"full_attention_interval": 0}, "full_attention_interval=0 is less than 1"),
         ({"heads": 3, "kv_heads": 2}, "kv_heads=2 does not divide heads=3"),
-        ({"vision_hidden": 30}, "vision_heads=4 does not divide vision_hidden=30"),
-        ({"deepstack": (2,)}, "deepstack=.2,. names a layer outside 0..1"),
         ({"experts": 4, "expert_intermediate": 64}, "must differ from hidden=128"),
         ({"vocabulary": 300}, "vocabulary=300 has no room"),
     ],
