@@ -1,9 +1,8 @@
 """A real job with a canary in every secret it has, and a search for them.
 
-Canaries are keys, tokens, and the
-passwords of addresses, in its environment. None may be in the environment of a browser's process, the command line of
-any process, a file of the run (logs, configuration, pages, checkpoints), its output, or MLflow's database, artifacts
-and log.
+Canaries are keys, tokens, and the passwords of addresses, in its environment. None may be in the environment of a
+browser's process, the command line of any process, a file of the run (logs, configuration, pages, checkpoints), its
+output, or MLflow's database, artifacts and log.
 """
 
 from __future__ import annotations

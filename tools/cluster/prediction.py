@@ -111,14 +111,8 @@ class SimulationInputs:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, low = getattr(self, field.name), field.metadata["low"]
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise ValueError(f"{field.name}={value!r} is no number")
-            if not math.isfinite(value):
-                raise ValueError(f"{field.name}={value} is not finite")
-            if field.type == "int" and value != int(value):
-                raise ValueError(f"{field.name}={value} is no whole number")
-            if not value >= low:
-                raise ValueError(f"{field.name}={value} is below {low:g}")
+            if not low <= value < math.inf or (field.type == "int" and value != int(value)):
+                raise ValueError(f"{field.name}={value} is no {field.type} of at least {low:g}")
         if self.batch % self.group_size:
             raise ValueError(f"batch={self.batch} is no multiple of group_size={self.group_size}")
         if not 0 < self.success < 1:
@@ -127,18 +121,6 @@ class SimulationInputs:
             raise ValueError(
                 f"medium_share={self.medium_share} and hard_share={self.hard_share} are more than all tasks"
             )
-
-
-def with_values(inputs: SimulationInputs, values: dict[str, Any]) -> SimulationInputs:
-    """The inputs with some values replaced. Raises ValueError for unknown names and values out of range."""
-    types = {field.name: field.type for field in dataclasses.fields(inputs)}
-    if unknown := sorted(set(values) - set(types)):
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(types)}")
-    whole = {
-        name: int(value) if types[name] == "int" and isinstance(value, float) and value.is_integer() else value
-        for name, value in values.items()
-    }
-    return dataclasses.replace(inputs, **whole)
 
 
 def from_cost_model(inputs: SimulationInputs, config: Config, card: Card) -> SimulationInputs:
@@ -154,30 +136,29 @@ def from_cost_model(inputs: SimulationInputs, config: Config, card: Card) -> Sim
     model, rates = ModelShape.from_description(description), Rates.of_card(card)
     engine, context = EngineCosts(config, model, rates), inputs.prompt + inputs.response / 2
     alone, together = (engine.decode(requests, context) for requests in (1, 1 + OTHER_REQUESTS))
-    return with_values(
+    training = predict_training(config, description, rates, EpisodeLengths())
+    return dataclasses.replace(
         inputs,
-        {
-            "token_seconds": alone,
-            "token_seconds_per_request": (together - alone) / OTHER_REQUESTS,
-            "prefill_tokens_per_second": inputs.prompt / engine.prefill(inputs.prompt, 0),
-            "train_tokens_per_second": predict_training(
-                config, description, rates, EpisodeLengths()
-            ).tokens_per_second_per_gpu,
-            "weights_gb": DTYPE_BYTES[config.engine_dtype] * model.counts.total / 1e9,
-        },
+        token_seconds=alone,
+        token_seconds_per_request=(together - alone) / OTHER_REQUESTS,
+        prefill_tokens_per_second=inputs.prompt / engine.prefill(inputs.prompt, 0),
+        train_tokens_per_second=training.tokens_per_second_per_gpu,
+        weights_gb=DTYPE_BYTES[config.engine_dtype] * model.counts.total / 1e9,
     )
 
 
 def assign(inputs: SimulationInputs, assignments: Sequence[str]) -> SimulationInputs:
-    """The inputs with `name=value` assignments. Raises ValueError."""
+    """The inputs with `name=value` assignments. Raises ValueError for unknown names and values out of range."""
     values: dict[str, Any] = {}
     for assignment in assignments:
         name, _, text = assignment.partition("=")
+        if name not in vars(inputs):
+            raise ValueError(f"{name!r} is no input; docs/scaling.md lists them")
         try:
-            values[name] = float(text)
+            values[name] = int(text) if text.isdigit() else float(text)
         except ValueError:
             raise ValueError(f"{assignment!r} is not name=value with a number") from None
-    return with_values(inputs, values)
+    return dataclasses.replace(inputs, **values)
 
 
 @dataclass(frozen=True)
@@ -326,7 +307,7 @@ def recommended(predictions: Sequence[ClusterPrediction]) -> ClusterPrediction:
     )
 
 
-INPUT_VARIANTS: tuple[dict[str, float], ...] = (
+INPUT_VARIANTS: tuple[dict[str, Any], ...] = (
     {}, {"browser_seconds": 1.0}, {"browser_seconds": 16.0}, {"response": 960}, {"prompt": 7500}, {"max_staleness": 1},
     {"max_staleness": 4}, {"batch": 32}, {"drop_zero_variance": 0},
 )  # fmt: skip
@@ -363,11 +344,9 @@ def mode_row(one: ClusterPrediction, best: ClusterPrediction) -> list[str]:
     ]  # fmt: skip
 
 
-def variant_row(
-    inputs: SimulationInputs, nodes: int, change: Mapping[str, float], length: SimulationLength
-) -> list[str]:
+def variant_row(inputs: SimulationInputs, nodes: int, change: Mapping[str, Any], length: SimulationLength) -> list[str]:
     """Table row of changed inputs: the recommended split, and the free-running loop of colocated roles."""
-    given = with_values(inputs, dict(change))
+    given = dataclasses.replace(inputs, **change)
     one = recommended(predict_splits(given, nodes, length))
     found = one.result
     sync = predict_cluster(given, colocated_split(nodes, int(given.gpus)), "sync", length=length).result
@@ -387,7 +366,7 @@ def input_rows(inputs: SimulationInputs) -> list[list[str]]:
 
 
 def make_report(
-    inputs: SimulationInputs, nodes: Sequence[int], changes: Sequence[Mapping[str, float]], length: SimulationLength
+    inputs: SimulationInputs, nodes: Sequence[int], changes: Sequence[Mapping[str, Any]], length: SimulationLength
 ) -> str:
     """The generated part of docs/scaling.md: all simulations as tables. Raises ValueError for changes out of range."""
     recommendations, parts = [], []
