@@ -16,16 +16,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron_webrl.tasks.sites.questions import WebsiteGoal
 from tools.arguments import bounded_number
-from tools.offline.task_rows import DOMAINS, FILES, LEVELS, draw_goals, level_of, task_row, truth_of, write_lines
+from tools.offline.task_rows import FILES, draw_goals, level_of, task_row, truth_of, write_lines
 from tools.offline.task_rows import truth_row as as_row
 
 DEFAULT_TASKS, DEFAULT_TEST_TASKS = 240, 40
-REPORT_COLUMNS = 120  # if the output is no terminal
 
 
 def write_task_files(folder: Path, tasks: int, test_tasks: int, seed: int) -> dict[str, list[WebsiteGoal]]:
@@ -59,22 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"make_webgym_tasks: {error}\n")
         return 2
-    _report(goals)
-    return 0
-
-
-def _report(goals: dict[str, list[WebsiteGoal]]) -> None:
-    table = Table("file", "tasks", "websites", *LEVELS, *DOMAINS, "yes/no")
     for file, found in goals.items():
         levels = Counter(level_of(len(goal.goal.facts)) for goal in found)
-        sites = Counter(goal.kind.partition("-")[0] for goal in found)
-        questions = sum(goal.answer in ("yes", "no") for goal in found)
-        cells = [len(found), len({goal.host for goal in found}), *(levels[name] for name in LEVELS)]
-        table.add_row(f"{file}.jsonl", *map(str, cells), *(str(sites[name]) for name in DOMAINS), str(questions))
-    console = Console()
-    if not console.is_terminal:
-        console.width = REPORT_COLUMNS
-    console.print(table)
+        websites = len({goal.host for goal in found})
+        print(f"{file}.jsonl: {len(found)} tasks of {websites} websites, {dict(levels)}")
+    return 0
 
 
 if __name__ == "__main__":

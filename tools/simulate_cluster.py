@@ -1,12 +1,11 @@
 """Discrete-event simulation of rollout and trainer: trajectories per hour, staleness and waiting times.
 
-    python -m tools.simulate_cluster check RUN... [--from RUN] [--tolerance 0.15] [--seeds 20]
+    python -m tools.simulate_cluster check RUN... [--tolerance 0.15] [--seeds 20]
     python -m tools.simulate_cluster predict [--nodes 8 32] [--config FILE] [--card H100] [--set NAME=VALUE ...]
                                              [--quick] [--write docs/scaling.md]
 
 check: simulates a run with its own settings and measured times, and compares the figures with those of the run; exit
-code 1 if a figure differs by more than the tolerance. --from takes the times from another run, for example of another
-mode.
+code 1 if a figure differs by more than the tolerance.
 
 predict: simulates clusters that were never measured, from the inputs in docs/scaling.md: every split of each node's
 GPUs between engines and trainer, and all modes. --config takes the speed of engines and trainer from the cost model of
@@ -35,11 +34,8 @@ FIGURE_LABELS = {
 def check(options: argparse.Namespace) -> int:
     """Compare runs with their simulations; exit code 1 if a figure differs. Raises ValueError or OSError."""
     agree = True
-    source = comparison.read_run(options.source) if options.source else None
     for folder in options.runs:
         run = comparison.read_run(folder)
-        if source is not None:
-            run = comparison.with_times_from(run, source)
         rows, settings = comparison.compare_with_simulation(run, options.seeds, options.tolerance), run.settings
         agree &= all(row.agrees for row in rows)
         print(f"{run.name}: {settings.mode}, {settings.stepping}; {len(run.workload.groups)} groups, {options.seeds} "
@@ -80,7 +76,6 @@ def make_parser() -> argparse.ArgumentParser:
     count = bounded_number(int, 1)
     one = commands.add_parser("check", help="compare measured runs with their simulation")
     one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    one.add_argument("--from", dest="source", type=Path, metavar="RUN", help="take the times from this run")
     share = bounded_number(float, 0, exclusive=True)
     one.add_argument("--tolerance", type=share, default=0.15, metavar="SHARE", help="(default: 0.15)")
     one.add_argument("--seeds", type=count, default=20, metavar="N", help="simulated runs (default: 20)")

@@ -73,18 +73,6 @@ def test_what_the_simulation_does_not_know_of_fails_the_check(
     assert simulate_cluster.main(["check", str(run), "--seeds", "1", "--tolerance", "0.5"]) == 0
 
 
-def test_one_run_can_be_predicted_from_the_times_of_another(tmp_path: Path) -> None:
-    sync = a_synchronous_run(tmp_path / "sync")
-    run = comparison.read_run(sync)
-    off = replace(run.settings, mode="one_step_off")
-    found = comparison.compare_with_simulation(comparison.with_times_from(replace(run, settings=off), run), 1, 0.15)
-    # 16 s of episodes hide 8 s of training; a second of weights, after which both begin, comes on top.
-    assert {row.name: row.simulated for row in found}["updates_per_hour"] == pytest.approx(3600 / 17)
-    assert simulate_cluster.main(["check", str(sync), "--from", str(sync), "--seeds", "1"]) == 0
-    slow = a_synchronous_run(tmp_path / "slow", idle_seconds=10.0)
-    assert simulate_cluster.main(["check", str(slow), "--from", str(sync), "--seeds", "1"]) == 1
-
-
 def test_groups_keep_their_fates(tmp_path: Path) -> None:
     run = a_synchronous_run(tmp_path / "fates")
     log = EpisodeLog(run, 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -203,17 +203,6 @@ def _figures(updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -
         staleness=sum(lags) / len(lags),
         waiting=sum(update["seconds"]["wait"] for update in counted) / seconds,
         updates_per_hour=3600 * len(counted) / seconds,
-    )
-
-
-def with_times_from(run: MeasuredRun, other: MeasuredRun) -> MeasuredRun:
-    """A run with the times and the work of another run; its mode and figures stay."""
-    engine = other.settings
-    return replace(
-        run,
-        settings=replace(run.settings, serial=engine.serial, overlap=engine.overlap),
-        workload=other.workload,
-        cycles=other.cycles,
     )
 
 
