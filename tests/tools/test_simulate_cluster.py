@@ -315,8 +315,8 @@ def test_the_command_predicts_and_writes_between_the_marks_of_a_page(
     ("words", "message"),
     [
         (["--set", "browsers=1"], "'browsers' is no input"),
-        (["--set", "browser=fast"], "'browser=fast' is not name=value with a number"),
-        (["--set", "browser"], "'browser' is not name=value"),
+        (["--set", "browser_seconds=fast"], "'browser_seconds=fast' is not name=value with a number"),
+        (["--set", "browser_seconds"], "'browser_seconds' is not name=value"),
         (["--set", "gpus=2.5"], "gpus=2.5 is no int of at least 2"),
         (["--set", "gpus=1"], "gpus=1 is no int of at least 2"),
         (["--set", "browser_seconds=nan"], "browser_seconds=nan is no float"),
