@@ -81,7 +81,7 @@ def _add_model(parts: Any) -> None:
         epilog="example: webrl check model models/Qwen3-VL-4B-Instruct --tp 2 --dtype bfloat16 --samples mine.jsonl",
     )  # fmt: skip
     model.add_argument("model", metavar="HF_FOLDER", help="folder of a Qwen3-VL or Qwen3.5 model")
-    text = 'JSONL, {"messages": [...], "response": "text"} a line (default: built-in samples); see docs/parity.md'
+    text = 'JSONL, {"messages": [...], "response": "text"} a line (default: built-in samples); see docs/checking.md'
     model.add_argument("--samples", type=Path, metavar="FILE", help=text)
     for option, (_, text) in MODEL_SIZES.items():
         model.add_argument(f"--{option}", type=int, default=1, metavar="N", help=f"{text} (default: 1)")
@@ -107,7 +107,7 @@ def _add_gpu(parts: Any) -> None:
         parts, "gpu", "prove that a machine computes, sends weights and trains as it should", _gpu,
         description="Check this machine section by section: environment, the reports of the nodes of a Slurm job, "
         "layers of the model on one GPU against transformers, links between its GPUs, and a short whole job. "
-        "docs/gpu.md says what each line means.",
+        "docs/checking.md says what each line means.",
         epilog="example: webrl check gpu configs/8b_1node.yaml --json gpu.json",
     )  # fmt: skip
     text = f"YAML file of the job (default: {DEFAULT_CONFIG})"

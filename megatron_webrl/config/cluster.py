@@ -17,7 +17,7 @@ class ClusterConfig:
     colocate: bool = setting(
         False,
         "Trainer ranks and engines use the same GPUs: engines take rollout.gpu_memory_utilization of their memory, the "
-        "trainer the rest (docs/one_gpu.md).",
+        "trainer the rest (docs/checking.md).",
     )
     gpu_gib: float = setting(80.0, "Memory of one GPU, GiB.", above=0)
     numa_cores: list[str] = setting(

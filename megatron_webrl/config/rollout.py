@@ -29,7 +29,7 @@ class ContextConfig:
         "vanilla",
         "Fields before the tool call. bare: none; vanilla: Action; progress: Progress, Action; memory_additive: "
         "Memory (facts are only added), Progress, Intention, Action; memory_compressive: the same, Memory rewritten at "
-        "each step; memory_compact: Memory, a line of short notes, also with compact (docs/context.md).",
+        "each step; memory_compact: Memory, a line of short notes, also with compact (docs/rollout.md).",
         choices=("bare", "vanilla", "progress", "memory_additive", "memory_compressive", "memory_compact"),
     )
     keep_thinking: bool = setting(

@@ -141,7 +141,7 @@ class TrackingConfig:
     )
     timeline: bool = setting(
         False,
-        "Record what every process does and when, in timeline/ of the run, for `webrl timeline` (docs/timeline.md); at "
+        "Record what every process does and when, in timeline/ of the run, for `webrl timeline` (docs/monitor.md); at "
         "most 64 MiB for each process, the oldest are deleted first.",
     )
     monitor_port: int = setting(

@@ -94,7 +94,7 @@ def _check_value(key: str, value: Any, limit: Mapping[str, Any]) -> None:
     if has_address_with_user(str(value)):
         raise ConfigError(
             f"{key} holds an address with a user or a password, which would be stored with the configuration; "
-            "leave them out, and name them where docs/security.md says (MLflow: MLFLOW_TRACKING_URI or _PASSWORD)"
+            "leave them out, and name them where docs/operations.md says (MLflow: MLFLOW_TRACKING_URI or _PASSWORD)"
         )
     for name, broken, words in (
         ("low", lambda v, b: not v >= b, "must be at least"),

@@ -7,7 +7,7 @@
 Commands are those of the state machine (state.py); they run once, however often a request is sent. A request without
 commands waits until a fact changes that its sender follows (facts.py), a single `claim` until there is an item. On a
 cluster the supervisor of a node sends the heartbeats of all its roles (relay.py). docs/architecture.md describes the
-use, docs/security.md the token.
+use, docs/operations.md the token.
 """
 
 from __future__ import annotations

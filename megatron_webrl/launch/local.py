@@ -86,5 +86,5 @@ def _device_warning(config: Config) -> str:
         return ""
     return (
         "cluster.gpus_per_node=0: trainer and engines take this machine's first GPU, and neither leaves memory for the "
-        "other; set cluster.gpus_per_node=1 and cluster.colocate=true (docs/one_gpu.md)"
+        "other; set cluster.gpus_per_node=1 and cluster.colocate=true (docs/checking.md)"
     )

@@ -54,7 +54,7 @@ def add_status(commands: Any) -> None:
         description="Print the state of a run while its job runs, after it has ended, and after it was killed, from "
         "any machine that sees its folder, as the page Run shows it. Queries the job's control service if it can be "
         "reached; read-only. Exit code 0: the run is running or has ended cleanly; 1: it failed or does not respond; "
-        "2: there is no such run. docs/status.md",
+        "2: there is no such run. docs/monitor.md",
         epilog="example: webrl status quickstart",
     )
     status.add_argument("of", metavar="RUN", help="folder of a run, or the name of a run in runs/")
@@ -85,7 +85,7 @@ def add_timeline(commands: Any) -> None:
         "timeline",
         help="what bounded an update, and a trace of all processes",
         description="Print what bounded an update of a run with tracking.timeline, in seconds and shares; write a "
-        "trace for ui.perfetto.dev or chrome://tracing. Read-only. docs/timeline.md",
+        "trace for ui.perfetto.dev or chrome://tracing. Read-only. docs/monitor.md",
         epilog="example: webrl timeline quickstart --update 12 --output update-12.json.gz",
     )
     timeline.add_argument("of", metavar="RUN", help="folder of a run, or the name of a run in runs/")

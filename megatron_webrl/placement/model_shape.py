@@ -193,7 +193,7 @@ class ModelShape:
         return 4 * self.vision_layers * shape.patch_pairs * self.vision_hidden
 
     def useful(self, shape: MicrobatchShape, train_vision: bool = True) -> float:
-        """Operations of a forward and a backward pass that MFU counts (docs/performance.md)."""
+        """Operations of a forward and a backward pass that MFU counts (docs/scaling.md)."""
         layers = range(self.layers)
         text = sum(self.projections(each, shape) + self.experts(each, shape) for each in layers)
         text += sum(self.attention(each, shape) + self.delta_rule(each, shape) for each in layers) + self.output(shape)

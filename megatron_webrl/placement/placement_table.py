@@ -203,7 +203,7 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
         f"an update in mode async {_number(prediction.update_seconds)} s",
     ):
         console.print(line, highlight=False)
-    console.print("predicted, not measured; docs/performance.md lists the assumptions", style="dim")
+    console.print("predicted, not measured; docs/scaling.md lists the assumptions", style="dim")
 
 
 def print_layouts(layouts: Sequence[Layout], tried: int, most: int, console: Console) -> None:
@@ -324,7 +324,7 @@ def add_placement(commands: Any) -> None:
         "--memory", action="store_true", help="estimate the memory of each GPU; an error if it does not fit"
     )
     placement.add_argument(
-        "--time", action="store_true", help="predict the seconds of an update's parts; docs/performance.md"
+        "--time", action="store_true", help="predict the seconds of an update's parts; docs/scaling.md"
     )
     placement.add_argument("--card", choices=tuple(CARDS), help="with --time: the GPU (default: H100)")
     placement.add_argument(

@@ -8,7 +8,7 @@ store does not, and libatomic's functions order the accesses; on x86-64 plain al
 The checksum of a record: its matrix of rows of 512 words (4 KiB) is summed along both axes modulo 2^64. A wrong word
 changes a row and a column sum, a wrong or stale page its row sum, swapped words column sums, swapped pages the order of
 row sums; only errors that cancel in both directions at once pass. The CRC-32 of each list of sums makes 64 bits. For
-records of megabytes this is about four times as fast as zlib's CRC-32 over all bytes (docs/ring.md).
+records of megabytes this is about four times as fast as zlib's CRC-32 over all bytes (docs/rollout.md).
 
 Both locks are on the segment's own file, so that nothing is left behind and the kernel releases them when their holder
 dies; they do not affect each other. A forked child shares them with its parent, and so attaches again.
@@ -143,7 +143,7 @@ _LOCK, _UNLOCK = (struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0) for kind in
 def poll_with_backoff(seconds: float, max_pause_seconds: float = MAX_PAUSE_SECONDS) -> Iterator[None]:
     """Yield at once, then after growing pauses, and a last time when `seconds` have passed.
 
-    Not tenacity: with it, writing a record of 100 bytes takes 52 us instead of 18 (docs/ring.md).
+    Not tenacity: with it, writing a record of 100 bytes takes 52 us instead of 18 (docs/rollout.md).
     """
     deadline, pause = time.monotonic() + seconds, INITIAL_PAUSE_SECONDS
     yield

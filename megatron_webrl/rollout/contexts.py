@@ -1,4 +1,4 @@
-"""Context policies: which earlier steps a prompt contains (docs/context.md).
+"""Context policies: which earlier steps a prompt contains (docs/rollout.md).
 
 system     tool and response format
 user       task, start page, one line for each step before the window, latest Memory, the window's first screenshot

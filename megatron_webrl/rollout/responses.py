@@ -78,7 +78,7 @@ FORMS = {
         ("Memory: your last notes, unchanged, then new ones; each ends with a semicolon",), carried=("Memory",)
     ),
 }
-"""By rollout.context.response_format: docs/context.md."""
+"""By rollout.context.response_format: docs/rollout.md."""
 
 
 def split_thinking(response: str) -> tuple[str, str]:

@@ -75,7 +75,7 @@ def size_of_lines(folder: Path, count: int, size: int | None = None) -> int:
 
 
 def episode_line(trajectory: Trajectory, reason: str | None, version: int) -> dict[str, Any]:
-    """The line of an episode; docs/summary.md describes the fields. The stages of the verdict are in the trajectory."""
+    """The line of an episode (docs/operations.md). The stages of the verdict are in the trajectory."""
     verdict = None
     if (found := trajectory.verdict) is not None:
         verdict = {name: getattr(found, name) for name in _VERDICT} | {"seconds": round(found.seconds, 4)}

@@ -1,4 +1,4 @@
-"""Write and read updates.jsonl and summary.json of a run. docs/summary.md describes the fields, which are stable."""
+"""Write and read updates.jsonl and summary.json of a run. docs/operations.md describes the fields, which are stable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process did and when, for `webrl timeline` (docs/timeline.md).
+"""What one process did and when, for `webrl timeline` (docs/monitor.md).
 
     timeline/<role>.<number>.jsonl    of a run's folder, the newest has number 0; a line of a file:
     {"role", "node", "host", "pid", "clock", "monotonic", "unix",    whose it is, and both clocks at its start

@@ -1,6 +1,6 @@
 """The trainer's side of a weight update: find the engines, link to them, transfer, collect failures.
 
-All trainer ranks take part; the first one talks to the control service (docs/weights.md has the keys). An engine that
+All trainer ranks take part; the first one talks to the control service (docs/weights.md has the steps). An engine that
 fails a transfer gets no more weights until it announces a new link; the other engines are served meanwhile.
 """
 

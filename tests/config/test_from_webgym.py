@@ -1,4 +1,4 @@
-"""docs/from_webgym.md: the settings on the right exist, and the lines of its tables are complete."""
+"""docs/webgym.md: the settings on the right exist, and the lines of its tables are complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from megatron_webrl.config.load import all_settings, parse_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "from_webgym.md"
+PAGE = Path(__file__).parents[2] / "docs" / "webgym.md"
 
 
 def table_rows() -> list[list[str]]:

@@ -24,7 +24,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
 from tests.documented_blocks import FENCE, PAGES, ROOT, blocks_of
 
-CLUSTER_PAGES = ("docs/gpu.md", "docs/slurm.md")
+CLUSTER_PAGES = ("docs/checking.md", "docs/slurm.md")
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 SETTING = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=")
 OPERATORS = {"&&", "||", "|", ";", "&"}

@@ -21,8 +21,7 @@ from megatron_webrl.track import summary
 from megatron_webrl.track.evaluations import EvaluationResult, evaluation_name, read_evaluations, read_results
 from megatron_webrl.trainer.metrics.group_statistics import GROUP_KINDS
 from tools.bench.bootstrap import Interval, mean_over_seeds, percentile_interval, resample_means
-from tools.draw_learning import moving_average
-from tools.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, render_svg
+from tools.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, moving_average, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

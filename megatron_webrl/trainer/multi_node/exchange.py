@@ -3,7 +3,7 @@
 Rank 0 assembles groups from the ring of its node, and from the records, stripped of their screenshots, that the leaders
 of other nodes send it. It broadcasts which records an update has, stripped if there are several nodes; the ranks of a
 node read its own in its ring. Screenshots stay where they are, in the image cache, until the plan of the update says
-which rank makes their pixels. docs/packing.md draws the path of an episode.
+which rank makes their pixels. docs/model.md draws the path of an episode.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class RecordExchange:
         ]
 
     def pop_metrics(self) -> dict[str, float]:
-        """Traffic since the last call, MiB, and the fraction of screenshots that were local: see docs/packing.md."""
+        """Traffic since the last call, MiB, and the fraction of screenshots that were local: see docs/model.md."""
         if self.topology.node_count == 1:
             return {}
         needed, transferred = self.image_cache.needed_bytes, self.image_cache.transferred_bytes
