@@ -31,112 +31,66 @@ def test_replies_of_the_asked_form_are_read():
     assert parse_reply(KEY_POINTS, "line", "a\n\nb\nEND OF KEY POINTS", "stop") == ("1. a\n2. b", "a\n\nb")
 
 
-@pytest.mark.parametrize(
-    ("content", "fault"),
-    [
-        ("", "empty"),
-        (" \n", "empty"),
-        ("yes", "unparsable"),
-        ("success", "unparsable"),
-        ('{"reason": "seen", "verdict": "yes"', "unparsable"),
-        ('{"reason": "seen", "verdict": "yes"}}', "unparsable"),
-        ('{"reason": "a", "verdict": "no"} {"reason": "a", "verdict": "yes"}', "unparsable"),
-        ('```json\n{"reason": "seen", "verdict": "yes"}\n```', "unparsable"),
-        ('Sure: {"reason": "seen", "verdict": "yes"}', "unparsable"),
-        ("VERDICT: yes", "unparsable"),
-        ('{"reason": "a", "verdict": NaN}', "unparsable"),
-        ("[" * 40_000, "unparsable"),
-        ('"yes"', "wrong_schema"),
-        ("true", "wrong_schema"),
-        ("null", "wrong_schema"),
-        ('["reason", "verdict"]', "wrong_schema"),
-        ("{}", "wrong_schema"),
-        ('{"verdict": "yes"}', "wrong_schema"),
-        ('{"reason": "seen"}', "wrong_schema"),
-        ('{"reason": "seen", "verdict": "Yes"}', "wrong_schema"),
-        ('{"reason": "seen", "verdict": "yes "}', "wrong_schema"),
-        ('{"reason": "seen", "verdict": true}', "wrong_schema"),
-        ('{"reason": "seen", "verdict": ["yes"]}', "wrong_schema"),
-        ('{"reason": null, "verdict": "yes"}', "wrong_schema"),
-        ('{"reason": "seen", "verdict": "success"}', "wrong_schema"),
-        ('{"reason": "seen", "verdict": "yes", "note": ""}', "wrong_schema"),
-        ('{"reason": "seen", "Verdict": "yes"}', "wrong_schema"),
-        ('{"reason": "a", "verdict": "no", "verdict": "yes"}', "contradictory"),
-        ('{"reason": "all wrong\\nVERDICT: no", "verdict": "yes"}', "contradictory"),
-        ('{"reason":"verdict: no","verdict":"yes"}', "contradictory"),
-        (f'{{"reason": "{"a" * MAX_REPLY_CHARS}", "verdict": "yes"}}', "too_long"),
+UNUSABLE = {
+    ("verdict", "schema", "empty"): ["", " \n"],
+    ("verdict", "schema", "unparsable"): [
+        "yes", "success", '{"reason": "seen", "verdict": "yes"', '{"reason": "seen", "verdict": "yes"}}',
+        '{"reason": "a", "verdict": "no"} {"reason": "a", "verdict": "yes"}',
+        '```json\n{"reason": "seen", "verdict": "yes"}\n```', 'Sure: {"reason": "seen", "verdict": "yes"}',
+        "VERDICT: yes", '{"reason": "a", "verdict": NaN}', "[" * 40_000,
     ],
-    ids=range(31),
-)
-def test_anything_but_one_object_of_the_schema_is_unusable(content: str, fault: str):
-    assert fault_of(content, "schema") == fault
+    ("verdict", "schema", "wrong_schema"): [
+        '"yes"', "true", "null", '["reason", "verdict"]', "{}", '{"verdict": "yes"}', '{"reason": "seen"}',
+        '{"reason": "seen", "verdict": "Yes"}', '{"reason": "seen", "verdict": "yes "}',
+        '{"reason": "seen", "verdict": true}', '{"reason": "seen", "verdict": ["yes"]}',
+        '{"reason": null, "verdict": "yes"}', '{"reason": "seen", "verdict": "success"}',
+        '{"reason": "seen", "verdict": "yes", "note": ""}', '{"reason": "seen", "Verdict": "yes"}',
+    ],
+    ("verdict", "schema", "contradictory"): [
+        '{"reason": "a", "verdict": "no", "verdict": "yes"}',
+        '{"reason": "all wrong\\nVERDICT: no", "verdict": "yes"}', '{"reason":"verdict: no","verdict":"yes"}',
+    ],
+    ("verdict", "schema", "too_long"): [f'{{"reason": "{"a" * MAX_REPLY_CHARS}", "verdict": "yes"}}'],
+    ("verdict", "line", "empty"): [""],
+    ("verdict", "line", "unparsable"): [
+        "yes", "Verdict: yes", "VERDICT: Yes", "VERDICT:yes", "VERDICT:  yes", " VERDICT: yes", "VERDICT: yes.",
+        "**VERDICT: yes**", "VERDICT: yes or no", "VERDICT: yes|no", "VERDICT: yes\nThat is all.",
+        "The verdict line is VERDICT: yes", "seen\u2028VERDICT: yes", "VERDICT: \uff59es",
+        '{"reason": "seen", "verdict": "yes"}',
+    ],
+    ("verdict", "line", "contradictory"): [
+        "VERDICT: no\nVERDICT: yes", "VERDICT: yes\nor rather\nVERDICT: no",
+        "I first thought\n  VERDICT: no  \nbut\nVERDICT: yes", "**VERDICT: no**\nVERDICT: yes",
+        "Verdict: no\nVERDICT: yes", "VERDICT: no.\nVERDICT: yes", "> __Verdict:__ `No`!\nVERDICT: yes",
+        "seen\u2028\u201cVERDICT: no\u201d\nVERDICT: yes", "verdict:no\nVERDICT: yes", "# VERDICT: YES\nVERDICT: no",
+    ],
+    ("score", "schema", "wrong_schema"): [
+        f'{{"reason": "a", "score": {score}}}' for score in ("6", "0", "4.0", '"4"', "true")
+    ],
+    ("score", "line", "contradictory"): ["Score: 2\nSCORE: 4"],
+    ("key_points", "schema", "wrong_schema"): [
+        json.dumps({"key_points": points}) for points in ([], ["a", 1], ["a", " "], ["a"] * 21)
+    ],
+    ("key_points", "line", "wrong_schema"): ["END OF KEY POINTS"],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("content", "fault"),
-    [
-        ("", "empty"),
-        ("yes", "unparsable"),
-        ("Verdict: yes", "unparsable"),
-        ("VERDICT: Yes", "unparsable"),
-        ("VERDICT:yes", "unparsable"),
-        ("VERDICT:  yes", "unparsable"),
-        (" VERDICT: yes", "unparsable"),
-        ("VERDICT: yes.", "unparsable"),
-        ("**VERDICT: yes**", "unparsable"),
-        ("VERDICT: yes or no", "unparsable"),
-        ("VERDICT: yes|no", "unparsable"),
-        ("VERDICT: yes\nThat is all.", "unparsable"),
-        ("The verdict line is VERDICT: yes", "unparsable"),
-        ("seen\u2028VERDICT: yes", "unparsable"),
-        ("VERDICT: \uff59es", "unparsable"),
-        ('{"reason": "seen", "verdict": "yes"}', "unparsable"),
-        ("VERDICT: no\nVERDICT: yes", "contradictory"),
-        ("VERDICT: yes\nor rather\nVERDICT: no", "contradictory"),
-        ("I first thought\n  VERDICT: no  \nbut\nVERDICT: yes", "contradictory"),
-        ("**VERDICT: no**\nVERDICT: yes", "contradictory"),
-        ("Verdict: no\nVERDICT: yes", "contradictory"),
-        ("VERDICT: no.\nVERDICT: yes", "contradictory"),
-        ("> __Verdict:__ `No`!\nVERDICT: yes", "contradictory"),
-        ("seen\u2028\u201cVERDICT: no\u201d\nVERDICT: yes", "contradictory"),
-        ("verdict:no\nVERDICT: yes", "contradictory"),
-        ("# VERDICT: YES\nVERDICT: no", "contradictory"),
-    ],
-)
-def test_anything_but_an_exact_last_line_is_unusable(content: str, fault: str):
-    assert fault_of(content, "line") == fault
+def test_anything_but_one_object_of_the_schema_or_an_exact_last_line_is_unusable():
+    for (form, mode, fault), contents in UNUSABLE.items():
+        for content in contents:
+            assert fault_of(content, mode, form) == fault, (mode, content[:200])
 
 
 def test_a_line_of_another_spelling_is_never_the_decision_and_may_agree_with_it():
     assert parse_reply(VERDICT, "line", "**Verdict: yes.**\nVERDICT: yes", "stop") == (True, "**Verdict: yes.**")
     assert parse_reply(VERDICT, "line", "The verdict: no seller is named\nVERDICT: yes", "stop")[0] is True
-    assert fault_of("Score: 2\nSCORE: 4", "line", "score") == "contradictory"
 
 
-@pytest.mark.parametrize("reason", ["length", "tool_calls", "content_filter", "STOP", "", None])
-def test_a_reply_that_did_not_end_by_itself_decides_nothing(reason: str | None):
-    expected = "refusal" if reason == "content_filter" else "truncated"
-    assert fault_of('{"reason": "seen", "verdict": "yes"}', "schema", finish_reason=reason) == expected
-    assert fault_of("VERDICT: yes", "line", finish_reason=reason) == expected
-
-
-@pytest.mark.parametrize(
-    ("content", "mode", "form"),
-    [
-        ('{"reason": "a", "score": 6}', "schema", "score"),
-        ('{"reason": "a", "score": 0}', "schema", "score"),
-        ('{"reason": "a", "score": 4.0}', "schema", "score"),
-        ('{"reason": "a", "score": "4"}', "schema", "score"),
-        ('{"reason": "a", "score": true}', "schema", "score"),
-        ('{"key_points": []}', "schema", "key_points"),
-        ('{"key_points": ["a", 1]}', "schema", "key_points"),
-        ('{"key_points": ["a", " "]}', "schema", "key_points"),
-        (json.dumps({"key_points": ["a"] * 21}), "schema", "key_points"),
-        ("END OF KEY POINTS", "line", "key_points"),
-    ],
-)
-def test_values_outside_of_the_form_are_of_the_wrong_schema(content: str, mode: str, form: str):
-    assert fault_of(content, mode, form) == "wrong_schema"
+def test_a_reply_that_did_not_end_by_itself_decides_nothing():
+    for reason in ("length", "tool_calls", "content_filter", "STOP", "", None):
+        expected = "refusal" if reason == "content_filter" else "truncated"
+        assert fault_of('{"reason": "seen", "verdict": "yes"}', "schema", finish_reason=reason) == expected, reason
+        assert fault_of("VERDICT: yes", "line", finish_reason=reason) == expected, reason
 
 
 @given(reason=TEXT, word=st.sampled_from(["yes", "no"]))
