@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,14 +35,14 @@ def test_the_forms_have_the_published_fields_in_order() -> None:
     assert {name: form.fields for name, form in FORMS.items()} == PUBLISHED
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_demonstrated_response_has_the_fields_that_the_system_message_asks_for(name: str) -> None:
-    settings = ContextConfig(response_format=name)
-    asked = split_fields(system_message(settings).partition("Answer ")[2])
-    response = format_response(CLICK, settings)
-    assert tuple(asked) == tuple(split_fields(response)) == PUBLISHED[name]
-    assert parse_tool_call(response).action == CLICK
-    assert response.endswith(CALL)
+def test_a_demonstrated_response_has_the_fields_that_the_system_message_asks_for() -> None:
+    for name, fields in PUBLISHED.items():
+        settings = ContextConfig(response_format=name)
+        asked = split_fields(system_message(settings).partition("Answer ")[2])
+        response = format_response(CLICK, settings)
+        assert tuple(asked) == tuple(split_fields(response)) == fields, name
+        assert parse_tool_call(response).action == CLICK
+        assert response.endswith(CALL)
 
 
 def test_the_memory_forms_differ_in_what_becomes_of_older_facts() -> None:
@@ -67,26 +66,22 @@ def test_fields_end_before_the_next_field_or_the_call() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("response", "fields"),
-    [
-        ("", {}),
-        (CALL, {}),
-        ("Memory: {cut", {}),
-        ('Memory: {"a": 1}\nProgress: {cut', {"Memory": '{"a": 1}'}),
-        (f"Memory:\n{CALL}", {}),
-        (f"My Action: none\n{CALL}", {}),
-        (f"Action: first\nAction: second\n{CALL}", {"Action": "second"}),
-        ("Action: Click it.\n<tool_call>\n{cut", {"Action": "Click it."}),
-    ],
-)
-def test_a_missing_empty_or_cut_field_is_left_out(response: str, fields: dict[str, str]) -> None:
-    assert split_fields(response) == fields
+def test_a_missing_empty_or_cut_field_is_left_out() -> None:
+    for response, fields in {
+        "": {},
+        CALL: {},
+        "Memory: {cut": {},
+        'Memory: {"a": 1}\nProgress: {cut': {"Memory": '{"a": 1}'},
+        f"Memory:\n{CALL}": {},
+        f"My Action: none\n{CALL}": {},
+        f"Action: first\nAction: second\n{CALL}": {"Action": "second"},
+        "Action: Click it.\n<tool_call>\n{cut": {"Action": "Click it."},
+    }.items():
+        assert split_fields(response) == fields, response
 
 
-@pytest.mark.parametrize(
-    ("response", "thoughts", "answer"),
-    [
+def test_thoughts_are_split_off_with_or_without_their_tags() -> None:
+    for response, thoughts, answer in (
         ("Action: x", "", "Action: x"),
         ("<think>a</think>\n\nb", "a", "b"),
         ("a</think>\n\nb", "a", "b"),
@@ -101,29 +96,20 @@ def test_a_missing_empty_or_cut_field_is_left_out(response: str, fields: dict[st
         ("a</think>b<think>cut off", "a\ncut off", "b"),
         ("</think>b", "", "b"),
         ("<think></think>b", "", "b"),
-    ],
-)
-def test_thoughts_are_split_off_with_or_without_their_tags(response: str, thoughts: str, answer: str) -> None:
-    assert split_thinking(response) == (thoughts, answer)
-    assert strip_thinking(response) == answer
+    ):
+        assert split_thinking(response) == (thoughts, answer), response
+        assert strip_thinking(response) == answer, response
 
 
-@pytest.mark.parametrize(
-    "response",
-    ["<think>a</think> b {call} c</think> {last}", "<think>a <think>b</think> {call}</think>{last}",
-     "{call} <think>c</think>{last}", "<think>a <tool_call>{{ b</think>{last}"],
-)  # fmt: skip
-def test_only_a_tool_call_after_the_last_thought_counts(response: str) -> None:
+def test_only_a_tool_call_after_the_last_thought_counts() -> None:
     last = Action("wait")
-    assert parse_tool_call(response.format(call=CALL, last=format_tool_call(last))).action == last
-    assert parse_tool_call(response.format(call=CALL, last="")).format_error == "no_tool_call"
-
-
-@pytest.mark.parametrize("thought", [f"<think>{CALL}</think>", f"{CALL}</think>", f"I try {CALL}\nor so.</think>\n\n"])
-def test_a_tool_call_inside_a_thought_does_not_count(thought: str) -> None:
-    wait = Action("wait")
-    assert parse_tool_call(thought + format_tool_call(wait)).action == wait
-    assert parse_tool_call(thought).format_error == "no_tool_call"
+    for response in (
+        f"<think>a</think> b {CALL} c</think> ", f"<think>a <think>b</think> {CALL}</think>",
+        f"{CALL} <think>c</think>", "<think>a <tool_call>{ b</think>", f"<think>{CALL}</think>", f"{CALL}</think>",
+        f"I try {CALL}\nor so.</think>\n\n",
+    ):  # fmt: skip
+        assert parse_tool_call(response + format_tool_call(last)).action == last, response
+        assert parse_tool_call(response).format_error == "no_tool_call", response
     assert parse_tool_call(f"<think>cut off {CALL}").format_error == "no_tool_call"
 
 
@@ -156,20 +142,18 @@ def test_a_call_after_the_last_thought_is_parsed_whatever_its_arguments_quote(th
     assert parse_tool_call(f"<think>x {call}").format_error == "no_tool_call"
 
 
-@pytest.mark.parametrize(
-    ("response", "characters"),
-    [
-        (f"Action: Wait.\n{CALL}", -1),
-        ("", -1),
-        (f'Memory: {{"price": "12.50"}}\nProgress: {{}}\nAction: Wait.\n{CALL}', 18),
-        (f"Memory: {{}}\nAction: Wait.\n{CALL}", 0),
-        (f"Memory: {{ }}\nAction: Wait.\n{CALL}", 0),
-        (f"Memory:\nAction: Wait.\n{CALL}", 0),
-        (f"<think>\nMemory: lots of it\n</think>\nAction: Wait.\n{CALL}", -1),
-        (f'<think>\nMemory: lots of it\n</think>\nMemory: ["a"]\nAction: Wait.\n{CALL}', 5),
-        (f"Action: Recall my Memory: none.\n{CALL}", -1),
-        (f'Memory: ["a"]\nMemory: ["ab"]\n{CALL}', 6),
-    ],
-)
-def test_memory_is_measured_where_the_response_writes_it(response: str, characters: int) -> None:
-    assert memory_characters(response) == characters
+def test_memory_is_measured_where_the_response_writes_it() -> None:
+    thought = "<think>\nMemory: lots of it\n</think>\n"
+    for response, characters in {
+        "": -1,
+        f"Action: Wait.\n{CALL}": -1,
+        f'Memory: {{"price": "12.50"}}\nProgress: {{}}\nAction: Wait.\n{CALL}': 18,
+        f"Memory: {{}}\nAction: Wait.\n{CALL}": 0,
+        f"Memory: {{ }}\nAction: Wait.\n{CALL}": 0,
+        f"Memory:\nAction: Wait.\n{CALL}": 0,
+        f"{thought}Action: Wait.\n{CALL}": -1,
+        f'{thought}Memory: ["a"]\nAction: Wait.\n{CALL}': 5,
+        f"Action: Recall my Memory: none.\n{CALL}": -1,
+        f'Memory: ["a"]\nMemory: ["ab"]\n{CALL}': 6,
+    }.items():
+        assert memory_characters(response) == characters, response
