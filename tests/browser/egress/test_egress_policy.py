@@ -58,111 +58,75 @@ def address_reason(rules: EgressPolicy, address: str, host: str = "a.example", d
     return None
 
 
-@pytest.mark.parametrize(
-    ("spelling", "host"),
-    [
-        ("example.com", "example.com"),
-        ("EXAMPLE.Com", "example.com"),
-        ("example.com.", "example.com"),
-        ("my_host.example.com", "my_host.example.com"),
-        ("bücher.example", "xn--bcher-kva.example"),
-        ("BÜCHER.example", "xn--bcher-kva.example"),
-        ("xn--bcher-kva.example", "xn--bcher-kva.example"),
-        ("straße.example", "xn--strae-oqa.example"),
-        ("b%C3%BCcher.example", "xn--bcher-kva.example"),
-        ("\uff45\uff58\uff41\uff4d\uff50\uff4c\uff45\u3002com", "example.com"),
-        ("%6c%6Fcalhost", "localhost"),
-        ("127.0.0.1", "127.0.0.1"),
-        ("127.0.0.1.", "127.0.0.1"),
-        ("127.1", "127.0.0.1"),
-        ("127.0.1", "127.0.0.1"),
-        ("2130706433", "127.0.0.1"),
-        ("017700000001", "127.0.0.1"),
-        ("0x7f000001", "127.0.0.1"),
-        ("0X7F.1", "127.0.0.1"),
-        ("0177.0.0.01", "127.0.0.1"),
-        ("0x7f.0x0.0x0.0x1", "127.0.0.1"),
-        ("0", "0.0.0.0"),
-        ("0x", "0.0.0.0"),
-        ("\uff11\uff12\uff17.0.0.1", "127.0.0.1"),
-        ("\u2460\u2461\u2466.0.0.1", "127.0.0.1"),
-        ("0xa9fea9fe", "169.254.169.254"),
-        ("[::1]", "::1"),
-        ("[0:0:0:0:0:0:0:1]", "::1"),
-        ("[::FFFF:127.0.0.1]", "::ffff:7f00:1"),
-        ("[2001:4860:4860::8888]", "2001:4860:4860::8888"),
+SPELLINGS = {
+    "example.com": [
+        "example.com", "EXAMPLE.Com", "example.com.", "\uff45\uff58\uff41\uff4d\uff50\uff4c\uff45\u3002com",
     ],
-)
-def test_a_host_has_one_spelling(spelling: str, host: str) -> None:
-    assert normalize_host(spelling) == host
-    assert normalize_host(f"[{host}]" if ":" in host else host) == host
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", ".", "..", "a..b", ".a", "a b", "a\tb", "a\nb", "a\0b", "a%00b", "a%0ab", "a%2fb", "a%40b", "a/b", "a\\b",
-        "a<b", "a|b", "a^b", "a:b", "%", "%zz", "%ff", "256.1", "1.2.3.4.5", "1.2.3.256", "0x100000000", "08.1",
-        "a.1.2.3.4", "a.0x7f", "4294967296", "9" * 5000, "[", "]", "[]", "[::1", "::1", "[::1]a", "[1.2.3.4]",
-        "[fe80::1%eth0]", "[fe80::1%25eth0]", "[::g]", "a" * 64, "a." * 127 + "ab", "xn--\u00fc.example", "\ud800",
+    "my_host.example.com": ["my_host.example.com"],
+    "xn--bcher-kva.example": ["bücher.example", "BÜCHER.example", "xn--bcher-kva.example", "b%C3%BCcher.example"],
+    "xn--strae-oqa.example": ["straße.example"],
+    "localhost": ["%6c%6Fcalhost"],
+    "127.0.0.1": [
+        "127.0.0.1", "127.0.0.1.", "127.1", "127.0.1", "2130706433", "017700000001", "0x7f000001", "0X7F.1",
+        "0177.0.0.01", "0x7f.0x0.0x0.0x1", "\uff11\uff12\uff17.0.0.1", "\u2460\u2461\u2466.0.0.1",
     ],
-)  # fmt: skip
-def test_an_invalid_host_is_refused(text: str) -> None:
-    with pytest.raises(EgressDenied, match="is not a host that can be reached") as refused:
-        normalize_host(text)
-    assert refused.value.reason == "bad_host"
+    "0.0.0.0": ["0", "0x"],
+    "169.254.169.254": ["0xa9fea9fe"],
+    "::1": ["[::1]", "[0:0:0:0:0:0:0:1]"],
+    "::ffff:7f00:1": ["[::FFFF:127.0.0.1]"],
+    "2001:4860:4860::8888": ["[2001:4860:4860::8888]"],
+}  # fmt: skip
+BAD_HOSTS = [
+    "", ".", "..", "a..b", ".a", "a b", "a\tb", "a\nb", "a\0b", "a%00b", "a%0ab", "a%2fb", "a%40b", "a/b", "a\\b",
+    "a<b", "a|b", "a^b", "a:b", "%", "%zz", "%ff", "256.1", "1.2.3.4.5", "1.2.3.256", "0x100000000", "08.1",
+    "a.1.2.3.4", "a.0x7f", "4294967296", "9" * 5000, "[", "]", "[]", "[::1", "::1", "[::1]a", "[1.2.3.4]",
+    "[fe80::1%eth0]", "[fe80::1%25eth0]", "[::g]", "a" * 64, "a." * 127 + "ab", "xn--\u00fc.example", "\ud800",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("authority", "endpoint"),
-    [
-        ("example.com", ("example.com", 80)),
-        ("example.com:", ("example.com", 80)),
-        ("example.com:8080", ("example.com", 8080)),
-        ("user:secret@example.com:8080", ("example.com", 8080)),
-        ("example.com:80@evil.example", ("evil.example", 80)),
-        ("a@b@evil.example", ("evil.example", 80)),
-        ("127.0.0.1:00080", ("127.0.0.1", 80)),
-        ("[::1]", ("::1", 80)),
-        ("[::1]:8080", ("::1", 8080)),
-    ],
-)
-def test_an_authority_is_a_host_and_a_port(authority: str, endpoint: tuple[str, int]) -> None:
-    assert parse_endpoint(authority, 80) == Endpoint(*endpoint)
+def test_a_host_has_one_spelling_or_is_refused() -> None:
+    for host, spellings in SPELLINGS.items():
+        for spelling in (*spellings, f"[{host}]" if ":" in host else host):
+            assert normalize_host(spelling) == host, spelling
+    for text in BAD_HOSTS:
+        with pytest.raises(EgressDenied, match="is not a host that can be reached") as refused:
+            normalize_host(text)
+        assert refused.value.reason == "bad_host", text[:99]
 
 
-@pytest.mark.parametrize("authority", ["a:0", "a:65536", "a:-1", "a:+1", "a:8 0", "a:x", "a:²", "a:999999", ":80", "a"])
-def test_a_missing_or_invalid_port_is_refused(authority: str) -> None:
-    with pytest.raises(EgressDenied):
-        parse_endpoint(authority)
+def test_an_authority_is_a_host_and_a_valid_port() -> None:
+    for authority, host, port in (
+        ("example.com", "example.com", 80), ("example.com:", "example.com", 80),
+        ("example.com:8080", "example.com", 8080), ("user:secret@example.com:8080", "example.com", 8080),
+        ("example.com:80@evil.example", "evil.example", 80), ("a@b@evil.example", "evil.example", 80),
+        ("127.0.0.1:00080", "127.0.0.1", 80), ("[::1]", "::1", 80), ("[::1]:8080", "::1", 8080),
+    ):  # fmt: skip
+        assert parse_endpoint(authority, 80) == Endpoint(host, port), authority
+    for authority in ("a:0", "a:65536", "a:-1", "a:+1", "a:8 0", "a:x", "a:²", "a:999999", ":80", "a"):
+        with pytest.raises(EgressDenied):
+            parse_endpoint(authority)
 
 
-@pytest.mark.parametrize(
-    ("url", "parts"),
-    [
-        ("http://a.example", ("http", "a.example", 80, "/")),
-        ("HTTP://A.Example/x?y#z", ("http", "a.example", 80, "/x?y")),
-        ("https://a.example?y", ("https", "a.example", 443, "/?y")),
-        ("ws://a.example:81/", ("ws", "a.example", 81, "/")),
-        ("wss://a@a.example/b@c", ("wss", "a.example", 443, "/b@c")),
-        ("http://a.example#@b.example/", ("http", "a.example", 80, "/")),
-        ("http://a.example?@b.example/", ("http", "a.example", 80, "/?@b.example/")),
-    ],
-)
-def test_a_url_is_split_where_browsers_split_it(url: str, parts: tuple[str, str, int, str]) -> None:
-    scheme, endpoint, rest = split_url(url)
-    assert (scheme, endpoint.host, endpoint.port, rest) == parts
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["file:///etc/passwd", "ftp://a.example/", "javascript:alert(1)", "chrome://gpu", "data:text/html,x", "", "/", "a",
-     "http:a.example", "http:/a.example", "http://a.example\\@b.example/", "http://a.example/\\", " http://a.example"],
-)  # fmt: skip
-def test_only_web_addresses_have_an_endpoint(url: str) -> None:
-    with pytest.raises(EgressDenied) as refused:
-        split_url(url)
-    assert refused.value.reason in ("scheme", "bad_host")
+def test_a_url_is_split_where_browsers_split_it_and_only_web_addresses_have_an_endpoint() -> None:
+    for url, parts in {
+        "http://a.example": ("http", "a.example", 80, "/"),
+        "HTTP://A.Example/x?y#z": ("http", "a.example", 80, "/x?y"),
+        "https://a.example?y": ("https", "a.example", 443, "/?y"),
+        "ws://a.example:81/": ("ws", "a.example", 81, "/"),
+        "wss://a@a.example/b@c": ("wss", "a.example", 443, "/b@c"),
+        "http://a.example#@b.example/": ("http", "a.example", 80, "/"),
+        "http://a.example?@b.example/": ("http", "a.example", 80, "/?@b.example/"),
+    }.items():
+        scheme, endpoint, rest = split_url(url)
+        assert (scheme, endpoint.host, endpoint.port, rest) == parts, url
+    for url in (
+        "file:///etc/passwd", "ftp://a.example/", "javascript:alert(1)", "chrome://gpu", "data:text/html,x", "", "/",
+        "a", "http:a.example", "http:/a.example", "http://a.example\\@b.example/", "http://a.example/\\",
+        " http://a.example",
+    ):  # fmt: skip
+        with pytest.raises(EgressDenied) as refused:
+            split_url(url)
+        assert refused.value.reason in ("scheme", "bad_host"), url
 
 
 @given(st.text() | st.text("0123456789abcdefx.:[]%@", max_size=24))
@@ -173,10 +137,9 @@ def test_any_text_is_refused_or_has_a_stable_canonical_spelling(text: str) -> No
         return
     assert host.isascii()
     assert host == host.lower()
-    assert normalize_host(f"[{host}]" if ":" in host else host) == host
-    assert (
-        normalize_host(host.upper() + ("" if ":" in host else ".") if ":" not in host else f"[{host.upper()}]") == host
-    )
+    for spelling in (host, host.upper()):
+        for form in (f"[{spelling}]",) if ":" in host else (spelling, f"{spelling}."):
+            assert normalize_host(form) == host
 
 
 @given(st.lists(st.text(max_size=4) | st.sampled_from(URL_PIECES), max_size=12).map("".join))
@@ -198,30 +161,35 @@ def test_every_spelling_of_an_ipv4_address_is_that_address(address: IPv4Address,
     assert normalize_host(spelling) == str(address)
 
 
-@pytest.mark.parametrize(
-    ("address", "kind"),
-    [
-        ("0.0.0.0", "unspecified"), ("0.1.2.3", "unspecified"), ("10.0.0.1", "private"), ("172.16.0.1", "private"),
-        ("172.31.255.255", "private"), ("192.168.1.1", "private"), ("100.64.0.1", "shared"),
-        ("100.127.255.255", "shared"), ("127.0.0.1", "loopback"), ("127.255.255.254", "loopback"),
-        ("169.254.1.1", "link-local"), ("192.0.0.8", "reserved"), ("192.0.2.1", "reserved"), ("198.18.0.1", "reserved"),
-        ("198.51.100.1", "reserved"), ("203.0.113.1", "reserved"), ("224.0.0.1", "multicast"),
-        ("239.255.255.250", "multicast"), ("240.0.0.1", "reserved"), ("255.255.255.255", "reserved"),
-        ("::", "unspecified"), ("::1", "loopback"), ("::2", "reserved"), ("::7f00:1", "reserved"),
-        ("fc00::1", "unique-local"), ("fdff::1", "unique-local"), ("fe80::1", "link-local"),
-        ("fe80::1%eth0", "link-local"), ("fec0::1", "private"), ("ff02::1", "multicast"), ("2001:db8::1", "reserved"),
-        ("2001::1", "reserved"), ("2002:7f00:1::", "reserved"), ("2002:808:808::", "reserved"), ("4000::1", "reserved"),
-        ("::ffff:127.0.0.1", "loopback"), ("::ffff:10.0.0.1", "private"), ("::ffff:0:127.0.0.1", "reserved"),
-        ("64:ff9b::10.0.0.1", "private"), ("64:ff9b::127.0.0.1", "loopback"), ("64:ff9b:1::808:808", "reserved"),
-        ("8.8.8.8", None), ("100.63.255.255", None), ("100.128.0.0", None), ("172.32.0.1", None),
-        ("::ffff:8.8.8.8", None), ("64:ff9b::8.8.8.8", None), ("2606:4700:4700::1111", None),
-        ("2a00:1450:4001::1", None),
+KINDS = {
+    "unspecified": ["0.0.0.0", "0.1.2.3", "::"],
+    "private": [
+        "10.0.0.1", "172.16.0.1", "172.31.255.255", "192.168.1.1", "fec0::1", "::ffff:10.0.0.1", "64:ff9b::10.0.0.1",
     ],
-)  # fmt: skip
-def test_non_public_addresses_have_a_kind(address: str, kind: str | None) -> None:
-    assert special_address_kind(ip_address(address)) == kind
-    assert address_reason(policy(), address) == kind
-    assert address_reason(policy(), address, declared=True) is None
+    "shared": ["100.64.0.1", "100.127.255.255"],
+    "loopback": ["127.0.0.1", "127.255.255.254", "::1", "::ffff:127.0.0.1", "64:ff9b::127.0.0.1"],
+    "link-local": ["169.254.1.1", "fe80::1", "fe80::1%eth0"],
+    "multicast": ["224.0.0.1", "239.255.255.250", "ff02::1"],
+    "unique-local": ["fc00::1", "fdff::1"],
+    "reserved": [
+        "192.0.0.8", "192.0.2.1", "198.18.0.1", "198.51.100.1", "203.0.113.1", "240.0.0.1", "255.255.255.255", "::2",
+        "::7f00:1", "2001:db8::1", "2001::1", "2002:7f00:1::", "2002:808:808::", "4000::1", "::ffff:0:127.0.0.1",
+        "64:ff9b:1::808:808",
+    ],
+    None: [
+        "8.8.8.8", "100.63.255.255", "100.128.0.0", "172.32.0.1", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8",
+        "2606:4700:4700::1111", "2a00:1450:4001::1",
+    ],
+}  # fmt: skip
+
+
+def test_non_public_addresses_have_a_kind() -> None:
+    rules = policy()
+    for kind, addresses in KINDS.items():
+        for address in addresses:
+            assert special_address_kind(ip_address(address)) == kind, address
+            assert address_reason(rules, address) == kind, address
+            assert address_reason(rules, address, declared=True) is None, address
 
 
 EMBEDDING = {0xFFFF, 0x64FF9B << 64}  # the first 96 bits of IPv4-mapped and NAT64 addresses
@@ -236,23 +204,18 @@ def test_no_address_passes_that_the_standard_library_calls_not_global(address: I
         assert not plain.is_multicast
 
 
-@pytest.mark.parametrize(
-    "address", ["169.254.169.254", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "::ffff:169.254.169.254"]
-)
-def test_a_metadata_address_is_refused_even_if_declared(address: str) -> None:
-    assert address_reason(policy(), address, declared=True) == "metadata"
-    url = f"http://[{address}]/" if ":" in address else f"http://{address}/"
-    assert reason(policy(), url, declared_endpoints([url], {})) == "metadata"
-
-
-def test_metadata_names_are_refused_in_every_spelling() -> None:
+def test_metadata_addresses_and_names_are_refused_in_every_spelling_even_if_declared() -> None:
+    for address in ("169.254.169.254", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "::ffff:169.254.169.254"):
+        assert address_reason(policy(), address, declared=True) == "metadata", address
+        url = f"http://[{address}]/" if ":" in address else f"http://{address}/"
+        assert reason(policy(), url, declared_endpoints([url], {})) == "metadata", address
     for host in ("metadata.google.internal", "METADATA.google.internal.", "metadata", "instance-data.ec2.internal"):
-        assert reason(policy(), f"http://{host}/computeMetadata/v1/") == "metadata"
+        assert reason(policy(), f"http://{host}/computeMetadata/v1/") == "metadata", host
 
 
-@pytest.mark.parametrize(
-    ("settings", "url", "expected"),
-    [
+def test_deny_wins_over_allow_and_an_empty_allow_list_allows_what_is_public() -> None:
+    only_good, only_local = {"allow": ["*.good.example"]}, {"allow": ["localhost", "127.0.0.1"]}
+    for settings, url, expected in (
         ({}, "http://a.example/", None),
         ({}, "https://a.example/", None),
         ({}, "http://a.example:8080/", "port"),
@@ -271,35 +234,28 @@ def test_metadata_names_are_refused_in_every_spelling() -> None:
         ({"deny": ["bücher.example"]}, "http://xn--bcher-kva.example/", "denied"),
         ({"deny": ["8.8.8.8"]}, "http://0x08080808/", "denied"),
         ({"deny": ["8.8.8.8"]}, "http://[::ffff:8.8.8.8]/", "denied"),
-        ({"allow": ["*.good.example"]}, "http://www.good.example/", None),
-        ({"allow": ["*.good.example"]}, "http://other.example/", "not_allowed"),
-        ({"allow": ["*.good.example"]}, "http://good.example.evil.example/", "not_allowed"),
-        ({"allow": ["*.good.example"], "deny": ["bad.good.example"]}, "http://bad.good.example/", "denied"),
-        ({"allow": ["localhost", "127.0.0.1"]}, "http://127.0.0.1/", "loopback"),
-        ({"allow": ["localhost", "127.0.0.1"]}, "http://localhost/", "loopback"),
-    ],
-)  # fmt: skip
-def test_deny_wins_over_allow_and_an_empty_allow_list_allows_what_is_public(
-    settings: dict[str, object], url: str, expected: str | None
-) -> None:
-    assert reason(policy(**settings), url) == expected
+        (only_good, "http://www.good.example/", None),
+        (only_good, "http://other.example/", "not_allowed"),
+        (only_good, "http://good.example.evil.example/", "not_allowed"),
+        ({**only_good, "deny": ["bad.good.example"]}, "http://bad.good.example/", "denied"),
+        (only_local, "http://127.0.0.1/", "loopback"),
+        (only_local, "http://localhost/", "loopback"),
+    ):
+        assert reason(policy(**settings), url) == expected, (settings, url)
 
 
-def test_a_denied_address_is_denied_under_every_name() -> None:
+def test_a_denied_address_or_network_is_denied_under_every_name_and_in_every_address_that_leads_there() -> None:
     assert address_reason(policy(deny=["8.8.8.8"]), "8.8.8.8") == "denied"
     assert address_reason(policy(deny=["2606:4700::1"]), "2606:4700:0::1") == "denied"
-
-
-@pytest.mark.parametrize(
-    "address",
-    ["93.184.1.1", "::ffff:93.184.1.1", "64:ff9b::93.184.1.1", "64:ff9b:1::5db8:101", "2002:5db8:101::1", "2a00:1::5"],
-)
-@pytest.mark.parametrize("denied", [["93.184.0.0/16", "2a00:1::/32"], ["::ffff:93.184.0.0/112", "2a00:1::5"]])
-def test_a_denied_network_is_denied_in_every_address_that_leads_there(denied: list[str], address: str) -> None:
-    rules = policy(deny=denied)
-    for declared in (False, True):
-        assert address_reason(rules, address, declared=declared) == "denied"
-    assert address_reason(rules, "93.185.1.1") is None
+    for denied in (["93.184.0.0/16", "2a00:1::/32"], ["::ffff:93.184.0.0/112", "2a00:1::5"]):
+        rules = policy(deny=denied)
+        for address in (
+            "93.184.1.1", "::ffff:93.184.1.1", "64:ff9b::93.184.1.1", "64:ff9b:1::5db8:101", "2002:5db8:101::1",
+            "2a00:1::5",
+        ):  # fmt: skip
+            for declared in (False, True):
+                assert address_reason(rules, address, declared=declared) == "denied", (denied, address, declared)
+        assert address_reason(rules, "93.185.1.1") is None
 
 
 def test_addresses_of_this_machine_and_of_the_job_are_reached_only_as_declared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,10 +284,8 @@ def test_by_default_only_declared_origins_can_be_reached() -> None:
     assert reason(rules, "wss://SHOP.localhost./", SHOP) is None
     assert reason(rules, "http://shop.localhost:8000/", SHOP) == "not_declared"
     assert reason(rules, "https://a.example/", SHOP) == "not_declared"
-    assert (
-        reason(EgressPolicy.from_config(BrowserConfig(deny=["*.localhost"])), "http://shop.localhost/", SHOP)
-        == "denied"
-    )
+    denying = EgressPolicy.from_config(BrowserConfig(deny=["*.localhost"]))
+    assert reason(denying, "http://shop.localhost/", SHOP) == "denied"
 
 
 def test_declared_origins_map_to_the_addresses_of_their_source() -> None:
@@ -368,20 +322,17 @@ def test_a_denied_host_is_denied_among_declared_ones_too() -> None:
     assert reason(rules, "http://shop-6.localhost/", shops) is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"allow": ["a.example"]}, r"browser\.allow has no effect with browser\.open_web=false"),
-        ({"deny": ["http://a.example"]}, r"browser\.deny contains 'http://a\.example': .*; write hosts such as"),
-        ({"deny": ["*"]}, r"browser\.deny contains '\*'"),
-        ({"deny": ["a.*.example"]}, r"browser\.deny contains"),
-        ({"deny": ["10.0.0.1/8"]}, r"'10\.0\.0\.1/8': 10\.0\.0\.1/8 has host bits set; write hosts such as"),
-        ({"deny": ["10.0.0.0/33"]}, r"'10\.0\.0\.0/33'.*networks such as 10\.0\.0\.0/8"),
-        ({"deny": ["a.example/8"]}, r"browser\.deny contains 'a\.example/8'"),
-        ({"allow": ["10.0.0.0/8"], "open_web": True}, r"browser\.allow contains '10\.0\.0\.0/8'; write hosts such as"),
-        ({"ports": [0]}, r"browser\.ports contains 0"),
-    ],
-)
-def test_contradictory_settings_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EgressPolicy.from_config(BrowserConfig(**settings))  # type: ignore[arg-type]
+def test_contradictory_settings_are_refused() -> None:
+    for settings, message in (
+        ({"allow": ["a.example"]}, r"browser\.allow .* browser\.open_web=false"),
+        ({"deny": ["http://a.example"]}, r"browser\.deny .*'http://a\.example'"),
+        ({"deny": ["*"]}, r"browser\.deny .*'\*'"),
+        ({"deny": ["a.*.example"]}, r"browser\.deny .*'a\.\*\.example'"),
+        ({"deny": ["10.0.0.1/8"]}, r"browser\.deny .*'10\.0\.0\.1/8'.* has host bits set"),
+        ({"deny": ["10.0.0.0/33"]}, r"browser\.deny .*'10\.0\.0\.0/33'"),
+        ({"deny": ["a.example/8"]}, r"browser\.deny .*'a\.example/8'"),
+        ({"allow": ["10.0.0.0/8"], "open_web": True}, r"browser\.allow .*'10\.0\.0\.0/8'"),
+        ({"ports": [0]}, r"browser\.ports .*0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EgressPolicy.from_config(BrowserConfig(**settings))  # type: ignore[arg-type]
