@@ -91,8 +91,9 @@ def smoothed_success(updates: Sequence[Mapping[str, Any]], window: int) -> list[
         recent = [update["extra"] for update in updates[max(0, number - window) : number]]
         counts = [int(extra.get("rollout_episodes", 0)) for extra in recent]
         rates = [extra.get("rollout_success_rate") or 0.0 for extra in recent]
+        episodes: int = sum(counts)
         total = sum(count * rate for count, rate in zip(counts, rates, strict=True))
-        found.append(total / sum(counts) if number >= window and sum(counts) else None)
+        found.append(total / episodes if number >= window and episodes else None)
     return found
 
 
