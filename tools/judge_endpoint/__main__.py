@@ -37,11 +37,16 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
     parser.add_argument("--latency", type=bounded_number(float, 0), default=0.0, help="seconds of a response")
+    parser.add_argument(
+        "--retry-after", type=bounded_number(float, 0), default=1.0, help="seconds, of a response with status 429"
+    )
+    parser.add_argument("--no-schemas", action="store_true", help="refuse response_format")
     parser.add_argument("--address-file", type=Path, metavar="FILE", help="receives {url, model} once it listens")
     options = parser.parse_args()
     try:
         served = EndpointOptions(
-            load_oracle(options.oracle), parse_faults(options.faults), options.seed, options.latency
+            load_oracle(options.oracle), parse_faults(options.faults), options.seed, options.latency,
+            options.retry_after, schemas=not options.no_schemas,
         )  # fmt: skip
         die_with_parent(signal.SIGTERM)
         asyncio.run(_serve(served, options.port, options.address_file))
