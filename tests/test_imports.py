@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_webrl"
@@ -43,14 +41,19 @@ ONLY = {
 }
 
 
-def imported_names(path: Path) -> Iterator[str]:
-    """Dotted names that a file imports, inside functions too; of `from a import b` both `a` and `a.b`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def names_of(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Dotted names that these nodes themselves import; of `from a import b` both `a` and `a.b`."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports, inside functions too."""
+    return names_of(ast.walk(ast.parse(path.read_text())))
 
 
 def module_name(path: Path) -> str:
@@ -94,31 +97,28 @@ def test_every_package_has_a_layer():
     assert packages == set().union(*LAYERS)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_module_imports_only_from_the_layers_below(path: Path):
-    place = path.relative_to(PACKAGE)
-    package = place.parts[0].removesuffix(".py")
-    depth = next((number for number, layer in enumerate(LAYERS) if package in layer), -1)
-    below = set().union(*LAYERS[depth + 1 :])
-    for name in imported_names(path):
-        top, *rest = name.split(".")
-        if top == "megatron_webrl" and rest and rest[0] != "__version__":
-            assert rest[0] == package or rest[0] in below, f"{place} imports {name}"
-        if top in ONLY:
-            assert any(place.is_relative_to(allowed) for allowed in ONLY[top]), f"{place} imports {name}"
-
-
-def test_both_roles_prepare_model_inputs_without_megatron():
-    assert not [name for name in imported_names(PACKAGE / "model" / "processor.py") if name.startswith("megatron.")]
+def test_modules_import_only_from_the_layers_below():
+    for path in FILES:
+        place = path.relative_to(PACKAGE)
+        package = place.parts[0].removesuffix(".py")
+        depth = next((number for number, layer in enumerate(LAYERS) if package in layer), -1)
+        below = set().union(*LAYERS[depth + 1 :])
+        for name in imported_names(path):
+            top, *rest = name.split(".")
+            if top == "megatron_webrl" and rest and rest[0] != "__version__":
+                assert rest[0] == package or rest[0] in below, f"{place} imports {name}"
+            if top in ONLY:
+                assert any(place.is_relative_to(allowed) for allowed in ONLY[top]), f"{place} imports {name}"
 
 
 def test_weight_transfer_takes_only_pure_data_from_the_model():
+    """Those modules, and the model inputs that both roles prepare, work without Megatron."""
     pure = {f"megatron_webrl.model.{name}" for name in ("architectures", "parameter_map", "layout")}
     for path in (PACKAGE / "weights").glob("*.py"):
         used = {name for name in imported_names(path) if name.startswith("megatron_webrl.model.")}
         assert {".".join(name.split(".")[:3]) for name in used} <= pure, path
     maps = (f"{folder}/parameters" for folder in ("qwen3_5", "qwen3_vl", "vision_language"))
-    for name in ("architectures", "parameter_map", "layout", *maps):
+    for name in ("architectures", "parameter_map", "layout", "processor", *maps):
         assert not [each for each in imported_names(PACKAGE / "model" / f"{name}.py") if each.startswith("megatron.")]
 
 
@@ -128,41 +128,29 @@ def test_a_node_starts_without_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def names_at_start(statements: list[ast.stmt]) -> Iterator[str]:
-    """Dotted names that are imported as soon as a module is: not in functions, nor for type checks."""
-    for node in statements:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-@pytest.mark.parametrize("role", ["_run_rank", "_run_rollout"])
-def test_a_role_imports_vllm_neither_as_a_trainer_nor_before_its_environment_is_set(role: str):
+def test_roles_import_vllm_neither_as_a_trainer_nor_before_their_environment_is_set():
+    """Followed from the body of each role through what modules import as soon as they are imported."""
     files = {module_name(path): path for path in FILES}
-    (function,) = (
-        node
+    functions = {
+        node.name: node
         for node in ast.parse((PACKAGE / "launch" / "role.py").read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name == role
-    )
-    waiting, seen = list(names_at_start(function.body)), set[str]()
-    assert "megatron_webrl.trainer.main" in waiting or "megatron_webrl.rollout.engine.followers" in waiting
-    while waiting:
-        name = waiting.pop()
-        assert name.partition(".")[0] != "vllm", sorted(seen)
-        if name in files and name not in seen:
-            seen.add(name)
-            waiting.extend(names_at_start(ast.parse(files[name].read_text()).body))
-    assert len(seen) > 30
+        if isinstance(node, ast.FunctionDef)
+    }
+    for role, first in (("_run_rank", "trainer.main"), ("_run_rollout", "rollout.engine.followers")):
+        waiting, seen = list(names_of(functions[role].body)), set[str]()
+        assert f"megatron_webrl.{first}" in waiting, role
+        while waiting:
+            name = waiting.pop()
+            assert name.partition(".")[0] != "vllm", (role, sorted(seen))
+            if name in files and name not in seen:
+                seen.add(name)
+                waiting.extend(names_of(ast.parse(files[name].read_text()).body))
+        assert len(seen) > 30, role
 
 
-def test_the_types_import_nothing_from_the_package():
-    assert not [name for name in imported_names(PACKAGE / "types.py") if name.startswith("megatron_webrl")]
-
-
-def test_the_root_of_the_package_holds_three_modules():
+def test_the_root_of_the_package_holds_a_few_modules():
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "cli.py", "types.py"}
+    assert not [name for name in imported_names(PACKAGE / "types.py") if name.startswith("megatron_webrl")]
 
 
 def renaming_modules() -> set[str]:
