@@ -15,11 +15,24 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.credit.advantages import step_advantages
 from megatron_webrl.trainer.data import batching
 from megatron_webrl.trainer.data.packing import FlopsEstimator
-from megatron_webrl.trainer.data.sequence_packer import SequencePacker
+from megatron_webrl.trainer.data.sequence_packer import Microbatch, SequencePacker
 from megatron_webrl.types import Group, Trajectory
 from tests.trainer.credit.made_groups import plain_group
 
-MERGES = pytest.mark.parametrize("merge", ["none", "trajectory", "all"])
+MERGES = ("none", "trajectory", "all")
+
+
+def build(
+    folder: Path, samples: list[batching.TrainingSample], merge: str = "all", max_tokens: int = 60, replicas: int = 2
+) -> list[Microbatch]:
+    """The micro-batches of all replicas."""
+    cost = FlopsEstimator.from_hf_config(load_hf_config(folder))
+    packers = [
+        SequencePacker(Processor.load(folder), max_tokens, torch.device("cpu"), rank, replicas, cost,
+                       merge_prefixes=merge)
+        for rank in range(replicas)
+    ]  # fmt: skip
+    return [batch for packer in packers for batch in packer.build(samples, "token_mean", 10)]
 
 
 def growing_episode(plain: Trajectory) -> Trajectory:
@@ -40,8 +53,7 @@ def growing_episode(plain: Trajectory) -> Trajectory:
     return replace(plain, steps=tuple(steps))
 
 
-@MERGES
-def test_each_response_token_has_the_advantage_of_its_step(tiny_model: Path, merge: str) -> None:
+def test_each_response_token_has_the_advantage_of_its_step(tiny_model: Path) -> None:
     plain = plain_group([True, False, True], [4, 2, 3])
     group = Group(0, tuple(growing_episode(each) for each in plain.trajectories))
     config = Config()
@@ -54,31 +66,22 @@ def test_each_response_token_has_the_advantage_of_its_step(tiny_model: Path, mer
         for name in step.logprobs.tolist()
     }
     assert len({round(value, 9) for value in wanted.values()}) == 5  # of the steps left from 0 to 3, and of the failure
-    packer = SequencePacker(
-        Processor.load(tiny_model), max_tokens=400, data_parallel_rank=0, data_parallel_size=1, merge_prefixes=merge,
-        device=torch.device("cpu"), flops_estimator=FlopsEstimator.from_hf_config(load_hf_config(tiny_model)),
-    )  # fmt: skip
-    batches = packer.build(batching.training_samples([group], config, 0), "token_mean", 10)
-    found = dict(
-        pair for b in batches for pair in zip(b.behaviour_logprobs.tolist(), b.advantage.tolist(), strict=True)
-    )
-    assert found == pytest.approx(wanted, rel=1e-6)
+    for merge in MERGES:
+        batches = build(tiny_model, batching.training_samples([group], config, 0), merge, 400, 1)
+        found = dict(
+            pair for b in batches for pair in zip(b.behaviour_logprobs.tolist(), b.advantage.tolist(), strict=True)
+        )
+        assert found == pytest.approx(wanted, rel=1e-6), merge
 
 
-@MERGES
-def test_a_step_is_valued_at_the_last_token_of_its_prompt(tiny_model: Path, merge: str) -> None:
+def test_a_step_is_valued_at_the_last_token_of_its_prompt(tiny_model: Path) -> None:
     group = Group(0, tuple(growing_episode(each) for each in plain_group([True, False, True], [4, 2, 3]).trajectories))
     samples = batching.training_samples([group], Config(), 0)
     by_id = {sample.step_id: sample for sample in samples}
     assert len(by_id) == len(samples) == 7  # two steps have no response
-    found, weights = [], []
-    for rank in (0, 1):
-        packer = SequencePacker(
-            Processor.load(tiny_model), max_tokens=60, data_parallel_rank=rank, data_parallel_size=2,
-            merge_prefixes=merge, device=torch.device("cpu"),
-            flops_estimator=FlopsEstimator.from_hf_config(load_hf_config(tiny_model)),
-        )  # fmt: skip
-        for batch in packer.build(samples, "token_mean", 10):
+    for merge in MERGES:
+        found, weights = [], []
+        for batch in build(tiny_model, samples, merge):
             rows = batch.inputs.value_rows
             assert rows is not None
             places = batch.inputs.scored_positions[rows].tolist()
@@ -86,23 +89,16 @@ def test_a_step_is_valued_at_the_last_token_of_its_prompt(tiny_model: Path, merg
                 sample = by_id[batch.step_ids[int(batch.step_index[row])]]
                 assert batch.behaviour_logprobs[row] == sample.behaviour_logprobs[0]
                 prompt = batch.inputs.tokens[place + 1 - len(sample.prompt) : place + 1]
-                assert prompt.tolist() == sample.prompt.tolist()
+                assert prompt.tolist() == sample.prompt.tolist(), merge
                 found.append(sample.step_id)
             weights += batch.value_weight.tolist()
-    assert sorted(found) == sorted(by_id)
-    assert weights == pytest.approx([1 / 7] * 7)
+        assert sorted(found) == sorted(by_id), merge
+        assert weights == pytest.approx([1 / 7] * 7)
 
 
 def test_the_value_of_a_padding_microbatch_weighs_nothing(tiny_model: Path) -> None:
-    sample = batching.training_samples([plain_group([True], [1])], Config(), 0)
-    weights = []
-    for rank in (0, 1):
-        packer = SequencePacker(
-            Processor.load(tiny_model), max_tokens=60, data_parallel_rank=rank, data_parallel_size=2,
-            device=torch.device("cpu"), flops_estimator=FlopsEstimator.from_hf_config(load_hf_config(tiny_model)),
-        )  # fmt: skip
-        weights += [batch.value_weight.tolist() for batch in packer.build(sample, "token_mean", 10)]
-    assert sorted(weights) == [[0.0], [1.0]]
+    batches = build(tiny_model, batching.training_samples([plain_group([True], [1])], Config(), 0))
+    assert sorted(batch.value_weight.tolist() for batch in batches) == [[0.0], [1.0]]
 
 
 def test_shuffled_advantages_keep_the_order_of_whole_trajectories() -> None:

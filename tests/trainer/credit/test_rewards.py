@@ -24,49 +24,43 @@ def of_length(tokens: int) -> Step:
     return replace(trajectory(0, 0).steps[0], response_token_ids=np.zeros(tokens, np.int32))
 
 
-def test_penalties_are_off_unless_asked_for() -> None:
-    bad = episode({"format_error": "no_json", "action": None}, {"action": CLICK}, {"action": CLICK})
-    assert not rewards.configured_penalties(Config())
-    assert rewards.reward_function(Config())(bad) == 1.0
+def penalised(**weights: float) -> Config:
+    config = Config()
+    for name, weight in weights.items():
+        setattr(config.trainer.reward, name, weight)
+    return config
 
 
 def test_a_format_error_counts_as_its_share_of_steps() -> None:
-    config = Config()
-    config.trainer.reward.format_penalty = 0.4
-    bad = episode({}, {"format_error": "no_json", "action": None}, {}, {}, reward=0.0)
-    assert rewards.reward_function(config)(bad) == pytest.approx(-0.1)
+    bad = episode({}, {"format_error": "no_json", "action": None}, {"action": CLICK}, {"action": CLICK}, reward=0.0)
+    assert rewards.reward_function(penalised(format_penalty=0.4))(bad) == pytest.approx(-0.1)
+    assert rewards.reward_function(Config())(bad) == 0.0  # off unless asked for
+    assert not rewards.configured_penalties(Config())
 
 
-@pytest.mark.parametrize(
-    ("steps", "count"),
-    [
+def test_an_action_is_repeated_if_it_had_no_effect_before() -> None:
+    reward = rewards.reward_function(penalised(repetition_penalty=0.5))
+    for steps, count in (
         ([(CLICK, False), (CLICK, False), (CLICK, True), (CLICK, True)], 2),  # the last one repeats what had an effect
         ([(CLICK, True), (CLICK, True)], 0),
         ([(CLICK, False), (OTHER, False), (CLICK, False)], 0),
         ([(None, False), (None, False)], 0),  # those are format errors
         ([(CLICK, False)], 0),
-    ],
-)
-def test_an_action_is_repeated_if_it_had_no_effect_before(steps: list[tuple[Action | None, bool]], count: int) -> None:
-    config = Config()
-    config.trainer.reward.repetition_penalty = 0.5
-    made = episode(*({"action": action, "page_changed": changed} for action, changed in steps))
-    assert rewards.repetitions(made).sum() == count
-    assert rewards.reward_function(config)(made) == pytest.approx(1 - 0.5 * count / len(steps))
+    ):
+        made = episode(*({"action": action, "page_changed": changed} for action, changed in steps))
+        assert rewards.repetitions(made).sum() == count, steps
+        assert reward(made) == pytest.approx(1 - 0.5 * count / len(steps)), steps
 
 
-@pytest.mark.parametrize(("tokens", "part"), [(1, 0.0), (80, 0.0), (85, 0.25), (90, 0.5), (100, 1.0), (120, 1.0)])
-def test_length_counts_within_the_window_before_the_limit(tokens: int, part: float) -> None:
-    config = Config()
+def test_length_counts_within_the_window_before_the_limit() -> None:
+    config = penalised(length_penalty=0.6, length_window=20)
     config.rollout.max_new_tokens = 100
-    config.trainer.reward.length_penalty, config.trainer.reward.length_window = 0.6, 20
-    made = replace(trajectory(0, 0, reward=1.0), steps=(of_length(tokens), of_length(3)))
-    assert rewards.reward_function(config)(made) == pytest.approx(1 - 0.6 * part / 2)
+    for tokens, part in ((1, 0.0), (80, 0.0), (85, 0.25), (90, 0.5), (100, 1.0), (120, 1.0)):
+        made = replace(trajectory(0, 0, reward=1.0), steps=(of_length(tokens), of_length(3)))
+        assert rewards.reward_function(config)(made) == pytest.approx(1 - 0.6 * part / 2), tokens
 
 
 def test_penalties_add_up() -> None:
-    config = Config()
-    settings = config.trainer.reward
-    settings.format_penalty, settings.repetition_penalty = 1.0, 1.0
+    reward = rewards.reward_function(penalised(format_penalty=1.0, repetition_penalty=1.0))
     made = episode({"action": CLICK}, {"action": CLICK}, {"action": None, "format_error": "no_json"}, {}, reward=1.0)
-    assert rewards.reward_function(config)(made) == pytest.approx(1 - 1 / 4 - 1 / 4)
+    assert reward(made) == pytest.approx(1 - 1 / 4 - 1 / 4)
