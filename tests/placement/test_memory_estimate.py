@@ -34,12 +34,9 @@ from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shap
 from tests.model.test_model_sizes import BILLIONS
 
 GPUS = (
-    "cluster.gpus_per_node=8",
-    "cluster.engine_gpus_per_node=4",
-    "trainer.data_parallel=0",
-    "rollout.engines=0",
+    "cluster.gpus_per_node=8", "cluster.engine_gpus_per_node=4", "trainer.data_parallel=0", "rollout.engines=0",
     "model.dtype=bfloat16",
-)
+)  # fmt: skip
 
 
 def made(size: str, *overrides: str) -> tuple[Config, MemoryEstimate]:
@@ -53,15 +50,17 @@ def stored(folder: Path) -> int:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
-@pytest.mark.parametrize("size", parameter_counts.RELEASED)
-def test_the_count_of_a_released_size_is_that_of_its_tensors(size: str) -> None:
-    description = parameter_counts.make_hf_config(size)
-    tensors = {entry.hf_param: entry.tensor_shape for entry in parameter_mappings(description)}
-    found = count_parameters(parameter_counts.config_sections(size)).total
-    assert found == sum(math.prod(shape) for shape in tensors.values())
-    assert found == count_parameters(json.loads(description.to_json_string())).total
-    if size in BILLIONS:
-        assert found / 1e9 == pytest.approx(BILLIONS[size], rel=0.01)
+def test_the_counts_of_released_sizes_are_those_of_their_tensors() -> None:
+    for size in parameter_counts.RELEASED:
+        description = parameter_counts.make_hf_config(size)
+        tensors = {entry.hf_param: entry.tensor_shape for entry in parameter_mappings(description)}
+        found = count_parameters(parameter_counts.config_sections(size)).total
+        assert found == sum(math.prod(shape) for shape in tensors.values()), size
+        assert found == count_parameters(json.loads(description.to_json_string())).total, size
+        if size in BILLIONS:
+            assert found / 1e9 == pytest.approx(BILLIONS[size], rel=0.01), size
+        _, use = made(size)
+        assert use.engine.parameters == 2 * use.parameters, size  # an engine of one GPU has every weight
 
 
 def test_the_count_of_a_tiny_model_is_that_of_its_file(tiny_model: Path, tiny_sparse_model: Path) -> None:
@@ -69,9 +68,8 @@ def test_the_count_of_a_tiny_model_is_that_of_its_file(tiny_model: Path, tiny_sp
         assert count_parameters(json.loads((folder / "config.json").read_text())).total == stored(folder)
 
 
-@pytest.mark.parametrize(
-    ("size", "sizes"),
-    [
+def test_a_ranks_parameters_are_those_that_the_parameter_map_gives_it() -> None:
+    for size, sizes in (
         ("2B", ParallelSizes(tensor=2, pipeline=2)),
         ("4B", ParallelSizes(tensor=4)),
         ("8B", ParallelSizes(tensor=2, pipeline=4, virtual=3)),
@@ -80,38 +78,29 @@ def test_the_count_of_a_tiny_model_is_that_of_its_file(tiny_model: Path, tiny_sp
         ("Qwen3.5-4B", ParallelSizes(tensor=2, pipeline=2)),
         ("Qwen3.5-9B", ParallelSizes(tensor=4, pipeline=2, virtual=2)),
         ("Qwen3.5-122B-A10B", ParallelSizes(tensor=2, pipeline=8, expert=16)),
-    ],
-)
-def test_a_ranks_parameters_are_those_that_the_parameter_map_gives_it(size: str, sizes: ParallelSizes) -> None:
-    description = parameter_counts.make_hf_config(size)
-    text, tied = description.text_config, description.tie_word_embeddings
-    _, found = made(
-        size, "cluster.nodes=32", f"trainer.tensor_parallel={sizes.tensor}",
-        f"trainer.pipeline_parallel={sizes.pipeline}", f"trainer.virtual_pipeline={sizes.virtual}",
-        f"trainer.expert_parallel={sizes.expert}",
-    )  # fmt: skip
-    held: list[list[Any]] = [[] for _ in range(sizes.pipeline)]
-    for entry in parameter_mappings(description):
-        if entry.expert is None or expert_rank(entry.expert, text.num_experts, sizes) == 0:
-            for stage in pipeline_stages(entry, text.num_hidden_layers, sizes, tied):
-                held[stage].append(entry)
-    for entries, use in zip(held, found.trainer, strict=True):
-        assert use.parameters == 2 * sum(math.prod(s) for s in parameter_shapes(entries, sizes.tensor).values())
-        assert use.gradients == 2 * use.parameters
+    ):
+        description = parameter_counts.make_hf_config(size)
+        text, tied = description.text_config, description.tie_word_embeddings
+        _, found = made(
+            size, "cluster.nodes=32", f"trainer.tensor_parallel={sizes.tensor}",
+            f"trainer.pipeline_parallel={sizes.pipeline}", f"trainer.virtual_pipeline={sizes.virtual}",
+            f"trainer.expert_parallel={sizes.expert}",
+        )  # fmt: skip
+        held: list[list[Any]] = [[] for _ in range(sizes.pipeline)]
+        for entry in parameter_mappings(description):
+            if entry.expert is None or expert_rank(entry.expert, text.num_experts, sizes) == 0:
+                for stage in pipeline_stages(entry, text.num_hidden_layers, sizes, tied):
+                    held[stage].append(entry)
+        for entries, use in zip(held, found.trainer, strict=True):
+            numbers = sum(math.prod(s) for s in parameter_shapes(entries, sizes.tensor).values())
+            assert (use.parameters, use.gradients) == (2 * numbers, 4 * numbers), size
 
 
-@pytest.mark.parametrize(("size", "tensor"), [("8B", 1), ("32B", 4), ("2B", 2), ("30B-A3B", 2), ("235B-A22B", 4)])
-def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank(size: str, tensor: int) -> None:
-    _, found = made(size, f"rollout.tensor_parallel={tensor}")
-    sizes = EngineSizes(tensor=tensor)
-    shapes = engine_parameter_shapes(parameter_counts.make_hf_config(size), sizes, 0)
-    assert found.engine.parameters == 2 * sum(math.prod(shape) for shape in shapes.values())
-
-
-@pytest.mark.parametrize("size", parameter_counts.RELEASED)
-def test_an_engine_of_one_gpu_has_every_weight(size: str) -> None:
-    _, found = made(size)
-    assert found.engine.parameters == 2 * found.parameters
+def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank() -> None:
+    for size, tensor in (("8B", 1), ("32B", 4), ("2B", 2), ("30B-A3B", 2), ("235B-A22B", 4)):
+        _, found = made(size, f"rollout.tensor_parallel={tensor}")
+        shapes = engine_parameter_shapes(parameter_counts.make_hf_config(size), EngineSizes(tensor=tensor), 0)
+        assert found.engine.parameters == 2 * sum(math.prod(shape) for shape in shapes.values()), size
 
 
 def test_an_fp8_cache_holds_twice_the_tokens_of_bfloat16() -> None:
@@ -150,26 +139,25 @@ def test_weights_that_are_not_trained_take_neither_gradients_nor_state() -> None
     assert trained.trainer[0].images > 5 * frozen.trainer[0].images
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_vision_tower_keeps_what_is_estimated(dtype: torch.dtype) -> None:
+def test_the_vision_tower_keeps_what_is_estimated() -> None:
     vision = parameter_counts.make_hf_config("8B").vision_config
     vision.depth, vision.deepstack_visual_indexes, vision.out_hidden_size = 3, [0, 1], 64
     vision.hidden_size, vision.intermediate_size, vision.num_heads = 256, 1024, 4
-    tower = build_vision_tower(vision, dtype, torch.device("cpu"))
-    weights = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
-    kept: dict[int, torch.Tensor] = {}  # one of each storage, which keeps its address
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if (address := tensor.untyped_storage().data_ptr()) not in weights:
-            kept[address] = tensor
-        return tensor
-
     grids = torch.tensor([[1, 16, 16], [1, 8, 16]])
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        tower(torch.zeros(384, 3 * 2 * 16 * 16, dtype=dtype), grid_thw=grids, return_dict=True)
-    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 384
     block, rest = vision_activation_widths(vision.to_dict())
-    assert found == pytest.approx(dtype.itemsize * (3 * block + rest), rel=0.05)
+    for dtype in (torch.float32, torch.bfloat16):
+        tower = build_vision_tower(vision, dtype, torch.device("cpu"))
+        kept: dict[int, torch.Tensor] = {}  # one of each storage, which keeps its address
+
+        def pack(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            tower(torch.zeros(384, 3 * 2 * 16 * 16, dtype=dtype), grid_thw=grids, return_dict=True)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+        found = sum(kept[address].untyped_storage().nbytes() for address in kept.keys() - weights) / 384
+        assert found == pytest.approx(dtype.itemsize * (3 * block + rest), rel=0.05), dtype
 
 
 def test_activations_fall_with_recomputation_tensor_and_context_parallelism() -> None:
@@ -183,23 +171,20 @@ def test_activations_fall_with_recomputation_tensor_and_context_parallelism() ->
         assert found == pytest.approx(none / 2, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("gib", "overrides", "chosen"),
-    [
+def test_auto_recomputes_the_least_that_leaves_a_tenth_of_a_gpu() -> None:
+    description = parameter_counts.config_sections("8B")
+    for gib, overrides, chosen in (
         (140, (), "none"), (127, (), "selective"), (104, (), "selective"), (101, (), "full"), (20, (), "full"),
         (140, ("cluster.colocate=true", "rollout.kv_cache_mib=8192"), "selective"),  # beside an engine
         (20, ("trainer.recompute=none",), "none"), (300, ("trainer.recompute=full",), "full"),
-    ],
-)  # fmt: skip
-def test_auto_recomputes_the_least_that_leaves_a_tenth_of_a_gpu(gib: int, overrides: list[str], chosen: str) -> None:
-    config = parse_config("configs/8b_4node.yaml", ["trainer.recompute=auto", f"cluster.gpu_gib={gib}", *overrides])
-    description = parameter_counts.config_sections("8B")
-    assert choose_recompute(config, description) == chosen
-    explicit = parse_config("configs/8b_4node.yaml", [f"cluster.gpu_gib={gib}", *overrides])
-    explicit.trainer.recompute = chosen
-    assert estimate_memory(config, description) == estimate_memory(explicit, description)
-    config.cluster.gpus_per_node = 0
-    assert choose_recompute(config, description) == ("none" if config.trainer.recompute == "auto" else chosen)
+    ):  # fmt: skip
+        config = parse_config("configs/8b_4node.yaml", ["trainer.recompute=auto", f"cluster.gpu_gib={gib}", *overrides])
+        assert choose_recompute(config, description) == chosen, (gib, overrides)
+        explicit = parse_config("configs/8b_4node.yaml", [f"cluster.gpu_gib={gib}", *overrides])
+        explicit.trainer.recompute = chosen
+        assert estimate_memory(config, description) == estimate_memory(explicit, description), (gib, overrides)
+        config.cluster.gpus_per_node = 0
+        assert choose_recompute(config, description) == ("none" if config.trainer.recompute == "auto" else chosen)
 
 
 def test_common_prefixes_take_copies_of_keys_and_values_and_logits_of_more_tokens() -> None:
@@ -246,9 +231,8 @@ def test_linear_attention_has_a_state_for_each_request_instead_of_a_cache() -> N
     assert stages.kv_cache_tokens == (GIB - linear * state // 4) // (layers * 2 * 256 * 2)
 
 
-@pytest.mark.parametrize(
-    ("size", "overrides", "words"),
-    [
+def test_what_does_not_fit_a_card_is_refused_with_what_takes_most() -> None:
+    for size, overrides, words in (
         ("32B", ["rollout.tensor_parallel=1", "cluster.gpu_gib=70"], "leave a KV cache of"),
         ("8B", ["trainer.tensor_parallel=4", "trainer.recompute=none", "trainer.tokens_per_microbatch=65536"],
          "set trainer.recompute=full, or lower trainer.tokens_per_microbatch"),
@@ -256,14 +240,11 @@ def test_linear_attention_has_a_state_for_each_request_instead_of_a_cache() -> N
         ("8B", ["trainer.recompute=full", "trainer.train_vision=false"], "raise trainer.tensor_parallel, pipeline"),
         ("8B", ["trainer.tensor_parallel=4", "trainer.recompute=full", "rollout.gpu_memory_utilization=1"],
          "engine needs 80.5 GiB of a GPU, more than cluster.gpu_gib=80"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_a_card_is_refused_with_what_takes_most(size: str, overrides: list[str], words: str) -> None:
-    config, found = made(size, *overrides)
-    with pytest.raises(ConfigError) as caught:
-        check_memory(config, found)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            check_memory(*made(size, *overrides))
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_without_gpus_there_is_no_card_to_exceed(tiny_model: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.local import run_here
 from megatron_webrl.launch.roles import process_specs
 from megatron_webrl.placement.cores import format_cores, parse_cores
-from megatron_webrl.placement.placement import (
-    Placement,
-    place_processes,
-    ring_name,
-    visible_devices,
-)
+from megatron_webrl.placement.placement import Placement, place_processes, ring_name, visible_devices
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "configs").glob("*node.yaml"))
@@ -171,17 +167,13 @@ def test_workers_share_equally_what_the_ranks_of_another_numa_node_leave() -> No
     assert all(sum(core >= 56 for core in process.cores) == 14 for process in workers)
 
 
-@pytest.mark.parametrize(
-    ("cores", "image_workers", "expected"),
-    [(112, 2, 8), (112, 4, 10), (224, 2, 8), (48, 2, 6), (24, 2, 3), (16, 2, 3), (112, 0, 6)],
-)
-def test_a_rank_on_a_gpu_gets_the_cores_that_it_keeps_busy_where_there_is_room(
-    cores: int, image_workers: int, expected: int
-) -> None:
-    found = place_processes(
-        made(*EIGHT, f"cluster.numa_cores=[0-{cores - 1}]", f"trainer.image_workers={image_workers}")
-    )
-    assert {len(process.cores) for process in found.of_role("trainer")} == {expected}
+def test_a_rank_on_a_gpu_gets_the_cores_that_it_keeps_busy_where_there_is_room() -> None:
+    for cores, image_workers, expected in (
+        (112, 2, 8), (112, 4, 10), (224, 2, 8), (48, 2, 6), (24, 2, 3), (16, 2, 3), (112, 0, 6)
+    ):  # fmt: skip
+        described = (f"cluster.numa_cores=[0-{cores - 1}]", f"trainer.image_workers={image_workers}")
+        ranks = place_processes(made(*EIGHT, *described)).of_role("trainer")
+        assert {len(process.cores) for process in ranks} == {expected}, described
 
 
 def test_machines_without_gpus_share_their_cores_by_process() -> None:
@@ -230,9 +222,8 @@ def test_thousands_of_processes_are_placed_at_once() -> None:
     assert time.process_time() - began < 3
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
+def test_what_cannot_be_placed_is_named_in_one_line() -> None:
+    for overrides, words in (
         (["trainer.tensor_parallel=3"], "trainer.data_parallel=0: 1 x 4 GPUs"),
         (["trainer.data_parallel=3"], "1 nodes have 4 GPUs each for them, 4 in all (cluster.*); set it to 4"),
         (["rollout.engines=9"], "rollout.engines=9 makes 9 ranks, but 1 nodes have 4 GPUs each"),
@@ -240,48 +231,39 @@ def test_thousands_of_processes_are_placed_at_once() -> None:
         (["rollout.tensor_parallel=8", "cluster.nodes=2"], "rollout.tensor_parallel=8 does not divide the 4 ranks"),
         (["trainer.expert_parallel=3"], "needs 3 ranks for each copy of the experts"),
         (["cluster.engine_gpus_per_node=8"], "trainer.data_parallel=0: 1 x 0 GPUs"),
-        (["cluster.engine_gpus_per_node=8", "trainer.data_parallel=1"],
-         "must leave each role at least one GPU of a node"),
+        (["cluster.engine_gpus_per_node=8", "trainer.data_parallel=1"], "must leave each role at least one GPU"),
         (["model.platform=cpu"], "cluster.gpus_per_node=8 with model.platform=cpu"),
         (["cluster.nics=[a]"], "cluster.nics has 1 entries for cluster.gpus_per_node=8"),
         (["cluster.numa_cores=[0-14]"], "its 4 workers at least one; name more cores"),
         (["cluster.numa_cores=['0-63','63-99']"], "cluster.numa_cores names core 63 twice"),
-        (["cluster.numa_cores=[9-3]"], "cluster.numa_cores='9-3' is not a list of cores such as 0-31,64-95"),
-        (["cluster.base_port=65530"],
-         "cluster.base_port=65530 and the processes of a node need ports up to 65538; lower it"),
-        ([*NO_GPUS, "cluster.nics=[a]"],
-         "cluster.nics=['a'] has no effect with cluster.gpus_per_node=0"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_placed_is_named_in_one_line(overrides: list[str], words: str) -> None:
-    assert words in refusal(*EIGHT, *overrides)
+        (["cluster.numa_cores=[9-3]"], "cluster.numa_cores='9-3' is not a list of cores"),
+        (["cluster.base_port=65530"], "cluster.base_port=65530 and the processes of a node need ports up to 65538"),
+        ([*NO_GPUS, "cluster.nics=[a]"], "cluster.nics=['a'] has no effect with cluster.gpus_per_node=0"),
+    ):
+        assert words in refusal(*EIGHT, *overrides), overrides
 
 
-def whole_machine(found: Placement, gpus: int) -> bool:
-    used = Counter((process.node, gpu) for process in found.processes for gpu in process.devices)
-    return used == Counter((node, gpu) for node in range(found.nodes) for gpu in range(gpus))
-
-
-@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_every_configuration_for_a_cluster_fits_its_machines_and_cards(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["placement", str(path), "--memory", "--json", str(tmp_path / "placement.json")]) == 0
-    shown = capsys.readouterr().out
-    assert "too much" not in shown
-    assert "copies of the model" in shown
-    config = parse_config(path)
-    assert path.stem.endswith(f"_{config.cluster.nodes}node")
-    found = place_processes(config)
-    assert whole_machine(found, 8)
-    written = json.loads((tmp_path / "placement.json").read_text())
-    assert [each["name"] for each in written["processes"]] == [process.name for process in found.processes]
-    assert written["memory"]["engine"]["parameters"] > 0
-    most = max(sum(value for value in use.values() if isinstance(value, int)) for use in written["memory"]["trainer"])
-    row = next(line for line in (ROOT / "docs" / "slurm.md").read_text().splitlines() if f"| `{path.stem}` |" in line)
-    assert f"| {most / 2**30:.1f}, " in row
-    if config.cluster.nodes == 32:
-        assert sum(len(process.devices) for process in found.processes) == 256
+    rows = (ROOT / "docs" / "slurm.md").read_text().splitlines()
+    for path in CLUSTERS:
+        assert main(["placement", str(path), "--memory", "--json", str(tmp_path / "placement.json")]) == 0
+        shown = capsys.readouterr().out
+        assert "too much" not in shown, path
+        assert "copies of the model" in shown
+        config = parse_config(path)
+        assert path.stem.endswith(f"_{config.cluster.nodes}node")
+        found = place_processes(config)
+        used = Counter((process.node, gpu) for process in found.processes for gpu in process.devices)
+        assert used == Counter(product(range(config.cluster.nodes), range(8))), path
+        written = json.loads((tmp_path / "placement.json").read_text())
+        assert [each["name"] for each in written["processes"]] == [process.name for process in found.processes]
+        assert written["memory"]["engine"]["parameters"] > 0
+        uses = written["memory"]["trainer"]
+        most = max(sum(value for value in use.values() if isinstance(value, int)) for use in uses)
+        row = next(line for line in rows if f"| `{path.stem}` |" in line)
+        assert f"| {most / 2**30:.1f}, " in row
 
 
 def test_the_table_folds_nodes_that_are_alike(capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,11 +300,6 @@ def test_placing_and_estimating_need_no_torch() -> None:
     assert ended.stdout.splitlines()[-1] == "0 False"
 
 
-def test_a_written_placement_is_read_again() -> None:
-    placement = place_processes(made("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2"))
-    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
-
-
 def test_a_role_that_the_placement_does_not_have_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("{}\n")
     (tmp_path / "placement.json").write_text(json.dumps(place_processes(made()).to_json()))
@@ -332,7 +309,9 @@ def test_a_role_that_the_placement_does_not_have_is_refused(tmp_path: Path) -> N
     assert f"rollout-1 is not a process of {tmp_path / 'placement.json'}" in ended.stderr
 
 
-def test_each_node_has_a_ring_of_the_name_that_the_placement_draws() -> None:
+def test_each_node_has_a_ring_of_the_name_that_the_placement_draws_and_writes() -> None:
     config = made("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2")
-    assert [ring.name for ring in place_processes(config).rings] == [ring_name(config, node) for node in (0, 1)]
-    assert len({ring_name(config, node) for node in (0, 1)}) == 2
+    placement = place_processes(config)
+    assert [ring.name for ring in placement.rings] == [ring_name(config, node) for node in (0, 1)]
+    assert len({ring.name for ring in placement.rings}) == 2
+    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
