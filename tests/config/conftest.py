@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +21,15 @@ def config_file(tmp_path: Path, tiny_model: Path) -> Path:
     return path
 
 
-def error(path: Path, *overrides: str) -> str:
-    """The one line with which a configuration is refused."""
+def refusal(check: Callable[..., Any], *arguments: Any) -> str:
+    """The one line with which `check` refuses a configuration."""
     with pytest.raises(ConfigError) as caught:
-        load_config(path, list(overrides))
+        check(*arguments)
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def error(path: Path, *overrides: str) -> str:
+    """The refusal of a whole configuration."""
+    return refusal(load_config, path, list(overrides))

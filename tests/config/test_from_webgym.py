@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from megatron_webrl.config.load import all_settings, parse_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "webgym.md"
@@ -35,10 +33,10 @@ def test_the_settings_on_the_right_exist():
     assert unknown == set()
 
 
-@pytest.mark.parametrize("name", ["webgym_8b_4node", "webgym_8b_32node"])
-def test_the_published_run_has_the_published_settings(name: str):
-    config = parse_config(PAGE.parents[1] / "configs" / f"{name}.yaml")
-    assert (config.rollout.group_size, config.rollout.max_staleness) == (8, 2)
-    assert (config.rollout.context.history_turns, config.rollout.context.response_format) == (2, "memory_additive")
-    assert config.tasks.max_steps_by_difficulty == {"easy": 10, "medium": 20, "hard": 30}
-    assert config.judge.evaluators == ["judge"]
+def test_the_published_runs_have_the_published_settings():
+    for name in ("webgym_8b_4node", "webgym_8b_32node"):
+        config = parse_config(PAGE.parents[1] / "configs" / f"{name}.yaml")
+        assert (config.rollout.group_size, config.rollout.max_staleness) == (8, 2)
+        assert (config.rollout.context.history_turns, config.rollout.context.response_format) == (2, "memory_additive")
+        assert config.tasks.max_steps_by_difficulty == {"easy": 10, "medium": 20, "hard": 30}
+        assert config.judge.evaluators == ["judge"]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.hf_config import choose_prefix_merging
 from megatron_webrl.model.parameter_counts import config_sections
 from megatron_webrl.placement.memory_estimate import check_parallel_layout
+from tests.config.conftest import refusal
 
 
 def configured(**trainer: Any) -> Config:
@@ -21,12 +19,10 @@ def configured(**trainer: Any) -> Config:
     return config
 
 
-def refusal(config: Config, **text: int) -> str:
+def refused(config: Config, **text: int) -> str:
     description = config_sections("Qwen3.5-9B")
     description["text_config"] |= text
-    with pytest.raises(ConfigError) as error:
-        check_parallel_layout(config, description)
-    return str(error.value)
+    return refusal(check_parallel_layout, config, description)
 
 
 def test_prefixes_are_merged_where_no_state_would_be_handed_to_several_continuations() -> None:
@@ -35,17 +31,14 @@ def test_prefixes_are_merged_where_no_state_would_be_handed_to_several_continuat
     assert choose_prefix_merging("none", other) == "none"
     check_parallel_layout(configured(), hybrid)
     check_parallel_layout(configured(merge_prefixes="all"), other)
-    assert "trainer.merge_prefixes=all would have the linear attention" in refusal(configured(merge_prefixes="all"))
-
-
-def test_what_would_split_the_state_is_refused() -> None:
-    assert "trainer.context_parallel=2 cannot split the state" in refusal(configured(context_parallel=2))
+    assert "trainer.merge_prefixes=all would have the linear attention" in refused(configured(merge_prefixes="all"))
+    assert "trainer.context_parallel=2 cannot split the state" in refused(configured(context_parallel=2))
 
 
 def test_what_vllm_cannot_compute_on_the_cpu_is_refused() -> None:
     config = configured()
     config.rollout.dtype = "float32"
-    assert "bfloat16 only, not in float32; set rollout.dtype=bfloat16" in refusal(config)
-    assert "heads of width 128 only, not 64 and 128" in refusal(configured(), linear_key_head_dim=64)
+    assert "bfloat16 only, not in float32; set rollout.dtype=bfloat16" in refused(config)
+    assert "heads of width 128 only, not 64 and 128" in refused(configured(), linear_key_head_dim=64)
     config.model.platform = "cuda"
     check_parallel_layout(config, config_sections("Qwen3.5-9B"))

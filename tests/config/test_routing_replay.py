@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.hf_config import read_model_config
 from megatron_webrl.model.vision_language.routing_replay import check_routing_replay, records_experts, replays_routing
+from tests.config.conftest import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +24,15 @@ def configured(model: Path, setting: str) -> Config:
     return config
 
 
-def refusal(config: Config) -> str:
-    with pytest.raises(ConfigError) as error:
-        check_routing_replay(config, read_model_config(config.model.path))
-    return str(error.value)
+def refused(config: Config) -> str:
+    return refusal(check_routing_replay, config, read_model_config(config.model.path))
+
+
+def unrecorded(config: Config) -> tuple[Config, Config]:
+    """The configuration with engines of several stages, and with engines that guess tokens."""
+    guesses = {"speculative_config": {"method": "x"}}
+    staged, guessing = replace(config.rollout, pipeline_parallel=2), replace(config.rollout, engine_options=guesses)
+    return replace(config, rollout=staged), replace(config, rollout=guessing)
 
 
 def test_auto_replays_what_engines_can_record(
@@ -38,8 +43,7 @@ def test_auto_replays_what_engines_can_record(
     assert replays_routing(sparse)
     assert records_experts(sparse)
     assert not replays_routing(configured(tiny_sparse_model, "off"))
-    staged = replace(sparse, rollout=replace(sparse.rollout, pipeline_parallel=2))
-    guessing = replace(sparse, rollout=replace(sparse.rollout, engine_options={"speculative_config": {"method": "x"}}))
+    staged, guessing = unrecorded(sparse)
     assert not replays_routing(staged)
     assert not replays_routing(guessing)
     for config in (dense, sparse, staged, guessing):
@@ -51,16 +55,15 @@ def test_auto_replays_what_engines_can_record(
 def test_on_is_refused_where_nothing_is_recorded(
     tiny_model: Path, tiny_sparse_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "trainer.routing_replay=on needs a mixture of experts" in refusal(configured(tiny_model, "on"))
+    assert "trainer.routing_replay=on needs a mixture of experts" in refused(configured(tiny_model, "on"))
     sparse = configured(tiny_sparse_model, "on")
     check_routing_replay(sparse, read_model_config(tiny_sparse_model))
     assert replays_routing(sparse)
-    staged = replace(sparse, rollout=replace(sparse.rollout, pipeline_parallel=2))
-    assert "rollout.pipeline_parallel=2" in refusal(staged)
-    guessing = replace(sparse, rollout=replace(sparse.rollout, engine_options={"speculative_config": {"method": "x"}}))
-    assert "rollout.engine_options.speculative_config" in refusal(guessing)
+    staged, guessing = unrecorded(sparse)
+    assert "rollout.pipeline_parallel=2" in refused(staged)
+    assert "rollout.engine_options.speculative_config" in refused(guessing)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert "VLLM_USE_V2_MODEL_RUNNER=1" in refusal(sparse)
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in refused(sparse)
 
 
 def test_an_evaluation_records_nothing_and_refuses_nothing(tiny_model: Path, tiny_sparse_model: Path) -> None:

@@ -18,6 +18,7 @@ from megatron_webrl.config.schema import Config, check_combinations
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SOURCES
 from megatron_webrl.launch.validation import load_config
+from tests.config.conftest import refusal
 
 PENALTY = "trainer.reward.format_penalty=0.1"
 GDPO = "trainer.advantage.name=gdpo"
@@ -43,26 +44,23 @@ def accept(*settings: str) -> Config:
     return config
 
 
-def refusal(*settings: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        accept(*settings)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def refused(*settings: str) -> str:
+    return refusal(accept, *settings)
 
 
-@pytest.mark.parametrize(("section", "key", "name", "kind"), VARIANTS)
-def test_a_section_has_the_settings_of_its_variant_alone(section: str, key: str, name: str, kind: Any) -> None:
-    config: Any = parse_config(None, [f"{section}.{key}={name}"])
-    for part in section.split("."):
-        config = getattr(config, part)
-    assert type(config) is kind
-    assert getattr(config, key) == name
-    own = {spec.name for spec in fields(kind)}
-    known = {each.removeprefix(f"{section}.").partition(".")[0] for each in all_settings() if each.startswith(section)}
-    assert own <= known
-    for other in known - own:
-        message = refusal(f"{section}.{key}={name}", f"{section}.{other}=1")
-        assert message.startswith(f"{section}.{other} in an override is a setting of {section}.{key}="), message
+def test_a_section_has_the_settings_of_its_variant_alone() -> None:
+    for section, key, name, kind in VARIANTS:
+        config: Any = parse_config(None, [f"{section}.{key}={name}"])
+        for part in section.split("."):
+            config = getattr(config, part)
+        assert (type(config), getattr(config, key)) == (kind, name)
+        own = {spec.name for spec in fields(kind)}
+        all_known = (each.removeprefix(f"{section}.") for each in all_settings() if each.startswith(section))
+        known = {each.partition(".")[0] for each in all_known}
+        assert own <= known, name
+        for other in known - own:
+            message = refused(f"{section}.{key}={name}", f"{section}.{other}=1")
+            assert message.startswith(f"{section}.{other} in an override is a setting of {section}.{key}="), message
 
 
 def test_an_override_that_chooses_another_variant_leaves_out_what_the_file_says_of_the_former(tmp_path: Path) -> None:
@@ -79,96 +77,88 @@ def test_an_override_that_chooses_another_variant_leaves_out_what_the_file_says_
         parse_config(path, ["trainer.loss.dual_clip=2"])
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("trainer.loss.name=grpoo", "trainer.loss.name='grpoo' is not one of grpo, gspo, cispo, sapo, dppo, raft, "),
-        ("tasks.source=webgim", "near: webgym"),
-        ("judge.protocol=mine", "judge.protocol='mine' is not one of rubric, webjudge, webvoyager"),
-        ("trainer.loss.raft_versions=3", "did you mean trainer.loss.replay_versions?"),
-        ("clusters.nodes=3", "did you mean cluster?"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_nearest(setting: str, words: str) -> None:
-    assert words in refusal(setting)
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    for setting, words in {
+        "trainer.loss.name=grpoo": "trainer.loss.name='grpoo' is not one of grpo, gspo, cispo, sapo, dppo, raft, ",
+        "tasks.source=webgim": "near: webgym",
+        "judge.protocol=mine": "judge.protocol='mine' is not one of rubric, webjudge, webvoyager",
+        "trainer.loss.raft_versions=3": "did you mean trainer.loss.replay_versions?",
+        "clusters.nodes=3": "did you mean cluster?",
+    }.items():
+        assert words in refused(setting)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["trainer.loss={decoupled: false, importance_weight_floor: 0.5}"],
-         "trainer.loss.importance_weight_floor has no effect with trainer.loss.decoupled=false"),
-        (["trainer.loss.kl_rejection_estimator=k1"], "estimator has no effect with trainer.loss.kl_rejection_bound=0"),
-        (["trainer.loss={normalizer: token_mean, normalizer_constant: 3}"],
-         "normalizer_constant has no effect with trainer.loss.normalizer=token_mean; leave it out, or set trainer"),
-        (["trainer.loss.max_token_lag=2"], "max_token_lag=2 masks nothing: no trained token is more than 2 versions"),
-        (["trainer.loss={name: raft_plus_plus, replay_versions: 3, max_token_lag: 5}"], "more than 5 versions old"),
-        *(
-            ([RAFT, setting], f"{setting} has no effect with {RAFT}")
-            for setting in (
-                "trainer.advantage.baseline=leave_one_out", "trainer.advantage.scale=none", GDPO, CRITIC,
-                "trainer.advantage.discount=0.9", "trainer.advantage.overlong=mask", PENALTY,
-                "trainer.zero_variance_groups=keep",
-            )
-        ),
-        ([GDPO], "trainer.advantage.name=gdpo has no effect with no penalty: all of trainer.reward.* are 0"),
-        (["trainer.advantage.penalties=step"], "trainer.advantage.penalties=step has no effect with no penalty"),
-        (["trainer.advantage={anchor_weight: 1, scale: batch_std}"], "scale=batch_std does not divide; set scale to "),
-        (["trainer={advantage: {overlong: mask}, zero_variance_groups: keep}"],
-         "trainer.advantage.overlong=mask could leave nothing to train"),
-        ([CRITIC, "trainer.loss.shuffle_advantages=true"], "shuffle_advantages has no effect with a critic"),
-        ([CRITIC, "trainer.advantage.scale=group_std"], "scale='group_std' is not one of batch_std, none"),
-        (["trainer.distillation.coefficient=1"], "set trainer.distillation.url to its vLLM server"),
-        ([TEACHER, RAFT], "trainer.loss.name=raft has none"),
-        ([TEACHER, "trainer.loss.name=raft_plus_plus"], "trainer.loss.name=raft_plus_plus has none"),
-        ([TEACHER, "rollout.temperature=0.7"], "rollout.temperature=0.7 differs from the temperature of the teacher"),
-        ([TEACHER, "trainer.distillation.url=http://me:secret@node7:8000"], "must hold no user"),
-        ([TEACHER, ALONE, PENALTY], f"{PENALTY} has no effect with {ALONE}"),
-        ([TEACHER, ALONE, "trainer.advantage.baseline=leave_one_out"], f"leave_one_out has no effect with {ALONE}"),
-        ([TEACHER, ALONE, "trainer.loss.shuffle_advantages=true"], f"shuffle_advantages has no effect with {ALONE}"),
-        ([*FILE, "tasks.sampler={name: ratio, weights: {click-test: 2}}"], "'click-test' is not one of easy"),
-        (["tasks.sampler.target=0.5"], "tasks.sampler.target has no effect with tasks.sampler.name=uniform; leave it "),
-        (["tasks.growing_steps.initial=5"], "growing_steps.initial has no effect with tasks.growing_steps.interval=0"),
-        ([*FILE, "tasks.max_steps=20", "tasks.growing_steps.interval=10"],
-         "tasks.max_steps=20 has no effect with tasks.growing_steps.interval=10, whose limits replace it; "),
-    ],
-)  # fmt: skip
-def test_a_setting_without_effect_is_named(settings: list[str], words: str) -> None:
-    assert words in refusal(*settings)
+WITHOUT_EFFECT = [
+    (["trainer.loss={decoupled: false, importance_weight_floor: 0.5}"],
+     "trainer.loss.importance_weight_floor has no effect with trainer.loss.decoupled=false"),
+    (["trainer.loss.kl_rejection_estimator=k1"], "estimator has no effect with trainer.loss.kl_rejection_bound=0"),
+    (["trainer.loss={normalizer: token_mean, normalizer_constant: 3}"],
+     "normalizer_constant has no effect with trainer.loss.normalizer=token_mean"),
+    (["trainer.loss.max_token_lag=2"], "max_token_lag=2 masks nothing: no trained token is more than 2 versions"),
+    (["trainer.loss={name: raft_plus_plus, replay_versions: 3, max_token_lag: 5}"], "more than 5 versions old"),
+    *(
+        ([RAFT, setting], f"{setting} has no effect with {RAFT}")
+        for setting in (
+            "trainer.advantage.baseline=leave_one_out", "trainer.advantage.scale=none", GDPO, CRITIC,
+            "trainer.advantage.discount=0.9", "trainer.advantage.overlong=mask", PENALTY,
+            "trainer.zero_variance_groups=keep",
+        )
+    ),
+    ([GDPO], "trainer.advantage.name=gdpo has no effect with no penalty"),
+    (["trainer.advantage.penalties=step"], "trainer.advantage.penalties=step has no effect with no penalty"),
+    (["trainer.advantage={anchor_weight: 1, scale: batch_std}"], "scale=batch_std does not divide"),
+    (["trainer={advantage: {overlong: mask}, zero_variance_groups: keep}"], "trainer.advantage.overlong=mask"),
+    ([CRITIC, "trainer.loss.shuffle_advantages=true"], "shuffle_advantages has no effect with a critic"),
+    ([CRITIC, "trainer.advantage.scale=group_std"], "scale='group_std' is not one of batch_std, none"),
+    (["trainer.distillation.coefficient=1"], "set trainer.distillation.url"),
+    ([TEACHER, RAFT], "trainer.loss.name=raft has none"),
+    ([TEACHER, "trainer.loss.name=raft_plus_plus"], "trainer.loss.name=raft_plus_plus has none"),
+    ([TEACHER, "rollout.temperature=0.7"], "rollout.temperature=0.7 differs from the temperature of the teacher"),
+    ([TEACHER, "trainer.distillation.url=http://me:secret@node7:8000"], "must hold no user"),
+    ([TEACHER, ALONE, PENALTY], f"{PENALTY} has no effect with {ALONE}"),
+    ([TEACHER, ALONE, "trainer.advantage.baseline=leave_one_out"], f"leave_one_out has no effect with {ALONE}"),
+    ([TEACHER, ALONE, "trainer.loss.shuffle_advantages=true"], f"shuffle_advantages has no effect with {ALONE}"),
+    ([*FILE, "tasks.sampler={name: ratio, weights: {click-test: 2}}"], "'click-test' is not one of easy"),
+    (["tasks.sampler.target=0.5"], "tasks.sampler.target has no effect with tasks.sampler.name=uniform"),
+    (["tasks.growing_steps.initial=5"], "growing_steps.initial has no effect with tasks.growing_steps.interval=0"),
+    ([*FILE, "tasks.max_steps=20", "tasks.growing_steps.interval=10"],
+     "tasks.max_steps=20 has no effect with tasks.growing_steps.interval=10"),
+]  # fmt: skip
+WITH_EFFECT = [
+    [],
+    [RAFT],
+    [PENALTY, GDPO, "trainer.advantage.discount=0.9"],
+    [PENALTY, "trainer.advantage={penalties: step, scale: batch_std, baseline: leave_one_out}"],
+    ["trainer.advantage={anchor_weight: 1, scale: none, overlong: mask}"],
+    [CRITIC, "trainer.advantage={gae_lambda: 0.9, train_trunk: false, warmup_updates: 3}"],
+    [CRITIC, PENALTY, "trainer.advantage={penalties: step, scale: none, discount: 0.9}"],
+    [CRITIC, "trainer.zero_variance_groups=keep"],
+    ["trainer.loss={name: raft_plus_plus, replay_versions: 3, max_token_lag: 4}"],
+    *([TEACHER, f"trainer.loss.name={name}"] for name, kind in LOSSES.items() if not name.startswith("raft")),
+    [TEACHER, ALONE],
+    ["tasks.sampler={name: near_target, target: 0.5}"],
+    [*FILE, "tasks.sampler.per=difficulty"],
+    [*FILE, "tasks.growing_steps={interval: 10, initial: 5}"],
+    [*FILE, "tasks.sampler={name: ratio, weights: {easy: 2, medium: 5, hard: 3}}"],
+    [OWN, "tasks={max_steps: 20, growing_steps: {interval: 10}, sampler: {per: website}}"],
+    [OWN, "tasks.sampler={name: ratio, weights: {mine: 2}}"],
+]
 
 
-@pytest.mark.parametrize("name", [spec.name for spec in fields(DistillationConfig) if spec.name != "coefficient"])
-def test_a_setting_of_a_teacher_needs_a_coefficient_and_its_value_is_not_shown(name: str) -> None:
-    value = {"rewards": "false", "url": URL, "key_variable": "KEY"}.get(name, "2.5")
-    message = refusal(f"trainer.distillation.{name}={value}")
-    assert message.startswith(f"trainer.distillation.{name} has no effect with trainer.distillation.coefficient=0")
-    assert value not in message.partition("coefficient=0;")[0].removeprefix(f"trainer.distillation.{name}")
+def test_a_setting_without_effect_is_named_and_one_with_an_effect_accepted() -> None:
+    for settings, words in WITHOUT_EFFECT:
+        assert words in refused(*settings)
+    for settings in WITH_EFFECT:
+        accept(*settings)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        [],
-        [RAFT],
-        [PENALTY, GDPO, "trainer.advantage.discount=0.9"],
-        [PENALTY, "trainer.advantage={penalties: step, scale: batch_std, baseline: leave_one_out}"],
-        ["trainer.advantage={anchor_weight: 1, scale: none, overlong: mask}"],
-        [CRITIC, "trainer.advantage={gae_lambda: 0.9, train_trunk: false, warmup_updates: 3}"],
-        [CRITIC, PENALTY, "trainer.advantage={penalties: step, scale: none, discount: 0.9}"],
-        [CRITIC, "trainer.zero_variance_groups=keep"],
-        ["trainer.loss={name: raft_plus_plus, replay_versions: 3, max_token_lag: 4}"],
-        *([TEACHER, f"trainer.loss.name={name}"] for name, kind in LOSSES.items() if not name.startswith("raft")),
-        [TEACHER, ALONE],
-        ["tasks.sampler={name: near_target, target: 0.5}"],
-        [*FILE, "tasks.sampler.per=difficulty"],
-        [*FILE, "tasks.growing_steps={interval: 10, initial: 5}"],
-        [*FILE, "tasks.sampler={name: ratio, weights: {easy: 2, medium: 5, hard: 3}}"],
-        [OWN, "tasks={max_steps: 20, growing_steps: {interval: 10}, sampler: {per: website}}"],
-        [OWN, "tasks.sampler={name: ratio, weights: {mine: 2}}"],
-    ],
-)
-def test_settings_with_an_effect_are_accepted(settings: list[str]) -> None:
-    accept(*settings)
+def test_a_setting_of_a_teacher_needs_a_coefficient_and_its_value_is_not_shown() -> None:
+    for name in {spec.name for spec in fields(DistillationConfig)} - {"coefficient"}:
+        value = {"rewards": "false", "url": URL, "key_variable": "KEY"}.get(name, "2.5")
+        key = f"trainer.distillation.{name}"
+        message = refused(f"{key}={value}")
+        assert message.startswith(f"{key} has no effect with trainer.distillation.coefficient=0")
+        assert value not in message.partition("coefficient=0;")[0].removeprefix(key)
 
 
 def test_every_setting_of_every_loss_can_be_set() -> None:
