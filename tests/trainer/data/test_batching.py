@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -12,15 +13,9 @@ from tests.trajectories import trajectory
 
 
 def groups() -> list[Group]:
+    masked = trajectory(0, 2, outcome="browser_error")
     return [
-        Group(
-            0,
-            (
-                trajectory(0, 0, reward=1.0, steps=2),
-                trajectory(0, 1, steps=3),
-                trajectory(0, 2, outcome="browser_error"),
-            ),
-        ),
+        Group(0, (trajectory(0, 0, reward=1.0, steps=2), trajectory(0, 1, steps=3), masked)),
         Group(1, (trajectory(1, 0, reward=1.0), trajectory(1, 1, steps=4))),
     ]
 
@@ -31,52 +26,37 @@ def test_samples_are_the_steps_of_trainable_trajectories():
     assert all((s.advantage > 0) == (s.trajectory_id[1] == 0) for s in samples)
 
 
-def test_imitation_takes_successes_only():
-    samples = batching.make_samples(groups(), batching.success_advantages)
-    assert {s.trajectory_id for s in samples} == {(0, 0), (1, 0)}
-    assert {s.advantage for s in samples} == {1.0}
-
-
-def test_a_warm_start_imitates_failures_too_but_no_masked_episode():
+def test_imitation_takes_successes_and_a_warm_start_failures_too_but_no_masked_episode():
+    successes = batching.make_samples(groups(), batching.success_advantages)
+    assert {s.trajectory_id for s in successes} == {(0, 0), (1, 0)}
+    assert {s.advantage for s in successes} == {1.0}
     found = {s.trajectory_id for s in batching.make_samples(groups(), batching.demonstration_advantages)}
-    trainable = {(t.ticket, t.index) for group in groups() for t in group.trajectories if t.trainable}
-    assert found == trainable
-    assert found > {s.trajectory_id for s in batching.make_samples(groups(), batching.success_advantages)}
+    assert found == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 9])
-@pytest.mark.parametrize("whole_groups", [True, False])
-def test_minibatches_keep_groups_or_trajectories_whole(count: int, whole_groups: bool):
+def test_minibatches_keep_groups_or_trajectories_whole():
     more = [Group(ticket, (trajectory(ticket, 0), trajectory(ticket, 1, reward=1.0))) for ticket in (2, 3)]
     samples = batching.make_samples([*groups(), *more])
-    units = {s.trajectory_id[: 1 if whole_groups else 2] for s in samples}
-    assert len(units) == (4 if whole_groups else 8)
-    parts = batching.minibatches(samples, count, 3, whole_groups)
-    assert len(parts) == min(count, len(units))
-    seen = [{s.trajectory_id[: 1 if whole_groups else 2] for s in part} for part in parts]
-    assert sum(map(len, seen)) == len(set().union(*seen)) == len(units)
-    assert sum(map(len, parts)) == len(samples)
+    for count, whole_groups in product((1, 2, 3, 9), (True, False)):
+        units = {s.trajectory_id[: 1 if whole_groups else 2] for s in samples}
+        assert len(units) == (4 if whole_groups else 8)
+        parts = batching.minibatches(samples, count, 3, whole_groups)
+        assert len(parts) == min(count, len(units)), (count, whole_groups)
+        seen = [{s.trajectory_id[: 1 if whole_groups else 2] for s in part} for part in parts]
+        assert sum(map(len, seen)) == len(set().union(*seen)) == len(units), (count, whole_groups)
+        assert sum(map(len, parts)) == len(samples), (count, whole_groups)
 
 
-@pytest.mark.parametrize(
-    ("normalizer", "total"), [("constant", 10 * 3 / (4 * 10)), ("per_trajectory", 3.0), ("token_mean", 1.0)]
-)
-def test_token_weights_add_up(normalizer: str, total: float):
-    samples = batching.make_samples(groups())
-    values = batching.token_weights(samples, normalizer, 10)
-    assert sum(w * len(s.response) for w, s in zip(values, samples, strict=True)) == pytest.approx(total)
-
-
-@pytest.mark.parametrize("normalizer", ["constant", "per_trajectory", "token_mean"])
-@pytest.mark.parametrize("count", [1, 2])
-def test_each_minibatch_is_an_objective_of_its_own(normalizer: str, count: int):
-    for part in batching.minibatches(batching.make_samples(groups()), count, seed=3):
-        trajectories = {s.trajectory_id for s in part}
-        tokens = sum(len(s.response) for s in part)
-        for sample, weight in zip(part, batching.token_weights(part, normalizer, 7), strict=True):
-            length = {(0, 0): 2, (0, 1): 3, (1, 0): 1, (1, 1): 4}[sample.trajectory_id]
-            whole = {"constant": len(trajectories) * 7, "per_trajectory": len(trajectories) * length}
-            assert weight == pytest.approx(1 / (whole | {"token_mean": tokens})[normalizer])
+def test_each_minibatch_is_an_objective_of_its_own():
+    for normalizer, count in product(("constant", "per_trajectory", "token_mean"), (1, 2)):
+        for part in batching.minibatches(batching.make_samples(groups()), count, seed=3):
+            trajectories = {s.trajectory_id for s in part}
+            tokens = sum(len(s.response) for s in part)
+            for sample, weight in zip(part, batching.token_weights(part, normalizer, 7), strict=True):
+                length = {(0, 0): 2, (0, 1): 3, (1, 0): 1, (1, 1): 4}[sample.trajectory_id]
+                whole = {"constant": len(trajectories) * 7, "per_trajectory": len(trajectories) * length}
+                wanted = 1 / (whole | {"token_mean": tokens})[normalizer]
+                assert weight == pytest.approx(wanted), (normalizer, count)
 
 
 def test_the_loss_selects_the_samples_and_advantages_of_an_update():

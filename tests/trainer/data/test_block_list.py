@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_webrl.trainer.data.task_sampler import BLOCK_LIST_FILE as FILE
 from megatron_webrl.trainer.data.task_sampler import BlockList
 from megatron_webrl.types import Group
-from tests.trajectories import trajectory
+from tests.trainer.data import groups
 
 HOUR = 3600.0
 
@@ -23,10 +23,8 @@ class Clock:
         return self.now
 
 
-def group(ticket: int, website: str, *outcomes: str, task_id: str = "") -> Group:
-    made = [trajectory(ticket, i, outcome=outcome, group_size=len(outcomes)) for i, outcome in enumerate(outcomes)]
-    task = replace(made[0].task, id=task_id or f"task {ticket}", website=website, source="web")
-    return Group(ticket, tuple(replace(each, task=task) for each in made))
+def group(ticket: int, website: str, *outcomes: str) -> Group:
+    return groups.group(ticket, "page", *outcomes, website=website)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

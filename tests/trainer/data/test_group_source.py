@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource, GroupTimeout
 from megatron_webrl.trainer.metrics.group_statistics import GROUP_KINDS
+from megatron_webrl.types import Group, Trajectory
 from tests.ring.support import damage
 from tests.trajectories import trajectory
 
@@ -33,28 +36,42 @@ def ring() -> Iterator[Ring]:
     ring.close()
 
 
+def sourced(ring: Ring, config: Config | None = None, **options: Any) -> GroupSource:
+    return GroupSource(ring, config or Config(), ResumePoint(), accounting=Accounting(), **options)
+
+
 @pytest.fixture
 def source(ring: Ring) -> GroupSource:
     config = Config()
     config.rollout.max_staleness = 1
-    return GroupSource(ring, config, ResumePoint(), accounting=Accounting())
+    return sourced(ring, config)
+
+
+def write(ring: Ring, *trajectories: Trajectory) -> None:
+    for each in trajectories:
+        ring.write(encode_trajectory(each), 1.0)
 
 
 def put(ring: Ring, ticket: int, rewards: list[float], **options) -> None:
-    for index, reward in enumerate(rewards):
-        ring.write(encode_trajectory(trajectory(ticket, index, reward=reward, group_size=len(rewards), **options)), 1.0)
+    write(ring, *(trajectory(ticket, i, reward=r, group_size=len(rewards), **options) for i, r in enumerate(rewards)))
 
 
 def go(ready: int) -> bool:
     return True
 
 
+def take(source: GroupSource, count: int) -> list[tuple[Group, list[int]]]:
+    """Groups for an update, which have arrived."""
+    taken = source.wait_for_groups(0, count, 5.0, go)
+    assert taken is not None
+    return taken
+
+
 def test_groups_come_oldest_first_and_are_freed_when_closed(ring: Ring, source: GroupSource):
     put(ring, 3, [1.0, 0.0])
     put(ring, 1, [1.0, 0.0])
     put(ring, 2, [1.0, 0.0])
-    taken = source.wait_for_groups(0, 2, 5.0, go)
-    assert taken is not None
+    taken = take(source, 2)
     assert [group.ticket for group, _ in taken] == [3, 1]
     assert ring.usage().records == 6
     for group, sequences in taken:
@@ -71,14 +88,13 @@ def test_a_damaged_record_costs_its_episode_and_neither_the_job_nor_the_room_of_
     config = Config()
     config.run.directory = str(tmp_path)
     damaged: list[int] = []
-    source = GroupSource(ring, config, ResumePoint(), accounting=Accounting(), on_damaged=lambda: damaged.append(1))
+    source = sourced(ring, config, on_damaged=lambda: damaged.append(1))
     put(ring, 0, [1.0, 0.0])
     put(ring, 1, [1.0, 0.0])
     for position in (0, 40, -1):  # header, description and last image of three records
         damage(ring, ring.write(encode_trajectory(trajectory(2, 0, group_size=2)), 1.0), position)
     damage(ring, 1, 50)
-    taken = source.wait_for_groups(0, 1, 5.0, go)
-    assert taken is not None
+    taken = take(source, 1)
     assert [group.ticket for group, _ in taken] == [1]
     assert len(damaged) == 4
     assert (source.lost_tickets, source.waiting_episodes(), ring.usage().records) == (4, 1, 3)
@@ -105,27 +121,25 @@ def test_each_record_is_read_and_decoded_once(ring: Ring, source: GroupSource, m
     monkeypatch.setattr(ring, "read", counted)
     put(ring, 0, [1.0, 0.0])
     put(ring, 1, [0.0, 1.0])
-    taken = source.wait_for_groups(0, 2, 5.0, go)
-    assert taken is not None
+    taken = take(source, 2)
     assert [t.reward for group, _ in taken for t in group.trajectories] == [1.0, 0.0, 0.0, 1.0]
     assert numbers == [0, 1, 2, 3]
 
 
 def test_a_group_waits_until_it_is_complete(ring: Ring, source: GroupSource):
-    ring.write(encode_trajectory(trajectory(0, 1, group_size=2)), 1.0)
+    write(ring, trajectory(0, 1, group_size=2))
     put(ring, 7, [0.0, 0.0])
     with pytest.raises(GroupTimeout, match="0 of 1 arrived; episodes dropped: all_failed 2"):
         source.wait_for_groups(0, 1, 0.2, go)
     assert source.waiting_episodes() == 1
-    ring.write(encode_trajectory(trajectory(0, 0, reward=1.0, group_size=2)), 1.0)
-    taken = source.wait_for_groups(0, 1, 5.0, go)
-    assert taken is not None
+    write(ring, trajectory(0, 0, reward=1.0, group_size=2))
+    taken = take(source, 1)
     assert [t.index for t in taken[0][0].trajectories] == [0, 1]
 
 
 def test_a_group_that_misses_an_episode_for_too_long_is_dropped(ring: Ring, source: GroupSource):
     """The ring frees its space in order, and may have none for the missing one."""
-    ring.write(encode_trajectory(trajectory(0, 1, group_size=2)), 1.0)
+    write(ring, trajectory(0, 1, group_size=2))
     limit = source.config.staleness_limit
     for version, waiting in ((0, 1), (limit, 1), (limit + 1, 0)):
         source.poll(version)
@@ -168,45 +182,42 @@ def test_a_ready_group_that_becomes_stale_is_dropped(ring: Ring, source: GroupSo
     assert source.accounting.dropped == {"stale": 2}
 
 
-def test_a_masked_episode_of_a_trained_group_is_counted_by_its_own_name(ring: Ring, source: GroupSource):
-    for index, (reward, outcome) in enumerate([(1.0, None), (0.0, None), (0.0, "browser_error")]):
-        ring.write(encode_trajectory(trajectory(0, index, reward=reward, outcome=outcome, group_size=3)), 1.0)
-    taken = source.wait_for_groups(0, 1, 5.0, go)
-    assert taken is not None
-    source.close_group(*taken[0])
+def test_a_group_with_masked_episodes_is_trained_only_if_the_rest_can_be(ring: Ring, source: GroupSource):
+    dropped: Counter[str] = Counter()
+    for ticket, (outcomes, reasons) in enumerate((
+        (("success", "engine_error", "engine_error", "engine_error"), {"few_trainable": 1, "engine_error": 3}),
+        (("success", "failure", "aborted", "browser_crashed"), {"aborted": 3, "browser_crashed": 1}),  # though fresh
+    )):  # fmt: skip
+        write(ring, *(trajectory(ticket, i, outcome=outcome, group_size=4) for i, outcome in enumerate(outcomes)))
+        source.poll(0)
+        dropped.update(reasons)
+        assert source.accounting.dropped == dropped
+        assert (source.dropped_tickets, source.waiting_episodes(), ring.usage().records) == (ticket + 1, 0, 0)
+    outcomes = ("success", "failure", "browser_error", "browser_error")
+    write(ring, *(trajectory(9, i, outcome=outcome, group_size=4) for i, outcome in enumerate(outcomes)))
+    source.close_group(*take(source, 1)[0])
     assert source.accounting.trained == 2
-    assert source.accounting.dropped == {"browser_error": 1}
-
-
-def test_a_group_with_an_aborted_episode_is_dropped_though_the_rest_is_fresh(ring: Ring, source: GroupSource):
-    for index, outcome in enumerate([None, None, "aborted", "browser_crashed"]):
-        ring.write(
-            encode_trajectory(trajectory(0, index, reward=float(index == 0), outcome=outcome, group_size=4)), 1.0
-        )
-    source.poll(0)
-    assert source.accounting.dropped == {"aborted": 3, "browser_crashed": 1}
-    assert source.dropped_tickets == 1
-    assert ring.usage().records == 0
+    assert source.accounting.dropped == dropped + Counter(browser_error=2)
 
 
 def test_a_group_of_different_tasks_is_dropped_by_name(ring: Ring, source: GroupSource):
     for index, task_id in enumerate(("a", "a", "b")):
         made = trajectory(0, index, reward=float(index == 0), group_size=3)
-        ring.write(encode_trajectory(replace(made, task=replace(made.task, id=task_id))), 1.0)
+        write(ring, replace(made, task=replace(made.task, id=task_id)))
     source.poll(0)
     assert source.accounting.dropped == {"several_tasks": 3}
     assert ring.usage().records == 0
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("async", 4), ("one_step_off", 2), ("sync", 0)])
-def test_the_mode_limits_the_staleness_of_a_group(ring: Ring, mode: str, kept: int):
-    config = Config()
-    config.rollout.mode, config.rollout.max_staleness = mode, 2
-    source = GroupSource(ring, config, ResumePoint(), accounting=Accounting())
+def test_the_mode_limits_the_staleness_of_a_group(ring: Ring):
     put(ring, 0, [1.0, 0.0], version=3)
     put(ring, 1, [1.0, 0.0], version=4)
-    source.poll(version=5)
-    assert source.waiting_episodes() == kept
+    for mode, kept in (("async", 4), ("one_step_off", 2), ("sync", 0)):  # each frees what it drops
+        config = Config()
+        config.rollout.mode, config.rollout.max_staleness = mode, 2
+        source = sourced(ring, config)
+        source.poll(version=5)
+        assert source.waiting_episodes() == kept, mode
 
 
 def test_wasted_tokens_are_counted_by_reason(ring: Ring, source: GroupSource):
@@ -216,9 +227,8 @@ def test_wasted_tokens_are_counted_by_reason(ring: Ring, source: GroupSource):
         trajectory(1, 1, response=10, group_size=3),
         trajectory(1, 2, outcome="engine_error", response=6, group_size=3),
     ]
-    for each in mixed:
-        ring.write(encode_trajectory(each), 1.0)
-    for group, sequences in source.wait_for_groups(0, 1, 5.0, go) or []:
+    write(ring, *mixed)
+    for group, sequences in take(source, 1):
         source.close_group(group, sequences)
     assert source.accounting.tokens_trained == 30
     assert source.accounting.tokens_dropped == {"all_succeeded": 20, "engine_error": 6, "retried": 4}
@@ -241,14 +251,14 @@ def test_waiting_ends_when_the_caller_stops_it(ring: Ring, source: GroupSource):
     assert source.wait_for_groups(0, 1, 60.0, lambda ready: False) is None
 
 
-@pytest.mark.parametrize("name", ["raft", "raft_plus_plus"])
-def test_raft_keeps_groups_with_a_success_and_drops_those_without(ring: Ring, source: GroupSource, name: str):
-    source.config.trainer.loss = loss_config(name)
-    put(ring, 0, [1.0, 1.0])
-    put(ring, 1, [0.0, 0.0])
-    source.poll(0)
-    assert source.waiting_episodes() == 2
-    assert source.accounting.dropped == {"all_failed": 2}
+def test_raft_keeps_groups_with_a_success_and_drops_those_without(ring: Ring, source: GroupSource):
+    for number, name in enumerate(("raft", "raft_plus_plus"), 1):
+        source.config.trainer.loss = loss_config(name)
+        put(ring, 2 * number, [1.0, 1.0])
+        put(ring, 2 * number + 1, [0.0, 0.0])
+        source.poll(0)
+        assert source.waiting_episodes() == 2 * number, name
+        assert source.accounting.dropped == {"all_failed": 2 * number}, name
 
 
 def test_group_rates_include_dropped_groups_and_reset(ring: Ring, source: GroupSource):
@@ -270,27 +280,14 @@ def test_group_rates_include_dropped_groups_and_reset(ring: Ring, source: GroupS
     assert source.pop_metrics() == {}
 
 
-@pytest.mark.parametrize(
-    ("second", "dropped"), [("failure", {}), ("engine_error", {"few_trainable": 1, "engine_error": 3})]
-)
-def test_a_group_needs_two_trainable_members(ring: Ring, second: str, dropped: dict[str, int]):
-    source = GroupSource(ring, Config(), ResumePoint(), accounting=Accounting())
-    for index, outcome in enumerate(("success", second, "engine_error", "engine_error")):
-        ring.write(encode_trajectory(trajectory(0, index, outcome=outcome, group_size=4)), 1.0)
-    source.poll(0)
-    assert source.accounting.dropped == dropped
-    assert source.waiting_episodes() == (0 if dropped else 4)
-
-
 def test_outcomes_decide_whether_a_group_is_trained_and_penalties_do_not(ring: Ring):
     config = Config()
     config.trainer.reward.length_penalty, config.trainer.reward.length_window = 1.0, 4
     config.rollout.max_new_tokens = 8
-    source = GroupSource(ring, config, ResumePoint(), accounting=Accounting())
-    for index, response in enumerate((4, 6)):  # both fail, one of them at length
-        ring.write(encode_trajectory(trajectory(0, index, response=response)), 1.0)
-    for index, (reward, response) in enumerate([(0.0, 4), (1.0, 8)]):  # a success that is worth a failure
-        ring.write(encode_trajectory(trajectory(1, index, reward=reward, response=response)), 1.0)
+    source = sourced(ring, config)
+    write(ring, *(trajectory(0, i, response=response) for i, response in enumerate((4, 6))))  # both fail, one at length
+    # a success that is worth a failure
+    write(ring, trajectory(1, 0, response=4), trajectory(1, 1, reward=1.0, response=8))
     source.poll(0)
     assert source.waiting_episodes() == 2
     assert source.accounting.dropped == {"all_failed": 2}
@@ -299,10 +296,9 @@ def test_outcomes_decide_whether_a_group_is_trained_and_penalties_do_not(ring: R
 
 
 def test_records_written_again_by_a_restarted_worker_are_duplicates(ring: Ring, source: GroupSource):
-    ring.write(encode_trajectory(trajectory(0, 0, reward=1.0, group_size=2, worker="rollout-0.1")), 1.0)
+    write(ring, trajectory(0, 0, reward=1.0, group_size=2, worker="rollout-0.1"))
     put(ring, 0, [0.0, 0.0], worker="rollout-0.2")
-    taken = source.wait_for_groups(0, 1, 5.0, go)
-    assert taken is not None
+    taken = take(source, 1)
     (group, sequences) = taken[0]
     assert [t.worker for t in group.trajectories] == ["rollout-0.1", "rollout-0.2"]
     put(ring, 0, [1.0, 0.0], worker="rollout-0.2")  # while the group is being trained
@@ -320,10 +316,10 @@ def test_records_written_again_by_a_restarted_worker_are_duplicates(ring: Ring, 
 
 def test_each_counted_episode_is_logged_with_its_disposition(ring: Ring, tmp_path: Path):
     log = EpisodeLog(tmp_path, 0)
-    source = GroupSource(ring, Config(), ResumePoint(), accounting=Accounting(), episode_log=log)
+    source = sourced(ring, episode_log=log)
     put(ring, 0, [1.0, 0.0])
     put(ring, 1, [0.0, 0.0])
-    for group, sequences in source.wait_for_groups(0, 1, 5.0, go) or []:
+    for group, sequences in take(source, 1):
         source.close_group(group, sequences)
     put(ring, 0, [1.0, 0.0])
     source.poll(4)
@@ -334,17 +330,10 @@ def test_each_counted_episode_is_logged_with_its_disposition(ring: Ring, tmp_pat
 
 def test_on_complete_is_called_for_every_complete_group_and_before_its_drop(ring: Ring):
     seen: list[tuple[int, int]] = []
-    source = GroupSource(
-        ring,
-        Config(),
-        ResumePoint(),
-        Accounting(),
-        on_complete=lambda group: seen.append((group.ticket, source.dropped_tickets)),
-    )
-    for index in range(2):
-        ring.write(encode_trajectory(trajectory(0, index, outcome="blocked")), 1.0)  # dropped as masked
+    source = sourced(ring, on_complete=lambda group: seen.append((group.ticket, source.dropped_tickets)))
+    write(ring, *(trajectory(0, index, outcome="blocked") for index in range(2)))  # dropped as masked
     put(ring, 1, [1.0, 0.0])
-    ring.write(encode_trajectory(trajectory(2, 0)), 1.0)  # not whole
+    write(ring, trajectory(2, 0))  # not whole
     source.poll(0)
     assert seen == [(0, 0), (1, 1)]
     assert source.accounting.dropped == {"blocked": 2}
@@ -353,14 +342,12 @@ def test_on_complete_is_called_for_every_complete_group_and_before_its_drop(ring
 def test_a_teacher_alone_trains_groups_of_one_outcome_and_of_one_trainable_episode(ring: Ring) -> None:
     config = Config()
     config.trainer.distillation.coefficient, config.trainer.distillation.rewards = 1.0, False
-    source = GroupSource(ring, config, ResumePoint(), accounting=Accounting())
+    source = sourced(ring, config)
     put(ring, 0, [0.0, 0.0])
     put(ring, 1, [1.0, 1.0])
-    ring.write(encode_trajectory(trajectory(2, 0)), 1.0)
-    ring.write(encode_trajectory(trajectory(2, 1, outcome="teacher_error")), 1.0)
+    write(ring, trajectory(2, 0), trajectory(2, 1, outcome="teacher_error"))
     put(ring, 3, [0.0, 0.0], outcome="teacher_error")
-    taken = source.wait_for_groups(0, 3, 5.0, go)
-    assert taken is not None
+    taken = take(source, 3)
     assert [group.ticket for group, _ in taken] == [0, 1, 2]
     source.poll(0)
     assert source.accounting.dropped == {"teacher_error": 2}

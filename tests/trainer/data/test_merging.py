@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,14 +96,14 @@ def test_other_trajectories_and_temperatures_are_kept_apart() -> None:
     assert sizes(merge_prefixes([first, replace(second, temperature=0.5)], PLACEHOLDERS)) == [1, 1]
 
 
-@pytest.mark.parametrize("token", PLACEHOLDERS)
-def test_no_step_extends_a_response_with_a_placeholder(token: int) -> None:
+def test_no_step_extends_a_response_with_a_placeholder() -> None:
     first, second, third = grown([2, 3, 4])
-    response = np.array([3, token, 4], np.int32)
-    odd = replace(second, response=response)
-    after = replace(third, prompt=np.concatenate([odd.prompt, response, random_tokens(1, 3)]))
-    chains = merge_prefixes([first, odd, after], PLACEHOLDERS)
-    assert [chain.samples for chain in chains] == [(first, odd), (after,)]
+    for token in PLACEHOLDERS:
+        response = np.array([3, token, 4], np.int32)
+        odd = replace(second, response=response)
+        after = replace(third, prompt=np.concatenate([odd.prompt, response, random_tokens(1, 3)]))
+        chains = merge_prefixes([first, odd, after], PLACEHOLDERS)
+        assert [chain.samples for chain in chains] == [(first, odd), (after,)]
 
 
 def test_images_are_compared_by_content_and_grid() -> None:

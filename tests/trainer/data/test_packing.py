@@ -21,16 +21,9 @@ LENGTHS = st.lists(st.tuples(st.integers(2, 500), st.sampled_from([1.0, 0.7])), 
 
 
 def chain(length: int, temperature: float = 1.0, images: tuple[bytes, ...] = (), grid: int = 16) -> MergedSequence:
-    response = max(1, length // 30)
-    return unmerged_sequence(
-        step(
-            np.zeros(length - response, np.int32),
-            np.zeros(response, np.int32),
-            images=images,
-            grids=np.array([[1, grid, grid]] * len(images), np.int32).reshape(-1, 3),
-            temperature=temperature,
-        )
-    )
+    prompt, response = np.split(np.zeros(length, np.int32), [length - max(1, length // 30)])
+    grids = np.array([[1, grid, grid]] * len(images), np.int32).reshape(-1, 3)
+    return unmerged_sequence(step(prompt, response, images=images, grids=grids, temperature=temperature))
 
 
 def web_agent_chains(count: int, seed: int = 0) -> list[MergedSequence]:
@@ -65,16 +58,10 @@ def test_each_sequence_is_packed_once_and_replicas_get_equally_many(
     assert len(parts) == replicas
     assert len({len(part) for part in parts}) == 1
     assert len(parts[0]) % multiple == 0
-
-
-@given(LENGTHS, st.integers(500, 2000), st.integers(1, 4), st.integers(1, 3))
-def test_none_is_empty_unless_there_are_too_few_sequences(
-    shapes: list[tuple[int, float]], limit: int, replicas: int, multiple: int
-) -> None:
-    chains = [chain(length) for length, _ in shapes]
-    rows = [row for part in pack_sequences(chains, COST, limit, replicas, multiple) for row in part]
-    unit = replicas * multiple
-    if [] in rows:
+    alike = [chain(length) for length, _ in shapes]
+    rows = [row for part in pack_sequences(alike, COST, limit, replicas, multiple) for row in part]
+    if [] in rows:  # only if there are too few sequences
+        unit = replicas * multiple
         assert len(chains) < len(rows) == math.ceil(len(chains) / unit) * unit
         assert all(len(row) <= 1 for row in rows)
 
@@ -84,14 +71,13 @@ def test_a_sequence_longer_than_the_limit_is_refused() -> None:
         pack_sequences([chain(10), chain(600)], COST, 500)
 
 
-@pytest.mark.parametrize(("limit", "replicas", "multiple"), [(16384, 1, 1), (16384, 8, 2), (32768, 8, 1)])
-def test_a_realistic_mix_is_packed_full_and_replicas_are_balanced(limit: int, replicas: int, multiple: int) -> None:
+def test_a_realistic_mix_is_packed_full_and_replicas_are_balanced() -> None:
     chains = web_agent_chains(2000)
-    parts = pack_sequences(chains, COST, limit, replicas, multiple)
-    rows = [row for part in parts for row in part]
-    assert sum(c.length for c in chains) >= 0.95 * limit * len(rows)
-    loads = [sum(costs(chains, part)) for part in parts]
-    assert max(loads) <= 1.01 * sum(loads) / replicas
+    for limit, replicas, multiple in ((16384, 1, 1), (16384, 8, 2), (32768, 8, 1)):
+        parts = pack_sequences(chains, COST, limit, replicas, multiple)
+        assert sum(c.length for c in chains) >= 0.95 * limit * sum(map(len, parts)), (limit, replicas)
+        loads = [sum(costs(chains, part)) for part in parts]
+        assert max(loads) <= 1.01 * sum(loads) / replicas, (limit, replicas)
 
 
 def test_packed_sequences_are_balanced_by_cost_where_there_is_room() -> None:
@@ -129,9 +115,4 @@ def test_replicas_compute_equal_costs_at_the_same_time() -> None:
     parts = pack_sequences(chains, COST, 16384, 4)
     columns = zip(*(costs(chains, part) for part in parts), strict=True)
     assert all(max(column) <= 1.25 * min(column) for column in columns)
-
-
-def test_packing_is_deterministic() -> None:
-    assert pack_sequences(web_agent_chains(200), COST, 20000, 4, 2) == pack_sequences(
-        web_agent_chains(200), COST, 20000, 4, 2
-    )
+    assert pack_sequences(web_agent_chains(400), COST, 16384, 4) == parts  # every rank packs alone

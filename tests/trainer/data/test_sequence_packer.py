@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.packed_input import partition_images
 from megatron_webrl.model.vision_language.rope import mrope_position_ids
-from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.packing import FlopsEstimator
-from megatron_webrl.trainer.data.sequence_packer import ImageGridMismatch, Microbatch, SequencePacker
+from megatron_webrl.trainer.data.sequence_packer import ImageGridMismatch
+from tests.trainer.data.conftest import Build
 from tests.trainer.growing_prompts import episode, random_tokens, step
 
-
-@pytest.fixture(scope="module")
-def processor(tiny_model: Path) -> Processor:
-    return Processor.load(tiny_model)
+MERGES = ("none", "trajectory", "all")
 
 
-@pytest.fixture(scope="module")
-def cost(tiny_model: Path) -> FlopsEstimator:
-    return FlopsEstimator.from_hf_config(load_hf_config(tiny_model))
-
-
-def builder(processor: Processor, cost: FlopsEstimator, **options: Any) -> SequencePacker:
-    settings: dict[str, Any] = {"max_tokens": 400, "data_parallel_rank": 0, "data_parallel_size": 1, **options}
-    return SequencePacker(processor, device=torch.device("cpu"), flops_estimator=cost, **settings)
-
-
-def build(
-    processor: Processor, cost: FlopsEstimator, samples: list[TrainingSample], **options: Any
-) -> list[Microbatch]:
-    return builder(processor, cost, **options).build(samples, "per_trajectory", 10)
-
-
-def test_a_merged_sequence_scores_each_span_with_its_own_numbers(processor: Processor, cost: FlopsEstimator) -> None:
+def test_a_merged_sequence_scores_each_span_with_its_own_numbers(processor: Processor, build: Build) -> None:
     samples = episode(processor, 0, (6, 2, 9))
-    (batch,) = build(processor, cost, samples[::-1])
+    (batch,) = build(samples[::-1])
     assert batch.token_count == samples[-1].length
     assert batch.inputs.cu_seqlens.tolist() == [0, batch.token_count]
     assert batch.targets.tolist() == np.concatenate([s.response for s in samples]).tolist()
@@ -55,25 +33,25 @@ def test_a_merged_sequence_scores_each_span_with_its_own_numbers(processor: Proc
     assert len(batch.inputs.grids) == 4
 
 
-def test_scores_of_a_teacher_follow_their_tokens(processor: Processor, cost: FlopsEstimator) -> None:
+def test_scores_of_a_teacher_follow_their_tokens(processor: Processor, build: Build) -> None:
     samples = [*episode(processor, 0, (6, 2, 9)), *episode(processor, 1, (3,))]
     scores = [np.where(s.behaviour_logprobs % 2, s.behaviour_logprobs + 0.5, np.nan) for s in samples[:-1]]
     scored = [replace(s, teacher_logprobs=each) for s, each in zip(samples, scores, strict=False)]
-    (batch,) = build(processor, cost, [*scored, samples[-1]])
+    (batch,) = build([*scored, samples[-1]])
     assert batch.teacher_logprobs is not None
     wanted = [*np.concatenate(scores), *[np.nan] * 3]
     order = np.argsort(np.concatenate([s.behaviour_logprobs for s in samples]), kind="stable")
     found = batch.teacher_logprobs.numpy()[np.argsort(batch.behaviour_logprobs.numpy(), kind="stable")]
     np.testing.assert_array_equal(found, np.array(wanted, np.float32)[order])
-    assert build(processor, cost, samples)[0].teacher_logprobs is None
+    assert build(samples)[0].teacher_logprobs is None
 
 
-def test_weights_do_not_depend_on_merging(processor: Processor, cost: FlopsEstimator) -> None:
+def test_weights_do_not_depend_on_merging(processor: Processor, build: Build) -> None:
     samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), advantage=-1.0)]
     for normalizer in ("constant", "per_trajectory", "token_mean"):
         found = []
-        for merge in ("none", "trajectory", "all"):
-            rows = builder(processor, cost, merge_prefixes=merge).build(samples, normalizer, 10)
+        for merge in MERGES:
+            rows = build(samples, normalizer, merge_prefixes=merge)
             numbers = torch.stack(
                 [torch.cat([getattr(r, n) for r in rows]) for n in ("behaviour_logprobs", "weight", "advantage")]
             )
@@ -82,68 +60,52 @@ def test_weights_do_not_depend_on_merging(processor: Processor, cost: FlopsEstim
         assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("normalizer", ["constant", "per_trajectory", "token_mean"])
-@pytest.mark.parametrize("merge", ["none", "trajectory", "all"])
 def test_microbatches_of_all_replicas_weigh_each_token_by_the_whole_minibatch(
-    processor: Processor, cost: FlopsEstimator, normalizer: str, merge: str
+    processor: Processor, build: Build
 ) -> None:
     samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (3,)), *episode(processor, 2, (5, 4))]
-    wanted = {}
-    for sample in samples:
-        steps = sum(other.trajectory_id == sample.trajectory_id for other in samples)
-        weight = {"constant": 1 / (3 * 10), "per_trajectory": 1 / (3 * steps), "token_mean": 1 / 23}[normalizer]
-        wanted |= dict.fromkeys(sample.behaviour_logprobs.tolist(), weight)
-    found: dict[float, float] = {}
-    for replica in range(2):
-        made = builder(
-            processor, cost, merge_prefixes=merge, max_tokens=200, data_parallel_rank=replica, data_parallel_size=2
-        )
-        for row in made.build(samples, normalizer, 10):
-            pairs = zip(row.behaviour_logprobs.tolist(), row.weight.tolist(), strict=True)
-            for token, weight in pairs:
-                found[token] = found.get(token, 0.0) + weight
-    assert found == pytest.approx(wanted)
+    for normalizer, merge in product(("constant", "per_trajectory", "token_mean"), MERGES):
+        wanted = {}
+        for sample in samples:
+            steps = sum(other.trajectory_id == sample.trajectory_id for other in samples)
+            weight = {"constant": 1 / (3 * 10), "per_trajectory": 1 / (3 * steps), "token_mean": 1 / 23}[normalizer]
+            wanted |= dict.fromkeys(sample.behaviour_logprobs.tolist(), weight)
+        found: Counter[float] = Counter()
+        for replica in range(2):
+            options = {"max_tokens": 200, "data_parallel_rank": replica, "data_parallel_size": 2}
+            for row in build(samples, normalizer, merge_prefixes=merge, **options):
+                for token, weight in zip(row.behaviour_logprobs.tolist(), row.weight.tolist(), strict=True):
+                    found[token] += weight
+        assert dict(found) == pytest.approx(wanted), (normalizer, merge)
 
 
-@pytest.mark.parametrize("merge", ["none", "trajectory", "all"])
-def test_each_token_has_its_step_index_on_every_context_parallel_rank(
-    processor: Processor, cost: FlopsEstimator, merge: str
-) -> None:
+def test_each_token_has_its_step_index_on_every_context_parallel_rank(processor: Processor, build: Build) -> None:
     samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (7,))]
-    ranks = [
-        builder(processor, cost, merge_prefixes=merge, context_parallel_rank=r, context_parallel_size=2).build(
-            samples, "constant", 10
-        )
-        for r in (0, 1)
-    ]
-    steps = 0
-    for parts in zip(*ranks, strict=True):
-        assert torch.equal(parts[0].step_lengths, parts[1].step_lengths)
-        step = torch.cat([part.step_index for part in parts])
-        behaviour = torch.cat([part.behaviour_logprobs for part in parts])
-        assert torch.bincount(step).tolist() == parts[0].step_lengths.tolist()
-        for number, length in enumerate(parts[0].step_lengths.tolist()):
-            (sample,) = (s for s in samples if s.behaviour_logprobs[0] in behaviour[step == number])
-            assert sorted(behaviour[step == number].tolist()) == sample.behaviour_logprobs.tolist()
-            assert len(sample.response) == length
-            steps += 1
-    assert steps == len(samples)
+    for merge in MERGES:
+        options = {"merge_prefixes": merge, "context_parallel_size": 2}
+        ranks = [build(samples, context_parallel_rank=rank, **options) for rank in (0, 1)]
+        steps = 0
+        for parts in zip(*ranks, strict=True):
+            assert torch.equal(parts[0].step_lengths, parts[1].step_lengths)
+            step = torch.cat([part.step_index for part in parts])
+            behaviour = torch.cat([part.behaviour_logprobs for part in parts])
+            assert torch.bincount(step).tolist() == parts[0].step_lengths.tolist()
+            for number, length in enumerate(parts[0].step_lengths.tolist()):
+                (sample,) = (s for s in samples if s.behaviour_logprobs[0] in behaviour[step == number])
+                assert sorted(behaviour[step == number].tolist()) == sample.behaviour_logprobs.tolist()
+                assert len(sample.response) == length
+                steps += 1
+        assert steps == len(samples), merge
 
 
-def test_positions_and_images_equal_those_of_the_samples(processor: Processor, cost: FlopsEstimator) -> None:
+def test_positions_and_images_equal_those_of_the_samples(processor: Processor, build: Build) -> None:
     samples = [episode(processor, ticket, (4, 3))[-1] for ticket in range(3)]
-    (batch,) = build(processor, cost, samples)
+    (batch,) = build(samples)
     starts = batch.inputs.cu_seqlens.tolist()
     occurrence = 0
     for start, end in pairwise(starts):
-        (sample,) = (
-            s
-            for s in samples
-            if s.behaviour_logprobs[0]
-            in batch.behaviour_logprobs[
-                (batch.inputs.scored_positions >= start) & (batch.inputs.scored_positions < end)
-            ]
-        )
+        inside = (batch.inputs.scored_positions >= start) & (batch.inputs.scored_positions < end)
+        (sample,) = (s for s in samples if s.behaviour_logprobs[0] in batch.behaviour_logprobs[inside])
         whole = torch.from_numpy(np.concatenate([sample.prompt, sample.response]))
         grids = torch.from_numpy(sample.grids.astype(np.int64))
         expected = mrope_position_ids(whole, grids, processor.image_token_id, processor.merge_size)
@@ -158,10 +120,10 @@ def test_positions_and_images_equal_those_of_the_samples(processor: Processor, c
     assert len(batch.inputs.grids) == occurrence - 1  # two episodes begin with the same screenshot
 
 
-def test_a_placeholder_in_a_response_is_text(processor: Processor, cost: FlopsEstimator) -> None:
+def test_a_placeholder_in_a_response_is_text(processor: Processor, build: Build) -> None:
     (first,) = episode(processor, 0, (5,))
     odd = replace(first, response=np.array([30, processor.image_token_id, 31, 32, 33], np.int32))
-    (plain,), (batch,) = (build(processor, cost, [sample]) for sample in (first, odd))
+    (plain,), (batch,) = (build([sample]) for sample in (first, odd))
     assert torch.equal(plain.inputs.position_ids, batch.inputs.position_ids)
     assert plain.inputs.image_token_positions is not None
     assert batch.inputs.image_token_positions is not None
@@ -169,13 +131,13 @@ def test_a_placeholder_in_a_response_is_text(processor: Processor, cost: FlopsEs
     assert batch.targets.tolist() == odd.response.tolist()
 
 
-def test_tensor_parallel_ranks_divide_the_images(processor: Processor, cost: FlopsEstimator) -> None:
+def test_tensor_parallel_ranks_divide_the_images(processor: Processor, build: Build) -> None:
     samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
-    (whole,) = build(processor, cost, samples)
+    (whole,) = build(samples)
     parts = whole.inputs.pixels.split(whole.inputs.grids.prod(dim=1).tolist())
     shares = partition_images(whole.inputs.grids.tolist(), 3)
     for rank in range(3):
-        (batch,) = build(processor, cost, samples, image_rank=rank, num_image_ranks=3)
+        (batch,) = build(samples, image_rank=rank, num_image_ranks=3)
         assert batch.inputs.local_images is not None
         assert batch.inputs.local_images.tolist() == shares[rank]
         assert torch.equal(batch.inputs.pixels, torch.cat([parts[i] for i in shares[rank]]))
@@ -183,34 +145,31 @@ def test_tensor_parallel_ranks_divide_the_images(processor: Processor, cost: Flo
             assert torch.equal(getattr(batch.inputs, name), getattr(whole.inputs, name))
 
 
-def test_a_rank_without_a_vision_tower_decodes_no_image(processor: Processor, cost: FlopsEstimator) -> None:
+def test_a_rank_without_a_vision_tower_decodes_no_image(processor: Processor, build: Build) -> None:
     (sample,) = episode(processor, 0, (4,))
     broken = replace(sample, images=tuple(b"no image" for _ in sample.images))
-    (batch,) = build(processor, cost, [broken], image_rank=None)
+    (batch,) = build([broken], image_rank=None)
     assert batch.inputs.pixels.shape == (0, processor.pixels([])[0].shape[1])
     assert batch.inputs.local_images is not None
     assert batch.inputs.local_images.numel() == 0
     assert batch.inputs.grids.tolist() == sample.grids.tolist()
     with pytest.raises(ValueError, match="are no PNG, JPEG or WebP"):
-        build(processor, cost, [broken])
+        build([broken])
 
 
-def test_a_grid_that_differs_from_the_engines_is_refused(processor: Processor, cost: FlopsEstimator) -> None:
+def test_a_grid_that_differs_from_the_engines_is_refused(processor: Processor, build: Build) -> None:
     (sample,) = episode(processor, 0, (4,), images=1)
     turned = replace(sample, grids=np.array([[1, 2, 8]], np.int32))
-    with pytest.raises(
-        ImageGridMismatch, match=r"ticket 0, episode 0: the engine used \[1, 2, 8\], the trainer makes \[1, 4, 4\]"
-    ):
-        build(processor, cost, [turned])
+    with pytest.raises(ImageGridMismatch, match=r"ticket 0, episode 0: .* \[1, 2, 8\], .* \[1, 4, 4\]"):
+        build([turned])
 
 
 def test_empty_microbatches_are_padded_with_the_shortest_sample_at_weight_zero(
-    processor: Processor, cost: FlopsEstimator
+    processor: Processor, build: Build
 ) -> None:
     samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), images=1)]
     parts = [
-        build(processor, cost, samples, data_parallel_rank=replica, data_parallel_size=3, microbatch_multiple=2)
-        for replica in range(3)
+        build(samples, data_parallel_rank=replica, data_parallel_size=3, microbatch_multiple=2) for replica in range(3)
     ]
     assert [len(part) for part in parts] == [2, 2, 2]
     weightless = [batch for part in parts for batch in part if not batch.weight.any()]
@@ -220,24 +179,22 @@ def test_empty_microbatches_are_padded_with_the_shortest_sample_at_weight_zero(
     assert sum(float(batch.weight.sum()) for part in parts for batch in part) == pytest.approx(8 / 4 + 3 / 2)
 
 
-def test_temperatures_share_no_microbatch(processor: Processor, cost: FlopsEstimator) -> None:
+def test_temperatures_share_no_microbatch(build: Build) -> None:
     samples = [
         step(random_tokens(i, 9), random_tokens(i, 3), temperature=1.0 - i % 2 / 4, trajectory=(i, 0)) for i in range(6)
     ]
-    rows = build(processor, cost, samples)
+    rows = build(samples)
     assert sorted((row.temperature, len(row.targets)) for row in rows) == [(0.75, 9), (1.0, 9)]
     assert rows[0].inputs.pixels.shape[0] == 0
 
 
-def test_context_parallel_ranks_divide_the_response_tokens(processor: Processor, cost: FlopsEstimator) -> None:
+def test_context_parallel_ranks_divide_the_response_tokens(processor: Processor, build: Build) -> None:
     samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
-    (whole,) = build(processor, cost, samples)
+    (whole,) = build(samples)
     ranks = [
         batch
         for rank in range(3)
-        for batch in build(
-            processor, cost, samples, context_parallel_rank=rank, context_parallel_size=3, token_multiple=2
-        )
+        for batch in build(samples, context_parallel_rank=rank, context_parallel_size=3, token_multiple=2)
     ]
     length = -(-whole.token_count // 6) * 2
     for rank, batch in enumerate(ranks):

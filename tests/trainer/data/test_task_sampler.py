@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from megatron_webrl.trainer.data.task_sampler import TaskSampler
 from megatron_webrl.types import Group, Task
 from tests.gloo import spawn
 from tests.trainer.data import sampler_ranks
+from tests.trainer.data.groups import group
 from tests.trainer.data.sampler_ranks import SKILL
-from tests.trajectories import trajectory
 
 
 @pytest.fixture(scope="module")
@@ -33,70 +34,54 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dic
     return torch.load(folder / "found.pt", weights_only=False)
 
 
-BOTH = pytest.mark.parametrize("sampler", ["curriculum", "near_target"])
+SAMPLERS = ("curriculum", "near_target")
 
 
-@BOTH
-def test_a_resumed_run_goes_on_with_the_tasks_of_an_uninterrupted_one(found, sampler: str) -> None:
-    whole, resumed = found[sampler, "whole"], found[sampler, "resumed"]
-    assert not whole["open"]
-    assert len(resumed["open"]) == 2
-    assert all(len(tickets) >= 7 for tickets in resumed["open"])  # they were in flight, and are issued again
-    assert len(whole["tasks"]) > 60
-    assert all(len(tasks) == 1 for tasks in resumed["tasks"].values())
-    assert resumed["tasks"] == whole["tasks"]
-    assert resumed["rates"] == whole["rates"]
-    assert resumed["base"] == whole["base"]
+def test_a_resumed_run_goes_on_with_the_tasks_of_an_uninterrupted_one(found) -> None:
+    for sampler in SAMPLERS:
+        whole, resumed = found[sampler, "whole"], found[sampler, "resumed"]
+        assert not whole["open"]
+        assert len(resumed["open"]) == 2
+        assert all(len(tickets) >= 7 for tickets in resumed["open"])  # they were in flight, and are issued again
+        assert len(whole["tasks"]) > 60
+        assert all(len(tasks) == 1 for tasks in resumed["tasks"].values())
+        for name in ("tasks", "rates", "base"):
+            assert resumed[name] == whole[name], (sampler, name)
+        versions = list(whole["versions"].values())  # of the policy at the admission of each ticket
+        assert versions == sorted(versions)
+        assert set(versions) == set(range(sampler_ranks.UPDATES))
 
 
-@BOTH
-def test_environments_are_drawn_as_often_as_the_pass_rates_say(found, sampler: str) -> None:
-    for label in ("whole", "resumed"):
-        run = found[sampler, label]
-        drawn = Counter(run["drawn"].values())
-        for name, expected in zip(SKILL, run["expected"].tolist(), strict=True):
-            assert abs(drawn[name] - expected) < 5, name
+def test_environments_are_drawn_as_often_as_the_pass_rates_say_and_tasks_of_open_tickets_kept(found) -> None:
+    for case in product(SAMPLERS, ("whole", "resumed")):
+        drawn = Counter(found[case]["drawn"].values())
+        for name, expected in zip(SKILL, found[case]["expected"].tolist(), strict=True):
+            assert abs(drawn[name] - expected) < 5, (case, name)
         wanted, unwanted = ("click-tab", "click-link")
-        assert drawn[wanted] > drawn[unwanted]
+        assert drawn[wanted] > drawn[unwanted], case
+        assert 1 < found[case]["kept_tasks"] <= 15, case  # 3 groups of each of 5 updates
 
 
-@BOTH
-def test_the_sampler_keeps_the_tasks_of_open_tickets_only(found, sampler: str) -> None:
-    for label in ("whole", "resumed"):
-        assert 1 < found[sampler, label]["kept_tasks"] <= 15  # 3 groups of each of 5 updates
+def test_an_update_tells_what_the_sampler_knows(found) -> None:
+    for sampler in SAMPLERS:
+        run = found[sampler, "resumed"]
+        figures = {key: value for key, value in run["figures"].items() if key.startswith("sampler/")}
+        assert len(figures) == 3 * len(SKILL)
+        assert sum(figures[f"sampler/probability/{name}"] for name in SKILL) == pytest.approx(1)
+        assert figures["sampler/pass_rate/click-test"] > figures["sampler/pass_rate/enter-text"]
+        # The metrics are taken before the update's own groups are closed.
+        assert sum(figures[f"sampler/closed_tickets/{name}"] for name in SKILL) == run["base"] - 3
 
 
-@BOTH
-def test_tickets_know_the_policy_version_of_their_admission(found, sampler: str) -> None:
-    versions = list(found[sampler, "whole"]["versions"].values())
-    assert versions == sorted(versions)
-    assert set(versions) == set(range(sampler_ranks.UPDATES))
-
-
-@BOTH
-def test_an_update_tells_what_the_sampler_knows(found, sampler: str) -> None:
-    run = found[sampler, "resumed"]
-    figures = {key: value for key, value in run["figures"].items() if key.startswith("sampler/")}
-    assert len(figures) == 3 * len(SKILL)
-    assert sum(figures[f"sampler/probability/{name}"] for name in SKILL) == pytest.approx(1)
-    assert figures["sampler/pass_rate/click-test"] > figures["sampler/pass_rate/enter-text"]
-    # The metrics are taken before the update's own groups are closed.
-    assert sum(figures[f"sampler/closed_tickets/{name}"] for name in SKILL) == run["base"] - 3
-
-
-@BOTH
-def test_an_update_tells_how_far_the_trainer_is_from_the_engine(found, sampler: str) -> None:
-    run = found[sampler, "whole"]
-    assert run["figures"]["logprob_mismatch/kl/lag_1"] == 0.9
-    (warning,) = run["warned"]
-    assert warning.startswith(f"update {sampler_ranks.UPDATES}: the trainer has diverged from the engine by 0.9 nats")
-
-
-@BOTH
-def test_the_groups_of_an_update_are_kept_where_that_is_wanted(found, sampler: str) -> None:
-    run = found[sampler, "whole"]
-    assert len(run["trained"]) == 3
-    assert run["kept"] == run["trained"]
+def test_an_update_warns_of_a_trainer_far_from_the_engine_and_keeps_its_groups_where_wanted(found) -> None:
+    for sampler in SAMPLERS:
+        run = found[sampler, "whole"]
+        assert run["figures"]["logprob_mismatch/kl/lag_1"] == 0.9
+        (warning,) = run["warned"]
+        assert warning.startswith(f"update {sampler_ranks.UPDATES}: ")
+        assert "0.9 nats" in warning
+        assert len(run["trained"]) == 3
+        assert run["kept"] == run["trained"]
 
 
 TWO = tasks_config(environments=["click-test", "click-tab"], sampler=SamplerConfig("curriculum"))
@@ -118,14 +103,6 @@ class Rows:
         return Task(f"row {ticket}", "web", "page", ticket, known.version, website=websites[ticket % len(websites)])
 
     def close(self) -> None: ...
-
-
-def group(ticket: int, environment: str, *outcomes: str, website: str = "", task_id: str = "") -> Group:
-    made = [
-        trajectory(ticket, index, outcome=outcome, group_size=len(outcomes)) for index, outcome in enumerate(outcomes)
-    ]
-    task = replace(made[0].task, id=task_id or f"task {ticket}", environment=environment, website=website)
-    return Group(ticket, tuple(replace(each, task=task) for each in made))
 
 
 def opened(
@@ -189,13 +166,11 @@ def test_another_source_or_unit_after_a_resume_forgets_what_does_not_fit(tmp_pat
     assert other.tasks == other.knowledge.passes == {}
 
 
-@pytest.mark.parametrize("name", ["uniform", "ratio"])
-def test_a_sampler_that_does_not_adapt_learns_no_pass_rates(tmp_path: Path, name: str) -> None:
-    weights = {"click-test": 1.0} if name == "ratio" else {}
-    sampler = opened(tmp_path, tasks=tasks_config(sampler=SamplerConfig(name, weights=weights)))
-    sampler.record_group(group(0, "click-test", "success"))
-    assert sampler.knowledge.passes == {}
-    assert sampler.metrics() == {}
+def test_a_sampler_that_does_not_adapt_learns_no_pass_rates(tmp_path: Path) -> None:
+    for name, weights in (("uniform", {}), ("ratio", {"click-test": 1.0})):
+        sampler = opened(tmp_path, tasks=tasks_config(sampler=SamplerConfig(name, weights=weights)))
+        sampler.record_group(group(0, "click-test", "success"))
+        assert sampler.knowledge.passes == sampler.metrics() == {}, name
 
 
 def test_a_growing_step_limit_is_that_of_the_version_of_the_draw(tmp_path: Path) -> None:
