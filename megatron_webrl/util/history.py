@@ -50,6 +50,7 @@ class History:
         if self.size < present:
             guard()
             os.ftruncate(self._descriptor, self.size)
+        self._synced_folder = False
 
     def append(self, *lines: Mapping[str, Any]) -> None:
         """Add lines. Raises OSError only after many that could not be written."""
@@ -70,7 +71,9 @@ class History:
         """Write all lines and flush them to disk. Raises OSError."""
         self._write()
         os.fsync(self._descriptor)
-        atomic_file.fsync(self.path.parent)  # the first time for its name, and at almost no cost after that
+        if not self._synced_folder:
+            atomic_file.fsync(self.path.parent)
+            self._synced_folder = True
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
