@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_webrl.tasks.sites.app import format_date
-from megatron_webrl.tasks.sites.questions import WebsiteGoal, website_goal, website_goals
+from megatron_webrl.tasks.sites.questions import WebsiteGoal, website_goals
 from megatron_webrl.tasks.sites.websites import (
     DENYING_NUMBERS,
     MOODY_NUMBERS,
@@ -192,5 +192,5 @@ def read_tasks(folder: Path) -> dict[str, tuple[Task, WebsiteGoal]]:
                 url=row["website"], website=host, benchmark=row["benchmark_name"], domain=row["domain"],
                 subdomain=row["subdomain"], fact_count=row["difficulty"], facts=facts,
             )  # fmt: skip
-            tasks[task.id] = task, website_goal(host, row["task_name"])
+            tasks[task.id] = task, website_goals(host)[row["task_name"]]
     return tasks

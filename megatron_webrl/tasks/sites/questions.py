@@ -310,11 +310,6 @@ def website_goals(host: str) -> Mapping[str, WebsiteGoal]:
     return goals
 
 
-def website_goal(host: str, instruction: str) -> WebsiteGoal:
-    """The task of a host with this instruction. Raises KeyError."""
-    return website_goals(host)[instruction]
-
-
 def _kinds(app_class: type[App]) -> Iterator[tuple[str, bool, DrawGoal]]:
     """Name, whether sign-in is needed, and how to draw a goal."""
     for name, environment in ENVIRONMENTS.items():
