@@ -73,7 +73,7 @@ class Teacher:
             except TimeoutError:
                 raise ConfigError(
                     f"the teacher {teacher.url} did not answer within {TIMEOUT_SECONDS:g} s "
-                    f"(trainer.distillation.url): {'; '.join(teacher._faults) or 'no answer'}"
+                    f"(trainer.distillation.url): {shorten('; '.join(teacher._faults), 500) or 'no answer'}"
                 ) from None
             except TeacherError as error:
                 raise ConfigError(f"the teacher {teacher.url} cannot score this policy: {error}") from None
