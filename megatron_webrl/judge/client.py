@@ -33,7 +33,7 @@ _QUIET_LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")  # at DE
 def open_client(
     url: str, key_variable: str, settings: str, timeout_seconds: float, faults: list[str] | None = None
 ) -> openai.AsyncOpenAI:
-    """A client that repeats what may pass until its caller gives up, and whose key is declared a secret.
+    """A client that repeats what may pass until its caller's deadline, and whose key is declared a secret.
 
     `settings`: the section of `url` and `key_variable`, for errors, such as judge.*. `faults` gets each kind of fault
     once. Raises ConfigError for a missing key, and for a key or an address that cannot be used.

@@ -1,4 +1,4 @@
-"""A training job on two of four virtual nodes goes on after a fault of the cluster.
+"""A training job on two of four virtual nodes continues after a fault of the cluster.
 
 `test_node_job.py` and `tests/launch/test_job_failures.py` kill its processes, `test_requeue.py` and `test_machines.py`
 preempt it, `test_stalled_disk.py` and `tests/launch/test_failing_disks.py` take its file system.
