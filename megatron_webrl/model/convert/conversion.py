@@ -270,6 +270,7 @@ def _compare(
             if not bitwise_equal(tensor.read(options.dtype), copy):
                 raise LoadError(f"tensor {name} of {tensor.path} differs from its copy")
             advance(copy.nbytes)
+            del copy  # before the next is read
 
 
 def _check_dtypes(model: HFModel, hf_config: Any, dtype: torch.dtype | None) -> None:
