@@ -61,6 +61,13 @@ def _choose_variants(config: Any, file: Any, given: Any, prefix: str) -> None:
     """Make each section that has variants the one that is named; `file` loses defaults of another one."""
     for spec in dataclasses.fields(config):
         name, in_file, in_given = spec.name, _section(file, spec.name), _section(given, spec.name)
+        for settings in (file, given) if dataclasses.is_dataclass(getattr(config, name)) else ():
+            value = settings.get(name) if settings is not None else None
+            if value is not None and not isinstance(value, DictConfig):
+                inner = dataclasses.fields(getattr(config, name))[0].name
+                raise ConfigError(
+                    f"{prefix}{name}={value} is a section, not a setting; set {prefix}{name}.{inner}, ..."
+                )
         if choice := spec.metadata.get("variants"):
             section = getattr(config, name)
             if in_file is not None and in_file.get(choice.key) is not None:

@@ -20,6 +20,7 @@ from megatron_webrl.util import atomic_file
 
 log = logging.getLogger(__name__)
 
+DAMAGED_EXIT_CODE = 65  # of a service whose journal cannot be read: another start would read the same
 COMPACT_BYTES = 16 * 2**20  # appended since the last snapshot
 
 

@@ -172,7 +172,13 @@ class FirstNode(Node):
 
     def connect(self) -> ControlClient:
         path = run_folder.control_address_path(self.config)
-        return ControlClient(path, "host", while_lost=self.restart_control)
+        return ControlClient(path, "host", while_lost=self._while_control_lost)
+
+    def _while_control_lost(self) -> None:
+        """Start the control service again if it has failed. Raises JobFailed; after a signal that ends the job, too."""
+        self.restart_control()
+        if outcome := self._interruption():
+            raise JobFailed(outcome)
 
     @property
     def _all_processes(self) -> list[child_process.ChildProcess]:

@@ -316,7 +316,9 @@ class Node:
 
         After SIGTERM it is not started again: who ends a job's processes sends that to all of them.
         """
-        if role.process.poll() == -signal.SIGTERM or not role.schedule_restart():
+        from megatron_webrl.control.journal import DAMAGED_EXIT_CODE
+
+        if role.process.poll() in (-signal.SIGTERM, DAMAGED_EXIT_CODE) or not role.schedule_restart():
             self.journal.add(role.name, events.FAILED, failure, role.log)
             return failed_outcome(failure, infrastructure=True)
         self.journal.add(role.name, events.RESTARTED, failure, role.log)

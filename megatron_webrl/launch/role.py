@@ -88,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_control(config: Config, options: argparse.Namespace) -> int:
+    from megatron_webrl.control.journal import DAMAGED_EXIT_CODE, JournalError
     from megatron_webrl.control.server import serve
     from megatron_webrl.ring.segment import segment_name
 
@@ -95,7 +96,11 @@ def _run_control(config: Config, options: argparse.Namespace) -> int:
         raise ConfigError("--journal is missing: a control service that is started again continues from it")
     job_id = segment_name(config.run.name, secrets.token_hex(4))
     address_file, timeout_seconds = options.folder / "control.json", config.run.heartbeat_timeout_seconds
-    serve(options.host, options.port, job_id, address_file, options.journal, timeout_seconds)
+    try:
+        serve(options.host, options.port, job_id, address_file, options.journal, timeout_seconds)
+    except JournalError as error:
+        log.error("the journal is damaged: %s", error)
+        return DAMAGED_EXIT_CODE
     return 0
 
 

@@ -99,6 +99,8 @@ def load_hf_config(folder: str | Path) -> Any:
     """Load the transformers configuration of a model folder. Raises ValueError for unsupported models or options."""
     from transformers import AutoConfig
 
+    if not Path(folder).is_dir():  # from_pretrained would ask the network
+        raise ValueError(f"{folder} is not a folder")
     try:
         hf = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:

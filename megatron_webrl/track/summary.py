@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.track import evaluations, events, mlflow_upload
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.metrics import UPDATES_FILE
@@ -110,5 +111,12 @@ def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    """summary.json. Raises ConfigError for a damaged file, OSError."""
+    path = folder / "summary.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}); move it away: the other files of the run tell the rest"
+        ) from error
     return content

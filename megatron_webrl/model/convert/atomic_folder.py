@@ -27,7 +27,10 @@ def atomic_folder(target: Path, source: Path, *, overwrite: bool) -> Iterator[Pa
     if source.is_relative_to(target):
         raise TargetFolderError(f"{target} holds the input {source}; choose another folder")
     temporary, old, lock = (target.parent / f".{target.name}.{name}" for name in ("writing", "replaced", "lock"))
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TargetFolderError(f"{target.parent} cannot be made: {error}") from error
     try:
         with FileLock(lock, blocking=False):
             occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
@@ -60,5 +63,5 @@ def check_free_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise TargetFolderError(
-            f"{folder} has {free / 1e9:.2f} GB left, but {size / 1e9:.2f} GB are needed; free some or write elsewhere"
+            f"{folder} has {free / 1e6:.1f} MB left, but {size / 1e6:.1f} MB are needed; free some or write elsewhere"
         )

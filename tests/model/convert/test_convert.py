@@ -354,7 +354,7 @@ def test_two_writers_of_a_folder_do_not_collide(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_refused_with_the_required_space(tmp_path: Path) -> None:
-    with pytest.raises(TargetFolderError, match=r"GB left, but 1000000000\.00 GB are needed"):
+    with pytest.raises(TargetFolderError, match=r"MB left, but 1000000000000\.0 MB are needed"):
         check_free_space(tmp_path, 10**18)
 
 
