@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.track.timeline import FOLDER
+from tests.monitor.runs import make_run
 
 UNIX = 1.7e9  # at second 0
 Span = tuple[str, str, float, float, dict[str, Any]]  # name, track, start and end in seconds
@@ -54,12 +54,9 @@ def write_run(directory: Path, ahead: float = 0.0) -> Config:
     trainer  update 1  | wait for groups, 15 s      | train, 8 s | exchange, 2 s
     worker             | ticket 7: claimed at 12, episode 7.1 ends last, at 25
     """
-    config = Config()
-    config.run.directory, config.run.name, config.tracking.timeline = str(directory), "made", True
-    config.rollout.groups_in_flight, config.rollout.group_size, config.trainer.groups_per_update = 2, 2, 1
+    sizes = ("rollout.groups_in_flight=2", "rollout.group_size=2", "trainer.groups_per_update=1")
+    config = make_run(directory, "tracking.timeline=true", *sizes)
     folder = config.run_folder
-    folder.mkdir(parents=True)
-    save_config(config, folder / "config.yaml")
     write_process(
         folder,
         "trainer-0",

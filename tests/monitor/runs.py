@@ -1,21 +1,29 @@
-"""A run's folder with stored episodes, written by the product's own writers; and its pages, served."""
+"""Folders of runs as jobs leave them, written by the product's own writers; and their pages, served."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
-import yaml
 
+from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.http.http_service import ListenAddress, Listener, run_http_server
+from megatron_webrl.launch import run_folder
 from megatron_webrl.monitor.access import MonitorAccess
 from megatron_webrl.monitor.app import RunPages, RunSet
+from megatron_webrl.track import events, summary
 from megatron_webrl.track.episodes import FILE, EpisodeStore, episode_line
+from megatron_webrl.track.events import ProcessEvent
+from megatron_webrl.track.metrics import UpdateMetrics, UpdateSeconds
 from megatron_webrl.types import Action, JudgeStage, Trajectory, Verdict
 from megatron_webrl.util.history import History
 from tests.trajectories import screenshot, trajectory
@@ -23,13 +31,48 @@ from tests.trajectories import screenshot, trajectory
 TOKEN = "a-token-of-the-tests"
 
 
-def write_run(directory: Path, model: str = "nowhere", name: str = "look") -> Config:
-    """The folder of a run without episodes; returns its configuration."""
-    config = Config()
-    config.run.directory, config.run.name, config.model.path = str(directory), name, model
-    config.run_folder.mkdir(parents=True, exist_ok=True)
-    (config.run_folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
-    return config
+def make_run(directory: Path, *overrides: str, name: str = "made", config: str | None = None) -> Config:
+    """The folder with its configuration and one for logs, as a launcher makes it."""
+    made = parse_config(config, [f"run.directory={directory}", f"run.name={name}", *overrides])
+    (made.run_folder / "logs").mkdir(parents=True, exist_ok=True)
+    save_config(made, run_folder.config_path(made))
+    return made
+
+
+def begin_job(config: Config, seconds: float) -> None:
+    """Pretend that the last job started `seconds` ago."""
+    with (config.run_folder / events.FILE).open("ab") as file:
+        file.write(ProcessEvent(time.time() - seconds, events.JOB, events.STARTED).to_json_line())
+
+
+def updates(count: int, ended: float, seconds: float = 36.0, wait: float = 9.0, **extra: float) -> list[dict[str, Any]]:
+    """`count` updates of `seconds` each, the last finished at `ended`, with `wait` seconds of waiting in each."""
+    return [
+        UpdateMetrics(
+            version=version, groups=8, reward_mean=0.5, steps_mean=2.0, response_tokens_mean=8.0, staleness_mean=1.5,
+            staleness_max=2, clip_fraction=0.0, logprob_mismatch_max=None, logprob_mismatch_tokens=0,
+            tokens_per_second=1000.0,
+            seconds=UpdateSeconds(rollout=20.0, train=seconds - wait - 1.0, sync=1.0, wait=wait, image_wait=0.0),
+            finished_at=ended - (count - version) * seconds,
+            extra={"rollout_success_rate": 0.25, "rollout_episodes": 64.0, "masked_episodes": 2.0, "dropped/stale": 6.0,
+                   **extra},
+        ).to_json()
+        for version in range(1, count + 1)
+    ]  # fmt: skip
+
+
+def train(config: Config, count: int, **extra: float) -> None:
+    """Write `count` updates, the last one finished now."""
+    summary.open_updates(config.run_folder).append(*updates(count, time.time(), **extra))
+
+
+def train_unevenly(config: Config, count: int) -> None:
+    """Write `count` updates, one a minute, whose reward grows up to 1."""
+    lines = updates(count, 1e9 + 60.0 * count, 60.0, **{"memory/trainer_gib": 1.5, "memory/worker_gib": 2.5})
+    for line in lines:
+        line["reward_mean"] = line["extra"]["rollout_success_rate"] = line["version"] / count
+        line["seconds"] |= {"train": 2.0, "sync": 0.1, "wait": 1.5}
+    (config.run_folder / "updates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def store(config: Config, *groups: Sequence[Trajectory], kind: str = "training", became: str | None = None) -> None:
@@ -64,26 +107,16 @@ def episode(ticket: int, index: int = 0, *, steps: int = 3, reward: float = 0.0,
         )
         for n, step in enumerate(made.steps)
     )
-    images = tuple(screenshot(ticket + n, 320, 240) for n in range(steps + 1))
+    images = tuple(_picture(ticket + n) for n in range(steps + 1))
     stage = JudgeStage("supported", "1", "yes" if reward else "no", "The page shows it.", "d" * 64, "judge-model")
     verdict = Verdict(made.outcome, "judge", "rubric", reason="fact 1 is missing", stages=(stage,), calls=1)
     made = replace(made, steps=changed, images=images, verdict=verdict, end_reason="answer")
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
-def write_updates(config: Config, count: int) -> None:
-    """Lines of updates.jsonl with what the run page draws."""
-    with (config.run_folder / "updates.jsonl").open("w") as file:
-        for version in range(1, count + 1):
-            line = {
-                "version": version, "groups": 8, "finished_at": 1e9 + 60.0 * version,
-                "reward_mean": version / count, "steps_mean": 4.0, "response_tokens_mean": 31.5,
-                "staleness_mean": 0.5, "staleness_max": 2, "clip_fraction": 0.01, "logprob_mismatch_max": 1e-6,
-                "tokens_per_second": 900.0, "seconds": {"rollout": 9.0, "train": 2.0, "sync": 0.1, "wait": 1.5},
-                "extra": {"rollout_success_rate": version / count, "entropy": 1.0 / version, "dropped/stale": 3.0,
-                          "difficulty/easy/success_rate": 0.5, "memory/trainer_gib": 1.5, "memory/worker_gib": 2.5},
-            }  # fmt: skip
-            file.write(json.dumps(line) + "\n")
+@lru_cache
+def _picture(seed: int) -> bytes:
+    return screenshot(seed, 320, 240)
 
 
 @asynccontextmanager
@@ -94,3 +127,11 @@ async def serve(*configs: Config) -> AsyncIterator[tuple[str, RunPages]]:
     listener = Listener(ListenAddress("127.0.0.1", 0))
     async with run_http_server(MonitorAccess(runs.app(), TOKEN, "webrl-test"), listener):
         yield f"{listener.url}/?token={TOKEN}", next(iter(runs.pages.values()))
+
+
+@asynccontextmanager
+async def client_of(*configs: Config) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the pages of runs; it has the token."""
+    async with serve(*configs) as (address, _), httpx.AsyncClient(base_url=address.partition("/?")[0]) as client:
+        client.headers["authorization"], client.timeout = f"Bearer {TOKEN}", httpx.Timeout(60.0)
+        yield client

@@ -14,7 +14,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.monitor.episode_index import FACETS, MAX_PAGE, EpisodeIndex, EpisodeQuery
 from megatron_webrl.track.episodes import FILE, ROLLED_BACK_FILE, EpisodeStore, episode_line
 from megatron_webrl.types import Trajectory
-from tests.monitor.runs import episode, store, write_run
+from tests.monitor.runs import episode, make_run, store
 
 OUTCOMES = ("success", "failure", "browser_timeout")
 
@@ -27,7 +27,7 @@ def varied(ticket: int) -> Trajectory:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    config = write_run(tmp_path_factory.mktemp("runs"))
+    config = make_run(tmp_path_factory.mktemp("runs"))
     store(config, *([varied(ticket)] for ticket in range(60)))
     store(config, *([varied(ticket)] for ticket in range(60, 66)), kind="after")
     return config
@@ -93,7 +93,7 @@ def test_a_query_finds_what_a_plain_search_finds(index: EpisodeIndex, query: Epi
 
 
 def test_what_becomes_of_an_episode_is_seen_when_the_trainer_logs_it(tmp_path: Path):
-    config = write_run(tmp_path)
+    config = make_run(tmp_path)
     folder, writer = config.run_folder, EpisodeStore.of_worker(config, "rollout-0")
     first, second, third = (episode(0, n) for n in range(3))
     with (folder / FILE).open("w") as file:
@@ -116,13 +116,8 @@ def test_what_becomes_of_an_episode_is_seen_when_the_trainer_logs_it(tmp_path: P
     index.refresh()
     assert dict(index.search(EpisodeQuery()).facets["disposition"]) == {"rolled back": 1, "stale": 1, "waiting": 1}
     assert [row["index"] for row in index.group_of(index.get(1) or {})] == [0, 1, 2]
-
-
-def test_lines_of_another_form_are_left_out(tmp_path: Path):
-    config = write_run(tmp_path)
-    store(config, [episode(0)])
-    path = config.run_folder / "episodes" / "rollout-0" / "index.jsonl"
+    path = folder / "episodes" / "rollout-0" / "index.jsonl"
     path.write_text(path.read_text() + '[1]\n{"ticket": 3}\nnull\n"text"\n' + path.read_text())
-    index = EpisodeIndex(config.run_folder)
+    index = EpisodeIndex(folder)
     index.refresh()
-    assert len(index) == 2
+    assert len(index) == 6  # without lines of another form

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,27 @@ from megatron_webrl.monitor import live_view
 from megatron_webrl.monitor.live_view import read_reports
 from megatron_webrl.track.live_rollouts import ACTING, CHANGING, FIXED, STATES, running_file
 from tests.monitor.live_job import live_job
-from tests.monitor.runs import TOKEN, episode, serve, write_run
+from tests.monitor.runs import client_of, episode, make_run
 
 LIMIT = 60.0
 
 
-def row(key: str, state: int = 0, since: float = 5.0, task: str = "web/1") -> list[Any]:
-    return [key, "training", 1, 0, 4, task, "shop.test", "easy", 9, state, "", 2, 7, 1, since]
-
-
-def report(now: float, *rows: list[Any]) -> str:
-    return json.dumps([now, rows])
-
-
 def test_times_of_rows_are_those_of_the_viewers_clock_and_another_form_is_refused():
-    reports = {"rollout-0": (0.5, report(10.0, row("a"), row("b"))), "rollout-1": (0.0, report(1.0, row("a")))}
+    def row(key: str, since: float = 5.0) -> list[Any]:
+        return [key, "training", 1, 0, 4, "web/1", "shop.test", "easy", 9, 0, "", 2, 7, 1, since]
+
+    reports = {"rollout-0": (0.5, json.dumps([10.0, [row("a"), row("b")]])), "rollout-1": (0.0, "[1.0, []]")}
     found = read_reports(reports, now=1000.0)
-    assert list(found) == [("rollout-0", "a"), ("rollout-0", "b"), ("rollout-1", "a")]
+    assert list(found) == [("rollout-0", "a"), ("rollout-0", "b")]
     assert found["rollout-0", "a"] == row("a", since=1000.0 - 0.5 - 10.0 + 5.0)
     with pytest.raises(ValueError, match="rollout-0 reports rollouts of 3 fields"):
-        read_reports({"rollout-0": (0.0, report(4.0, ["a", 1, 2]))}, now=4.0)
+        read_reports({"rollout-0": (0.0, '[4.0, [["a", 1, 2]]]')}, now=4.0)
 
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setattr(live_view, "POLL_SECONDS", 0.05)
-    return write_run(tmp_path, str(tiny_model))
-
-
-@asynccontextmanager
-async def client_of(run: Config) -> AsyncIterator[httpx.AsyncClient]:
-    async with (
-        serve(run) as (address, _),
-        httpx.AsyncClient(base_url=address.partition("/?")[0], timeout=LIMIT) as client,
-    ):
-        client.headers["authorization"] = f"Bearer {TOKEN}"
-        yield client
+    return make_run(tmp_path, f"model.path={tiny_model}", name="look")
 
 
 async def first_answer(client: httpx.AsyncClient, condition: Callable[[dict[str, Any]], Any], after: float = 0) -> Any:
@@ -106,9 +90,8 @@ async def test_a_rollout_shows_its_episode_so_far_and_no_file_but_its_own(run: C
         assert (found["rollout"]["ticket"], found["rollout"]["state"]) == (3, "waiting for browser")
         assert [step["number"] for step in found["episode"]["steps"]] == [1, 2]
         assert (found["episode"]["images"], found["episode"]["verdict"]) == (3, None)
-        image = await client.get("/api/rollout/images/2", params=name)
-        assert (image.status_code, image.headers["content-type"]) == (200, "image/png")
-        assert (await client.get("/api/rollout/images/9", params=name)).status_code == 404
+        for number, status in ((2, 200), (9, 404)):
+            assert (await client.get(f"/api/rollout/images/{number}", params=name)).status_code == status
         assert not running_file(run.run_folder, "rollout-0", "training-3-0").exists(), "nobody looks at the other one"
         for worker_name, key in (("..", "../config"), ("rollout-0", "../00000001"), ("rollout-9", "training-3-1")):
             other = {"worker": worker_name, "key": key}

@@ -1,4 +1,4 @@
-"""The timeline of a run: clocks of several nodes on one, and what bounded an update whose answer is known."""
+"""The timeline of a run: clocks of several nodes on one, what bounded an update whose answer is known, and traces."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import pytest
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.monitor.timeline import ProcessTimeline, UpdateBound, read_timeline, read_update
+from megatron_webrl.monitor.timeline import read_timeline, read_update
+from megatron_webrl.monitor.trace import trace_events, write_trace
 from megatron_webrl.track.timeline import FOLDER
-from tests.monitor.made_timelines import UNIX, write_process, write_run
-from tests.monitor.trace_format import read_trace, trace_problems
-
-
-def process(folder: Path, role: str) -> ProcessTimeline:
-    return next(each for each in read_timeline(folder) if each.role == role)
+from tests.monitor.finished_jobs import read_trace, trace_problems
+from tests.monitor.made_timelines import UNIX, episode, write_process, write_run
 
 
 def test_processes_are_placed_by_the_time_of_day_and_those_of_a_machine_by_its_first_one(tmp_path: Path) -> None:
@@ -32,19 +29,18 @@ def test_processes_are_placed_by_the_time_of_day_and_those_of_a_machine_by_its_f
 
 
 def test_the_files_of_a_process_are_one_and_a_restarted_role_is_two(tmp_path: Path) -> None:
-    write_process(tmp_path, "rollout-0", [("step", "", 5.0, 6.0, {})])
+    with pytest.raises(ConfigError, match=r"has no timeline: start a run with tracking\.timeline=true"):
+        read_timeline(tmp_path)
+    write_process(tmp_path, "rollout-0", [("inner", "", 5.0, 6.0, {}), ("outer", "", 5.0, 9.0, {})])
     folder = tmp_path / FOLDER
     text = (folder / "rollout-0.0.jsonl").read_text()
     (folder / "rollout-0.1.jsonl").write_text(text)
     (folder / "rollout-0.2.jsonl").write_text(text.replace('"pid": 100', '"pid": 101') + '{"spans": [["half')
     (folder / "rollout-0.3.jsonl").write_text("")
     (folder / "notes.txt").write_text("not ours")
-    assert [(each.pid, len(each.spans)) for each in read_timeline(tmp_path)] == [(100, 2), (101, 1)]
-
-
-def test_a_run_without_a_timeline_is_one_line_that_names_the_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no timeline: start a run with tracking\.timeline=true"):
-        read_timeline(tmp_path)
+    found = read_timeline(tmp_path)
+    assert [(each.pid, len(each.spans)) for each in found] == [(100, 4), (101, 2)]
+    assert [span.name for span in found[1].spans] == ["outer", "inner"]
 
 
 def test_a_window_leaves_out_what_is_long_before_and_after_it(tmp_path: Path) -> None:
@@ -60,43 +56,25 @@ def test_a_window_leaves_out_what_is_long_before_and_after_it(tmp_path: Path) ->
     assert [each.role for each in read_timeline(tmp_path, role="trainer-0")] == ["trainer-0"]
 
 
-def test_the_outer_of_two_spans_that_start_together_comes_first(tmp_path: Path) -> None:
-    write_process(tmp_path, "trainer-0", [("inner", "", 5.0, 6.0, {}), ("outer", "", 5.0, 9.0, {})])
-    assert json.dumps([span.name for span in process(tmp_path, "trainer-0").spans]) == '["outer", "inner"]'
-
-
 # -- what bounded an update -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def bound(tmp_path: Path) -> UpdateBound:
-    return read_update(write_run(tmp_path, ahead=77.0).run_folder)[0]
 
 
 def rounded(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(each, 3) for name, each in seconds.items() if each > 1e-5}
 
 
-def test_the_parts_of_an_update_are_all_of_it(bound: UpdateBound) -> None:
+def test_the_parts_of_an_update_and_what_its_wait_was_for_are_all_of_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, ahead=77.0).run_folder
+    bound, _, _ = read_update(folder)
     assert (bound.version, bound.seconds) == (2, pytest.approx(25.0))
     assert rounded(bound.trainer) == {"wait for groups": 15.0, "train": 8.0, "weight exchange": 2.0}
     assert rounded(bound.training) == {"pack": 1.0, "forward and backward": 6.0, "optimizer": 1.0}
-
-
-def test_a_wait_is_split_by_what_the_last_episode_of_the_last_group_did(bound: UpdateBound) -> None:
-    assert rounded(bound.waiting) == {
+    assert rounded(bound.waiting) == {  # what the last episode of the last group did
         "no ticket": 2.0, "no free browser": 1.0, "browser": 3.0, "engine": 7.0, "judge": 1.5, "ring": 0.5,
     }  # fmt: skip
     assert sum(bound.path.values()) == pytest.approx(bound.seconds)
-
-
-def test_an_engine_is_busy_while_it_has_a_request(bound: UpdateBound) -> None:
     # Generation from 14 to 16, 15 to 18 and 19 to 23; the pause from 34 to 35; no ticket from 10 to 12.
     assert rounded(bound.engines) == {"generate": 8.0, "paused for weights": 1.0, "no ticket": 2.0}
-
-
-def test_an_update_that_did_not_wait_is_bounded_by_the_trainer(tmp_path: Path) -> None:
-    folder = write_run(tmp_path).run_folder
     path = folder / FOLDER / "trainer-0.0.jsonl"
     path.write_text(path.read_text().replace("25000000", "10100000"))  # the wait ends at once, the training begins
     bound, _, _ = read_update(folder)
@@ -118,3 +96,49 @@ def test_the_command_prints_the_table_and_writes_the_trace(tmp_path: Path, capsy
     assert (content["version"], content["seconds"]) == (1, pytest.approx(10.0))
     assert main(["timeline", folder, "--update", "9"]) == 2
     assert "update 9 is not in the timeline, which has updates 1 to 2" in capsys.readouterr().err
+
+
+# -- the trace ---------------------------------------------------------------------------------------
+
+
+def test_a_trace_fits_the_format_and_names_processes_by_role_and_node(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, ahead=500.0).run_folder
+    for name in ("trace.json", "trace.json.gz"):
+        count = write_trace(tmp_path / name, read_timeline(folder))
+        events = read_trace(tmp_path / name)
+        assert len(events) == count
+        assert not trace_problems(events)
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["rollout-0, node 1, n1", "trainer-0, node 0, n0"]
+    assert (tmp_path / "trace.json.gz").stat().st_size < (tmp_path / "trace.json").stat().st_size / 2
+    training = next(event for event in events if event["name"] == "train")
+    assert (training["ts"], training["dur"]) == (25_000_000, 8_000_000)
+    events = trace_events(read_timeline(folder), (UNIX + 10.0, UNIX + 35.0))
+    assert not trace_problems(events)
+    names = {event["name"] for event in events if event["ph"] == "X"}  # what overlaps one update
+    assert "update 2" in names
+    assert not names & {"update 1", "ticket 8"}
+
+
+def test_episodes_at_the_same_time_have_rows_of_their_own_and_later_ones_use_them_again(tmp_path: Path) -> None:
+    spans = [
+        *episode(1, 0, 0.0, [("reset", 4.0)], "success"),
+        *episode(1, 1, 1.0, [("reset", 1.0)], "success"),
+        *episode(2, 0, 2.5, [("reset", 1.0)], "success"),
+        *episode(2, 1, 3.0, [("reset", 9.0)], "success"),
+    ]
+    write_process(tmp_path, "rollout-0", spans)
+    events = trace_events(read_timeline(tmp_path))
+    assert not trace_problems(events)
+    row = {event["name"]: event["tid"] for event in events if event["name"].startswith("episode ")}
+    assert len(set(row.values())) == 3
+    assert row["episode 1.1"] == row["episode 2.0"]
+
+
+def test_a_step_in_the_browser_shows_its_parts(tmp_path: Path) -> None:
+    write_process(tmp_path, "rollout-0", episode(1, 0, 0.0, [("generate", 1.0), ("act", 0.8)], "success"))
+    events = trace_events(read_timeline(tmp_path))
+    parts = {e["name"]: (e["ts"], e["dur"]) for e in events if e["name"] in ("action", "settle", "observe")}
+    # 0.7 of 0.8 s are of the browser server; half of the rest is the way there.
+    assert parts == {"action": (1_050_000, 100_000), "settle": (1_150_000, 200_000), "observe": (1_350_000, 400_000)}
+    assert not trace_problems(events)

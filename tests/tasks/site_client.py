@@ -1,4 +1,4 @@
-"""A minimal HTTP client of the sites: it loads pages, follows links and submits forms."""
+"""A minimal HTTP client of the sites: it loads pages, follows links, submits forms, and solves tasks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from urllib.parse import urlencode
 
+from megatron_webrl.tasks.sites.goal import Goal
 from megatron_webrl.tasks.sites.high_level_actions import FollowLink, GiveAnswer, HighLevelAction, PageLinks, SubmitForm
 from megatron_webrl.tasks.sites.site_task_source import SESSION_COOKIE, SiteEpisode, site_host
 
@@ -55,19 +56,24 @@ class PageParser(HTMLParser):
 
 
 class Client:
-    """The client of one episode. Raises AssertionError if a link or form does not exist."""
+    """The client of one episode, or of one visit: it keeps a cookie that it gets. Raises AssertionError if a link or
+    form does not exist.
+    """
 
     def __init__(self, address: str, episode: SiteEpisode) -> None:
-        self._address, self._host, self._secret = address, site_host(episode.site), episode.secret
-        self.episode = episode
-        self.go(episode.goal.start_path)
+        self.episode = self.visit = episode
+        self._connect(address, site_host(episode.site), f"{SESSION_COOKIE}={episode.secret}", episode.goal)
+
+    def _connect(self, address: str, host: str, cookie: str, goal: Goal) -> None:
+        self._address, self.host, self.cookie, self.goal = address, host, cookie, goal
+        self.go(goal.start_path)
 
     def go(self, path: str, form: dict[str, str] | None = None) -> None:
         """Load a page or submit a form, and follow redirects."""
         for _ in range(5):
-            status, headers, self.html = self.fetch(path, form)
-            self.status, self.path, form = status, path, None
-            if status != 303:
+            self.status, headers, self.html = self.fetch(path, form)
+            self.path, form = path, None
+            if self.status != 303:
                 break
             path = headers["Location"]
         else:
@@ -76,7 +82,7 @@ class Client:
 
     def fetch(self, path: str, form: dict[str, str] | None = None) -> tuple[int, http.client.HTTPMessage, str]:
         connection = http.client.HTTPConnection(self._address, timeout=20)
-        headers = {"Host": self._host, "Cookie": f"{SESSION_COOKIE}={self._secret}"}
+        headers = {"Host": self.host} | ({"Cookie": self.cookie} if self.cookie else {})
         if form is None:
             connection.request("GET", path, headers=headers)
         else:
@@ -85,6 +91,7 @@ class Client:
         answer = connection.getresponse()
         body = answer.read().decode()
         connection.close()
+        self.cookie = answer.headers.get("Set-Cookie", self.cookie).partition(";")[0]
         return answer.status, answer.headers, body
 
     def do(self, move: FollowLink | SubmitForm) -> None:
@@ -99,17 +106,14 @@ class Client:
         values = form.values | dict(move.values)
         return self.go(f"{move.action}?{urlencode(values)}") if form.method == "get" else self.go(move.action, values)
 
-    @property
-    def view(self) -> PageLinks:
-        return PageLinks(self.path, frozenset(self.page.links))
-
     def next_move(self) -> HighLevelAction:
-        return self.episode.next_move(self.episode.goal.scripted_policy, self.view)
+        view = PageLinks(self.path, frozenset(self.page.links))
+        return self.visit.next_move(self.goal.scripted_policy, view)
 
     def solve(self) -> str | None:
         """Run the scripted policy to the end of the episode; returns its answer, if any."""
         for _ in range(MAX_MOVES):
-            if self.episode.result() != (None, False):
+            if isinstance(self.visit, SiteEpisode) and self.visit.result() != (None, False):
                 return None
             move = self.next_move()
             if isinstance(move, GiveAnswer):

@@ -13,20 +13,20 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_webrl.config.tasks import LatencyConfig, TasksConfig
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.tasks import LatencyConfig, TasksConfig, tasks_config
 from megatron_webrl.judge.evaluation import outcome
 from megatron_webrl.tasks.latency import ResponseDelays
+from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.server import PageRequest, PageResponse
 from megatron_webrl.tasks.sites.app import Account, App, InitialSiteState, route
 from megatron_webrl.tasks.sites.goal import Goal
 from megatron_webrl.tasks.sites.high_level_actions import FollowLink, GiveAnswer, SubmitForm
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SITE_APPS, SiteEpisode, SiteTaskSource, get_goal
 from megatron_webrl.tasks.sites.wiki import WikiData
-from megatron_webrl.tasks.source import HELD_OUT_SEEDS, TRAINING_SEEDS
-from megatron_webrl.types import ANSWER, DONE, STEPS_EXHAUSTED, Task
+from megatron_webrl.tasks.source import TRAINING_SEEDS
+from megatron_webrl.types import ANSWER, DONE, STEPS_EXHAUSTED
 from tests.tasks.site_client import Client, PageParser
-
-SEEDS = range(4)
 
 
 @pytest.fixture(scope="module")
@@ -35,130 +35,106 @@ def sites() -> Iterator[SiteTaskSource]:
         yield source
 
 
-def site_task(environment: str, seed: int = 0) -> Task:
-    return Task(
-        f"sites/{environment}/{seed}", "sites", environment, seed, 20, answer=get_goal(environment, seed).answer
-    )
-
-
 def visit(sites: SiteTaskSource, environment: str, seed: int = 0) -> Client:
-    return Client(
-        sites.addresses[f"{ENVIRONMENTS[environment].app_class.name}.localhost"],
-        sites.start_episode(site_task(environment, seed)),
-    )
+    address = sites.addresses[f"{ENVIRONMENTS[environment].app_class.name}.localhost"]
+    return Client(address, sites.start_episode(sites.make_task(environment, seed)))
 
 
-def verdict_of(client: Client, task: Task, answer: str | None) -> str:
+def verdict_of(client: Client, answer: str | None) -> str:
     reward, done = client.episode.result()
-    return outcome(reward, DONE if done else ANSWER if answer is not None else STEPS_EXHAUSTED, task.answer, answer)
+    ended = DONE if done else ANSWER if answer is not None else STEPS_EXHAUSTED
+    return outcome(reward, ended, client.goal.answer, answer)
 
 
-def test_each_site_has_tasks_of_every_difficulty() -> None:
-    assert set(SITE_APPS) == {"shop", "forum", "calendar", "wiki", "forms"}
+def test_a_source_serves_the_sites_of_its_environments() -> None:
+    source = make_source(tasks_config(source="sites", environments=["forms-vote", "wiki-watch"], max_steps=7))
+    assert source.origins == {"http://forms.localhost", "http://wiki.localhost"}
+    assert len(set(source.addresses.values())) == 1
+    source.close()
     for site in SITE_APPS.values():
         difficulties = Counter(each.difficulty for each in ENVIRONMENTS.values() if each.app_class is site)
         assert difficulties == {"easy": 2, "medium": 2, "hard": 2}
-    assert all(name.startswith(each.app_class.name + "-") for name, each in ENVIRONMENTS.items())
+    for environments, message in ((["shop-find-prize"], "no 'shop-find-prize' among its 30 .*near: shop-find-price"),
+                                  ([], "environments is empty")):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            make_source(tasks_config(source="sites", environments=environments))
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_the_scripted_policy_of_a_task_succeeds(sites: SiteTaskSource, environment: str) -> None:
-    for seed in SEEDS:
-        client = visit(sites, environment, seed)
+def test_a_task_is_solved_by_its_scripted_policy_alone(sites: SiteTaskSource, environment: str) -> None:
+    for seed in range(4):
+        client, task = visit(sites, environment, seed), sites.make_task(environment, seed)
+        goal = get_goal(environment, seed)
+        assert (task.instruction, task.answer) == (goal.instruction, goal.answer)
+        assert task.difficulty == ENVIRONMENTS[environment].difficulty
         assert client.episode.result() == (None, False)
-        answer, task = client.solve(), site_task(environment, seed)
-        assert verdict_of(client, task, answer) == "success"
+        answer = client.solve()
+        assert verdict_of(client, answer) == "success"
         assert (answer is None) == (task.answer is None)
         assert client.episode.result() == ((1.0, True) if answer is None else (None, False))
-
-
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_a_scripted_policy_earns_nothing_for_another_goal(sites: SiteTaskSource, environment: str) -> None:
-    client, task = visit(sites, environment), site_task(environment)
-    if task.answer is not None:
-        answer = client.solve()
-        assert answer is not None
-        assert verdict_of(client, task, answer + " or so") == "failure"
-        assert verdict_of(client, task, None) == "failure"  # it ran out of steps
+    if answer is not None:
+        assert verdict_of(client, answer + " or so") == "failure"
+        assert verdict_of(client, None) == "failure"  # it ran out of steps
         return
-    client.episode.goal = replace(client.episode.goal, effects=(("something", "else"),))
-    client.solve()
-    assert client.episode.result() == (0.0, True)
-    assert verdict_of(client, task, None) == "failure"
-
-
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_some_of_the_wanted_effects_are_no_success(sites: SiteTaskSource, environment: str) -> None:
     client = visit(sites, environment)
-    wanted = client.episode.goal.effects
-    if not wanted:
-        return
-    client.episode.goal = replace(client.episode.goal, effects=(*wanted, ("one", "more")))
+    client.episode.goal = replace(client.goal, effects=(("something", "else"),))
+    client.solve()
+    assert (client.episode.result(), verdict_of(client, None)) == ((0.0, True), "failure")
+    client = visit(sites, environment)  # some of the wanted effects
+    client.episode.goal = replace(client.goal, effects=(*client.goal.effects, ("one", "more")))
     while client.episode.result() == (None, False) and not client.episode.app.effects:
         move = client.next_move()
         assert not isinstance(move, GiveAnswer)
         client.do(move)
-    assert client.episode.result() == (None, False)
-    assert verdict_of(client, site_task(environment), "done") == "failure"
+    assert (client.episode.result(), verdict_of(client, "done")) == ((None, False), "failure")
 
 
 def test_an_effect_fails_a_task_with_an_answer(sites: SiteTaskSource) -> None:
-    client, task = visit(sites, "shop-find-price"), site_task("shop-find-price")
-    assert verdict_of(client, task, task.answer) == "success"
+    client = visit(sites, "shop-find-price")
+    assert verdict_of(client, client.goal.answer) == "success"
     item = next(link for link in client.page.links if link.startswith("/item/"))
     client.go(item)
     client.do(SubmitForm(item.replace("item", "save")))
     assert client.episode.result() == (0.0, True)
-    assert verdict_of(client, task, task.answer) == "failure"
+    assert verdict_of(client, client.goal.answer) == "failure"
 
 
-def order(
-    sites: SiteTaskSource, quantity_more: int = 0, remove: bool = True, delivery: str = "", user: bool = True
-) -> Client:
-    """Do shop-order-list with deviations from the goal."""
+@pytest.mark.parametrize("deviation", ["", "quantity", "leftover", "delivery", "guest"])
+def test_only_the_exact_order_counts(sites: SiteTaskSource, deviation: str) -> None:
     client = visit(sites, "shop-order-list")
-    _, who, wanted_delivery, *lines = client.episode.goal.effects[0]
-    wanted = {int(line.split(" x ")[0]): int(line.split(" x ")[1]) for line in lines}
+    _, user, delivery, *lines = client.goal.effects[0]
     app = client.episode.app
     (leftover,) = app.cart
-    if user:
+    if deviation != "guest":
         client.go("/login")
-        client.do(SubmitForm("/login", {"user": who, "password": app.account.password}))
-    for id, count in wanted.items():
+        client.do(SubmitForm("/login", {"user": user, "password": app.account.password}))
+    for line in lines:
+        id, _, count = line.partition(" x ")
         client.go(f"/item/{id}")
-        client.do(SubmitForm(f"/cart/add/{id}", {"quantity": str(count + quantity_more)}))
-    if remove:
+        client.do(SubmitForm(f"/cart/add/{id}", {"quantity": str(int(count) + (deviation == "quantity"))}))
+    if deviation != "leftover":
         client.go("/cart")
         client.do(SubmitForm(f"/cart/remove/{leftover}"))
     client.go("/checkout")
-    others = [each for each in ("standard", "express", "pickup") if each != wanted_delivery]
-    client.do(SubmitForm("/order", {"delivery": others[0] if delivery == "other" else wanted_delivery}))
-    return client
-
-
-def test_only_the_exact_order_counts(sites: SiteTaskSource) -> None:
-    assert order(sites).episode.result() == (1.0, True)
-    assert order(sites, quantity_more=1).episode.result() == (0.0, True)
-    assert order(sites, remove=False).episode.result() == (0.0, True)
-    assert order(sites, delivery="other").episode.result() == (0.0, True)
-    assert order(sites, user=False).episode.result() == (0.0, True)
+    other = "express" if delivery == "standard" else "standard"
+    client.do(SubmitForm("/order", {"delivery": other if deviation == "delivery" else delivery}))
+    assert client.episode.result() == (float(not deviation), True)
 
 
 def test_an_effect_needs_the_right_target_and_text(sites: SiteTaskSource) -> None:
-    for environment, form, values in (
-        ("forum-reply", "/reply/{1}", {"words": "{2} Indeed."}),
-        ("wiki-correct-fact", "/article/{1}/edit/1", {"value": "{3}0", "summary": "{4}"}),
-        ("calendar-cancel", "/event/{other}/cancel", {}),
-        ("forms-withdraw", "/application/{other}/withdraw", {}),
-        ("forum-like-post", "/like/{other}", {}),
+    for environment, form, values, others in (
+        ("forum-reply", "/reply/{1}", {"words": "{2} Indeed."}, ""),
+        ("wiki-correct-fact", "/article/{1}/edit/1", {"value": "{3}0", "summary": "{4}"}, ""),
+        ("calendar-cancel", "/event/{other}/cancel", {}, "appointments"),
+        ("forms-withdraw", "/application/{other}/withdraw", {}, "applications"),
+        ("forum-like-post", "/like/{other}", {}, "_posts"),
     ):
         client = visit(sites, environment)
-        app, effect = client.episode.app, client.episode.goal.effects[0]
-        things = {"forum-like-post": "_posts", "calendar-cancel": "appointments", "forms-withdraw": "applications"}
-        others = [id for id in getattr(app, things.get(environment, ""), {0: 0}) if str(id) != effect[1]]
+        app, effect = client.episode.app, client.goal.effects[0]
+        other = next((id for id in getattr(app, others) if str(id) != effect[1]), "") if others else ""
         app.signed_in = True
         client.go(
-            form.format(*effect, other=others[0]),
+            form.format(*effect, other=other),
             {name: value.format(*effect) for name, value in values.items()},
         )
         assert client.episode.result() == (0.0, True), environment
@@ -184,53 +160,35 @@ def test_rejected_forms_have_no_effect(sites: SiteTaskSource) -> None:
     assert client.episode.result() == shop.episode.result() == (None, False)
 
 
-def test_episodes_of_one_task_do_not_see_each_other(sites: SiteTaskSource) -> None:
+def test_an_episode_is_its_own_and_accessible_only_with_its_cookie(sites: SiteTaskSource) -> None:
     one, other = visit(sites, "shop-buy-item"), visit(sites, "shop-buy-item")
     assert one.solve() is None
-    assert one.episode.result() == (1.0, True)
-    assert other.episode.result() == (None, False)
+    assert (one.episode.result(), other.episode.result()) == ((1.0, True), (None, False))
     other.go("/cart")
     assert "Your cart is empty" in other.html
-
-
-def test_an_episode_is_accessible_only_with_its_cookie(sites: SiteTaskSource) -> None:
-    client = visit(sites, "wiki-look-up")
-    client._secret, secret = "guess", client._secret
-    assert client.fetch("/")[0] == 403
-    client._secret = secret
-    client._host, host = "shop.localhost", client._host
-    assert client.fetch("/")[0] == 403
-    client._host = host
-    assert client.fetch("/")[0] == 200
-    del client.episode
+    for name, wrong in (("cookie", "session=guess"), ("host", "wiki.localhost")):
+        right = getattr(other, name)
+        setattr(other, name, wrong)
+        assert other.fetch("/")[0] == 403
+        setattr(other, name, right)
+    assert other.fetch("/")[0] == 200
+    del other.episode, other.visit
     gc.collect()
-    assert client.fetch("/")[0] == 403  # forgotten with its last reference
+    assert other.fetch("/")[0] == 403  # forgotten with its last reference
 
 
 def test_a_seed_gives_the_same_task_and_page_everywhere(sites: SiteTaskSource) -> None:
     with SiteTaskSource(list(ENVIRONMENTS), TasksConfig(max_steps=20)) as another:
         for environment in ENVIRONMENTS:
-            first, again = visit(sites, environment, 7), visit(another, environment, 7)
-            assert first.html == again.html
-            assert get_goal(environment, 7).instruction == first.episode.goal.instruction
-            other = visit(sites, environment, 8)
-            assert (other.episode.goal.instruction, other.html) != (first.episode.goal.instruction, first.html)
+            first, other = visit(sites, environment, 7), visit(another, environment, 8)
+            assert first.html == visit(another, environment, 7).html
+            assert (other.goal.instruction, other.html) != (first.goal.instruction, first.html)
+    assert all(sites.training_task(3, ticket).seed in TRAINING_SEEDS for ticket in range(100))
+    held_out = Counter(sites.held_out_task(index).environment for index in range(60))
+    assert held_out == dict.fromkeys(ENVIRONMENTS, 2)
     text = "\n".join(f"{get_goal(name, 0).instruction} {get_goal(name, 0).answer}" for name in ENVIRONMENTS)
     # Must stay so on every machine: a resumed run relies on it.
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "c645bd734d531cb1"
-
-
-def test_tasks_come_from_tickets_and_are_held_out_like_those_of_other_sources(sites: SiteTaskSource) -> None:
-    tasks = [sites.training_task(3, ticket) for ticket in range(100)]
-    held_out = [sites.held_out_task(index) for index in range(60)]
-    assert tasks == [sites.training_task(3, ticket) for ticket in range(100)]
-    assert all(task.seed in TRAINING_SEEDS for task in tasks)
-    assert all(task.seed in HELD_OUT_SEEDS for task in held_out)
-    assert Counter(task.environment for task in held_out) == dict.fromkeys(ENVIRONMENTS, 2)
-    for task in tasks:
-        wanted = get_goal(task.environment, task.seed)
-        assert (task.instruction, task.answer) == (wanted.instruction, wanted.answer)
-        assert task.difficulty == ENVIRONMENTS[task.environment].difficulty
 
 
 @pytest.mark.parametrize(
@@ -248,13 +206,10 @@ def test_every_page_needs_only_the_site_and_reading_has_no_effect(sites: SiteTas
         page = PageParser(html)
         assert not page.outside, path
         assert all(form.buttons == 1 for form in page.forms), path
-        for href in page.links:
-            if href not in seen:
-                seen.add(href)
-                left.append(href)
+        left.extend(href for href in dict.fromkeys(page.links) if href not in seen)
+        seen.update(page.links)
     assert len(seen) > 25
     assert client.episode.result() == (None, False)
-    assert client.fetch("/no/such/page")[0] == 404
 
 
 def test_user_input_is_shown_as_text(sites: SiteTaskSource) -> None:
@@ -263,7 +218,7 @@ def test_user_input_is_shown_as_text(sites: SiteTaskSource) -> None:
     client.go("/search?q=%3Cscript%3Ealert(1)%3C%2Fscript%3E%22'")
     assert "&lt;script&gt;" in client.html
     assert "<script>" not in client.html
-    client.go(client.episode.goal.effects[0][1].join(("/reply/", "")), {"words": "<script>alert(2)</script>"})
+    client.go(client.goal.effects[0][1].join(("/reply/", "")), {"words": "<script>alert(2)</script>"})
     assert "<script>" not in client.html
 
 
@@ -282,10 +237,9 @@ def test_sign_in_needs_the_password_and_redirects_only_within_the_site(sites: Si
 
 def test_malformed_requests_are_refused_and_have_no_effect(sites: SiteTaskSource) -> None:
     client = visit(sites, "shop-find-price")
-    address = sites.addresses["shop.localhost"]
-    headers = {"Host": "shop.localhost", "Cookie": f"session={client._secret}"}
+    headers = {"Host": client.host, "Cookie": client.cookie}
     for length, status in (("70000", 413), ("9999999999", 413), ("-1", 411), ("", 411), ("x", 411)):
-        connection = http.client.HTTPConnection(address, timeout=5)
+        connection = http.client.HTTPConnection(sites.addresses[client.host], timeout=5)
         connection.putrequest("POST", "/order", skip_host=True)
         for name, value in (headers | {"Content-Length": length}).items():
             connection.putheader(name, value)
@@ -314,7 +268,7 @@ def test_random_actions_break_nothing_and_are_rewarded_by_their_effects(
             values = {name: rng.choice(("1", "14:00", "2026-03-05", "Mara", "<&\"'")) for name in form.lines}
             client.do(SubmitForm(form.action, values | {name: rng.choice(o) for name, o in form.options.items()}))
         assert client.status in (200, 404), client.path
-        effects, wanted = client.episode.app.effects, list(client.episode.goal.effects)
+        effects, wanted = client.episode.app.effects, list(client.goal.effects)
         reward, done = client.episode.result()
         if done:
             assert reward == float(sorted(effects) == sorted(wanted))
@@ -330,9 +284,8 @@ class Broken(App):
         raise ZeroDivisionError
 
 
-def test_an_exception_of_a_site_masks_the_episode(sites: SiteTaskSource) -> None:
-    account = Account("a", "b", "c")
-    data = WikiData(account, {})
+def test_an_exception_of_a_site_masks_the_episode() -> None:
+    data = WikiData(Account("a", "b", "c"), {})
     broken = Goal(
         "", "/", lambda app, view: GiveAnswer(""), answer="x", make_app=lambda: Broken(data, InitialSiteState())
     )

@@ -72,13 +72,14 @@ class MLflowServer:
 
 
 @contextmanager
-def mlflow_server(folder: Path) -> Iterator[MLflowServer]:
-    """A started server in a new `folder`."""
+def mlflow_server(folder: Path, start: bool = True) -> Iterator[MLflowServer]:
+    """A server in a new `folder`."""
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         server = MLflowServer(folder, probe.getsockname()[1])
     try:
-        server.start()
+        if start:
+            server.start()
         yield server
     finally:
         server.stop()

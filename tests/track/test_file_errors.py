@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.budget import Usage, read_usage, write_usage
+from megatron_webrl.judge.budget import Usage, write_usage
 from megatron_webrl.ring.record import RecordFileWriter, read_record_file
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.evaluations import EvaluationLog
@@ -45,8 +45,8 @@ class Writer:
     grows: bool = False  # a history: a number that could not be written may be missing, the others are there
 
 
-def _numbers(name: str) -> Callable[[Path], list[int]]:
-    return lambda folder: [json.loads((folder / name).read_text())["n"]] if (folder / name).exists() else []
+def _numbers(name: str, key: str = "n") -> Callable[[Path], list[int]]:
+    return lambda folder: [int(json.loads((folder / name).read_text())[key])] if (folder / name).exists() else []
 
 
 def _lines(name: str, key: str = "n") -> Callable[[Path], list[int]]:
@@ -88,14 +88,6 @@ def _records(folder: Path) -> list[int]:
     return [content[0] for content in read_record_file(path)] if path.exists() else []
 
 
-def _summary(folder: Path) -> list[int]:
-    return [int(summary.read_summary(folder)["outcome"])] if (folder / "summary.json").exists() else []
-
-
-def _usage(folder: Path) -> list[int]:
-    return [hour for hour in [read_usage(folder / "u.json")[0]] if hour >= 0]
-
-
 WRITERS = {
     "state file": Writer(lambda f, n: atomic_file.write_json(f / "s.json", {"n": n}), _numbers("s.json"), True),
     "history": Writer(_append, _lines("h.jsonl"), True, True),
@@ -103,36 +95,33 @@ WRITERS = {
     "block list": Writer(_block, _lines("blocklist.jsonl", "ticket"), False, True),
     "evaluations": Writer(_evaluate, _lines("evaluations.jsonl", "version"), True, True),
     "record file": Writer(_record, _records, True),
-    "summary": Writer(lambda f, n: summary.write_summary(f, str(n), None), _summary, False),
-    "judge's usage": Writer(lambda f, n: write_usage(f / "u.json", n, Usage()), _usage, True),
+    "summary": Writer(lambda f, n: summary.write_summary(f, str(n), None), _numbers("summary.json", "outcome"), False),
+    "judge's usage": Writer(lambda f, n: write_usage(f / "u.json", n, Usage()), _numbers("u.json", "hour"), True),
 }
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_writer_survives_a_disk_that_fails(name: str) -> None:
     writer = WRITERS[name]
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        writer.write(Path(folder), 1)
-        with FileFaults(Path(folder)) as faults:
-            writer.write(Path(folder), 2)
+    with tempfile.TemporaryDirectory(dir=MEMORY) as sound:
+        writer.write(Path(sound), 1)
+        with FileFaults(Path(sound)) as faults:
+            writer.write(Path(sound), 2)
         operations = faults.count
     for error, at, for_good in itertools.product(ERRORS, range(1, operations + 1), (False, True)):
         how = f"{errno.errorcode[error]} at operation {at} {'for good' if for_good else 'once'}"
-        with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-            fail_once(writer, Path(folder), error, at, 1_000_000 if for_good else at, how)
-
-
-def fail_once(writer: Writer, folder: Path, error: int, at: int, until: int, how: str) -> None:
-    writer.write(folder, 1)
-    with FileFaults(folder, at, error, until=until) as faults:
-        try:
-            writer.write(folder, 2)
-        except RAISED:
-            assert writer.raises, how
-    assert writer.read(folder) in ([[1], [1, 2]] if writer.grows else [[1], [2]]), how
-    writer.write(folder, 3)  # the disk is well again
-    found = writer.read(folder)
-    assert found == [3] or (writer.grows and found in ([1, 3], [1, 2, 3])), how
-    # A temporary file that cannot be removed is removed by the next start, as that of a killed process is.
-    if until == at and faults.names[at - 1] != "unlink":
-        assert not list(folder.rglob("*.writing")), how
+        with tempfile.TemporaryDirectory(dir=MEMORY) as name:
+            folder = Path(name)
+            writer.write(folder, 1)
+            with FileFaults(folder, at, error, until=1_000_000 if for_good else at) as faults:
+                try:
+                    writer.write(folder, 2)
+                except RAISED:
+                    assert writer.raises, how
+            assert writer.read(folder) in ([[1], [1, 2]] if writer.grows else [[1], [2]]), how
+            writer.write(folder, 3)  # the disk is well again
+            found = writer.read(folder)
+            assert found == [3] or (writer.grows and found in ([1, 3], [1, 2, 3])), how
+            # A temporary file that cannot be removed is removed by the next start, as that of a killed process is.
+            if not for_good and faults.names[at - 1] != "unlink":
+                assert not list(folder.rglob("*.writing")), how

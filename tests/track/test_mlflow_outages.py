@@ -1,5 +1,10 @@
+"""Uploads to a real MLflow server that is away, hangs, rejects, or is another one; and from a disk that fails."""
+
+from __future__ import annotations
+
 import errno
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +28,17 @@ UPDATES = 40
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MLflowServer]:
-    with mlflow_server(tmp_path_factory.mktemp("mlflow") / "server") as started:
-        yield started
+def some_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MLflowServer]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow") / "server", start=False) as server:
+        yield server
+
+
+@pytest.fixture
+def server(some_server: MLflowServer) -> MLflowServer:
+    """The server of the module, started."""
+    if some_server.process is None:
+        some_server.start()
+    return some_server
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +58,11 @@ def make_config(folder: Path, uri: str) -> Config:
     return config
 
 
+@pytest.fixture
+def config(tmp_path: Path, server: MLflowServer) -> Config:
+    return make_config(tmp_path, server.uri)
+
+
 def log_updates(config: Config, versions: range, time_of_first: float = 1e9) -> None:
     """Log updates as the trainer does, a second each; those after the first version are rolled back."""
     updates = summary.open_updates(config.run_folder, versions[0] - 1)
@@ -58,33 +76,52 @@ def update_line(version: int, finished_at: float = 1e9, **metrics: float) -> dic
     return {"version": version, "finished_at": finished_at, "seconds": {}, "extra": extra}
 
 
+def wait_until_sent(tracker: MLflowTracker) -> None:
+    until(lambda: not tracker.uploader.pending(), lambda: f"all entries in MLflow: {tracker.error}")
+
+
+def upload(config: Config, uri: str) -> int:
+    config.tracking.uri = uri
+    save_config(config, config.run_folder / "config.yaml")
+    return main(["upload", str(config.run_folder)])
+
+
 def history(uri: str, run_id: str | None, name: str = "reward") -> list[int]:
     """The steps of a metric as MLflow has them."""
     assert run_id is not None
     return sorted(metric.step for metric in MlflowClient(uri).get_metric_history(run_id, name))
 
 
-@pytest.mark.parametrize("outage", ["stopped", "paused"])
+def check_run(uri: str, run_id: str | None, status: str = "FINISHED") -> list[str]:
+    """The run's status and parameters are there; returns the names of its files."""
+    run = MlflowClient(uri).get_run(str(run_id))
+    assert (run.info.status, run.data.params["run.seed"]) == (status, "0")
+    return [each.path for each in MlflowClient(uri).list_artifacts(run.info.run_id)]
+
+
 def test_a_server_that_fails_costs_no_time_and_gets_everything_once_it_answers(
-    tmp_path: Path, server: MLflowServer, outage: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, some_server: MLflowServer, caplog: pytest.LogCaptureFixture
 ):
+    server = some_server
+    server.stop()
     config = make_config(tmp_path, server.uri)
     with caplog.at_level(logging.INFO, "megatron_webrl"):
         tracker = MLflowTracker(config)
         log_updates(config, range(1, UPDATES))
-        until(lambda: not tracker.uploader.pending(), "the first updates in MLflow")
-        (server.stop if outage == "stopped" else server.pause)()
+        until(lambda: tracker.error is not None, "a refused connection", 30)
+        server.start()
+        wait_until_sent(tracker)
+        until(lambda: tracker.error is None, "an answer")
+        server.pause()
         log_updates(config, range(UPDATES, 2 * UPDATES))
-        until(lambda: tracker.error is not None, "a failure", 30)
-        (server.start if outage == "stopped" else server.resume)()
-        until(lambda: not tracker.uploader.pending(), lambda: f"the rest in MLflow: {tracker.error}")
+        until(lambda: tracker.error is not None, "a time limit", 30)
+        server.resume()
+        wait_until_sent(tracker)
         tracker.close("FINISHED")
     assert history(server.uri, tracker.run_id) == list(range(1, 2 * UPDATES))  # each once
-    run = MlflowClient(server.uri).get_run(str(tracker.run_id))
-    assert (run.info.status, run.data.params["run.seed"]) == ("FINISHED", "0")
-    assert [each.path for each in MlflowClient(server.uri).list_artifacts(run.info.run_id)] == ["config.yaml"]
-    assert caplog.text.count("does not answer; the files of the run wait for it") == 1
-    assert "answers again" in caplog.text
+    assert check_run(server.uri, tracker.run_id) == ["config.yaml"]
+    assert caplog.text.count("does not answer; the files of the run wait for it") == 2
+    assert caplog.text.count("answers again") == 2
 
 
 def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_rest_later(
@@ -103,12 +140,9 @@ def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_r
         # The description, updates and the end.
         assert f"MLflow at {uri} has not received {UPDATES + 1} entries of {config.run_folder}" in caplog.text
         assert f"send them with: webrl upload {config.run_folder}" in caplog.text
-        assert count_unsent(config.run_folder) == UPDATES + 1
-        assert main(["upload", str(config.run_folder)]) == 1
+        assert upload(config, uri) == 1
         assert f"{UPDATES + 1} of {UPDATES + 1} entries wait for the next webrl upload" in capsys.readouterr().err
-    config.tracking.uri = server.uri
-    save_config(config, config.run_folder / "config.yaml")
-    assert main(["upload", str(config.run_folder)]) == 0
+    assert upload(config, server.uri) == 0
     assert f"{UPDATES + 1} entries sent" in capsys.readouterr().out
     state = UploadState.load(config.run_folder)
     assert state is not None
@@ -116,38 +150,27 @@ def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_r
     assert count_unsent(config.run_folder) == 0
 
 
-def test_a_restarted_trainer_continues_the_run_and_an_upload_that_is_repeated_changes_nothing(
-    tmp_path: Path, server: MLflowServer
+def test_a_restarted_trainer_continues_the_run_and_sends_what_replaces_rolled_back_updates_alone(
+    config: Config, server: MLflowServer
 ):
-    config = make_config(tmp_path, server.uri)
-    first = MLflowTracker(config)
-    log_updates(config, range(1, 4))
-    first.close("FAILED", seconds=2.0)
-    until(lambda: not first.uploader.pending(), "the first attempt in MLflow")
-    second = MLflowTracker(config)
-    until(lambda: MlflowClient(server.uri).get_run(str(first.run_id)).info.status == "RUNNING", "a run that continues")
-    log_updates(config, range(4, 6))
-    second.close("KILLED")
-    assert second.run_id == first.run_id
-    again = Uploader(config)
-    again.state = UploadState(again.state.key)  # as if MLflow's answers had been lost, the run's id among them
-    again.send()
-    assert again.state.run_id == first.run_id
-    assert history(server.uri, first.run_id) == [1, 2, 3, 4, 5]
-
-
-def test_updates_that_replace_rolled_back_ones_are_sent_and_no_other_again(tmp_path: Path, server: MLflowServer):
-    config = make_config(tmp_path, server.uri)
     first = MLflowTracker(config)
     log_updates(config, range(1, 7))
-    until(lambda: not first.uploader.pending(), "the first attempt in MLflow")
+    wait_until_sent(first)
     log_updates(config, range(4, 6), time_of_first=2e9)  # a trainer that starts again from version 3
     second = Uploader(config)
     assert second.pending() == 2
     second.send()
     assert (second.sent, second.pending()) == (2, 0)
     log_updates(config, range(6, 8), time_of_first=2e9)
-    first.close("FINISHED")  # of a process that had read the file before it was cut off
+    first.close("FAILED")  # of a process that had read the file before it was cut off
+    wait_until_sent(first)
+    third = MLflowTracker(config)
+    until(lambda: MlflowClient(server.uri).get_run(str(first.run_id)).info.status == "RUNNING", "a run that continues")
+    third.close("KILLED")
+    again = Uploader(config)
+    again.state = UploadState(again.state.key)  # as if MLflow's answers had been lost, the run's id among them
+    again.send()  # changes nothing
+    assert first.run_id == third.run_id == again.state.run_id
     points = MlflowClient(server.uri).get_metric_history(str(first.run_id), "reward")
     assert sorted((point.step, point.timestamp > 1.5e12) for point in points) == [
         *((step, False) for step in (1, 2, 3)), (4, False), (4, True), (5, False), (5, True), (6, False), (6, True),
@@ -156,47 +179,40 @@ def test_updates_that_replace_rolled_back_ones_are_sent_and_no_other_again(tmp_p
 
 
 def test_a_resume_with_another_store_sends_the_whole_run_there(
-    tmp_path: Path, server: MLflowServer, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    config: Config, tmp_path: Path, server: MLflowServer, caplog: pytest.LogCaptureFixture
 ):
-    config = make_config(tmp_path, server.uri)
+    config.tracking.experiment = "of both stores"
+    shutil.copy(server.folder / "server.db", tmp_path / "other.db")  # a new database takes seconds
     first = MLflowTracker(config)
     log_updates(config, range(1, 4))
-    until(lambda: not first.uploader.pending(), "the first updates in MLflow")
+    wait_until_sent(first)
     first.close("KILLED")
     config.tracking.uri = f"sqlite:///{tmp_path / 'other.db'}"
     second = MLflowTracker(config)
     log_updates(config, range(4, 6))
-    until(lambda: not second.uploader.pending(), "all updates in the other store")
+    wait_until_sent(second)
     second.close("FINISHED")
     assert second.run_id not in (None, first.run_id)
     assert history(config.tracking.uri, second.run_id) == [1, 2, 3, 4, 5]
-    run = MlflowClient(config.tracking.uri).get_run(str(second.run_id))
-    assert (run.info.status, run.data.params["run.seed"]) == ("FINISHED", "0")
+    check_run(config.tracking.uri, second.run_id)
     assert caplog.text.count(f"other.db, another store, lacks run {first.run_id}: a new run gets all of") == 1
-    config.tracking.uri = server.uri
-    save_config(config, config.run_folder / "config.yaml")
-    assert main(["upload", str(config.run_folder)]) == 0
-    assert f"has run {first.run_id}: 7 entries sent" in capsys.readouterr().out
+    assert upload(config, server.uri) == 0
     assert history(config.tracking.uri, first.run_id) == [1, 2, 3, 4, 5]
 
 
-def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(tmp_path: Path, server: MLflowServer):
-    config = make_config(tmp_path, server.uri)
+def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(config: Config, server: MLflowServer):
     killed = MLflowTracker(config)
     updates = summary.open_updates(config.run_folder)
     metrics = {"steps_mean": 1.0, "staleness_max": 0, "staleness_mean": 0.0}
     updates.append(*(update_line(version) | metrics for version in range(1, 4)))
-    until(lambda: not killed.uploader.pending(), "the updates in MLflow")
+    wait_until_sent(killed)
     with (config.run_folder / UPDATES_FILE).open("a") as file:
         file.write('{"version": 4, "rew')  # cut off by the kill
     for _ in range(2):  # once for each launch that fails
         summary.ensure_written(config.run_folder, "failed: trainer-0 killed by SIGKILL")
     assert count_unsent(config.run_folder) == 1
-    assert main(["upload", str(config.run_folder)]) == 0
-    client = MlflowClient(server.uri)
-    assert killed.run_id is not None
-    assert client.get_run(killed.run_id).info.status == "FAILED"
-    assert "summary.json" in [each.path for each in client.list_artifacts(killed.run_id)]
+    assert upload(config, server.uri) == 0
+    assert "summary.json" in check_run(server.uri, killed.run_id, "FAILED")
 
 
 def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -209,12 +225,11 @@ def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.
     assert f"{STATE_FILE} cannot be written: [Errno 30]" in caplog.text
 
 
-def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(tmp_path: Path, server: MLflowServer):
-    config = make_config(tmp_path, server.uri)
+def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(config: Config, server: MLflowServer):
     tracker = MLflowTracker(config)
     updates, evaluations = summary.open_updates(config.run_folder), EvaluationLog(config.run_folder)
     updates.append(update_line(1))
-    until(lambda: not tracker.uploader.pending(), "the first update in MLflow")
+    wait_until_sent(tracker)
     line = aggregate_results(EvaluationRequest(1, "during", 2, 1, 1.0, version=3), [], 1.0)
     with FileFaults(config.run_folder, 1, errno.ENOSPC, until=1_000_000):
         updates.append(update_line(2), update_line(3))
@@ -228,9 +243,8 @@ def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(tmp_path: Pat
 
 
 def test_lines_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the_rest(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config: Config, server: MLflowServer, caplog: pytest.LogCaptureFixture
 ):
-    config = make_config(tmp_path, "")
     updates = summary.open_updates(config.run_folder)
     updates.append(update_line(1), update_line(2, **{"a metric?": 1.0}), update_line(3))
     with (config.run_folder / UPDATES_FILE).open("a") as file:
@@ -238,7 +252,7 @@ def test_lines_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the_r
     updates.append({"strange": 1}, update_line(4))
     uploader = Uploader(config)
     uploader.send()
-    assert history(config.tracking_uri, uploader.state.run_id) == [1, 3, 4]
+    assert history(server.uri, uploader.state.run_id) == [1, 3, 4]
     assert (uploader.rejected, uploader.pending()) == (2, 0)
     for reason in ("a metric?", "has a broken line", "KeyError"):
         assert reason in caplog.text

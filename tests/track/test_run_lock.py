@@ -118,18 +118,16 @@ def test_of_launches_at_once_one_gets_the_lock(tmp_path: Path) -> None:
 def test_the_staging_folder_of_an_earlier_launch_is_moved_away_with_its_content(tmp_path: Path) -> None:
     first = started(tmp_path)
     (first.staging / "000001").mkdir()
+    (tmp_path / "checkpoints" / f"{run_lock.STAGING_PREFIX}000002").mkdir()  # killed before it was the newest
     second = started(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        (first.staging / "000001").rename(tmp_path / "checkpoints" / "version-000001")
-    with pytest.raises(FileNotFoundError):
-        (first.staging / "000002").mkdir()
+    assert (first.number, second.number) == (1, 3)
+    for act in (
+        lambda: (first.staging / "000001").rename(tmp_path / "checkpoints" / "version-000001"),
+        (first.staging / "000002").mkdir,
+    ):
+        with pytest.raises(FileNotFoundError):
+            act()
     assert [path.name for path in second.staging.glob("left-*/*")] == ["000001"]
-
-
-def test_a_launch_that_was_killed_before_it_was_the_newest_is_passed_over(tmp_path: Path) -> None:
-    first = started(tmp_path)
-    (tmp_path / "checkpoints" / f"{run_lock.STAGING_PREFIX}000002").mkdir()
-    assert (first.number, started(tmp_path).number) == (1, 3)
 
 
 def test_a_process_suspended_after_its_check_adds_no_line_to_a_history_of_its_successor(tmp_path: Path) -> None:
@@ -168,7 +166,7 @@ def test_processes_find_their_launch_and_hold_its_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_system_without_locks_will_do(
+def test_a_file_system_without_locks_or_that_fails_will_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -182,18 +180,13 @@ def test_a_file_system_without_locks_will_do(
             launch.check()
     assert "a second launch of the run would end this one" in caplog.text
 
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(ConfigError, match=r"cannot be written: File exists; set run.directory to a folder"):
-        started(tmp_path)
-
-
-def test_a_file_system_that_fails_is_no_other_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = started(tmp_path)
-
     def fail(*_: object) -> str:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    launch = started(tmp_path)
     monkeypatch.setattr(Path, "read_text", fail)
-    launch.check()
+    launch.check()  # it is no other launch
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "checkpoints").write_text("a file")
+    with pytest.raises(ConfigError, match=r"cannot be written: File exists; set run.directory to a folder"):
+        started(tmp_path / "other")

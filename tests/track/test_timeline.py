@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,12 +16,11 @@ from megatron_webrl.track.timeline import OFF, Timeline, TimelineFiles, Track, o
 from megatron_webrl.util.clock import clock_identity
 
 
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
-
-
-def spans_of(folder: Path) -> list[list[Any]]:
-    return [span for line in lines_of(folder) for span in line.get("spans", ())]
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    config = Config()
+    config.run.directory, config.tracking.timeline = str(tmp_path), True
+    return config
 
 
 def test_a_span_measures_itself_whether_it_is_recorded_or_not() -> None:
@@ -42,14 +40,10 @@ def test_a_span_measures_itself_whether_it_is_recorded_or_not() -> None:
         assert (name, track, facts) == ("train", "loop", {"version": 3, "tokens": 7})
         assert end - start == pytest.approx(1e6 * span.seconds, abs=1)
         assert before * 1e6 - 1 <= start <= end <= after * 1e6 + 1
+        with pytest.raises(ValueError, match="broken"), timeline.span("act"):
+            raise ValueError("broken")
+        assert [span[0] for span in timeline.take()] == ["act"]
         assert not timeline.take()
-
-
-def test_a_span_that_an_error_ends_is_recorded() -> None:
-    timeline = Timeline(recording=True)
-    with pytest.raises(ValueError, match="broken"), timeline.span("act"):
-        raise ValueError("broken")
-    assert [span[0] for span in timeline.take()] == ["act"]
 
 
 def test_a_track_records_one_state_after_the_other_and_none_that_is_empty() -> None:
@@ -62,29 +56,31 @@ def test_a_track_records_one_state_after_the_other_and_none_that_is_empty() -> N
     assert first[3] == second[2]
 
 
-def test_without_the_setting_there_is_no_thread_and_no_file(tmp_path: Path) -> None:
-    config = Config()
-    config.run.directory = str(tmp_path)
-    threads = threading.active_count()
-    with open_timeline(config, "trainer-0", 0) as timeline:
-        assert timeline is OFF
-        assert threading.active_count() == threads
-    assert not list(tmp_path.iterdir())
+def test_a_process_leaves_the_spans_of_its_threads_and_its_clocks(config: Config) -> None:
+    def work(timeline: Timeline) -> None:
+        for _ in range(2000):
+            with timeline.span("ticket"):
+                pass
 
-
-def test_a_process_leaves_its_spans_and_its_clocks(tmp_path: Path) -> None:
-    config = Config()
-    config.run.directory, config.tracking.timeline = str(tmp_path), True
     for _ in range(2):  # the role is restarted
-        with open_timeline(config, "rollout-1", 3) as timeline, timeline.span("ticket"):
-            pass
-    folder = config.run_folder / recorder.FOLDER
-    assert [path.name for path in sorted(folder.iterdir())] == ["rollout-1.0.jsonl", "rollout-1.1.jsonl"]
-    first, _ = lines_of(folder)
-    assert (first["role"], first["node"], first["clock"]) == ("rollout-1", 3, clock_identity())
-    assert first["unix"] - first["monotonic"] == pytest.approx(time.time() - time.monotonic(), abs=1.0)
-    assert [span[0] for span in first["spans"]] == ["ticket"]
-    assert len(spans_of(folder)) == 2
+        with open_timeline(config, "rollout-1", 3) as timeline:
+            threads = [threading.Thread(target=work, args=(timeline,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    paths = sorted((config.run_folder / recorder.FOLDER).iterdir())
+    assert [path.name for path in paths] == ["rollout-1.0.jsonl", "rollout-1.1.jsonl"]
+    for path in paths:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert (lines[0]["role"], lines[0]["node"], lines[0]["clock"]) == ("rollout-1", 3, clock_identity())
+        assert lines[0]["unix"] - lines[0]["monotonic"] == pytest.approx(time.time() - time.monotonic(), abs=1.0)
+        assert [span[0] for line in lines for span in line.get("spans", ())] == ["ticket"] * 6000
+    config.run.name, config.tracking.timeline = "off", False
+    count = threading.active_count()
+    with open_timeline(config, "trainer-0", 0) as timeline:
+        assert (timeline is OFF, threading.active_count()) == (True, count)
+    assert not config.run_folder.exists()
 
 
 def test_the_files_of_a_process_are_bounded_and_the_newest_spans_stay(
@@ -105,27 +101,16 @@ def test_the_files_of_a_process_are_bounded_and_the_newest_spans_stay(
     assert len(list(tmp_path.glob("trainer-1.*"))) == 1
 
 
-def test_spans_of_many_threads_are_all_written(tmp_path: Path) -> None:
-    config = Config()
-    config.run.directory, config.tracking.timeline = str(tmp_path), True
-
-    def work(timeline: Timeline, thread: int) -> None:
-        for number in range(2000):
-            with timeline.span("step", f"thread {thread}", number=number):
-                pass
-
-    with open_timeline(config, "rollout-0", 0) as timeline:
-        threads = [threading.Thread(target=work, args=(timeline, number)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(spans_of(config.run_folder / recorder.FOLDER)) == 8000
-
-
-def test_a_disk_that_fails_ends_the_recording_and_not_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_fails_or_stalls_ends_the_recording_and_not_the_process(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    stalled = threading.Event()
+    monkeypatch.setattr(recorder, "CLOSE_SECONDS", 0.2)
+    with monkeypatch.context() as patched, open_timeline(config, "trainer-0", 0) as timeline:
+        patched.setattr(TimelineFiles, "write", lambda *_: stalled.wait(60))
+        timeline.record("step", 0.0, 1.0)
+    assert "the timeline lacks its end" in caplog.text
+    stalled.set()
     timeline = Timeline(recording=True)
     files = TimelineFiles(tmp_path, "trainer-0", 0, timeline)
 
@@ -138,16 +123,3 @@ def test_a_disk_that_fails_ends_the_recording_and_not_the_process(
     assert not timeline.recording
     timeline.record("step", 1.0, 2.0)
     assert not timeline.take()
-
-
-def test_a_disk_that_stalls_does_not_keep_a_process_from_ending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config, stalled = Config(), threading.Event()
-    config.run.directory, config.tracking.timeline = str(tmp_path), True
-    monkeypatch.setattr(recorder, "CLOSE_SECONDS", 0.2)
-    with open_timeline(config, "trainer-0", 0) as timeline:
-        monkeypatch.setattr(TimelineFiles, "write", lambda *_: stalled.wait(60))
-        timeline.record("step", 0.0, 1.0)
-    assert "the timeline lacks its end" in caplog.text
-    stalled.set()

@@ -14,7 +14,7 @@ from tests.tasks.offline.painted import jpeg, painted
 from tools.offline.site_truth import read_bar_code
 
 
-@pytest.mark.parametrize(("width", "height"), [(160, 224), (161, 227), (640, 480), (1280, 767)])
+@pytest.mark.parametrize(("width", "height"), [(160, 224), (161, 227), (1280, 767)])
 def test_a_bar_code_is_read_from_a_screenshot_in_jpeg(width: int, height: int) -> None:
     rng = random.Random(width)
     for seed in range(10):
@@ -32,18 +32,13 @@ def test_pictures_without_a_bar_code_are_not_read() -> None:
     assert read_bar_code(jpeg(np.zeros((20, 100, 3), np.uint8))) is None
     whole = painted(BarCode(1, 2), 320, 240)
     assert read_bar_code(whole) is not None
-    assert [read_bar_code(damaged) for damaged in (b"", b"text", whole[:-500])] == [None] * 3
-
-
-def test_a_bar_code_that_is_covered_in_part_is_not_read() -> None:
-    code = BarCode(0x12345678, 0x9ABC)
-    with Image.open(io.BytesIO(painted(code, 320, 240))) as image:
+    with Image.open(io.BytesIO(whole)) as image:
         pixels = np.asarray(image).copy()
-    pixels[-20:-4, -60:-40] = (120, 130, 125)
-    assert read_bar_code(jpeg(pixels)) is None
+    pixels[-20:-4, -60:-40] = (120, 130, 125)  # covered in part
+    assert [read_bar_code(damaged) for damaged in (b"", b"text", whole[:-500], jpeg(pixels))] == [None] * 4
 
 
-def test_neighbouring_pages_and_effects_have_other_digests() -> None:
+def test_neighbouring_pages_and_effects_have_other_digests_and_spellings_of_one_the_same() -> None:
     host = "shop-1.localhost"
     paths = ["/", "/cart", "/item/100", "/item/101", "/category/bath", "/category/bath?page=2", "/search?q=kite"]
     digests = {page_digest(page_key_of_path(at, path)) for at in (host, "shop-2.localhost") for path in paths}
@@ -54,10 +49,6 @@ def test_neighbouring_pages_and_effects_have_other_digests() -> None:
     assert effects_digest([save, like]) == effects_digest([like, save])
     assert len({effects_digest(done) for done in ([], [save], [save, save], [save, like])}) == 4
     assert effects_digest([]) == 0
-
-
-def test_spellings_of_one_page_have_one_digest() -> None:
-    host = "shop-1.localhost"
     for one, other in (
         ("/category/bath", "/category/bath?page=1&sort="),
         ("/search?q=Slate+Kite", "/search?q=%20slate%20%20kite"),

@@ -1,18 +1,28 @@
-"""Probabilities of samplers, and the frequency with which tickets draw."""
+"""Environments of tickets: what the sampler has learned, probabilities, frequencies, and step limits."""
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections import Counter, deque
+import json
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import SamplerConfig
+from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig, tasks_config
+from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.sampler import samplers
-from megatron_webrl.tasks.sampler.knowledge import LATEST_GROUP_WEIGHT
+from megatron_webrl.tasks.sampler.knowledge import (
+    PassRate,
+    SamplerKnowledge,
+    draws_environments,
+    task_key,
+    task_unit,
+    unit_kind,
+    unit_of,
+)
 from megatron_webrl.tasks.sampler.samplers import (
     adaptive_probabilities,
     draw_environment,
@@ -21,9 +31,12 @@ from megatron_webrl.tasks.sampler.samplers import (
     nearest_target_shares,
     reward_variance_shares,
 )
+from megatron_webrl.tasks.sampler.step_limits import growing_limit, training_limit
+from megatron_webrl.types import Task
 
 CHI_SQUARE_99 = {1: 6.63, 2: 9.21, 4: 13.28, 5: 15.09}  # by degrees of freedom
 
+GROWING = GrowingStepsConfig(interval=10, initial=6, max=26, cap_step=40)
 MIXTURES = [(0.5, 0.5), (0.5, 0.3, 0.2), (1 / 6,) * 6, (0.9, 0.02, 0.02, 0.02, 0.04)]
 
 
@@ -41,28 +54,19 @@ def test_a_ticket_draws_the_same_environment_on_every_machine() -> None:
 
 
 @pytest.mark.parametrize("probabilities", MIXTURES, ids=str)
-def test_a_ticket_draws_each_environment_with_its_probability_over_seeds(probabilities: tuple[float, ...]) -> None:
-    for ticket in (0, 12345, 2**40):
-        counts = Counter(draw_environment(probabilities, seed, ticket) for seed in range(3000))
-        assert chi_square(counts, probabilities) < CHI_SQUARE_99[len(probabilities) - 1]
-
-
-@pytest.mark.parametrize("probabilities", MIXTURES, ids=str)
-def test_consecutive_tickets_draw_each_environment_as_often_as_the_sampler_says(
+def test_environments_are_drawn_with_their_probability_over_seeds_and_over_consecutive_tickets(
     probabilities: tuple[float, ...],
 ) -> None:
-    for seed, first in itertools.product(range(2), (0, 999, 2**40)):
+    limit = CHI_SQUARE_99[len(probabilities) - 1]
+    for first in (0, 999, 2**40):
+        over_seeds = Counter(draw_environment(probabilities, seed, first) for seed in range(3000))
+        assert chi_square(over_seeds, probabilities) < limit
         counts: Counter[int] = Counter()
         for number in range(1000):
-            counts[draw_environment(probabilities, seed, first + number)] += 1
+            counts[draw_environment(probabilities, 1, first + number)] += 1
             for index, probability in enumerate(probabilities):
-                assert abs(counts[index] - (number + 1) * probability) < 3.5, (seed, first, number)
-        assert chi_square(counts, probabilities) < CHI_SQUARE_99[len(probabilities) - 1]
-
-
-def test_another_seed_draws_other_environments() -> None:
-    one, other = ([draw_environment((0.5, 0.5), seed, ticket) for ticket in range(64)] for seed in (0, 1))
-    assert one != other
+                assert abs(counts[index] - (number + 1) * probability) < 3.5, (first, number)
+        assert chi_square(counts, probabilities) < limit
 
 
 def test_an_environment_without_weight_is_never_drawn() -> None:
@@ -71,49 +75,19 @@ def test_an_environment_without_weight_is_never_drawn() -> None:
         assert drawn <= {index for index, weight in enumerate(weights) if weight}
 
 
-def test_draws_follow_the_probabilities_of_changing_states() -> None:
-    """An adaptive sampler with 24 tickets in flight, over 3000 tickets and six environments."""
-    settings, chance = SamplerConfig("curriculum"), random.Random(5)
-    skill, rates = [0.05, 0.3, 0.5, 0.7, 0.95, 0.99], [0.5] * 6
-    counts, expected = np.zeros(6), np.zeros(6)
-    ahead: deque[tuple[float, ...]] = deque([adaptive_probabilities(settings, rates)] * 24)
-    in_flight: deque[int] = deque()
-    for ticket in range(3000):
-        probabilities = ahead.popleft()
-        environment = draw_environment(probabilities, 3, ticket)
-        counts[environment] += 1
-        expected += probabilities
-        in_flight.append(environment)
-        if len(in_flight) > 24:
-            done = in_flight.popleft()
-            seen = sum(chance.random() < skill[done] for _ in range(8)) / 8
-            rates[done] += LATEST_GROUP_WEIGHT * (seen - rates[done])
-        ahead.append(adaptive_probabilities(settings, rates))
-    assert np.abs(counts - expected).max() < 25  # independent draws stray by this much already as often as not
-    assert counts[2] > 2 * counts[5]
-
-
-def test_ratios_weigh_environments_and_those_left_out_count_one() -> None:
-    names, easy = ["a", "b", "c"], ["easy"] * 3
-    assert initial_probabilities(SamplerConfig(), names, easy) == (1 / 3, 1 / 3, 1 / 3)
-    assert initial_probabilities(SamplerConfig("ratio", weights={"a": 2, "c": 0}), names, easy) == (2 / 3, 1 / 3, 0.0)
-    assert initial_probabilities(SamplerConfig("curriculum"), names, easy) == (1 / 3, 1 / 3, 1 / 3)
-
-
-def test_difficulties_share_the_tickets_out_and_their_environments_share_equally() -> None:
+def test_weights_are_of_environments_or_of_difficulties_whose_environments_share_equally() -> None:
     names, difficulties = ["a", "b", "c", "d"], ["easy", "hard", "easy", "medium"]
-    ratio = SamplerConfig("ratio", weights={"easy": 2, "medium": 5, "hard": 3})
-    assert initial_probabilities(ratio, names, difficulties) == pytest.approx((0.1, 0.3, 0.1, 0.5))
-    assert initial_probabilities(SamplerConfig("ratio", weights={"hard": 0}), names, difficulties) == (
-        0.25,
-        0,
-        0.25,
-        0.5,
-    )
-    with pytest.raises(ConfigError, match=r"weights.hard: none of tasks.environments is hard"):
-        initial_probabilities(ratio, ["a", "d"], ["easy", "medium"])
-    with pytest.raises(ConfigError, match=r"weights=\{'easy': 0\} is 0 for every one"):
-        initial_probabilities(SamplerConfig("ratio", weights={"easy": 0}), ["a"], ["easy"])
+    for sampler, expected in (
+        (SamplerConfig(), (0.25,) * 4),
+        (SamplerConfig("curriculum"), (0.25,) * 4),
+        (SamplerConfig("ratio", weights={"a": 2, "c": 0}), (0.5, 0.25, 0, 0.25)),
+        (SamplerConfig("ratio", weights={"easy": 2, "medium": 5, "hard": 3}), (0.1, 0.3, 0.1, 0.5)),
+        (SamplerConfig("ratio", weights={"hard": 0}), (0.25, 0, 0.25, 0.5)),
+    ):
+        assert initial_probabilities(sampler, names, difficulties) == pytest.approx(expected)
+    for weights, message in (({"hard": 3}, "weights.hard: none of"), ({"easy": 0}, r"weights=\{'easy': 0\} is 0")):
+        with pytest.raises(ConfigError, match=message):
+            initial_probabilities(SamplerConfig("ratio", weights=weights), ["a"], ["easy"])
 
 
 def test_a_curriculum_prefers_what_is_neither_hopeless_nor_mastered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +114,73 @@ def test_near_target_prefers_the_target_and_leaves_the_rest_a_share(monkeypatch:
     monkeypatch.setattr(samplers, "NEAR_TARGET_CANDIDATES", 3)
     probabilities = adaptive_probabilities(SamplerConfig("near_target", target=0.3), [0.9, 0.35, 0.0])
     assert probabilities == pytest.approx((0.9 / 27 + 0.1 / 3, 0.9 * 19 / 27 + 0.1 / 3, 0.9 * 7 / 27 + 0.1 / 3))
-    assert sum(probabilities) == pytest.approx(1)
+    assert [initial_pass_rate(SamplerConfig(name, target=0.3)) for name in ("curriculum", "near_target")] == [0.5, 0.3]
 
 
-def test_estimates_begin_at_the_preferred_pass_rate_and_move_by_a_constant_weight() -> None:
-    assert initial_pass_rate(SamplerConfig("curriculum")) == 0.5
-    assert initial_pass_rate(SamplerConfig("near_target", target=0.3)) == 0.3
+def test_a_pass_rate_is_a_moving_average_that_survives_json_and_is_trusted_after_enough_groups() -> None:
+    knowledge = SamplerKnowledge(3, blocked={"a.example": 5e9})
+    for observed in (1.0, 0.0):
+        knowledge.learn("a", observed, 0.5)
+    assert knowledge.passes == {"a": (pytest.approx(0.65 * 0.7), 2)}
+    assert SamplerKnowledge.from_state_dict(json.loads(json.dumps(knowledge.state_dict())), 3) == knowledge
+    assert SamplerKnowledge.from_state_dict({}, 0) == SamplerKnowledge()
+    knowledge = SamplerKnowledge(passes={"a": PassRate(0.9, 1), "b": PassRate(0.1, 2)})
+    assert knowledge.pass_rates(["a", "b", "c"], 0.5, 2) == [0.5, 0.1, 0.5]
+    assert knowledge.pass_rates(["a", "b"], 0.5) == [0.9, 0.1]
+
+
+def test_a_unit_is_named_after_what_the_sampler_draws() -> None:
+    task = Task("shop/1", "web", "Shopping", 0, 10, difficulty="hard", website="shop.example")
+    named = [unit_of(task, kind) for kind in ("environment", "task", "website", "difficulty")]
+    assert named == ["Shopping", "bb4e6eb49d732433", "shop.example", "hard"]  # a resumed run relies on the key
+    assert (task_unit(task_key("shop/1")), task_unit(10)) == (named[1], "000000000000000a")
+    for source, kind in {
+        "miniwob": "environment",
+        "sites": "environment",
+        "webgym": "website",
+        "a:B": "website",
+    }.items():
+        tasks = tasks_config(source=source)
+        tasks.sampler.per = "website"
+        assert (unit_kind(tasks), draws_environments(tasks)) == (kind, kind == "environment"), source
+
+
+def test_a_limit_grows_in_equal_parts_until_the_last_version() -> None:
+    limits = [growing_limit(GROWING, version) for version in range(60)]
+    assert limits == [6] * 10 + [11] * 10 + [16] * 10 + [21] * 10 + [26] * 20
+    assert growing_limit(GrowingStepsConfig(interval=30, initial=5, max=10, cap_step=100), 60) == 8  # 3 increases
+    assert (growing_limit(GROWING, None), growing_limit(GrowingStepsConfig(), 1000)) == (26, None)
+    for by_difficulty, settings, version, limit in (
+        ({}, GrowingStepsConfig(), 0, 12), ({"easy": 20}, GrowingStepsConfig(), 0, 20), ({}, GROWING, 0, 6),
+        ({}, GROWING, None, 26), ({"easy": 9}, GROWING, 0, 6), ({"easy": 9}, GROWING, None, 9),
+        ({"hard": 9}, GROWING, 15, 11),
+    ):  # fmt: skip
+        tasks = TasksConfig(max_steps=12, max_steps_by_difficulty=by_difficulty, growing_steps=settings)
+        assert training_limit(tasks, "easy", version) == limit, (by_difficulty, version)
+
+
+def test_tickets_of_a_source_follow_its_limits_its_weights_and_what_is_known() -> None:
+    names = ["forms-vote", "forms-apply", "forms-renew", "wiki-watch"]
+    settings: dict[str, Any] = {"source": "sites", "environments": names, "growing_steps": GROWING}
+    source = make_source(tasks_config(**settings, max_steps_by_difficulty={"hard": 9}))
+    plain = [source.training_task(0, ticket) for ticket in range(20)]  # such as of demonstrations
+    last = {task.difficulty: task.max_steps for task in [*plain, *map(source.held_out_task, range(4))]}
+    assert last == {"easy": 26, "medium": 26, "hard": 9}
+    for version, limit in ((0, 6), (9, 6), (10, 11), (40, 26), (1000, 26)):
+        drawn = [source.training_task(0, ticket, SamplerKnowledge(version)) for ticket in range(20)]
+        assert [task.id for task in drawn] == [task.id for task in plain]  # the limit changes nothing else
+        assert [task.max_steps for task in drawn] == [min(limit, last[task.difficulty]) for task in plain]
+
+    weights = SamplerConfig("ratio", weights={"easy": 0.5, "medium": 0.3, "hard": 0.2})
+    source = make_source(tasks_config(**settings, sampler=weights, evaluation_max_steps_by_difficulty={"hard": 70}))
+    counts = Counter(source.training_task(0, ticket).environment for ticket in range(100))
+    assert counts == {name: pytest.approx(count, abs=3) for name, count in zip(names, (25, 30, 20, 25), strict=True)}
+    assert [source.held_out_task(index).max_steps for index in range(8)] == [26, 26, 70, 26] * 2
+
+    source = make_source(tasks_config(**settings, sampler=SamplerConfig("curriculum")))
+    knowledge = SamplerKnowledge(passes={name: PassRate(1.0, 5) for name in (*names[:2], names[3])})
+    training = [source.training_task(0, ticket) for ticket in range(100)]
+    learned = [source.training_task(0, ticket, knowledge) for ticket in range(100)]
+    counts = Counter(task.environment for task in learned)
+    assert counts["forms-renew"] == pytest.approx(92.5, abs=3)  # a tenth is shared by all
+    assert [task.seed for task in learned] == [task.seed for task in training]

@@ -1,7 +1,8 @@
-"""Stored episodes: what is written, what is deleted, what an interruption leaves."""
+"""The episodes of a run: a line for each also after resumes, and stored ones, of which the oldest are deleted."""
 
 from __future__ import annotations
 
+import logging
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +13,51 @@ import pytest
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.record import decode_trajectory, read_record
 from megatron_webrl.ring.segment import RecordError
-from megatron_webrl.track.episodes import FOLDER, INDEX_FILE, EpisodeStore, record_files
+from megatron_webrl.track import episodes
+from megatron_webrl.track.episodes import FOLDER, INDEX_FILE, EpisodeLog, EpisodeStore, record_files
 from megatron_webrl.util import history
 from tests.trajectories import screenshot, trajectory
 
 MIB = 2**20
+SIZE = len(screenshot(0))
+
+
+def dispositions(folder: Path) -> list[tuple[int, int, str, int]]:
+    return [
+        (line["ticket"], line["index"], line["disposition"], line["version"]) for line in episodes.read_lines(folder)
+    ]
+
+
+def test_every_episode_is_a_line_and_a_resume_deletes_those_after_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    assert episodes.read_lines(tmp_path) == []
+    first = EpisodeLog(tmp_path, 0)
+    first.add(trajectory(0, 1, steps=2, prompt=7, response=4, version=5), None, 6)
+    [line] = episodes.read_lines(tmp_path)  # while it is open
+    assert (line["oldest_version"], line["outcome"]) == (5, "failure")
+    tokens = [(step["prompt_tokens"], step["cached_tokens"], step["response_tokens"]) for step in line["steps"]]
+    assert tokens == [(7, 0, 4)] * 2
+    for ticket in (1, 2):
+        first.add(trajectory(ticket, reward=1.0), "all_succeeded", 7)
+    first.close()
+    first.close()
+    second = EpisodeLog(tmp_path, 2)
+    second.add(trajectory(3), "stale", 9)
+    second.close()
+    assert dispositions(tmp_path) == [(0, 1, "trained", 6), (1, 0, "all_succeeded", 7), (3, 0, "stale", 9)]
+    EpisodeLog(tmp_path, 0).close()  # another run
+    assert dispositions(tmp_path) == []
+    with caplog.at_level(logging.WARNING):
+        EpisodeLog(tmp_path, 5).close()
+    assert "episodes.jsonl has 0 lines of the 5 episodes before the resume" in caplog.text
 
 
 def group(ticket: int, size: int = 2):
     return [replace(trajectory(ticket, index), images=(screenshot(ticket),)) for index in range(size)]
 
 
-def test_an_episode_is_read_back_by_its_line_of_the_index(tmp_path: Path):
+def test_an_episode_is_read_back_by_its_line_of_the_index_and_at_no_other_position(tmp_path: Path):
     store = EpisodeStore(tmp_path, MIB)
     for ticket in range(3):
         store.add(group(ticket))
@@ -37,12 +71,7 @@ def test_an_episode_is_read_back_by_its_line_of_the_index(tmp_path: Path):
         assert (found.ticket, found.index) == (wanted.ticket, wanted.index)
         assert [bytes(image) for image in found.images] == list(wanted.images)
         assert np.array_equal(found.steps[0].logprobs, wanted.steps[0].logprobs)
-    assert lines[-1]["outcome"] == "browser_error"
-    assert lines[-1]["oldest_version"] is None
-
-
-def test_a_position_that_holds_no_record_is_refused(tmp_path: Path):
-    EpisodeStore(tmp_path, MIB).add(group(0))
+    assert (lines[-1]["outcome"], lines[-1]["oldest_version"]) == ("browser_error", None)
     path = record_files(tmp_path)[0]
     for position in (3, 17, path.stat().st_size - 4, path.stat().st_size + 100):
         with pytest.raises(RecordError, match=path.name):
@@ -50,8 +79,7 @@ def test_a_position_that_holds_no_record_is_refused(tmp_path: Path):
 
 
 def test_the_oldest_files_are_deleted_beyond_the_limit(tmp_path: Path):
-    size = len(screenshot(0))
-    store = EpisodeStore(tmp_path, 4 * 2 * size)
+    store = EpisodeStore(tmp_path, 4 * 2 * SIZE)
     for ticket in range(10):
         store.add(group(ticket))
     names = [path.name for path in record_files(tmp_path)]
@@ -69,18 +97,20 @@ def test_a_restarted_worker_continues_its_numbers_and_counts_what_is_there(tmp_p
     assert len(record_files(tmp_path)) == 1, "a closed store takes nothing"
     with (tmp_path / INDEX_FILE).open("a") as file:
         file.write('{"half a li')  # of a worker that was killed
-    size = len(screenshot(0))
-    second = EpisodeStore(tmp_path, 3 * 2 * size)
+    second = EpisodeStore(tmp_path, 3 * 2 * SIZE)
     for ticket in range(2, 6):
         second.add(group(ticket))
-    assert record_files(tmp_path)[-1].name == "00000005.records"
+    assert [path.name for path in record_files(tmp_path)] == ["00000004.records", "00000005.records"]
     assert [line["ticket"] for line in history.read(tmp_path / INDEX_FILE)] == [0, 0, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def test_files_of_workers_that_a_resumed_run_no_longer_has_count_and_are_deleted_first(tmp_path: Path):
-    config, size = Config(), len(screenshot(0))
+    config = Config()
     config.run.directory, config.rollout.engines = str(tmp_path), 3
-    config.tracking.episodes_gib = 3 * 4 * size / 2**30
+    config.tracking.episodes_gib = 0.0
+    EpisodeStore.of_worker(config, "rollout-0").add(group(0))
+    assert not list(tmp_path.iterdir()), "without space nothing is stored"
+    config.tracking.episodes_gib = 3 * 4 * SIZE / 2**30
     for worker in config.worker_names:
         EpisodeStore.of_worker(config, worker).add(group(0, 3))
     folders = [config.run_folder / FOLDER / worker for worker in config.worker_names]
@@ -91,13 +121,6 @@ def test_files_of_workers_that_a_resumed_run_no_longer_has_count_and_are_deleted
     store.add(group(2, 3))
     assert [path.name for path in record_files(folders[0])] == [f"{number:08d}.records" for number in (1, 2, 3)]
     assert not record_files(folders[2])
-
-
-def test_nothing_is_stored_without_space(tmp_path: Path):
-    config = Config()
-    config.run.directory, config.tracking.episodes_gib = str(tmp_path), 0.0
-    EpisodeStore.of_worker(config, "rollout-0").add(group(0))
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_takes_no_more_costs_episodes_and_raises_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
