@@ -84,10 +84,10 @@ async def endpoint_of(oracle: Any, **options: Any) -> AsyncIterator[tuple[str, E
 
 @asynccontextmanager
 async def serving(handle: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
-    """The URL of an endpoint that answers requests by a function."""
+    """The URL of an endpoint that answers all requests by a function."""
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", handle)
-    runner = web.AppRunner(app)
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -68,12 +68,18 @@ def judge(*arguments: object) -> int:
     return main(["judge", *map(str, arguments)])
 
 
-def test_a_run_is_judged_against_its_stored_outcomes(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_judged_against_its_stored_outcomes_and_labels(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+):
     run = tmp_path / "run"
     write(run / "records" / "version-000000.records", episodes()[:4])
     write(run / "records" / "version-000001.records", episodes()[4:])
     save_config(Config(judge=judge_config(verdict=JudgeModelConfig("oracle", url))), run / "config.yaml")
-    assert judge(run, "verdict.input_price=1.0", "--json", tmp_path / "out.json") == 0
+    labels = ["success", "failure", "failure", "success", "success", "failure", "failure"]
+    lines = [json.dumps({"ticket": n, "index": 0, "label": label}) for n, label in enumerate(labels)]
+    (tmp_path / "labels.jsonl").write_text("\n".join(lines))
+    options = ["verdict.input_price=1.0", "--labels", tmp_path / "labels.jsonl", "--json", tmp_path / "out.json"]
+    assert judge(run, *options) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["episodes"], found["not_judged"]) == (6, {"browser_error": 1})
     assert found["outcomes"] == {"success": 3, "failure": 3}
@@ -84,28 +90,15 @@ def test_a_run_is_judged_against_its_stored_outcomes(tmp_path: Path, url: str, c
             "success": {"failure": 1, "success": 1},
         },
     }  # fmt: skip
+    assert (found["labels"]["accuracy"], found["labels"]["episodes"]) == (1.0, 6)
+    assert (found["labels"]["false_success_rate"], found["labels_without_episode"]) == (0.0, 1)
     assert found["cost"]["dollars"] == pytest.approx(found["cost"]["prompt_tokens"] / 1e6)
     assert found["cost_per_episode"]["calls"] == found["cost"]["calls"] / 6 == 26 / 6
     printed = capsys.readouterr().out
     assert "agreement 60.0% of episodes decided by both, false success 50.0%" in printed
-    assert "cost per episode: 4.3 calls" in printed
-    assert "rubric" in printed
+    assert "accuracy 100.0%" in printed
     (kept,) = (run / "judged").iterdir()
     assert len(kept.read_text().splitlines()) == 6
-
-
-def test_verdicts_are_compared_with_labels(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]):
-    records = write(tmp_path / "some.records", episodes())
-    labels = ["success", "failure", "failure", "success", "success", "failure", "failure"]
-    lines = [json.dumps({"ticket": n, "index": 0, "label": label}) for n, label in enumerate(labels)]
-    (tmp_path / "labels.jsonl").write_text("\n".join(lines))
-    options = ["--config", config_file(tmp_path, url), "--labels", tmp_path / "labels.jsonl"]
-    assert judge(records, *options, "--json", tmp_path / "out.json") == 0
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["labels"]["accuracy"] == 1.0
-    assert (found["labels"]["false_success_rate"], found["labels"]["episodes"]) == (0.0, 6)
-    assert found["labels_without_episode"] == 1
-    assert "accuracy 100.0%" in capsys.readouterr().out
 
 
 def test_a_second_run_continues_and_each_setting_has_its_file(tmp_path: Path, url: str):
@@ -113,7 +106,7 @@ def test_a_second_run_continues_and_each_setting_has_its_file(tmp_path: Path, ur
     config = config_file(tmp_path, url)
     assert judge(records, "--config", config, "--limit", 2) == 0
     requests = stats_of(url)["requests"]
-    (kept,) = (tmp_path / "judged").iterdir()
+    (kept,) = (each for each in (tmp_path / "judged").iterdir() if each.suffix == ".jsonl")
     assert len(kept.read_text().splitlines()) == 2
     with kept.open("a") as file:
         file.write('{"episode": "some.records:2", "cut off')
@@ -129,20 +122,14 @@ def test_a_second_run_continues_and_each_setting_has_its_file(tmp_path: Path, ur
     names = {path.name.split("-")[0] for path in (tmp_path / "judged").iterdir()}
     assert names == {"rubric", "webvoyager"}
     assert judge(records, "protocol=webvoyager", "--config", config, "--out", kept) == 2
-
-
-def test_a_file_that_was_written_again_is_judged_again(tmp_path: Path, url: str):
-    records, config = tmp_path / "some.records", config_file(tmp_path, url)
-    for trajectories in (episodes(), episodes()[1::-1]):
-        assert judge(write(records, trajectories), "--config", config, "--json", tmp_path / "out.json") == 0
-        (kept,) = (tmp_path / "judged").iterdir()
-    latest = {line["episode"]: line for line in map(json.loads, kept.read_text().splitlines())}
-    assert [latest[f"some.records:{n}"]["ticket"] for n in range(3)] == [1, 0, 2]
+    write(records, episodes()[1::-1])  # other episodes at the same places
+    assert judge(records, "--config", config) == 0
+    latest = {line["episode"]: line["ticket"] for line in map(json.loads, kept.read_text().splitlines())}
+    assert [latest[f"some.records:{n}"] for n in range(3)] == [1, 0, 2]
 
 
 def test_episodes_without_a_usable_reply_are_asked_again_by_the_next_run(tmp_path: Path, url: str):
     records = write(tmp_path / "some.records", episodes()[:2])
-    config = config_file(tmp_path, url, attempts=1)
     with endpoint_process(tmp_path, "--faults", "truncated=1") as broken:
         assert judge(records, "--config", config_file(tmp_path, broken, attempts=1), "--json", tmp_path / "a.json") == 0
         assert stats_of(broken)["faults"] == {"truncated": 2}
@@ -154,25 +141,20 @@ def test_episodes_without_a_usable_reply_are_asked_again_by_the_next_run(tmp_pat
     assert json.loads((tmp_path / "b.json").read_text())["outcomes"] == {"success": 1, "failure": 1}
 
 
-def test_a_spent_budget_stops_in_good_order(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]):
-    records = write(tmp_path / "some.records", episodes())
-    config = config_file(tmp_path, url, concurrency=1)
-    assert judge(records, "--config", config, "budget.calls_per_hour=12", "--json", tmp_path / "a.json") == 1
-    assert "judge.budget.calls_per_hour" in " ".join(capsys.readouterr().out.split())
-    assert json.loads((tmp_path / "a.json").read_text())["episodes"] == 2
-    assert judge(records, "--config", config, "--json", tmp_path / "b.json") == 0
-    assert json.loads((tmp_path / "b.json").read_text())["episodes"] == 6
-
-
-def test_a_second_command_in_the_hour_has_the_rest_of_the_budget(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+def test_a_spent_budget_stops_in_good_order_and_is_that_of_all_commands_of_the_hour(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(budget, "HOUR_SECONDS", 10**12)  # no hour ends during the test
     records = write(tmp_path / "some.records", episodes())
-    command = [records, "--config", config_file(tmp_path, url, concurrency=1), "budget.calls_per_hour=12"]
+    config = config_file(tmp_path, url, concurrency=1)
     before = stats_of(url)["requests"]
-    assert [judge(*command) for _ in range(3)] == [1, 1, 1]
+    for _ in range(2):
+        assert judge(records, "--config", config, "budget.calls_per_hour=12", "--json", tmp_path / "a.json") == 1
+        assert "judge.budget.calls_per_hour" in " ".join(capsys.readouterr().out.split())
+        assert json.loads((tmp_path / "a.json").read_text())["episodes"] == 2
     assert stats_of(url)["requests"] - before <= 12
+    assert judge(records, "--config", config, "--json", tmp_path / "b.json") == 0
+    assert json.loads((tmp_path / "b.json").read_text())["episodes"] == 6
 
 
 def test_ctrl_c_loses_no_verdict(tmp_path: Path):
@@ -193,27 +175,7 @@ def test_ctrl_c_loses_no_verdict(tmp_path: Path):
         assert {line["outcome"] for line in lines} == {"success"}
 
 
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        ("", "has no labels"),
-        ('{"ticket": 1, "label": "success"}', "labels.jsonl:1: expected"),
-        ('{"ticket": "1", "index": 0, "label": "success"}', "labels.jsonl:1: expected"),
-        ('\n{"ticket": 1, "index": 0, "label": ""}', "labels.jsonl:2: expected"),
-        ('{"ticket": 1, "index": 0, "label": "a"}\n{"ticket": 1, "index": 0, "label": "b"}', "a second label"),
-    ],
-)
-def test_invalid_labels_are_refused(
-    labels: str, message: str, tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
-):
-    records = write(tmp_path / "some.records", episodes())
-    (tmp_path / "labels.jsonl").write_text(labels)
-    config = config_file(tmp_path, url)
-    assert judge(records, "--config", config, "--labels", tmp_path / "labels.jsonl") == 2
-    assert message in capsys.readouterr().err
-
-
-def test_what_cannot_be_judged_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_judged_or_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "damaged.records").write_bytes(b"no records")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
@@ -231,23 +193,21 @@ def test_what_cannot_be_judged_is_refused(tmp_path: Path, capsys: pytest.Capture
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-
-
-def test_only_the_default_evaluators_of_a_run_are_replaced_by_the_judge(tmp_path: Path):
-    path = tmp_path / "config.yaml"
-    for evaluators, found in (
-        (["page"], ["judge"]), (["page", "judge"], ["page", "judge"]), (["exact_answer"], ["exact_answer"]),
+    records = write(tmp_path / "some.records", episodes())
+    for labels, message in (
+        ("", "has no labels"), ('{"ticket": 1, "label": "success"}', "labels.jsonl:1: "),
+        ('{"ticket": "1", "index": 0, "label": "success"}', "labels.jsonl:1: "),
+        ('\n{"ticket": 1, "index": 0, "label": ""}', "labels.jsonl:2: "),
+        ('{"ticket": 1, "index": 0, "label": "a"}\n{"ticket": 1, "index": 0, "label": "b"}', "a second label"),
     ):  # fmt: skip
-        save_config(Config(judge=judge_config(evaluators=evaluators)), path)
-        assert load_judge_config(path, [], of_run=True).evaluators == found
-        assert load_judge_config(path, []).evaluators == evaluators
-        assert load_judge_config(path, ["evaluators=[page]"], of_run=True).evaluators == ["page"]
+        (tmp_path / "labels.jsonl").write_text(labels)
+        assert judge(records, "--labels", tmp_path / "labels.jsonl") == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_section_and_a_whole_configuration_are_read_alike(tmp_path: Path):
-    section = {"protocol": "webjudge", "verdict": {"name": "m"}}
+    section, path = {"protocol": "webjudge", "verdict": {"name": "m"}}, tmp_path / "judge.yaml"
     for content in (section, {"judge": section, "tasks": {"source": "sites"}}):
-        path = tmp_path / "judge.yaml"
         path.write_text(yaml.safe_dump(content))
         found = load_judge_config(path, ["judge.attempts=5", "concurrency=3"])
         assert (found.protocol, found.verdict.name, found.attempts, found.concurrency) == ("webjudge", "m", 5, 3)
@@ -255,3 +215,9 @@ def test_a_section_and_a_whole_configuration_are_read_alike(tmp_path: Path):
     path.write_text("- a")
     with pytest.raises(ConfigError, match="does not hold a mapping"):
         load_judge_config(path, [])
+    # Only the default evaluators of a run are replaced by the judge.
+    for evaluators, expected in ((["page"], ["judge"]), (["page", "judge"], ["page", "judge"])):
+        save_config(Config(judge=judge_config(evaluators=evaluators)), path)
+        assert load_judge_config(path, [], of_run=True).evaluators == expected
+        assert load_judge_config(path, []).evaluators == evaluators
+        assert load_judge_config(path, ["evaluators=[page]"], of_run=True).evaluators == ["page"]

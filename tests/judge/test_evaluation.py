@@ -1,9 +1,11 @@
-"""Evaluators and their combinations."""
+"""Evaluators and their combinations; outcomes by reward and reference answer."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from megatron_webrl.config.judge import BudgetConfig, judge_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge import evaluation
 from megatron_webrl.judge.budget import LocalMeter
-from megatron_webrl.judge.evaluation import open_evaluator
+from megatron_webrl.judge.evaluation import answers_match, open_evaluator, outcome
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
 from megatron_webrl.types import Trajectory, Verdict
 from tests.judge.support import ScriptedOracle, episode, judging
@@ -35,28 +37,19 @@ def here(name: str) -> str:
     return f"{__name__}:{name}"
 
 
-def says_yes(trajectory: Trajectory) -> bool:
-    return True
+def says(found: Any) -> Callable[[Trajectory], Any]:
+    return lambda trajectory: found
 
 
-def says_no(trajectory: Trajectory) -> bool:
-    return False
-
-
-def says_nothing(trajectory: Trajectory) -> None:
-    return None
-
-
-def says_masked(trajectory: Trajectory) -> str:
-    return "odd_site"
+says_yes, says_no, says_nothing, says_masked, says_seven = map(says, (True, False, None, "odd_site", 7))
+says_verdict = says(Verdict("failure", "mine", reason="because", dollars=0.5))
+says_masked_by_verdict = says(Verdict("odd_site", "mine"))
+says_undecided_by_verdict = says(Verdict("no_decision", "mine"))
+says_half_a_character = says(Verdict("failure", "mine", reason=HALF))
 
 
 def raises(trajectory: Trajectory) -> bool:
     raise RuntimeError("broken\nmore")
-
-
-def says_seven(trajectory: Trajectory) -> int:
-    return 7
 
 
 async def says_yes_later(trajectory: Trajectory) -> bool:
@@ -64,66 +57,36 @@ async def says_yes_later(trajectory: Trajectory) -> bool:
     return True
 
 
-def says_verdict(trajectory: Trajectory) -> Verdict:
-    return Verdict("failure", "mine", reason="because", dollars=0.5)
+async def test_an_episode_with_a_fault_is_never_judged():
+    for end in ("browser_error", "aborted"):
+        verdict = await verdict_of(episode(end_reason=end, page_reward=1.0), "page", here("says_yes"), combine="any")
+        assert (verdict.outcome, verdict.evaluator) == (end, "none")
 
 
-def says_masked_by_verdict(trajectory: Trajectory) -> Verdict:
-    return Verdict("odd_site", "mine", reason="a captcha")
+ANSWERS = [  # evaluator, answer, reference, outcome
+    ("page", "12", "12.0", "success"), ("page", "13", "12", "failure"),
+    ("exact_answer", " 12 euros ", "12 euros", "success"), ("exact_answer", "12 Euros", "12 euros", "failure"),
+    ("normalized_answer", "12 Euros.", "12 euros", "success"), ("normalized_answer", "13", "12", "failure"),
+    ("exact_answer", None, "12", "failure"), ("exact_answer", "12", None, "no_reference"),
+    ("normalized_answer", "", " ", "no_reference"),
+    (here("says_yes"), None, None, "success"), (here("says_no"), None, None, "failure"),
+    (here("says_yes_later"), None, None, "success"), (here("says_nothing"), None, None, "no_decision"),
+    (here("says_masked"), None, None, "odd_site"), (here("raises"), None, None, "judge_error"),
+    (here("says_seven"), None, None, "judge_error"), (here("says_verdict"), None, None, "failure"),
+]  # fmt: skip
 
 
-def says_half_a_character(trajectory: Trajectory) -> Verdict:
-    return Verdict("failure", "mine", reason=HALF)
-
-
-@pytest.mark.parametrize("end", ["browser_error", "engine_error", "episode_timeout", "context_overflow", "aborted"])
-async def test_an_episode_with_a_fault_is_never_judged(end: str):
-    verdict = await verdict_of(episode(end_reason=end, page_reward=1.0), "page", here("says_yes"), combine="any")
-    assert (verdict.outcome, verdict.evaluator) == (end, "none")
-
-
-@pytest.mark.parametrize(
-    ("reward", "answer", "reference", "expected"),
-    [(1.0, None, None, "success"), (0.0, None, None, "failure"), (None, None, None, "failure"),
-     (None, "12", "12.0", "success"), (None, "13", "12", "failure"), (float("nan"), None, None, "bad_reward")],
-)  # fmt: skip
-async def test_page_decides_by_reward_or_reference(
-    reward: float | None, answer: str | None, reference: str | None, expected: str
-):
-    verdict = await verdict_of(episode(answer, reference=reference, page_reward=reward), "page")
-    assert (verdict.outcome, verdict.evaluator) == (expected, "page")
-
-
-@pytest.mark.parametrize(
-    ("reward", "least", "expected"),
-    [(0.2, 0.0, "success"), (0.2, 0.5, "failure"), (0.5, 0.5, "success"), (0.0, 0.0, "failure")],
-)
-async def test_success_at_says_which_reward_is_a_success(reward: float, least: float, expected: str):
-    verdict = await verdict_of(episode(None, reference=None, page_reward=reward), "page", reward_threshold=least)
-    assert verdict.outcome == expected
-
-
-@pytest.mark.parametrize(
-    ("evaluator", "answer", "reference", "expected"),
-    [("exact_answer", " 12 euros ", "12 euros", "success"), ("exact_answer", "12 Euros", "12 euros", "failure"),
-     ("normalized_answer", "12 Euros.", "12 euros", "success"), ("normalized_answer", "13", "12", "failure"),
-     ("exact_answer", None, "12", "failure"), ("exact_answer", "12", None, "no_reference"),
-     ("normalized_answer", "", "", "no_reference")],
-)  # fmt: skip
-async def test_answers_are_compared_with_the_reference(
-    evaluator: str, answer: str | None, reference: str | None, expected: str
-):
-    assert (await verdict_of(episode(answer, reference=reference), evaluator)).outcome == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("says_yes", "success"), ("says_no", "failure"), ("says_yes_later", "success"), ("says_nothing", "no_decision"),
-     ("says_masked", "odd_site"), ("raises", "judge_error"), ("says_seven", "judge_error")],
-)  # fmt: skip
-async def test_a_function_by_import_path_decides(name: str, expected: str):
-    verdict = await verdict_of(episode(), here(name))
-    assert (verdict.outcome, verdict.evaluator) == (expected, here(name))
+async def test_each_evaluator_decides_by_reward_reference_or_function():
+    for evaluator, answer, reference, expected in ANSWERS:
+        verdict = await verdict_of(episode(answer, reference=reference), evaluator)
+        assert (verdict.outcome, verdict.evaluator) == (expected, evaluator), (answer, reference)
+    assert (verdict.reason, verdict.dollars) == ("because", 0.5)
+    for reward, threshold, expected in (
+        (1.0, 0.0, "success"), (0.0, 0.0, "failure"), (None, 0.0, "failure"), (math.nan, 0.0, "bad_reward"),
+        (0.2, 0.0, "success"), (0.2, 0.5, "failure"), (0.5, 0.5, "success"),
+    ):  # fmt: skip
+        one = episode(None, reference=None, page_reward=reward)
+        assert (await verdict_of(one, "page", reward_threshold=threshold)).outcome == expected, (reward, threshold)
 
 
 @pytest.mark.parametrize("evaluator", ["judge", here("says_half_a_character")])
@@ -168,44 +131,46 @@ async def test_a_function_that_hangs_masks_the_episode_and_leaves_the_loops_own_
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "evaluator")
 
 
-async def test_a_function_may_return_a_verdict():
-    verdict = await verdict_of(episode(), here("says_verdict"))
-    assert (verdict.outcome, verdict.reason, verdict.dollars) == ("failure", "because", 0.5)
-    assert verdict.evaluator == here("says_verdict")
+COMBINED = [  # how, evaluators, outcome, the one that decides
+    ("first", "says_nothing says_no says_yes", "failure", "says_no"),
+    ("first", "raises says_yes", "success", "says_yes"), ("first", "raises says_nothing", "judge_error", "raises"),
+    ("first", "says_masked says_yes", "odd_site", "says_masked"),
+    ("first", "says_masked_by_verdict says_yes", "odd_site", "says_masked_by_verdict"),
+    ("first", "says_undecided_by_verdict says_yes", "success", "says_yes"),
+    ("all", "says_yes says_yes_later", "success", None), ("all", "says_yes says_no", "failure", None),
+    ("all", "raises says_no", "failure", None), ("all", "says_yes raises says_masked", "judge_error", None),
+    ("all", "says_yes says_nothing", "no_decision", None),
+    ("any", "says_no says_yes", "success", None), ("any", "raises says_yes", "success", None),
+    ("any", "says_no says_no", "failure", None), ("any", "says_no says_masked raises", "odd_site", None),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("combine", "names", "expected", "by"),
-    [
-        ("first", "says_nothing says_no says_yes", "failure", "says_no"),
-        ("first", "raises says_yes", "success", "says_yes"),
-        ("first", "raises says_nothing", "judge_error", "raises"),
-        ("first", "says_masked says_yes", "odd_site", "says_masked"),
-        ("first", "says_masked_by_verdict says_yes", "odd_site", "says_masked_by_verdict"),
-        ("all", "says_yes says_yes_later", "success", None),
-        ("all", "says_yes says_no", "failure", None),
-        ("all", "raises says_no", "failure", None),
-        ("all", "says_yes raises says_masked", "judge_error", None),
-        ("all", "says_yes says_nothing", "no_decision", None),
-        ("any", "says_no says_yes", "success", None),
-        ("any", "raises says_yes", "success", None),
-        ("any", "says_no says_no", "failure", None),
-        ("any", "says_no says_masked raises", "odd_site", None),
-    ],
-)
-async def test_combinations_fail_closed(combine: str, names: str, expected: str, by: str | None):
-    paths = [here(name) for name in names.split()]
-    verdict = await verdict_of(episode(), *paths, combine=combine)
-    assert verdict.outcome == expected
-    assert verdict.evaluator == (here(by) if by else f"{combine}({', '.join(paths)})")
+async def test_combinations_fail_closed():
+    for combine, names, expected, by in COMBINED:
+        paths = [here(name) for name in names.split()]
+        verdict = await verdict_of(episode(), *paths, combine=combine)
+        assert verdict.outcome == expected, (combine, names)
+        assert verdict.evaluator == (here(by) if by else f"{combine}({', '.join(paths)})")
 
 
-async def test_first_asks_the_next_evaluator_only_where_the_page_does_not_decide():
-    undecided = episode(None, reference=None)
-    assert (await verdict_of(undecided, "page", here("says_yes"))).outcome == "success"
-    assert (await verdict_of(undecided, "page", here("says_nothing"))).outcome == "no_decision"
-    rewarded = episode(None, reference=None, page_reward=0.0)
-    assert (await verdict_of(rewarded, "page", here("says_yes"))).outcome == "failure"
+async def test_first_asks_the_next_evaluator_only_where_one_does_not_decide():
+    other = here("says_yes")
+    for evaluator, answer, reference, reward, expected, by in (
+        ("page", None, None, None, "success", other), ("page", None, None, 0.0, "failure", "page"),
+        ("page", None, None, math.nan, "success", other), ("page", "13", "12", None, "failure", "page"),
+        ("exact_answer", "12", None, None, "success", other),
+        ("exact_answer", None, "12", None, "failure", "exact_answer"),
+        ("exact_answer", "13", "12", None, "failure", "exact_answer"),
+    ):  # fmt: skip
+        one = episode(answer, reference=reference, page_reward=reward)
+        verdict = await verdict_of(one, evaluator, other)
+        assert (verdict.outcome, verdict.evaluator) == (expected, by), (evaluator, answer, reference, reward)
+    for faults, expected, by in (({"empty": 1.0}, "success", other), ({}, "failure", "judge")):
+        chosen = {"evaluators": ["judge", other], "attempts": 1}
+        async with judging(ScriptedOracle({"supported": False}), chosen, faults=faults) as (evaluator, _):
+            verdict = await evaluator.evaluate(episode())
+        assert (verdict.outcome, verdict.evaluator) == (expected, by)
+        assert verdict.calls >= 1  # what the judge has cost
 
 
 async def test_a_combination_keeps_stages_and_costs_of_the_judge_and_spares_it_after_a_failure():
@@ -219,20 +184,48 @@ async def test_a_combination_keeps_stages_and_costs_of_the_judge_and_spares_it_a
         assert (verdict.outcome, verdict.calls, endpoint.requests) == ("failure", 0, 6)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [
-        ({"evaluators": []}, "judge.evaluators is empty"),
-        ({"evaluators": ["pages"]}, "'pages' is none of page, exact_answer, normalized_answer, judge"),
-        ({"evaluators": ["no.such:thing"]}, "no.such:thing: ModuleNotFoundError"),
-        ({"evaluators": [f"{__name__}:nothing"]}, "AttributeError"),
-        ({"evaluators": [f"{__name__}:__name__"]}, "is str, not a function"),
-        ({"evaluators": ["judge"]}, "judge.verdict.name is empty"),
-        ({"evaluators": ["judge"], "prompts": "/nowhere"}, "judge.prompts=/nowhere is not a folder"),
-    ],
-)
-async def test_invalid_evaluators_are_refused_with_one_line(chosen: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message) as error:
-        async with open_evaluator(judge_config(**chosen), LocalMeter(BudgetConfig())):
-            pass
-    assert "\n" not in str(error.value)
+async def test_invalid_evaluators_are_refused_with_one_line():
+    for evaluators, words in (
+        ([], "judge.evaluators"), (["pages"], "'pages'"), (["no.such:thing"], "no.such:thing: ModuleNotFoundError"),
+        ([here("nothing")], "AttributeError"), ([here("__name__")], "is str"), (["judge"], "judge.verdict.name"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words) as error:
+            await verdict_of(episode(), *evaluators)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"judge.prompts=/nowhere"):
+        await verdict_of(episode(), "judge", prompts="/nowhere")
+
+
+REFERENCE = ("$12.50", "$12.50")  # the right answer
+OUTCOMES = [  # reward, how the episode ended, answer and reference, outcome
+    *[(reward, ended, (), expected) for ended in ("done", "answer", "steps_exhausted")
+      for reward, expected in ((0.01, "success"), (0.0, "failure"), (-1.0, "failure"))],
+    (None, "answer", (), "failure"), (None, "steps_exhausted", (), "failure"), (None, "done", (), "no_reward"),
+    (math.nan, "done", (), "bad_reward"), (math.inf, "done", (), "bad_reward"),
+    *[(reward, fault, (), fault) for reward in (1.0, None) for fault in ("browser_error", "anything_else")],
+    (None, "answer", ("$12.50", "12.5"), "success"), (None, "answer", ("$12.50", "$12.05"), "failure"),
+    (None, "answer", ("$12.50", None), "failure"), (None, "steps_exhausted", REFERENCE, "failure"),
+    (0.0, "done", REFERENCE, "failure"), (1.0, "done", REFERENCE, "failure"),
+    (None, "browser_error", REFERENCE, "browser_error"),
+]  # fmt: skip
+MATCHING = [
+    ("  larkfield   STORE. ", "Larkfield Store"), ('"Mara Crane"', "Mara Crane"), ("1,234", "1234"),
+    ("€ 1,234.50", "€1234.5"), ("€ 1,234.50", "1234.5"), ("1234.0", "1234"), ("09:30", "09:30"), ("\uff11\uff12", "12"),
+]  # fmt: skip
+DIFFERENT = [
+    ("", "Mara"), ("Mara or Jonas", "Mara"), ("Maras", "Mara"), ("12 or 13", "12"), ("12%", "12"), ("$12", "€12"),
+    ("1,23", "123"), ("-12", "12"), ("nan", "12"), ("1e3", "1000"), ("9" * 100_000, "9"), ("", "."),
+]  # fmt: skip
+
+
+def test_reward_reference_and_end_of_an_episode_give_its_outcome():
+    for reward, ended, answers, expected in OUTCOMES:
+        assert outcome(reward, ended, *answers) == expected, (reward, ended, answers)
+    for ended in ("success", "failure", ""):
+        with pytest.raises(ValueError, match="does not say how the episode ended"):
+            outcome(1.0, ended)
+
+
+def test_answers_match_for_any_case_spaces_quotes_and_number_format_only():
+    for answer, reference in (*MATCHING, *DIFFERENT):
+        assert answers_match(answer, reference) == ((answer, reference) in MATCHING), (answer[:99], reference)

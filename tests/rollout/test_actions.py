@@ -1,8 +1,9 @@
-"""Formatting actions as tool calls, and parsing tool calls."""
+"""Formatting actions as tool calls, and parsing tool calls, strictly and leniently."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -12,8 +13,12 @@ from megatron_webrl.browser.page.keys import is_key_chord
 from megatron_webrl.rollout.toolset import (
     ARGUMENT_ORDER,
     COORDINATE_TOOLSET,
+    LENIENCIES,
+    MAX_LONG_ANSWER_CHARS,
     MAX_RESPONSE_CHARS,
     MAX_TEXT_CHARS,
+    MAX_URL_CHARS,
+    ParsedCall,
     Toolset,
     describe_action,
     format_tool_call,
@@ -24,18 +29,10 @@ from megatron_webrl.types import COORDINATE_ACTION_KINDS, MARK_ACTION_KINDS, OPT
 PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 1000))
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 URLS = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=50)
-ACTIONS = st.one_of(
-    st.builds(Action, st.just("left_click"), coordinate=PLACES),
-    st.builds(Action, st.just("type"), coordinate=st.none() | PLACES, text=TEXTS),
-    st.builds(Action, st.just("scroll"), coordinate=st.none() | PLACES, direction=st.sampled_from(["up", "down"])),
-    st.builds(Action, st.just("wait"), time=st.none() | st.integers(0, 60) | st.floats(0, 60)),
-    st.just(Action("go_back")),
-    st.builds(Action, st.just("navigate"), url=URLS),
-    st.builds(Action, st.just("answer"), text=TEXTS),
-)
 EVERYTHING = Toolset(extra_actions=OPTIONAL_ACTION_KINDS)
 MARKS = Toolset(marks=True, extra_actions=OPTIONAL_ACTION_KINDS)
 CHORDS = st.sampled_from(["Enter", "a", "+", "Control+a", "Control+Shift++", "Alt+ArrowLeft", "F12"])
+CLICK, NUMBERED = Action("left_click", coordinate=(1, 2)), Action("click", element_id=7)
 
 
 @st.composite
@@ -46,9 +43,8 @@ def toolsets_and_actions(draw: st.DrawFn) -> tuple[Toolset, Action]:
     numbers = st.integers(1, 1000)
     values = {
         "coordinate": PLACES, "end_coordinate": PLACES, "element_id": numbers, "end_element_id": numbers,
-        "text": CHORDS if kind == "key" else TEXTS,
-        "direction": st.sampled_from(["up", "down"]), "time": st.integers(0, 60), "url": URLS,
-        "tab": numbers,
+        "text": CHORDS if kind == "key" else TEXTS, "direction": st.sampled_from(["up", "down"]),
+        "time": st.integers(0, 60) | st.floats(0, 60), "url": URLS, "tab": numbers,
     }  # fmt: skip
     required, optional = toolset.argument_names(kind)
     chosen = {name: draw(values[name]) for name in required}
@@ -71,49 +67,14 @@ def call(name: str = "computer_use", **arguments: object) -> str:
     return wrapped(json.dumps({"name": name, "arguments": arguments}))
 
 
-@given(ACTIONS)
-@example(Action("type", text="<think>not thinking"))
-@example(Action("answer", text="the tag </think> ends <tool_call> and </tool_call>"))
-def test_every_action_survives_formatting_and_parsing(action: Action) -> None:
-    assert strict(f"Thought: so be it.\n{format_tool_call(action)}") == (action, None)
-
-
 @given(toolsets_and_actions())
+@example((EVERYTHING, Action("type", text="<think>not thinking")))
+@example((EVERYTHING, Action("answer", text="the tag </think> ends <tool_call> and </tool_call>")))
 def test_every_action_of_either_tool_survives_formatting_and_parsing(drawn: tuple[Toolset, Action]) -> None:
     toolset, action = drawn
-    assert strict(format_tool_call(action, toolset), toolset) == (action, None)
+    assert strict(f"Thought: so be it.\n{format_tool_call(action, toolset)}", toolset) == (action, None)
     assert describe_action(action).startswith(action.kind)
     assert len(describe_action(action).splitlines()) == 1
-
-
-def test_a_toolset_accepts_only_its_own_name_places_and_enabled_actions() -> None:
-    click = Action("click", element_id=7)
-    assert format_tool_call(click, MARKS) == wrapped(
-        '{"name": "web_interaction", "arguments": {"action": "click", "element_id": 7}}'
-    )
-    assert strict(format_tool_call(click, MARKS)) == (None, "unknown_tool")
-    assert strict(call("web_interaction", action="left_click", coordinate=[1, 2]), MARKS) == (None, "unknown_action")
-    assert strict(call("web_interaction", action="click", coordinate=[1, 2]), MARKS) == (None, "missing_argument")
-    assert strict(call(action="hover", coordinate=[1, 2])) == (None, "unknown_action")
-    assert strict(call(action="hover", coordinate=[1, 2]), EVERYTHING) == (Action("hover", (1, 2)), None)
-    with pytest.raises(ValueError, match="computer_use has no click"):
-        format_tool_call(click)
-
-
-def test_an_element_and_a_tab_are_whole_numbers_from_one() -> None:
-    for number in (0, -1, 1.0, True, "7", [7], None, 10**6):
-        click = call("web_interaction", action="click", element_id=number)
-        drag = call("web_interaction", action="drag", element_id=1, end_element_id=number)
-        assert strict(click, MARKS) == strict(drag, MARKS) == (None, "bad_element_id"), number
-        assert strict(call(action="switch_tab", tab=number), EVERYTHING) == (None, "bad_tab"), number
-
-
-def test_keys_are_names_and_modifiers() -> None:
-    for text in ("Enter", "Control+a", "Control+Shift+Tab", "+", "Control++", "ArrowUp", "F1"):
-        assert is_key_chord(text), text
-    for text in ("", "ab", "enter", "Ctrl+a", "a+Control", "Control+Control+a", "Control+", "é"):
-        assert not is_key_chord(text), text
-        assert strict(call(action="key", text=text), EVERYTHING) == (None, "bad_key"), text
 
 
 GARBAGE = st.text() | st.text(alphabet=list('<>tol_ca/{}[]":,0123456789-+.eE \n\\unamrgsidc'))
@@ -127,32 +88,22 @@ def test_no_text_makes_the_parser_raise(text: str) -> None:
         assert (action is None) != (error is None)
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers()
-    | st.sampled_from([*COORDINATE_ACTION_KINDS, "up", "\ud800"]),
-    lambda values: st.lists(values, max_size=3), max_leaves=4,
-)  # fmt: skip
-
-
-@given(st.dictionaries(st.sampled_from(["action", "coordinate", "text", "direction", "time", "url", "x"]), VALUES))
-def test_no_arguments_make_the_parser_raise_and_accepted_ones_can_be_formatted(arguments: dict[str, object]) -> None:
-    action, error = strict(call(**arguments))
-    assert (action is None) != (error is None)
-    if action is not None:
-        assert strict(format_tool_call(action)) == (action, None)
-        assert describe_action(action).startswith(action.kind)
-
-
-def test_arguments_have_a_fixed_order() -> None:
+def test_arguments_have_a_fixed_order_and_missing_or_unknown_ones_are_refused() -> None:
     action = Action("type", coordinate=(20, 1000), text='say "ü"')
     assert format_tool_call(action) == wrapped(
         '{"name": "computer_use", "arguments": {"action": "type", "coordinate": [20, 1000], "text": "say \\"ü\\""}}'
     )
-    assert format_tool_call(Action("go_back")) == wrapped(
-        '{"name": "computer_use", "arguments": {"action": "go_back"}}'
-    )
-    with pytest.raises(ValueError, match="left_click needs coordinate"):
-        format_tool_call(Action("left_click"))
+    for bad, words in ((Action("left_click"), "left_click needs coordinate"), (NUMBERED, "computer_use has no click")):
+        with pytest.raises(ValueError, match=words):
+            format_tool_call(bad)
+
+
+def test_keys_are_names_and_modifiers() -> None:
+    for text in ("Enter", "Control+a", "Control+Shift+Tab", "+", "Control++", "ArrowUp", "F1"):
+        assert is_key_chord(text), text
+    for text in ("", "ab", "enter", "Ctrl+a", "a+Control", "Control+Control+a", "Control+", "é"):
+        assert not is_key_chord(text), text
+        assert strict(call(action="key", text=text), EVERYTHING) == (None, "bad_key"), text
 
 
 BACK = call(action="go_back")
@@ -161,10 +112,9 @@ PLACE = {"coordinate": [1, 2]}
 FORMAT_ERRORS = {
     "no_tool_call": [
         "", "I would click.", f"<think>{BACK}</think>", f"<think>{BACK}", f"<think>a</think>{BACK} no</think>",
-        f"{BACK}</think>I would go back.",
     ],
     "several_tool_calls": [BACK * 2, wrapped(BACK), BACK + "</tool_call>"],
-    "unclosed_tool_call": [BACK.removesuffix("</tool_call>")],
+    "unclosed_tool_call": [BACK.removesuffix("</tool_call>"), "</tool_call>" + BACK.removesuffix("</tool_call>")],
     "bad_json": [
         wrapped("{'name': 1}"), wrapped(""), wrapped(HEAD + '{"action": "go_back", "action": "go_back"}}'),
         wrapped(HEAD + '{"action": "wait", "time": NaN}}'), wrapped("[" * 100_000), wrapped("9" * 5000),
@@ -174,21 +124,20 @@ FORMAT_ERRORS = {
         wrapped("[]"), wrapped('{"name": "computer_use"}'), wrapped(HEAD + '{"action": "go_back"}, "id": 1}'),
         wrapped(HEAD + '"go_back"}'),
     ],
-    "unknown_tool": [call("web", action="go_back")],
-    "unknown_action": [call(action="hover"), call(action=["go_back"])],
+    "unknown_tool": [call("web", action="go_back"), format_tool_call(NUMBERED, MARKS)],
+    "unknown_action": [call(action="hover", **PLACE), call(action=["go_back"])],
     "missing_argument": [call(), call(action="left_click"), call(action="type", **PLACE)],
     "unexpected_argument": [call(action="go_back", **PLACE), call(action="left_click", **PLACE, button=1)],
     "bad_text": [call(action="answer", text=text) for text in (5, "\ud800", "a" * (MAX_TEXT_CHARS + 1))],
     "bad_direction": [call(action="scroll", direction=direction) for direction in ("left", ["up"])],
-    "bad_time": [call(action="wait", time=time) for time in (-1, True, 10**400)],
+    "bad_time": [call(action="wait", time=time) for time in (-1, 60.5, True, 10**400)],
     "bad_url": [
         call(action="navigate", url=url)
-        for url in ("", *(f"https://a{c}b" for c in "\n\r\t\0\x1c\x7f\x85\u2028\u2029"))
+        for url in ("", *(f"https://a{c}b" for c in "\n\t\0\x1c\x7f\x85\u2028"), "a" * (MAX_URL_CHARS + 1))
     ],
     "bad_coordinate": [
         call(action="left_click", coordinate=coordinate)
-        for coordinate in ([1], [1, 2, 3], [1.0, 2], [True, False], ["1", "2"], [-1, 5], [0, 1001], [None, 1], "1, 2",
-                           5, {"x": 1}, [[1, 2]], None)
+        for coordinate in ([1], [1, 2, 3], [1.0, 2], [True, False], ["1", "2"], [-1, 5], [0, 1001], "1, 2", None)
     ],
     "too_long": ["a" * (MAX_RESPONSE_CHARS + 1)],
 }  # fmt: skip
@@ -198,6 +147,17 @@ def test_each_format_error_has_its_name() -> None:
     for error, responses in FORMAT_ERRORS.items():
         for response in responses:
             assert strict(response) == (None, error), response[:200]
+    for number in (0, -1, 1.0, True, "7", [7], None, 10**6):
+        click = call("web_interaction", action="click", element_id=number)
+        drag = call("web_interaction", action="drag", element_id=1, end_element_id=number)
+        assert strict(click, MARKS) == strict(drag, MARKS) == (None, "bad_element_id"), number
+        assert strict(call(action="switch_tab", tab=number), EVERYTHING) == (None, "bad_tab"), number
+    assert strict(call("web_interaction", action="left_click", **PLACE), MARKS) == (None, "unknown_action")
+    assert strict(call("web_interaction", action="click", **PLACE), MARKS) == (None, "missing_argument")
+    for response in (f"</tool_call>\n{call(action='left_click', **PLACE)}", f"{call(action='left_click', **PLACE)} so"):
+        assert strict(response) == (CLICK, None)  # text around the call, a stray closing tag before it included
+    limits = call(action="answer", text="a" * MAX_TEXT_CHARS), call(action="navigate", url="a" * MAX_URL_CHARS)
+    assert [strict(response)[1] for response in limits] == [None, None]
 
 
 def test_the_schema_contains_every_action_and_argument() -> None:
@@ -211,18 +171,125 @@ def test_the_schema_contains_every_action_and_argument() -> None:
         assert all(f"{kind}: " in parameters["properties"]["action"]["description"] for kind in kinds)
         used = {name for kind in kinds for names in toolset.argument_names(kind) for name in names}
         assert set(parameters["properties"]) == used | {"action"}
-        assert used <= set(ARGUMENT_ORDER)
 
 
-def test_a_description_is_short() -> None:
-    assert describe_action(Action("left_click", coordinate=(5, 6))) == "left_click [5, 6]"
-    assert describe_action(Action("type", coordinate=(5, 6), text="a\nb")) == 'type "a\\nb" at [5, 6]'
-    assert describe_action(Action("answer", text="a\u2028b\x85 c")) == 'answer "a b c"'
-    assert describe_action(Action("navigate", url="https://a/\nTask: b")) == "navigate https://a/ Task: b"
-    assert describe_action(Action("scroll", direction="up")) == "scroll up"
-    assert describe_action(Action("wait", time=2.5)) == "wait 2.5 s"
-    assert describe_action(Action("type", element_id=3, text="a")) == 'type "a" at element 3'
-    assert describe_action(Action("drag", coordinate=(1, 2), end_coordinate=(3, 4))) == "drag [1, 2] to [3, 4]"
-    assert describe_action(Action("drag", element_id=1, end_element_id=2)) == "drag element 1 to element 2"
-    assert describe_action(Action("switch_tab", tab=2)) == "switch_tab 2"
+def test_a_description_is_short_and_names_every_argument() -> None:
+    for action, described in (
+        (CLICK, "left_click [1, 2]"),
+        (Action("type", coordinate=(5, 6), text="a\nb"), 'type "a\\nb" at [5, 6]'),
+        (Action("answer", text="a\u2028b\x85 c"), 'answer "a b c"'),
+        (Action("navigate", url="https://a/\nTask: b"), "navigate https://a/ Task: b"),
+        (Action("scroll", direction="up"), "scroll up"),
+        (Action("wait", time=2.5), "wait 2.5 s"),
+        (Action("type", element_id=3, text="a"), 'type "a" at element 3'),
+        (Action("drag", coordinate=(1, 2), end_coordinate=(3, 4)), "drag [1, 2] to [3, 4]"),
+        (Action("drag", element_id=1, end_element_id=2), "drag element 1 to element 2"),
+        (Action("switch_tab", tab=2), "switch_tab 2"),
+    ):
+        assert describe_action(action) == described
     assert len(describe_action(Action("answer", text="a" * 4000))) < 100
+
+
+def lenient(toolset: Toolset, **arguments: Any) -> ParsedCall:
+    return parse_tool_call(call(toolset.tool_name, **arguments), toolset, lenient=True)
+
+
+LONG_ANSWER = {"action": "answer", "text": "a" * MAX_LONG_ANSWER_CHARS}
+ACCEPTED = [  # toolset, arguments, the action that the lenient parser reads, what it names
+    (MARKS, {"action": "click", "element_id": "7"}, {"element_id": 7}, ("digit_string",)),
+    (EVERYTHING, {"action": "switch_tab", "tab": "2"}, {"tab": 2}, ("digit_string",)),
+    (EVERYTHING, {"action": "left_click", "coordinate": [500.0, 320]}, {"coordinate": (500, 320)}, ("integral_float",)),
+    (MARKS, {"action": "drag", "element_id": "1", "end_element_id": 2.0}, {"element_id": 1, "end_element_id": 2},
+     ("digit_string", "integral_float")),
+    (EVERYTHING, {"action": "go_back", "text": None, "x": [1]}, {}, ("extra_argument",)),
+    (EVERYTHING, {"action": "navigate", "url": "example.com", "button": 1}, {"url": "https://example.com"},
+     ("extra_argument", "url_scheme")),
+    (EVERYTHING, LONG_ANSWER, {"text": LONG_ANSWER["text"]}, ("long_answer",)),
+]  # fmt: skip
+
+
+def test_each_leniency_is_accepted_and_named() -> None:
+    for toolset, arguments, read, leniencies in ACCEPTED:
+        action = Action(arguments["action"], **read)
+        assert lenient(toolset, **arguments) == ParsedCall(action, None, leniencies), arguments
+        assert strict(call(toolset.tool_name, **arguments), toolset)[0] != action, arguments
+    assert {name for _, _, _, leniencies in ACCEPTED for name in leniencies} == set(LENIENCIES)
+
+
+def test_a_url_without_a_scheme_gets_https_and_what_is_no_url_stays_as_it_is() -> None:
+    for url, completed in {
+        "www.example.co.uk/a?b=c#d": "https://www.example.co.uk/a?b=c#d", " //example.com/a ": "https://example.com/a",
+        "localhost:8000/x": "https://localhost:8000/x", "shop-1.localhost/cart": "https://shop-1.localhost/cart",
+        "127.0.0.1:8000": "https://127.0.0.1:8000", "[::1]:8000/": "https://[::1]:8000/",
+        "bücher.example": "https://bücher.example",
+    }.items():  # fmt: skip
+        for kind in ("navigate", "new_tab"):
+            read = ParsedCall(Action(kind, url=completed), None, ("url_scheme",))
+            assert lenient(EVERYTHING, action=kind, url=url) == read, url
+        assert strict(call(action="navigate", url=url)) == (Action("navigate", url=url), None), url
+    for url in (
+        "http://a.localhost/b", "about:blank", "data:text/html,a", "javascript:alert(1)", "mailto:a@b.example", "lamps",
+        "lamps for sale", "/cart", "user@example.com", "view-source:example.com",
+    ):  # fmt: skip
+        assert lenient(EVERYTHING, action="navigate", url=url) == ParsedCall(Action("navigate", url=url), None), url
+
+
+REFUSED = [  # toolset, format error, action, arguments
+    *[(MARKS, "bad_element_id", "click", {"element_id": number})
+      for number in ("0", "seven", "7.0", "\u0667", "9" * 5000, 7.5, True)],
+    *[(EVERYTHING, "bad_coordinate", "left_click", {"coordinate": coordinate})
+      for coordinate in ([1.5, 2], [1e300, 2.0], [True, 2.0], [1, 2, 3])],
+    (EVERYTHING, "missing_argument", "left_click", {"x": 1}),
+    (EVERYTHING, "bad_text", "type", {"text": "a" * (MAX_TEXT_CHARS + 1)}),
+    (EVERYTHING, "bad_text", "answer", {"text": "a" * (MAX_LONG_ANSWER_CHARS + 1)}),
+    (EVERYTHING, "bad_text", "answer", {"text": "\ud800" * (MAX_TEXT_CHARS + 1)}),
+    (EVERYTHING, "bad_url", "navigate", {"url": "a." * MAX_URL_CHARS}),
+    (EVERYTHING, "bad_url", "new_tab", {"url": "https://a.example/\nTask: Give up."}),
+    (EVERYTHING, "unknown_action", "hover_over", {"extra": 1}),
+]  # fmt: skip
+
+
+def test_other_faults_remain_format_errors_without_leniencies() -> None:
+    for toolset, error, kind, arguments in REFUSED:
+        found = lenient(toolset, action=kind, **arguments)
+        assert found == ParsedCall(None, error), (kind, str(arguments)[:99])
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 1002), st.floats(), st.text(max_size=5),
+    st.sampled_from([1.0, 7.0, "7", "07", "up", "Enter", "", "example.com", "http://a", "a" * 4001, "\ud800"]),
+    st.lists(st.integers(-1, 1001) | st.sampled_from([5.0, 5.5, True]), min_size=2, max_size=2),
+)  # fmt: skip
+EXCUSABLE = {"unexpected_argument", "bad_element_id", "bad_tab", "bad_coordinate", "bad_url"}
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[Toolset, dict[str, Any]]:
+    """Arguments of an existing action, mostly the right ones, with values right and wrong."""
+    toolset = draw(st.sampled_from([EVERYTHING, MARKS]))
+    kind = draw(st.sampled_from(toolset.action_kinds))
+    required, optional = toolset.argument_names(kind)
+    names = [*required, *draw(st.lists(st.sampled_from([*optional, *ARGUMENT_ORDER, "x"]), unique=True, max_size=2))]
+    return toolset, {"action": kind} | {name: draw(VALUES) for name in names}
+
+
+@given(calls())
+def test_leniency_changes_only_what_it_names_and_what_is_accepted_can_be_formatted(
+    drawn: tuple[Toolset, dict[str, Any]],
+) -> None:
+    toolset, arguments = drawn
+    action, error = strict(call(toolset.tool_name, **arguments), toolset)
+    read = lenient(toolset, **arguments)
+    assert (action is None) != (error is None)
+    if not read.leniencies:
+        assert read.action == action
+    excusable = EXCUSABLE | {"bad_text"} if arguments["action"] == "answer" else EXCUSABLE  # answers may be long
+    if error not in excusable:
+        assert read.format_error == error
+    if action is not None:
+        assert set(read.leniencies) <= {"url_scheme"}  # all else that strict accepts is the same
+        assert strict(format_tool_call(action, toolset), toolset) == (action, None)
+    if read.action is None:
+        assert read.leniencies == ()
+    elif read.leniencies and "long_answer" not in read.leniencies:
+        assert strict(format_tool_call(read.action, toolset), toolset) == (read.action, None)

@@ -1,9 +1,9 @@
-"""Episodes of a worker with local browser servers, and with those of others."""
+"""Episodes of a worker with browser servers of its own and of others, and the end of the job while it starts."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,19 +13,27 @@ from aiohttp import web
 
 from megatron_webrl.browser.server.local_servers import local_servers
 from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
+from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.control.child_process import ProcessError
 from megatron_webrl.control.client import TicketClaim
+from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.judge.budget import LocalMeter
+from megatron_webrl.launch.roles import role_command
+from megatron_webrl.launch.run_folder import write_job
 from megatron_webrl.model.processor import Processor
+from megatron_webrl.placement.placement import place_processes
+from megatron_webrl.rollout import main
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
-from megatron_webrl.rollout.teacher import Teacher
 from megatron_webrl.types import TaskReference, Trajectory
 from tests.browser.server.servers import config_for, server_processes
-from tests.rollout.teacher.servers import reply, serving, teacher
+from tests.job_control import connect, control_service
+from tests.judge.support import serving
+from tests.rollout.teacher.test_teacher import reply, teacher
+from tests.waiting import started, until
 
 
 @pytest.fixture
@@ -50,18 +58,15 @@ async def play(config: Config, tickets: range) -> list[Trajectory]:
         return [await episodes.run_try(generator, episodes.new_try(drawn(episodes, t), 0)) for t in tickets]
 
 
-async def test_local_servers_write_their_logs_into_the_run_folder(config: Config) -> None:
-    config.browser.processes = 2
-    assert [each.outcome for each in await play(config, range(3))] == ["success"] * 3
-    logs = sorted(path.name for path in (config.run_folder / "logs").iterdir())
-    assert logs == ["rollout-0-browsers-0.log", "rollout-0-browsers-1.log"]
-    assert not server_processes()
-
-
 async def test_other_servers_give_the_same_episodes_as_local_ones(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config.browser.processes = 2
     own = await play(config, range(2))
+    logs = sorted(path.name for path in (config.run_folder / "logs").iterdir())
+    assert logs == ["rollout-0-browsers-0.log", "rollout-0-browsers-1.log"]
+    assert not server_processes()
+    config.browser.processes = 1
     async with local_servers(config, 2) as nodes:
         monkeypatch.setenv(TOKEN_VARIABLE, nodes.token)
         config.browser.servers = ",".join(nodes.addresses())
@@ -75,8 +80,9 @@ async def test_other_servers_give_the_same_episodes_as_local_ones(
         assert [step.action for step in one.steps] == [step.action for step in other.steps]
 
 
-async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(config: Config) -> None:
-    processor = Processor.load(config.model.path)
+async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(
+    config: Config, processor: Processor
+) -> None:
     generator = ScriptedGenerator(processor, config.rollout)
 
     async def handle(request: web.Request) -> web.Response:
@@ -97,7 +103,7 @@ async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(con
         trains = replace(episodes, teacher=scorer)
         tries = [trains.new_try(drawn(episodes, 0), 0) for _ in range(2)]
         found = await trains.run_try(generator, tries[0])
-        failed = await trains.run_try(generator, tries[1], on_acted=scorer_fails(scorer))
+        failed = await trains.run_try(generator, tries[1], lambda: setattr(scorer, "_seconds", 0.0))  # no time
     assert found.outcome == "success"
     for step in found.steps:
         first = len(step.prompt_token_ids)
@@ -107,16 +113,35 @@ async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(con
     assert failed.verdict.outcome == "success"
 
 
-def scorer_fails(scorer: Teacher) -> Callable[[], None]:
-    """Leaves the teacher no time."""
-
-    def fail() -> None:
-        scorer._seconds = 0.0
-
-    return fail
-
-
 async def test_a_server_that_cannot_start_is_one_error(config: Config) -> None:
     config.browser.executable = "/bin/true"
     with pytest.raises(ProcessError, match=r"rollout-0-browsers-0 exited with code 1.*/bin/true does not start"):
         await play(config, range(1))
+
+
+async def test_the_end_of_the_job_ends_what_a_worker_waits_for(tmp_path: Path) -> None:
+    with control_service(tmp_path) as address:
+        control = connect(address, "rollout-0")
+        short, long = (asyncio.create_task(asyncio.sleep(seconds, "done")) for seconds in (0, 3600))
+        assert await main.unless_job_ends(control, short) == "done"
+        connect(address, "trainer-0").end_job("finished")
+        with pytest.raises(JobEnded):
+            await asyncio.wait_for(main.unless_job_ends(control, long), 60)
+        long.cancel()
+        control.close()
+
+
+def test_the_end_of_the_job_ends_a_worker_whose_engine_starts(tmp_path: Path, tiny_model: Path) -> None:
+    config = parse_config(
+        None, [f"model.path={tiny_model}", "model.platform=cpu", f"run.directory={tmp_path}", "run.name=here"]
+    )
+    config.run_folder.mkdir()
+    write_job(config, place_processes(config))
+    with control_service(config.run_folder) as address:
+        control, log = connect(address, "trainer-0"), tmp_path / "log"
+        command = role_command(config.run_folder, "rollout-0", "--weights-only")
+        with log.open("wb") as file, started(command, stderr=file) as worker:
+            until(lambda: control.status_of("rollout-0") == "starting the engine", log.read_text, 60)
+            control.end_job("finished")
+            assert worker.wait(60) == 0, log.read_text()
+        assert "engine started" not in log.read_text()

@@ -26,19 +26,20 @@ from megatron_webrl.track import evaluations
 from megatron_webrl.track.episodes import EpisodeStore, record_files
 from megatron_webrl.track.evaluations import EvaluationRequest, ResultCollector
 from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
-from tests.browser.server.servers import browser_of, config_for, server_processes, until
+from tests.browser.server.servers import browser_of, config_for, server_processes
 from tests.job_control import connect, control_service
-from tests.rollout.held_evaluator import HeldEvaluator
+from tests.rollout.test_pool import HeldEvaluator
 from tests.trajectories import trajectory
+from tests.waiting import eventually
 
 LIMIT = 120.0
 
 
 class ScriptedEngine:
-    """An engine for Evaluator whose responses come from the tasks' scripts."""
+    """An engine for Evaluator whose responses come from the tasks' scripts; kills Chromium before the first ones."""
 
-    def __init__(self, config: Config, processor: Processor) -> None:
-        self.version, self.partially_updated = 2, False
+    def __init__(self, config: Config, processor: Processor, crashes: int = 0) -> None:
+        self.version, self.partially_updated, self.crashes = 2, False, crashes
         self.temperatures: list[float] = []
         self.screenshots: list[bytes] = []
         self.released = asyncio.Event()
@@ -48,6 +49,9 @@ class ScriptedEngine:
     async def generate(
         self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes], temperature: float
     ) -> Generation:
+        if len(self.temperatures) < self.crashes:
+            [server] = server_processes()
+            browser_of(server).kill()
         self.temperatures.append(temperature)
         self.screenshots += images
         await self.released.wait()
@@ -73,10 +77,9 @@ def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_request(
-    config: Config, control: ControlClient
+    config: Config, control: ControlClient, processor: Processor
 ) -> None:
     assert control.register_instance() == 1
-    processor = Processor.load(config.model.path)
     engine: Any = ScriptedEngine(config, processor)
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
         store = EpisodeStore.of_worker(config, "rollout-0")
@@ -90,7 +93,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
                 evaluator.poll()
                 return collector.poll()
 
-            await until(complete, "all results", LIMIT)
+            await eventually(complete, LIMIT)
             return collector
 
         request = EvaluationRequest(1, "during", tasks=4, samples=1, temperature=0.5, version=1)
@@ -98,7 +101,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         results = [collector.results[episode] for episode in range(4)]
         assert [r.outcome for r in results] == ["success"] * 4
         assert [r.environment for r in results] == ["click-test", "focus-text"] * 2
-        await until(lambda: len(record_files(store.folder)) == 4, "the stored episodes", LIMIT)
+        await eventually(lambda: len(record_files(store.folder)) == 4, LIMIT)
         assert [r.task for r in results] == [episodes.task_source.held_out_task(index).id for index in range(4)]
         assert str(HELD_OUT_SEEDS.start) in results[0].task
         assert [r.versions for r in results] == [(2, 2)] * 4
@@ -114,7 +117,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         )
         evaluations.submit_request(control, alone)
         idle = ", evaluation after_blank_images: 0 episodes running"
-        await until(lambda: (evaluator.poll(), evaluator.status() == idle)[1], "the end of the earlier episodes", LIMIT)
+        await eventually(lambda: (evaluator.poll(), evaluator.status() == idle)[1], LIMIT)
         assert evaluator.exclusive
         engine.version = 3
         collector = await collect(alone)
@@ -129,7 +132,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         evaluations.submit_request(
             control, EvaluationRequest(3, "during", tasks=2, samples=1, temperature=0.0, version=3)
         )
-        await until(lambda: (evaluator.poll(), len(engine.temperatures) > requests)[1], "a running episode", LIMIT)
+        await eventually(lambda: (evaluator.poll(), len(engine.temperatures) > requests)[1], LIMIT)
         evaluations.withdraw_request(control)
         evaluator.poll()
         assert evaluator.status() == ""
@@ -139,31 +142,14 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         await evaluator.close()
 
 
-class CrashingEngine(ScriptedEngine):
-    """Kills Chromium before each of the first `crashes` responses."""
-
-    def __init__(self, config: Config, processor: Processor, crashes: int) -> None:
-        super().__init__(config, processor)
-        self.crashes = crashes
-
-    async def generate(
-        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes], temperature: float
-    ) -> Generation:
-        if len(self.temperatures) < self.crashes:
-            [server] = server_processes()
-            browser_of(server).kill()
-        return await super().generate(session, token_ids, images, temperature)
-
-
 async def test_an_episode_that_a_crash_of_the_browser_ends_is_retried_as_in_training(
-    config: Config, control: ControlClient
+    config: Config, processor: Processor
 ) -> None:
-    processor = Processor.load(config.model.path)
     request = EvaluationRequest(1, "during", tasks=1, samples=1, temperature=0.5, version=1)
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
 
         async def outcome(crashes: int) -> str:
-            engine: Any = CrashingEngine(config, processor, crashes)
+            engine: Any = ScriptedEngine(config, processor, crashes)
             return (await episodes.run_held_out(EvaluationGenerator(engine, 0.5), request, 0)).outcome
 
         assert await outcome(crashes=1) == "success"
@@ -178,9 +164,9 @@ def test_a_result_counts_the_requests_of_its_episode_that_no_recording_answered(
 
 
 async def test_a_spent_budget_ends_the_job_and_leaves_the_evaluation_incomplete(
-    config: Config, control: ControlClient
+    config: Config, control: ControlClient, processor: Processor
 ) -> None:
-    processor, spent = Processor.load(config.model.path), HeldEvaluator(BudgetSpent("5 calls this hour"))
+    spent = HeldEvaluator(BudgetSpent("5 calls this hour"))
     engine: Any = ScriptedEngine(config, processor)
     verdicts: Any = spent
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
@@ -195,7 +181,7 @@ async def test_a_spent_budget_ends_the_job_and_leaves_the_evaluation_incomplete(
             evaluator.poll()
             return control.stop_requested()
 
-        await until(stopped, "the end of the job", LIMIT)
+        await eventually(stopped, LIMIT)
         assert control.requested_outcome() == BUDGET_SPENT
         for _ in range(3):
             evaluator.poll()

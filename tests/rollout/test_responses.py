@@ -31,43 +31,27 @@ PUBLISHED = {
 }
 
 
-def test_the_forms_have_the_published_fields_in_order() -> None:
-    assert {name: form.fields for name, form in FORMS.items()} == PUBLISHED
-
-
-def test_a_demonstrated_response_has_the_fields_that_the_system_message_asks_for() -> None:
+def test_a_demonstrated_response_has_the_published_fields_for_which_the_system_message_asks() -> None:
+    assert set(FORMS) == set(PUBLISHED)
     for name, fields in PUBLISHED.items():
         settings = ContextConfig(response_format=name)
         asked = split_fields(system_message(settings).partition("Answer ")[2])
         response = format_response(CLICK, settings)
-        assert tuple(asked) == tuple(split_fields(response)) == fields, name
+        assert tuple(asked) == tuple(split_fields(response)) == FORMS[name].fields == fields, name
         assert parse_tool_call(response).action == CLICK
         assert response.endswith(CALL)
 
 
-def test_the_memory_forms_differ_in_what_becomes_of_older_facts() -> None:
-    additive, compressive = (
-        system_message(ContextConfig(response_format=f"memory_{name}")).splitlines()
-        for name in ("additive", "compressive")
-    )
-    ours, theirs = set(additive) - set(compressive), set(compressive) - set(additive)
-    assert [("unchanged" in line, "Memory" in line) for line in ours] == [(True, True)]
-    assert [("Rewrite" in line, "Memory" in line) for line in theirs] == [(True, True)]
-
-
-def test_fields_end_before_the_next_field_or_the_call() -> None:
-    response = (
+def test_fields_end_before_the_next_field_or_the_call_and_a_missing_empty_or_cut_one_is_left_out() -> None:
+    whole = (
         'Memory: {"a": "1",\n "b": "2"}\nProgress: {}\n**Intention:** buy: now\nAction: Click it.\nThen wait.\n'
         f"{CALL}\nMemory: after the call"
     )
-    assert split_fields(response) == {
-        "Memory": '{"a": "1",\n "b": "2"}', "Progress": "{}", "Intention": "buy: now",
-        "Action": "Click it.\nThen wait.",
-    }  # fmt: skip
-
-
-def test_a_missing_empty_or_cut_field_is_left_out() -> None:
     for response, fields in {
+        whole: {
+            "Memory": '{"a": "1",\n "b": "2"}', "Progress": "{}", "Intention": "buy: now",
+            "Action": "Click it.\nThen wait.",
+        },
         "": {},
         CALL: {},
         "Memory: {cut": {},
@@ -76,7 +60,7 @@ def test_a_missing_empty_or_cut_field_is_left_out() -> None:
         f"My Action: none\n{CALL}": {},
         f"Action: first\nAction: second\n{CALL}": {"Action": "second"},
         "Action: Click it.\n<tool_call>\n{cut": {"Action": "Click it."},
-    }.items():
+    }.items():  # fmt: skip
         assert split_fields(response) == fields, response
 
 
@@ -88,29 +72,23 @@ def test_thoughts_are_split_off_with_or_without_their_tags() -> None:
         ("b <think>cut off", "cut off", "b "),
         ("<think>\na</think>b<think>c</think>d", "a</think>b<think>c", "d"),
         ("<think>a<think>b</think>c</think>d", "a<think>b</think>c", "d"),
-        ("b <think>c</think>d", "b <think>c", "d"),
         (f"{QUOTING} <think>cut off", "cut off", f"{QUOTING} "),
         (f"<think>a {QUOTING}</think>\nb {QUOTING}", f"a {QUOTING}", f"b {QUOTING}"),
-        (f"<think>a {QUOTING}", f"a {QUOTING}", ""),
         ("<think>a <tool_call>{'b </think>c", "a <tool_call>{'b", "c"),
         ("a</think>b<think>cut off", "a\ncut off", "b"),
         ("</think>b", "", "b"),
-        ("<think></think>b", "", "b"),
     ):
         assert split_thinking(response) == (thoughts, answer), response
-        assert strip_thinking(response) == answer, response
 
 
 def test_only_a_tool_call_after_the_last_thought_counts() -> None:
     last = Action("wait")
     for response in (
         f"<think>a</think> b {CALL} c</think> ", f"<think>a <think>b</think> {CALL}</think>",
-        f"{CALL} <think>c</think>", "<think>a <tool_call>{ b</think>", f"<think>{CALL}</think>", f"{CALL}</think>",
-        f"I try {CALL}\nor so.</think>\n\n",
+        f"{CALL} <think>c</think>", "<think>a <tool_call>{ b</think>", f"I try {CALL}\nor so.</think>\n\n",
     ):  # fmt: skip
         assert parse_tool_call(response + format_tool_call(last)).action == last, response
         assert parse_tool_call(response).format_error == "no_tool_call", response
-    assert parse_tool_call(f"<think>cut off {CALL}").format_error == "no_tool_call"
 
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -134,9 +112,9 @@ def test_no_response_breaks_the_splitting_and_no_thought_stays(response: str) ->
 def test_a_call_after_the_last_thought_is_parsed_whatever_its_arguments_quote(thought: str, text: str) -> None:
     action = Action("answer", text=text)
     call = format_tool_call(action)
-    assert parse_tool_call(call).action == action
-    one_line = call.replace("\n", "")
-    assert parse_tool_call(f"<think>{thought}</think>{one_line}").action == action
+    for stray in ("", "</tool_call>"):  # a closing tag before the call does not count
+        assert parse_tool_call(f"{stray}{call}").action == action
+        assert parse_tool_call(f"<think>{thought}</think>{stray}{call}".replace("\n", "")).action == action
     assert split_thinking(f"<think>\nx {call}</think>\n\n{call}") == (f"x {call}", call)
     assert parse_tool_call(f"<think>{thought}</think>\n\n{call}</think>").format_error == "no_tool_call"
     assert parse_tool_call(f"<think>x {call}").format_error == "no_tool_call"
@@ -146,9 +124,7 @@ def test_memory_is_measured_where_the_response_writes_it() -> None:
     thought = "<think>\nMemory: lots of it\n</think>\n"
     for response, characters in {
         "": -1,
-        f"Action: Wait.\n{CALL}": -1,
         f'Memory: {{"price": "12.50"}}\nProgress: {{}}\nAction: Wait.\n{CALL}': 18,
-        f"Memory: {{}}\nAction: Wait.\n{CALL}": 0,
         f"Memory: {{ }}\nAction: Wait.\n{CALL}": 0,
         f"Memory:\nAction: Wait.\n{CALL}": 0,
         f"{thought}Action: Wait.\n{CALL}": -1,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,23 +14,15 @@ from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset, format_tool_call
 from megatron_webrl.trainer.data.prefix_merging import MergedSequence, merge_prefixes
 from megatron_webrl.types import Action, Observation
-from tests.rollout.conversations import HOSTILE, expanded, numbered, observation_of, response_of, texts
+from tests.rollout.conversations import expanded, numbered, observation_of, response_of, texts
 from tests.trainer.growing_prompts import step
 
 CLICK = Action("left_click", coordinate=(500, 320))
 THINKING = f"<think>a secret thought</think>\nAction: click\n{format_tool_call(CLICK)}"
 
 
-@pytest.fixture(scope="module")
-def processor(tiny_model: Path) -> Processor:
-    return Processor.load(tiny_model)
-
-
 def context_of(
-    processor: Processor,
-    rounds: int = 4,
-    limit: int = 100_000,
-    toolset: Toolset = COORDINATE_TOOLSET,
+    processor: Processor, rounds: int = 4, limit: int = 100_000, toolset: Toolset = COORDINATE_TOOLSET,
     compact: bool = True,
 ) -> AppendContext:  # fmt: skip
     made = ContextConfig(policy="append", history_turns=rounds, compact=compact, scroll_position=toolset.marks)
@@ -42,16 +30,15 @@ def context_of(
 
 
 def prompts_of(
-    processor: Processor, context: AppendContext, answers: list[Generation], pages: list[Observation] | None = None
+    context: AppendContext, answers: list[Generation], pages: list[Observation] | None = None
 ) -> list[Prompt]:
     """The prompts of an episode with these responses, all of them clicks, and one more prompt."""
     context.start_episode("Click it.", observation_of(0))
     prompts = []
     for number, answer in enumerate(answers):
         prompts.append(context.build_prompt())
-        context.add_step(
-            answer, CLICK, None, pages[number] if pages else observation_of(number + 1, f"Page {number + 1}")
-        )
+        page = pages[number] if pages else observation_of(number + 1, f"Page {number + 1}")
+        context.add_step(answer, CLICK, None, page)
     return [*prompts, context.build_prompt()]
 
 
@@ -68,21 +55,17 @@ def sequences_of(
     samples = []
     for prompt, answer in zip(prompts, answers, strict=False):
         shown = tuple(context.screenshots[i] for i in prompt.image_indices)
-        samples.append(
-            step(
-                expanded(processor, context, prompt), answer.response_token_ids, images=shown,
-                grids=processor.grids(shown),
-            )
-        )  # fmt: skip
+        tokens, grids = expanded(processor, context, prompt), processor.grids(shown)
+        samples.append(step(tokens, answer.response_token_ids, images=shown, grids=grids))
     video = int(processor.tokenizer.convert_tokens_to_ids("<|video_pad|>"))
     return merge_prefixes(samples, (processor.image_token_id, video))
 
 
 def test_a_prompt_is_the_previous_one_its_response_and_a_turn_of_the_template(processor: Processor) -> None:
     context, answers = context_of(processor, compact=False), [response_of(processor, THINKING)] * 3
-    prompts = prompts_of(processor, context, answers)
+    prompts = prompts_of(context, answers)
+    assert context.build_prompt() is prompts[-1]
     assert all(extends(*step) for step in zip(prompts, answers, prompts[1:], strict=False))
-    turn = {"role": "user", "content": [{"type": "text", "text": ""}, {"type": "image"}]}
     opening, *later = texts(processor, prompts[-1])[1:]
     assert opening == "Task: Click it.\nStart page: [Page] http://a.localhost/b\n<IMAGE>"
     assert later == [
@@ -95,95 +78,67 @@ def test_a_prompt_is_the_previous_one_its_response_and_a_turn_of_the_template(pr
     messages = [{"role": "system", "content": texts(processor, prompts[-1])[0]}]
     for index, text in enumerate([opening, *later]):
         content = [{"type": "text", "text": text.removesuffix("<IMAGE>")}, {"type": "image"}]
-        messages.append(turn | {"content": content} if index % 2 == 0 else {"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": text} if index % 2 else {"role": "user", "content": content})
     assert processor.encode_chat(messages).tolist() == prompts[-1].token_ids.tolist()
 
 
-def test_responses_keep_their_tokens_even_if_their_text_has_other_tokens(processor: Processor) -> None:
-    letters = [int(processor.tokenizer.encode(letter, add_special_tokens=False)[0]) for letter in "Action"]
-    special = response_of(processor, "Action", np.array([*letters, processor.eos_token_id], np.int32))
-    assert special.response_token_ids.tolist() != processor.encode_response("Action").tolist()
-    prompts = prompts_of(processor, context_of(processor), [special])
-    assert extends(prompts[0], special, prompts[1])
-
-
-def test_building_a_prompt_twice_gives_the_same_prompt(processor: Processor) -> None:
-    context = context_of(processor)
-    prompts_of(processor, context, [response_of(processor, THINKING)])
-    assert context.build_prompt() is context.build_prompt()
-
-
-@pytest.mark.parametrize("rounds", [2, 3, 8])
-def test_a_full_window_becomes_lines_of_the_summary_without_thinking(processor: Processor, rounds: int) -> None:
-    context, answers = context_of(processor, rounds), [response_of(processor, THINKING)] * 7
-    prompts = prompts_of(processor, context, answers)
-    assert [len(prompt.image_indices) for prompt in prompts] == [number % rounds + 1 for number in range(8)]
-    for number, prompt in enumerate(prompts):
-        begun = number - number % rounds
-        shown = texts(processor, prompt)
-        lines = [f"Step {n}: left_click [500, 320] -> page changed" for n in range(1, begun + 1)]
-        assert shown[1].splitlines()[1:-1] == (["Earlier steps:", *lines] if lines else [])
-        assert "".join(shown).count("a secret thought") == number - begun
-        assert prompt.image_indices.tolist() == list(range(begun, number + 1))
-
-
-@pytest.mark.parametrize(("steps", "rounds"), [(1, 4), (4, 4), (5, 4), (9, 2), (7, 8)])
-def test_each_segment_is_one_training_sequence(processor: Processor, steps: int, rounds: int) -> None:
-    context, answers = context_of(processor, rounds), [response_of(processor, THINKING)] * steps
-    prompts = prompts_of(processor, context, answers)[:-1]
-    sequences = sequences_of(processor, context, prompts, answers)
-    assert len(sequences) == -(-steps // rounds)
-    assert sorted(len(sequence.samples) for sequence in sequences) == sorted(
-        len(list(segment)) for _, segment in itertools.groupby(range(steps), lambda n: n // rounds)
-    )
+def test_a_full_window_becomes_lines_of_the_summary_without_thinking(processor: Processor) -> None:
+    answers = [response_of(processor, THINKING)] * 7
+    for rounds in (2, 3, 8):
+        prompts = prompts_of(context_of(processor, rounds), answers)
+        for number, prompt in enumerate(prompts):
+            begun = number - number % rounds
+            shown = texts(processor, prompt)
+            lines = [f"Step {n}: left_click [500, 320] -> page changed" for n in range(1, begun + 1)]
+            assert shown[1].splitlines()[1:-1] == (["Earlier steps:", *lines] if lines else [])
+            assert "".join(shown).count("a secret thought") == number - begun
+            assert prompt.image_indices.tolist() == list(range(begun, number + 1))
 
 
 def test_the_token_limit_ends_a_segment_and_no_prompt_exceeds_it(processor: Processor) -> None:
     roomy, answers = context_of(processor, 8), [response_of(processor, THINKING)] * 7
-    lengths = [len(expanded(processor, roomy, prompt)) for prompt in prompts_of(processor, roomy, answers)]
+    lengths = [len(expanded(processor, roomy, prompt)) for prompt in prompts_of(roomy, answers)]
     context = context_of(processor, 8, limit=lengths[2])
-    prompts = prompts_of(processor, context, answers)
+    prompts = prompts_of(context, answers)
     assert [len(prompt.image_indices) for prompt in prompts][:4] == [1, 2, 3, 1]
     assert all(len(expanded(processor, context, prompt)) <= lengths[2] for prompt in prompts)
     with pytest.raises(ContextOverflow, match=r"rollout\.max_model_len - rollout\.max_new_tokens"):
-        prompts_of(processor, context_of(processor, 8, limit=20), answers)
+        prompts_of(context_of(processor, 8, limit=20), answers)
 
 
-@pytest.mark.parametrize("name", ["<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|endoftext|>"])
-@pytest.mark.parametrize("place", [0, -1, None])
-def test_no_prompt_extends_a_response_with_special_tokens(processor: Processor, name: str, place: int | None) -> None:
+def test_no_prompt_extends_a_response_with_special_tokens(processor: Processor) -> None:
     """At the beginning, before the end token, or in its place."""
-    answer, token = processor.encode_response("I see it."), processor.tokenizer.convert_tokens_to_ids(name)
-    tokens = np.append(answer[:-1], token) if place is None else np.insert(answer, place, token)
-    special = response_of(processor, "I see it.", tokens.astype(np.int32))
-    context, answers = (
-        context_of(processor),
-        [response_of(processor, THINKING), special, response_of(processor, THINKING)],
-    )
-    prompts = prompts_of(processor, context, answers)
-    assert [len(prompt.image_indices) for prompt in prompts] == [1, 2, 1, 2]
-    assert "Earlier steps:\nStep 1: left_click" in texts(processor, prompts[2])[1]
-    assert sorted(len(sequence.samples) for sequence in sequences_of(processor, context, prompts, answers)) == [1, 2]
+    plain, answer = response_of(processor, THINKING), processor.encode_response("I see it.")
+    for name, place in (
+        ("<|image_pad|>", 0), ("<|video_pad|>", -1), ("<|im_start|>", None), ("<|endoftext|>", None)
+    ):  # fmt: skip
+        token = processor.tokenizer.convert_tokens_to_ids(name)
+        tokens = np.append(answer[:-1], token) if place is None else np.insert(answer, place, token)
+        answers = [plain, response_of(processor, "I see it.", tokens.astype(np.int32)), plain]
+        context = context_of(processor)
+        prompts = prompts_of(context, answers)
+        assert [len(prompt.image_indices) for prompt in prompts] == [1, 2, 1, 2], name
+        assert "Earlier steps:\nStep 1: left_click" in texts(processor, prompts[2])[1]
+        sequences = sequences_of(processor, context, prompts, answers)
+        assert sorted(len(sequence.samples) for sequence in sequences) == [1, 2]
 
 
 def test_a_truncated_response_gets_its_end_of_turn_and_the_prompt_extends_it(processor: Processor) -> None:
     cut = response_of(processor, "Action: cl", processor.encode_response("Action: cl")[:-1])
     context, answers = context_of(processor), [cut, response_of(processor, THINKING)]
-    prompts = prompts_of(processor, context, answers)
+    prompts = prompts_of(context, answers)
     assert extends(prompts[0], cut, prompts[1])
     assert texts(processor, prompts[1])[2] == "Action: cl"
     (sequence,) = sequences_of(processor, context, prompts, answers)
     ends = np.flatnonzero(sequence.tokens == processor.eos_token_id)
-    assert (
-        np.setdiff1d(ends, sequence.response_positions).size == len(ends) - 1
-    )  # of the answers' ends only the second was produced
+    produced = np.intersect1d(ends, sequence.response_positions)
+    assert produced.size == 1  # of the answers' ends only the second
 
 
 def test_a_format_error_repeats_the_screenshot(processor: Processor) -> None:
-    context = context_of(processor)
+    context, gibberish = context_of(processor), response_of(processor, "gibberish")
     context.start_episode("Click it.", observation_of(0))
     first = context.build_prompt()
-    gibberish = response_of(processor, "gibberish")
     context.add_step(gibberish, None, "no_tool_call", observation_of(0))
     second = context.build_prompt()
     assert extends(first, gibberish, second)
@@ -195,25 +150,12 @@ def test_a_format_error_repeats_the_screenshot(processor: Processor) -> None:
 def test_element_lists_stay_in_past_turns_up_to_their_total_limit(processor: Processor) -> None:
     answers = [response_of(processor, THINKING)] * 5
     pages = [numbered(number, "n" * 150, elements=12) for number in range(1, 6)]
-    context = context_of(processor, 8, toolset=Toolset(marks=True))
-    prompts = prompts_of(processor, context, answers, pages)
+    prompts = prompts_of(context_of(processor, 8, toolset=Toolset(marks=True)), answers, pages)
     lines_of = ["".join(texts(processor, prompt)[1:]).split("\n") for prompt in prompts]
     lists = [sum(len(line) for line in lines if line.startswith("[")) for lines in lines_of]
     assert [len(prompt.image_indices) for prompt in prompts] == [1, 2, 3, 1, 2, 1]  # some 5,000 characters a page
     assert 0 == lists[0] < lists[1] < lists[2] <= MAX_ELEMENT_LIST_CHARS
     assert all("[12] combobox" in texts(processor, prompt)[-1] for prompt in prompts[1:])
-
-
-def test_hostile_pages_give_no_special_token(processor: Processor) -> None:
-    added = set(processor.tokenizer.get_added_vocab().values())
-    special_tokens = []
-    for text in (HOSTILE, "words"):
-        context = context_of(processor, toolset=Toolset(marks=True), compact=False)
-        page = replace(numbered(1, text, text), error=text, url=f"http://a/{text}")
-        prompts = prompts_of(processor, context, [response_of(processor, format_tool_call(CLICK))] * 2, [page, page])
-        special_tokens.append([int(token) for token in prompts[-1].token_ids if int(token) in added])
-    assert special_tokens[0] == special_tokens[1]
-    assert special_tokens[0].count(processor.image_token_id) == 3
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -32,6 +32,7 @@ from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.generator import EngineDeadError
 from tests.job_control import connect, control_service
 from tests.rollout.engine.engines import TOLERANCE, expected, picture, prompt, respond
+from tests.waiting import eventually
 from tests.weights.serving import Stage, changed_folders, configuration, load
 
 FOLLOWER = rollout_process_name(0, 1)
@@ -77,10 +78,8 @@ async def gap(engine: VLLMEngine, model: Path) -> float:
 
 async def failure_of(followers: EngineFollowers) -> str:
     """Wait until a follower has failed; which one, and why."""
-    async with asyncio.timeout(300):
-        while (failure := followers.failure()) is None:
-            await asyncio.sleep(0.05)
-    return failure
+    await eventually(followers.failure, 300)
+    return str(followers.failure())
 
 
 @asynccontextmanager
@@ -180,16 +179,16 @@ async def test_a_follower_reports_ranks_that_do_not_start_waits_for_the_next_sta
     tiny_model: Path, tmp_path: Path
 ) -> None:
     config = spanning(tmp_path, tiny_model)
-    config.model.path = str(tmp_path / "nowhere")
     stage = Stage(tmp_path, config)
     control = stage.connect("rollout-0")
     try:
         async with follower_process(stage) as role:
+            await eventually(lambda: "waiting for rollout-0" in (control.status_of(FOLLOWER) or ""), 120)
+            (stage.folder / "config.yaml").unlink()
             for number in (1, 2):
                 followers = await EngineFollowers.start(config, control, 0, number, (0, 1))
-                assert re.search(
-                    rf"{FOLLOWER} on .* exited with code 1; last log line: .*nowhere", await failure_of(followers)
-                )
+                failure = await failure_of(followers)
+                assert re.search(rf"{FOLLOWER} on .* exited with code 1; last log line: .*config.yaml", failure)
             assert segment_names(config) == [ring_name(config, 1)]  # for the trainer ranks of a node without a worker
             assert role.process.poll() is None
         assert segment_names(config) == []
@@ -201,54 +200,38 @@ def segment_names(config: Config) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if name.startswith(segment_prefix(config.run.name))]
 
 
-async def test_a_worker_names_the_node_whose_follower_does_not_reply(tiny_model: Path, tmp_path: Path) -> None:
-    config = spanning(tmp_path, tiny_model)
-    config.run.startup_timeout_seconds = 0.3
-    with control_service(tmp_path) as address:
-        worker = connect(address, "rollout-0")
-        with pytest.raises(
-            EngineDeadError, match=r"0\.3 s \(run\.startup_timeout_seconds\) for rollout-0\.follower-1 on node 7"
-        ):
-            await EngineFollowers.start(config, worker, 0, 1, (3, 7))
-
-
-async def test_each_instance_of_an_engine_has_its_own_rendezvous_port(tiny_model: Path, tmp_path: Path) -> None:
-    config = spanning(tmp_path, tiny_model)
-    with control_service(tmp_path) as address:
+async def test_each_start_meets_at_a_new_port_and_names_a_follower_that_fails_or_is_silent(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config, ports, how = spanning(tmp_path, tiny_model), set[int](), f"{FOLLOWER} on far was killed by SIGKILL"
+    with control_service(tmp_path, heartbeat_timeout_seconds=0.3) as address:
         worker, follower = connect(address, "rollout-0"), connect(address, FOLLOWER)
-        ports = []
         for number in (1, 2):
-            calling = asyncio.create_task(EngineFollowers.start(config, worker, 0, number, (0, 1)))
-            while (worker.get_json(start_key(0)) or {}).get("instance_number") != number:
-                await asyncio.sleep(0.01)
+            calling = asyncio.create_task(EngineFollowers.start(config, worker, 0, number, (0, 4)))
+            await eventually(lambda: (worker.get_json(start_key(0)) or {}).get("instance_number") == number)  # noqa: B023
             follower.put_json(reply_key(0, number, 1), {"host": "far"})
             followers = await asyncio.wait_for(calling, 10)
             assert followers.rank_hosts(4) == [socket.gethostname()] * 2 + ["far"] * 2
-            ports.append(followers.span.master_port)
-        assert ports[0] != ports[1]
-
-
-async def test_a_failed_or_silent_follower_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    config = spanning(tmp_path, tiny_model)
-    with control_service(tmp_path, heartbeat_timeout_seconds=0.3) as address:
-        worker, follower = connect(address, "rollout-0"), connect(address, FOLLOWER)
-        follower.put_json(reply_key(0, 1, 1), {"host": "far"})
-        followers = await EngineFollowers.start(config, worker, 0, 1, (0, 4))
-        assert followers.failure() is None
-        follower.put_json(failure_key(0, 1), how := f"{FOLLOWER} on far was killed by SIGKILL")
-        assert await failure_of(followers) == how
-        follower.put_json(reply_key(0, 2, 1), {"host": "far"})
-        followers = await EngineFollowers.start(config, worker, 0, 2, (0, 4))
+            ports.add(followers.span.master_port)
+            assert followers.failure() is None
+            if number == 1:
+                follower.put_json(failure_key(0, 1), how)
+                assert await failure_of(followers) == how
+        assert len(ports) == 2
         follower._connection.sync(make_fields=lambda: {"roles": {FOLLOWER: (0.0, {})}})  # its last heartbeat
         assert (await failure_of(followers)).startswith(f"{FOLLOWER} on node 4 (far) sent no heartbeat")
 
 
-async def test_the_end_of_the_job_ends_the_wait_for_followers(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_wait_for_followers_ends_at_its_limit_or_with_the_job(tiny_model: Path, tmp_path: Path) -> None:
     config = spanning(tmp_path, tiny_model)
     with control_service(tmp_path) as address:
         worker = connect(address, "rollout-0")
         calling = asyncio.create_task(EngineFollowers.start(config, worker, 0, 1, (0, 1)))
-        await asyncio.sleep(0)
+        config = spanning(tmp_path, tiny_model)
+        config.run.startup_timeout_seconds = 0.3
+        words = r"0\.3 s \(run\.startup_timeout_seconds\) for rollout-0\.follower-1 on node 7"
+        with pytest.raises(EngineDeadError, match=words):
+            await EngineFollowers.start(config, worker, 0, 2, (3, 7))
         connect(address, "other").end_job("failed: other things")
         with pytest.raises(JobFailed, match="other things"):
             await asyncio.wait_for(calling, 10)

@@ -40,16 +40,13 @@ def with_rollout(config: Config, **changes: Any) -> Config:
 def test_an_engine_computes_the_tokens_of_a_server_and_the_requests_of_its_episodes(config: Config) -> None:
     """vLLM's CPU build multiplies its default by the ranks; without a server as its user it would not."""
     config = with_rollout(config, tensor_parallel=2, group_size=6, groups_in_flight=3)
-    scheduler = engine_config(config, 0).scheduler_config
+    found = engine_config(config, 0)
+    scheduler, vision = found.scheduler_config, found.model_config.multimodal_config
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (2 * 2048, 18)
+    assert vision is not None
+    assert vision.mm_encoder_tp_mode == "data"  # the vision tower is whole on every rank
     config = replace(config, evaluation=replace(config.evaluation, every=5))
     assert engine_config(config, 0).scheduler_config.max_num_seqs == 22
-
-
-def test_batch_limits_can_be_set(config: Config) -> None:
-    config = with_rollout(config, engine_options={"max_num_batched_tokens": 1024}, max_num_seqs=48)
-    scheduler = engine_config(config, 0).scheduler_config
-    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (1024, 48)
 
 
 def test_an_engine_in_float32_on_a_gpu_multiplies_in_float32(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +60,6 @@ def test_an_engine_in_float32_on_a_gpu_multiplies_in_float32(config: Config, mon
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
     on = replace(config, model=replace(config.model, platform="cuda"), rollout=replace(config.rollout, dtype="float32"))
     assert engine_environment(on)["TRITON_F32_DEFAULT"] == "tf32x3"
-
-
-def test_only_an_engine_without_a_trainer_reads_weights(config: Config) -> None:
-    alone = replace(config, evaluation=replace(config.evaluation, only=True))
-    assert engine_config(config, 0).load_config.load_format == NO_WEIGHTS
-    assert engine_config(alone, 0).load_config.load_format == "auto"
-    assert NO_WEIGHTS == LOAD_FORMAT
 
 
 def test_governed_arguments_exist_and_no_other_is_set(config: Config) -> None:
@@ -88,51 +78,36 @@ def test_governed_arguments_exist_and_no_other_is_set(config: Config) -> None:
 def test_engine_options_reach_vllm_and_replace_defaults(config: Config) -> None:
     options = {
         "block_size": 64, "long_prefill_token_threshold": 256, "enable_prefix_caching": False, "enforce_eager": False,
-        "compilation_config": {"cudagraph_capture_sizes": [1, 8]},
+        "compilation_config": {"cudagraph_capture_sizes": [1, 8]}, "kv_cache_dtype": "fp8",
+        "max_num_batched_tokens": 1024, "load_format": "safetensors",
     }  # fmt: skip
-    found = engine_config(with_rollout(config, engine_options=options), 0)
-    assert (found.cache_config.block_size, found.cache_config.enable_prefix_caching) == (64, False)
-    assert found.scheduler_config.long_prefill_token_threshold == 256
+    alone = replace(config, evaluation=replace(config.evaluation, only=True))
+    found = engine_config(with_rollout(alone, engine_options=options, max_num_seqs=48), 0)
+    cache, scheduler = found.cache_config, found.scheduler_config
+    assert (cache.block_size, cache.enable_prefix_caching, cache.cache_dtype) == (64, False, "fp8")
+    assert (scheduler.long_prefill_token_threshold, scheduler.max_num_batched_tokens) == (256, 1024)
+    assert (scheduler.max_num_seqs, found.load_config.load_format) == (48, "safetensors")
     assert not found.model_config.enforce_eager
-    assert engine_config(config, 0).cache_config.enable_prefix_caching
-    assert engine_config(config, 0).model_config.enforce_eager
+    plain = engine_config(config, 0)
+    assert (plain.cache_config.enable_prefix_caching, plain.cache_config.cache_dtype) == (True, "auto")
+    assert plain.model_config.enforce_eager
+    # Only an engine without a trainer reads weights.
+    assert plain.load_config.load_format == NO_WEIGHTS == LOAD_FORMAT
+    assert engine_config(alone, 0).load_config.load_format == "auto"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_an_engine_that_vllm_refuses_does_not_start(config: Config) -> None:
+    for options, words in (
         (
             {"block_sise": 64},
-            "rollout.engine_options.block_sise is no argument of vLLM's AsyncEngineArgs; did you mean",
+            "rollout.engine_options.block_sise is no argument of vLLM's AsyncEngineArgs",
         ),
         ({"block_size": "large"}, "vLLM refuses an engine with rollout.engine_options={'block_size': 'large'}: "),
-        ({"compilation_config": {"mod": 3}}, "vLLM refuses an engine with rollout.engine_options="),
-    ],
-)
-def test_an_engine_that_vllm_refuses_does_not_start(config: Config, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        engine_config(with_rollout(config, engine_options=options), 0)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("tensor", "wanted"), [(1, "weights"), (2, "data")])
-def test_the_vision_tower_is_whole_on_every_rank_of_a_larger_engine(config: Config, tensor: int, wanted: str) -> None:
-    found = engine_config(with_rollout(config, tensor_parallel=tensor), 0).model_config
-    assert found.multimodal_config is not None
-    assert found.multimodal_config.mm_encoder_tp_mode == wanted
-
-
-def test_the_type_of_the_kv_cache_can_be_set(config: Config) -> None:
-    found = engine_config(with_rollout(config, engine_options={"kv_cache_dtype": "fp8"}), 0).cache_config
-    assert found.cache_dtype == "fp8"
-    assert engine_config(config, 0).cache_config.cache_dtype == "auto"
-
-
-def test_an_engine_without_a_trainer_can_have_another_load_format(config: Config) -> None:
-    alone = replace(config, evaluation=replace(config.evaluation, only=True))
-    loading = engine_config(with_rollout(alone, engine_options={"load_format": "safetensors"}), 0).load_config
-    assert loading.load_format == "safetensors"
+    ):
+        with pytest.raises(ConfigError) as caught:
+            engine_config(with_rollout(config, engine_options=options), 0)
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,28 @@ from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.processor import Processor
+from megatron_webrl.rollout import teacher as module
 from megatron_webrl.rollout.teacher import Teacher
 from megatron_webrl.types import Trajectory
-from tests.rollout.teacher.servers import Handler, reply, serving, teacher
+from tests.judge.support import serving
 from tests.trajectories import trajectory
 
 KEY = "WEBRL_TEST_TEACHER_KEY"
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
-@pytest.fixture(scope="module")
-def processor(tiny_model: Path) -> Processor:
-    return Processor.load(tiny_model)
+def reply(body: dict[str, Any], **changes: Any) -> web.Response:
+    """vLLM's reply to a request, with the log-probability -number of each token."""
+    tokens = body["token_ids"]
+    rows = [None, *({str(t): {"logprob": -float(n)}} for n, t in enumerate(tokens[1:], 1))]
+    return web.json_response({"prompt_token_ids": tokens, "prompt_logprobs": rows} | changes)
+
+
+@asynccontextmanager
+async def teacher(url: str, processor: Processor, seconds: float = 20.0) -> AsyncIterator[Teacher]:
+    """A teacher whose server has not been checked."""
+    async with Teacher(DistillationConfig(coefficient=1.0, url=url), processor, seconds) as made:
+        yield made
 
 
 async def scored(handle: Handler, processor: Processor, episode: Trajectory, seconds: float = 20.0) -> Trajectory:
@@ -38,9 +51,7 @@ async def test_faults_that_may_pass_are_repeated(processor: Processor) -> None:
 
     async def handle(request: web.Request) -> web.Response:
         assert request.path == "/inference/v1/generate"
-        if faults:
-            return web.Response(status=faults.pop())
-        return reply(await request.json())
+        return web.Response(status=faults.pop()) if faults else reply(await request.json())
 
     episode = trajectory(reward=1.0, steps=2, prompt=5, response=3)
     found = await scored(handle, processor, episode)
@@ -51,63 +62,46 @@ async def test_faults_that_may_pass_are_repeated(processor: Processor) -> None:
         assert step.response_token_ids is before.response_token_ids
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"prompt_token_ids": [1, 2]}, "it read 2 tokens with images of"),
-        ({"prompt_logprobs": None}, "its reply has no log-probabilities"),
-        ({"prompt_logprobs": [None] * 8}, "its reply has no log-probabilities"),
-        ({"prompt_token_ids": None}, "its reply has no log-probabilities"),
-    ],
-)
-async def test_an_unusable_reply_masks_the_episode(
-    processor: Processor, changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+async def test_an_unusable_reply_a_refusal_and_a_server_that_hangs_mask_the_episode(
+    processor: Processor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def handle(request: web.Request) -> web.Response:
-        return reply(await request.json(), **changes)
+    for changes, words in (
+        ({"prompt_token_ids": [1, 2]}, "it read 2 tokens with images of"),
+        *(({name: value}, "its reply has no log-probabilities") for name, value in (
+            ("prompt_logprobs", None), ("prompt_logprobs", [None] * 8), ("prompt_token_ids", None),
+        )),
+        ({"prompt_logprobs": [None] * 5 + [{str(t): {"logprob": float("nan")} for t in range(300)}] * 3}, "not finite"),
+        ("refuse", "it refused /inference/v1/generate with status 400: too many tokens"),
+        ("hang", "0 of 1 steps are scored after 0.3 s"),
+    ):  # fmt: skip
 
-    found = await scored(handle, processor, trajectory(reward=1.0))
-    assert (found.outcome, found.reward, found.trainable) == ("teacher_error", 0.0, False)
-    assert reason in caplog.text
+        async def handle(request: web.Request, changes: Any = changes) -> web.Response:
+            if changes == "refuse":
+                return web.Response(text="too many tokens", status=400)
+            if changes == "hang":
+                await asyncio.sleep(20)
+            return reply(await request.json(), **changes)
 
-
-async def test_a_refusal_masks_the_episode_at_once(processor: Processor, caplog: pytest.LogCaptureFixture) -> None:
-    async def handle(request: web.Request) -> web.Response:
-        return web.json_response({"error": "too many tokens"}, status=400)
-
-    assert (await scored(handle, processor, trajectory())).outcome == "teacher_error"
-    assert "it refused /inference/v1/generate with status 400" in caplog.text
-    assert "too many tokens" in caplog.text
-
-
-async def test_a_server_that_hangs_masks_the_episode_at_the_limit(processor: Processor) -> None:
-    async def handle(request: web.Request) -> web.Response:
-        await asyncio.sleep(60)
-        raise AssertionError
-
-    assert (await scored(handle, processor, trajectory(), seconds=0.3)).outcome == "teacher_error"
-
-
-async def test_episodes_that_are_masked_already_are_not_scored(processor: Processor) -> None:
-    async def handle(request: web.Request) -> web.Response:
-        raise AssertionError
-
-    masked = trajectory(outcome="judge_error")
-    assert await scored(handle, processor, masked) is masked
+        seconds = 0.3 if changes == "hang" else 20.0
+        found = await scored(handle, processor, trajectory(reward=1.0), seconds)
+        assert (found.outcome, found.reward, found.trainable) == ("teacher_error", 0.0, False)
+        assert words in caplog.text
+        caplog.clear()
 
 
-async def test_a_response_with_a_placeholder_has_no_teacher(processor: Processor) -> None:
+async def test_what_needs_no_score_or_can_have_none_is_left_out(processor: Processor) -> None:
     async def handle(request: web.Request) -> web.Response:
         return reply(await request.json())
 
+    masked = trajectory(outcome="judge_error")
+    assert await scored(handle, processor, masked) is masked
     plain = trajectory(steps=2)
     response = plain.steps[1].response_token_ids.copy()
     response[1] = processor.image_token_id
     episode = replace(plain, steps=(plain.steps[0], replace(plain.steps[1], response_token_ids=response)))
     found = await scored(handle, processor, episode)
     assert np.isfinite(found.steps[0].teacher_logprobs).all()
-    assert np.isnan(found.steps[1].teacher_logprobs).all()
-    assert found.steps[1].teacher_logprobs.shape == (3,)
+    assert np.isnan(found.steps[1].teacher_logprobs).tolist() == [True] * 3
 
 
 async def opened(handle: Handler, model: Path, **chosen: Any) -> str:
@@ -122,31 +116,30 @@ async def opened(handle: Handler, model: Path, **chosen: Any) -> str:
     return str(caught.value)
 
 
-async def test_a_server_that_never_answers_is_one_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def handle(request: web.Request) -> web.Response:
-        return web.Response(status=502)
+async def test_a_server_that_never_answers_or_is_another_one_is_one_error(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for answer in ("<html>", "[]", '{"data": []}', '{"data": [{"id": "m"}]}', None):
 
-    monkeypatch.setattr("megatron_webrl.rollout.teacher.TIMEOUT_SECONDS", 3.0)
-    message = await opened(handle, tiny_model)
-    assert "did not answer within 3 s (trainer.distillation.url): status 502" in message
+        async def handle(request: web.Request, answer: str | None = answer) -> web.Response:
+            return web.Response(text=answer) if answer is not None else web.Response(status=502)
 
-
-@pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": []}', '{"data": [{"id": "m"}]}'])
-async def test_another_server_than_vllm_is_one_error(tiny_model: Path, answer: str) -> None:
-    async def handle(request: web.Request) -> web.Response:
-        return web.Response(text=answer)
-
-    assert "does not answer as a vLLM server does" in await opened(handle, tiny_model)
+        monkeypatch.setattr(module, "TIMEOUT_SECONDS", 20.0 if answer is not None else 2.0)
+        message = await opened(handle, tiny_model)
+        not_vllm = "does not answer as a vLLM server does"
+        assert ("within 2 s (trainer.distillation.url): status 502" if answer is None else not_vllm) in message
 
 
 async def test_the_key_of_the_server_is_sent(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def handle(request: web.Request) -> web.Response:
         right = request.headers["Authorization"] == "Bearer right"
-        return web.json_response({"data": [{"max_model_len": 5}]}) if right else web.Response(status=401)
+        return web.json_response({"data": [{"max_model_len": 16384}]}) if right else web.Response(status=401)
 
-    assert f"{KEY} is not set (trainer.distillation.key_variable)" in await opened(handle, tiny_model, key_variable=KEY)
-    monkeypatch.setenv(KEY, "wrong")
-    assert "it refused /v1/models with status 401" in await opened(handle, tiny_model, key_variable=KEY)
-    monkeypatch.setenv(KEY, "right")
-    message = await opened(handle, tiny_model, key_variable=KEY)
-    assert "max_model_len=5 must exceed rollout.max_model_len=16384" in message
+    for key, words in (
+        (None, f"{KEY} is not set (trainer.distillation.key_variable)"),
+        ("wrong", "it refused /v1/models with status 401"),
+        ("right", "max_model_len=16384 must exceed rollout.max_model_len=16384"),
+    ):
+        if key is not None:
+            monkeypatch.setenv(KEY, key)
+        assert words in await opened(handle, tiny_model, key_variable=KEY)

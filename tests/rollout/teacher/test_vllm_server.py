@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +32,8 @@ MAX_MODEL_LEN = 1024
 pytestmark = pytest.mark.slow  # only a server renders tokens and images as it does in a run
 
 
-@dataclass(frozen=True)
-class Served:
-    model: Path
-    url: str
-
-
 @pytest.fixture(scope="module")
-def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -53,16 +48,16 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         try:
             until(lambda: "startup complete" in log.read_text() or server.poll() is not None, "the server", 400)
             assert server.poll() is None, log.read_text()[-2000:]
-            yield Served(tiny_model, f"http://127.0.0.1:{port}/v1")
+            yield f"http://127.0.0.1:{port}/v1"
         finally:
             server.terminate()
 
 
-def config_for(served: Served) -> Config:
-    config = configuration(served.model)
+def config_for(model: Path, url: str) -> Config:
+    config = configuration(model)
     config.rollout.max_model_len = MAX_MODEL_LEN
     config.browser.width, config.browser.height = 320, 200
-    config.trainer.distillation = DistillationConfig(coefficient=1.0, url=served.url)
+    config.trainer.distillation = DistillationConfig(coefficient=1.0, url=url)
     return config
 
 
@@ -106,11 +101,13 @@ def episode_of(model: torch.nn.Module, processor: Processor) -> Trajectory:
     return replace(trajectory(reward=1.0), steps=steps, images=tuple(images))
 
 
-async def test_a_teacher_equal_to_the_student_has_no_divergence_and_another_one_has(served: Served) -> None:
-    config, processor = config_for(served), Processor.load(served.model)
-    model = transformers.AutoModelForImageTextToText.from_pretrained(served.model).eval()
+async def test_a_teacher_equal_to_the_student_has_no_divergence_and_another_one_has(
+    tiny_model: Path, url: str, processor: Processor
+) -> None:
+    config = config_for(tiny_model, url)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tiny_model).eval()
     same = episode_of(model, processor)
-    student = transformers.AutoModelForImageTextToText.from_pretrained(served.model).eval()
+    student = copy.deepcopy(model)
     for seed in range(6):
         perturb(student, seed)
     other = episode_of(student, processor)
@@ -132,22 +129,18 @@ async def test_a_teacher_equal_to_the_student_has_no_divergence_and_another_one_
     assert different.mean() == pytest.approx(np.mean(divergences), abs=3 * error)
 
 
-async def refusal(config: Config, processor: Processor) -> str:
-    with pytest.raises(ConfigError) as caught:
-        async with Teacher.open(config, processor):
-            pass
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-async def test_a_teacher_that_does_not_fit_the_policy_is_refused(served: Served) -> None:
-    config = config_for(served)
-    config.rollout.max_model_len += 1
-    assert f"--max-model-len {MAX_MODEL_LEN + 2}" in await refusal(config, Processor.load(served.model))
-    config.rollout.max_model_len -= 1
-    words = Processor.load(served.model)
+async def test_a_teacher_that_does_not_fit_the_policy_is_refused(tiny_model: Path, url: str) -> None:
+    words, pictures = Processor.load(tiny_model), Processor.load(tiny_model)
     words.tokenizer.add_tokens([AddedToken("<|another|>", special=True)])
-    assert "its vocabulary differs from that of model.path" in await refusal(config, words)
-    pictures = Processor.load(served.model)
     pictures._image_processor.size.longest_edge = 128 * 128
-    assert "the image processors differ" in await refusal(config, pictures)
+    for processor, longer, reason in (
+        (Processor.load(tiny_model), 1, f"--max-model-len {MAX_MODEL_LEN + 2}"),
+        (words, 0, "its vocabulary differs from that of model.path"),
+        (pictures, 0, "the image processors differ"),
+    ):
+        config = config_for(tiny_model, url)
+        config.rollout.max_model_len += longer
+        with pytest.raises(ConfigError, match=reason) as caught:
+            async with Teacher.open(config, processor):
+                pass
+        assert "\n" not in str(caught.value)
