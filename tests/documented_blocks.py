@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,3 +50,9 @@ def blocks_run_by(test: str, page: str, language: str, section: str | None = Non
         for block in blocks_of(page)
         if (block.mark, block.language) == (mark, language) and section in (None, block.section)
     ]
+
+
+def command_environment() -> dict[str, str]:
+    """Environment variables with which `python` and `webrl` are those of the tests, and the package this checkout's."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}

@@ -11,19 +11,21 @@ from __future__ import annotations
 import io
 import os
 import random
+import resource
 import shutil
 import signal
-import sys
-import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-PATCHED = (
+from tests.waiting import exit_code, fork
+
+NAMES = (
     "open", "write", "fsync", "rename", "replace", "unlink", "remove", "mkdir", "rmdir", "link", "ftruncate", "utime",
 )  # fmt: skip
-_CREATE_MODES = ("w", "x", "a")
+FUNCTIONS = {**{name: (os, name) for name in NAMES}, "io.open": (io, "open")}
+Undo = tuple[str, Callable[[], object]]  # folder whose fsync makes an operation durable, how to undo it
 
 
 class FileFaults:
@@ -49,24 +51,21 @@ class FileFaults:
         self.count = 0
         self.names: list[str] = []
         self._real: dict[str, Callable[..., Any]] = {}
-        self._undo: list[tuple[str, Callable[[], object]]] = []  # folder whose fsync makes it durable, how to undo it
+        self._undo: list[Undo] = []
         self._written: dict[int, tuple[int, int]] = {}  # by inode: a descriptor, and the size that is on disk
         self._backups = Path(f"{self._root}.backups")
 
     def __enter__(self) -> FileFaults:
         if self._power_loss:
             self._backups.mkdir(exist_ok=True)
-        self._real = {name: getattr(os, name) for name in PATCHED}
-        self._real["io.open"] = io.open
-        for name in PATCHED:
-            setattr(os, name, self._wrapped(name))
-        io.open = self._open_file
+        for name, (module, attribute) in FUNCTIONS.items():
+            self._real[name] = getattr(module, attribute)
+            setattr(module, attribute, self._wrapped(name))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for name in PATCHED:
-            setattr(os, name, self._real[name])
-        io.open = self._real["io.open"]
+        for name, (module, attribute) in FUNCTIONS.items():
+            setattr(module, attribute, self._real[name])
         for own, _ in self._written.values():
             os.close(own)
         shutil.rmtree(self._backups, ignore_errors=True)
@@ -75,40 +74,30 @@ class FileFaults:
         real = self._real[name]
 
         def operation(*arguments: Any, **options: Any) -> Any:
-            path = self._path(arguments, options)
-            changes = name != "open" or bool(arguments[1] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR))
-            if path is None or not changes:
+            path = self._changed_path(name, arguments, options)
+            if path is None:
                 return real(*arguments, **options)
             self._reach(name, arguments)
             undo = self._prepare(name, path, arguments) if self._power_loss else None
             result = real(*arguments, **options)
             if self._power_loss:
-                self._note(name, path, undo, result if name == "open" else None, arguments)
+                self._note(name, path, undo, result, arguments)
             return result
 
         return operation
 
-    def _open_file(self, file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-        real = self._real["io.open"]
-        if isinstance(file, int) or not mode.startswith(_CREATE_MODES) or not self._is_below(os.fspath(file)):
-            return real(file, mode, *arguments, **options)
-        path = os.path.abspath(os.fspath(file))
-        self._reach("io.open", ())
-        undo = self._prepare("open", path, ()) if self._power_loss else None
-        result = real(file, mode, *arguments, **options)
-        if self._power_loss:
-            self._note("open", path, undo, result.fileno(), ())
-        return result
-
-    def _path(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> str | None:
-        """The absolute path of an operation's file if it is below the folder."""
+    def _changed_path(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> str | None:
+        """The absolute path of the file that an operation changes, if it is below the folder."""
         first = arguments[0]
-        if isinstance(first, int):
-            path = os.readlink(f"/proc/self/fd/{first}")
+        if name == "io.open":
+            changes = not isinstance(first, int) and [*arguments, options.get("mode", "r")][1][0] in "wxa"
         else:
-            path = os.fspath(first)
-            if options.get("dir_fd") is not None:
-                path = os.path.join(os.readlink(f"/proc/self/fd/{options['dir_fd']}"), path)
+            changes = name != "open" or bool(arguments[1] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR))
+        if not changes:
+            return None
+        path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else os.fspath(first)
+        if options.get("dir_fd") is not None:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{options['dir_fd']}"), path)
         return os.path.abspath(path) if self._is_below(path) else None
 
     def _is_below(self, path: str) -> bool:
@@ -133,10 +122,10 @@ class FileFaults:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("killed")
 
-    def _prepare(self, name: str, path: str, arguments: tuple[Any, ...]) -> tuple[str, Callable[[], object]] | None:
+    def _prepare(self, name: str, path: str, arguments: tuple[Any, ...]) -> Undo | None:
         """Folder and inverse of an operation that changes names."""
         real, parent = self._real, os.path.dirname(path)
-        if name == "open":
+        if name in ("open", "io.open"):
             return None if os.path.exists(path) else (parent, lambda: real["unlink"](path))
         if name == "mkdir":
             return parent, lambda: shutil.rmtree(path)
@@ -165,14 +154,14 @@ class FileFaults:
         name: str,
         path: str,
         undo: tuple[str, Callable[[], object]] | None,
-        descriptor: int | None,
+        result: Any,
         arguments: tuple[Any, ...],
     ) -> None:
         """Remember what an operation made durable, or what a power failure would lose of it."""
         if undo is not None:
             self._undo.append(undo)
-        if descriptor is not None and not os.path.isdir(path):
-            status = os.fstat(descriptor)
+        if name in ("open", "io.open") and not os.path.isdir(path):
+            status = os.fstat(result if name == "open" else result.fileno())
             if status.st_ino not in self._written:
                 self._written[status.st_ino] = (self._real["open"](path, os.O_RDWR), status.st_size)
         if name == "fsync" and os.path.isdir(path):
@@ -201,15 +190,16 @@ class FileFaults:
 
 def run_forked(function: Callable[[], object]) -> int:
     """Run a function in a forked process; returns its exit code, 0 if it returned, negative if it was killed."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            function()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return exit_code(fork(function), 300)
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file can grow beyond `size` bytes; writes that would fail with EFBIG, as on a full disk with ENOSPC."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -60,36 +61,14 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """A circle for each edge of the graph that closes one, found by depth-first search."""
-    found: list[list[str]] = []
-    done: set[str] = set()
-
-    def visit(module: str, path: list[str]) -> None:
-        if module in path:
-            found.append([*path[path.index(module) :], module])
-        elif module not in done:
-            for other in sorted(graph[module]):
-                visit(other, [*path, module])
-            done.add(module)
-
-    for module in sorted(graph):
-        visit(module, [])
-    return found
-
-
 def test_no_modules_import_each_other_in_a_circle():
-    graph: dict[str, set[str]] = {module_name(path): set() for path in FILES}
-    for path in FILES:
-        name = module_name(path)
-        graph[name] = {other for other in imported_names(path) if other in graph} - {name, "megatron_webrl"}
-    assert not [" -> ".join(circle) for circle in circles(graph)]
-
-
-def test_the_search_for_circles_finds_them():
-    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}
-    assert circles(graph) == [["a", "b", "c", "a"]]
-    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    modules = {module_name(path): path for path in FILES}
+    TopologicalSorter(
+        {
+            name: {other for other in imported_names(path) if other in modules} - {name, "megatron_webrl"}
+            for name, path in modules.items()
+        }
+    ).prepare()  # raises CycleError with a circle
 
 
 def test_every_package_has_a_layer():
@@ -153,22 +132,24 @@ def test_the_root_of_the_package_holds_a_few_modules():
     assert not [name for name in imported_names(PACKAGE / "types.py") if name.startswith("megatron_webrl")]
 
 
-def renaming_modules() -> set[str]:
-    """Modules of the package that rename a file or folder: PATH.rename(X), PATH.replace(X), os.rename(X, Y)."""
-    found = set()
+def calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """File of the package, dotted name of the function, and node of each call."""
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.keywords:
-                continue
-            module = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-            name, count = node.func.attr, 2 if module == "os" else 1
-            if name in ("rename", "replace") and len(node.args) == count:
-                found.add(str(path.relative_to(PACKAGE)))
-    return found
+            if isinstance(node, ast.Call):
+                yield str(path.relative_to(PACKAGE)), ast.unparse(node.func), node
 
 
 def test_state_files_are_written_by_one_module():
-    assert renaming_modules() == {
+    """PATH.rename(X), PATH.replace(X), os.rename(X, Y)."""
+    found = {
+        path
+        for path, name, node in calls()
+        if name.endswith((".rename", ".replace"))
+        and not node.keywords
+        and len(node.args) == (2 if name.startswith("os.") else 1)
+    }
+    assert found == {
         "util/atomic_file.py",
         "model/convert/atomic_folder.py",  # keeps the old folder until the new one is in place
         "launch/run_folder.py",  # an earlier run's folder
@@ -179,27 +160,18 @@ def test_state_files_are_written_by_one_module():
     }
 
 
-GROUP_CONSTRUCTORS = {"init_process_group", "ProcessGroupGloo", "ProcessGroupNCCL"}
-
-
-def stores_of_process_groups(text: str) -> list[str]:
-    """The expression that each process group formed in a file has as its store; empty for an init_method."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in GROUP_CONSTRUCTORS:
-            named = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            by_name = "init_process_group" in ast.unparse(node.func)
-            found.append(named.get("store", "") if by_name else ast.unparse(node.args[0]))
-    return found
-
-
 def test_no_process_group_is_formed_over_the_control_services_store():
     # A failed NCCL group sets a key of its store that ends every process of every group on that store.
-    stores = {str(p.relative_to(PACKAGE)): stores_of_process_groups(p.read_text()) for p in FILES}
-    assert {path: found for path, found in stores.items() if found} == {
-        "checks/model_scores.py": [""],
+    stores: dict[str, list[str]] = {}
+    for path, name, node in calls():
+        kind = name.rpartition(".")[2]
+        if kind in ("init_process_group", "ProcessGroupGloo", "ProcessGroupNCCL"):
+            named = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            by_name = kind == "init_process_group"
+            stores.setdefault(path, []).append(named.get("store", "") if by_name else ast.unparse(node.args[0]))
+    assert stores == {
+        "checks/model_scores.py": [""],  # an init_method
         "checks/network.py": ["store", "store"],  # of the check alone, on node 0
         "trainer/parallel.py": ["_attempt_store(config, rank, control, attempt)"],
         "weights/link.py": ["store", "own"],  # of the link alone, on its rank 0
     }
-    assert stores_of_process_groups("dist.init_process_group('gloo', store=control.store)") == ["control.store"]

@@ -1,13 +1,18 @@
-"""Wait for a condition, with a limit; start a process that does not outlive its test."""
+"""Wait for a condition, with a limit; start or fork a process that does not outlive its test."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from megatron_webrl.control.child_process import die_with_parent
 
 
 def until(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 60.0) -> None:
@@ -33,3 +38,29 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
             yield process
         finally:
             process.kill()
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Run `work` in a forked process, which ends with 0 if it returned; the pid."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent=parent)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def exit_code(pid: int, seconds: float = 60.0) -> int:
+    """Wait for a forked process; its exit code, or minus the signal that ended it. One that is late dies with us."""
+    deadline = time.monotonic() + seconds
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        assert time.monotonic() < deadline, f"process {pid} did not end within {seconds:g} s"
+        time.sleep(0.001)
+    return os.waitstatus_to_exitcode(ended[1])

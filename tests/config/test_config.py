@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_webrl import cli
 from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.load import all_settings, parse_config, save_config
 from megatron_webrl.launch.validation import load_config
@@ -17,65 +21,51 @@ from tools.documentation.configuration_page import page
 ROOT = Path(__file__).parents[2]
 
 
-def test_overrides_replace_the_files_values(config_file: Path):
+def test_overrides_replace_the_files_values_and_what_is_saved_reads_back_the_same(config_file: Path, tmp_path: Path):
+    before = set(os.listdir("/dev/shm"))
     config = load_config(config_file, ["trainer.updates=7", "tasks.environments=[click-test,focus-text]"])
     assert config.trainer.updates == 7
     assert config.tasks.environments == ["click-test", "focus-text"]
     assert config.rollout.max_model_len == 1024
-
-
-def test_a_saved_configuration_reads_back_the_same(config_file: Path, tmp_path: Path):
-    config = load_config(config_file, ["trainer.loss.normalizer_constant=4"])
     save_config(config, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml") == config
+    assert set(os.listdir("/dev/shm")) == before  # checking starts nothing
 
 
 REFUSALS = {
     "trainer.tensor_parallel=3": "tensor_parallel=3 does not divide num_attention_heads=4",
     "trainer.tensor_parallel=4": "does not divide num_key_value_heads=2",
-    "model.path=no/such/folder": "model.path=no/such/folder is not a folder",
     "model.path=''": "model.path is empty",
+    "model.path=no/such/folder": "model.path=no/such/folder is not a folder",
     "ring.capacity_mib=100000000": "ring.capacity_mib=100000000 exceeds",
     "trainer.optimizer.learning_rate=-1e-3": "trainer.optimizer.learning_rate=-0.001 must be greater than 0",
     "trainer.optimizer.learning_rate=nan": "trainer.optimizer.learning_rate=nan must be greater than 0",
+    "rollout.group_size=1": "rollout.group_size=1",
+    "tasks.max_steps_by_difficulty={easy: 0}": "tasks.max_steps_by_difficulty.easy=0 must be at least 1",
     "trainer.updates=many": "trainer.updates: Value 'many'",
     "trainer.loss.normalizer=sum": "trainer.loss.normalizer='sum' is not one of",
     "rollout.max_new_tokens=1024": "rollout.max_new_tokens=1024",
     "rollout.max_model_len=5000": "max_position_embeddings",
     "trainer.tokens_per_microbatch=512": "trainer.tokens_per_microbatch=512",
-    "rollout.group_size=1": "rollout.group_size=1",
     "trainer.profile_updates=[0]": "trainer.profile_updates=[0]: 0",
     "trainer.minibatches=9": "trainer.minibatches=9 exceeds trainer.groups_per_update=8",
     "trainer.loss.dual_clip=0.9": "trainer.loss.dual_clip=0.9",
-    "trainer={loss: {name: raft}, reward: {format_penalty: 0.1}}":
-        "trainer.reward.format_penalty=0.1 has no effect with trainer.loss.name=raft",
-    "trainer={loss: {name: raft}, zero_variance_groups: keep}":
-        "trainer.zero_variance_groups=keep has no effect with trainer.loss.name=raft",
-    "trainer.loss={decoupled: false, importance_weight_cap: 2}":
-        "trainer.loss.importance_weight_cap has no effect with trainer.loss.decoupled=false",
-    "rollout.context.policy=growing": "rollout.context.policy='growing' is not one of sliding, append",
     "rollout.context={policy: append, history_turns: 1}": "rollout.context.history_turns=1",
     "rollout.context={compact: true, response_format: progress}":
         "rollout.context.response_format=progress has no effect with rollout.context.compact=true",
     "tasks.environments=[]": "tasks.environments is empty",
-    "tasks.sampler.name=random": "tasks.sampler.name='random' is not one of uniform, ratio, curriculum",
     "tasks.sampler.target=1.5": "tasks.sampler.target=1.5 must be at most 1",
     "tasks.sampler.target=-0.1": "tasks.sampler.target=-0.1 must be at least 0",
     "tasks.sampler.weights={click-test: 2}": "sampler.weights has no effect with tasks.sampler.name=uniform",
     "tasks.sampler.name=ratio": "tasks.sampler.name=ratio needs tasks.sampler.weights",
     "tasks.sampler={name: ratio, weights: {clik-test: 1}}": "'clik-test' is not one of tasks.environments",
     "tasks.sampler={name: ratio, weights: {click-test: 0}}": "tasks.sampler.weights is 0",
-    "tasks.sampler={name: ratio, weights: {click-test: -1}}": "tasks.sampler.weights.click-test=-1.0",
     "tasks.sampler={name: ratio, weights: {click-test: .nan}}": "tasks.sampler.weights.click-test=nan",
-    "tasks.sampler={name: ratio, weights: {easy: 1, click-test: 1}}": "'easy' is not one of tasks.environments",
-    "tasks.max_steps_by_difficulty={easy: 0}": "tasks.max_steps_by_difficulty.easy=0 must be at least 1",
     "tasks.max_steps_by_difficulty={tough: 9}": "'tough' is not one of easy, medium, hard",
-    "tasks.evaluation_max_steps_by_difficulty={medum: 9}": "near: medium",
     "browser.executable=no-such-browser": "browser.executable=no-such-browser",
     "browser.actions=[hover,juggle]": "browser.actions=juggle is not one of hover, double_click",
     "browser.actions=[new_tab]": "browser.actions=new_tab has tabs but no switch_tab",
     "browser.servers=node7:8700": "'node7:8700' is not an address such as http://node7:8700 (browser.servers)",
-    "browser.processes=0": "browser.processes=0 must be at least 1",
     "browser.replay_ignore=[_]": "browser.replay_ignore has no effect with browser.replay",
     "browser={record: a, replay: b}": "browser.record=a and browser.replay=b",
     "run.name=a/b": "run.name='a/b'",
@@ -91,31 +81,37 @@ REFUSALS = {
     "evaluation.samples=4": "evaluation.samples=4 with evaluation.temperature=0",
     "evaluation.blank_images=true": "set evaluation.after=true",
     "evaluation.greedy=true": "evaluation.greedy=true",
-    "evaluation.skip=-1": "evaluation.skip=-1 must be at least 0",
-    "evaluation.temperature=-1": "evaluation.temperature=-1.0 must be at least 0",
     "trainer.attention=flash": "trainer.attention=flash needs model.dtype=bfloat16, not float32",
-    "trainer.attention=varlen": "trainer.attention=varlen needs model.dtype=bfloat16, not float32",
     "trainer.data_parallel=0": "trainer.data_parallel=0 asks cluster.* for a number, but cluster.gpus_per_node=0",
-    "rollout.engines=-1": "rollout.engines=-1 must be at least 0",
     "cluster.nodes=2": "trainer.data_parallel=1 makes 1 ranks, which cluster.nodes=2 do not divide",
     "cluster.gpus_per_node=2": "cluster.engine_gpus_per_node=0 of cluster.gpus_per_node=2",
 }  # fmt: skip
 NEAREST = {
     "trainer.tensor_paralel": "trainer.tensor_parallel",
-    "rollout.group_sze": "rollout.group_size",
     "trianer": "trainer",
     "trainer.loss.normaliser": "trainer.loss.normalizer",
-    "run.start_timeout_seconds": "run.startup_timeout_seconds",
     "run.trainer_restarts": "run.max_trainer_restarts",
-    "ring.mib": "ring.capacity_mib",
-    "browser.keep_pages": "browser.reuse_pages",
     "cluster.port": "cluster.base_port",
 }
 
 
-def test_a_broken_setting_is_named_in_one_line(config_file: Path):
+def test_a_broken_setting_is_named_in_one_line(config_file: Path, tiny_sparse_model: Path, tmp_path: Path):
     for override, words in REFUSALS.items():
         assert words in error(config_file, override), override
+    sparse = f"model.path={tiny_sparse_model}"
+    for override, words in {
+        "trainer.expert_parallel=3": "expert_parallel=3 does not divide num_experts=4",
+        "trainer.expert_tensor_parallel=5": "expert_tensor_parallel=5 does not divide moe_intermediate_size=96",
+        "trainer.expert_parallel=2": "=2 does not divide tensor_parallel x context_parallel x data_parallel",
+    }.items():
+        assert words in error(config_file, sparse, override)
+    assert load_config(config_file, [sparse, "trainer.pipeline_parallel=2"]).trainer_world_size == 2
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "model_type='llama'" in error(config_file, f"model.path={tmp_path}")
+    assert "is not a file" in error(tmp_path / "none.yaml")
+    for name, text, words in (("bad", "run: {name: [", "bad.yaml is not valid YAML"), ("list", "- 1\n", "list.yaml")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+        assert words in error(tmp_path / f"{name}.yaml")
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_name(config_file: Path):
@@ -127,17 +123,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(config_file: Path):
         config_file.write_text(f"{': {'.join(key.split('.'))}: 1{'}' * key.count('.')}\n")
         assert words in error(config_file)
         config_file.write_text(valid)
-
-
-def test_what_does_not_fit_a_mixture_of_experts_is_named(config_file: Path, tiny_sparse_model: Path) -> None:
-    model = f"model.path={tiny_sparse_model}"
-    for override, words in {
-        "trainer.expert_parallel=3": "expert_parallel=3 does not divide num_experts=4",
-        "trainer.expert_tensor_parallel=5": "expert_tensor_parallel=5 does not divide moe_intermediate_size=96",
-        "trainer.expert_parallel=2": "=2 does not divide tensor_parallel x context_parallel x data_parallel",
-    }.items():
-        assert words in error(config_file, model, override)
-    assert load_config(config_file, [model, "trainer.pipeline_parallel=2"]).trainer_world_size == 2
 
 
 def test_settings_of_browser_servers_have_no_effect_here_and_are_refused(config_file: Path) -> None:
@@ -183,19 +168,6 @@ def test_the_mode_sets_the_staleness_and_another_one_is_refused(config_file: Pat
             assert f"rollout.max_staleness=3 has no meaning with {own}" in message
 
 
-def test_a_broken_file_is_named(tmp_path: Path):
-    assert "is not a file" in error(tmp_path / "none.yaml")
-    (tmp_path / "bad.yaml").write_text("run: {name: [")
-    assert "bad.yaml is not valid YAML" in error(tmp_path / "bad.yaml")
-    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
-    assert "list.yaml" in error(tmp_path / "list.yaml")
-
-
-def test_a_folder_of_another_model_is_refused(config_file: Path, tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert "model_type='llama'" in error(config_file, f"model.path={tmp_path}")
-
-
 def test_every_setting_has_a_meaning_and_the_page_lists_it():
     text = page()
     assert all(f"`{key}`" in text for key in all_settings())
@@ -222,9 +194,7 @@ def test_the_kept_model_has_the_tokenizer_of_the_tiny_model(tiny_model: Path):
     assert (kept / "tokenizer.json").read_bytes() == (tiny_model / "tokenizer.json").read_bytes()
 
 
-def test_mlflow_goes_where_the_setting_or_the_environment_says(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_goes_where_the_setting_or_the_environment_says(config_file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert load_config(config_file, ["run.directory=/some/runs"]).tracking_uri == "sqlite:////some/runs/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
@@ -232,7 +202,76 @@ def test_mlflow_goes_where_the_setting_or_the_environment_says(
     assert load_config(config_file, ["tracking.uri=http://other:5000"]).tracking_uri == "http://other:5000"
 
 
-def test_checking_starts_nothing(config_file: Path):
-    before = set(os.listdir("/dev/shm"))
-    load_config(config_file)
-    assert set(os.listdir("/dev/shm")) == before
+def test_the_rows_of_the_webgym_page_name_settings_that_exist():
+    lines = [line for line in (ROOT / "docs" / "webgym.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert len(rows) > 50
+    assert all(here and (here != "none" or remarks) for _, here, remarks in rows)
+    keys = all_settings()
+    known = {".".join(key.split(".")[:depth]) for key in keys for depth in range(1, key.count(".") + 2)}
+    named = {span for _, here, remarks in rows for span in re.findall(r"`([a-z_0-9.*]+)[=`]", here + remarks)}
+    settings = {each for each in named if each.split(".")[0] in known and "." in each}
+    assert len(settings) > 50
+    assert not {each for each in settings if not any(re.fullmatch(each.replace("*", "[a-z_]+"), key) for key in known)}
+
+
+def test_the_published_webgym_runs_have_the_published_settings():
+    for name in ("webgym_8b_4node", "webgym_8b_32node"):
+        config = parse_config(ROOT / "configs" / f"{name}.yaml")
+        assert (config.rollout.group_size, config.rollout.max_staleness) == (8, 2)
+        assert (config.rollout.context.history_turns, config.rollout.context.response_format) == (2, "memory_additive")
+        assert config.tasks.max_steps_by_difficulty == {"easy": 10, "medium": 20, "hard": 30}
+        assert config.judge.evaluators == ["judge"]
+
+
+# -- resumes ---------------------------------------------------------------------------------------
+
+
+def write_checkpoint(run_folder: Path, **state: Any) -> Path:
+    """The newest checkpoint of a run, without tensors."""
+    checkpoint = run_folder / "checkpoints" / "version-000001"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    return checkpoint
+
+
+def test_a_resume_from_a_checkpoint_that_does_not_fit_is_refused_before_anything_starts(
+    config_file: Path, tmp_path: Path
+) -> None:
+    run = ["run.resume=true", f"run.directory={tmp_path}"]
+    sizes = {"ranks": 2, "tensor": 2, "pipeline": 1, "virtual_pipeline": 1, "context": 1, "expert": 1}
+    layout = sizes | {"expert_tensor": 1}
+    write_checkpoint(tmp_path / "run", layout=layout, optimizer_shards="ranks", has_critic=False)
+    assert "optimizer_shards=ranks and tensor size 2, not 1: resume with the same sizes" in error(config_file, *run)
+    assert load_config(config_file, [*run, "trainer.tensor_parallel=2", "trainer.data_parallel=3"]).run.resume
+    write_checkpoint(tmp_path / "run", layout=layout, optimizer_shards="whole", has_critic=True)
+    assert "has a critic, but trainer.advantage.name=group; a run has" in error(config_file, *run)
+    checkpoint = write_checkpoint(tmp_path / "run", layout=layout, optimizer_shards="whole", has_critic=False)
+    assert load_config(config_file, run).run.resume
+    description = json.loads((Path(load_config(config_file).model.path) / "config.json").read_text())
+    description["text_config"]["hidden_size"] *= 2
+    (checkpoint / "hf").mkdir()
+    (checkpoint / "hf" / "config.json").write_text(json.dumps(description))
+    assert "version-000001 has text_config.hidden_size=" in error(config_file, *run)
+    shutil.rmtree(checkpoint)
+    assert "checkpoints/latest names, holds no state.json; write the name of a complete" in error(config_file, *run)
+    assert cli.main(["train", str(config_file), *run]) == 2
+
+
+def test_a_resume_needs_initial_weights_and_those_of_its_start_only_as_a_reference(
+    config_file: Path, tmp_path: Path
+) -> None:
+    penalty = "trainer.loss.kl_coefficient=0.1"
+    run = ["run.resume=true", f"run.directory={tmp_path}"]
+    write_checkpoint(tmp_path / "run")
+    deleted, missing = [*run, "model.checkpoint=/deleted"], "model.checkpoint=/deleted holds no Megatron"
+    assert load_config(config_file, deleted).run.resume
+    assert missing in error(config_file, *deleted, penalty)
+    assert missing in error(config_file, *deleted, "run.resume=false")
+    warm = [*run, "trainer.warm_start.demonstrations=5"]
+    assert load_config(config_file, warm).run.resume
+    assert "a run stores them only if it begins with the penalty" in error(config_file, *warm, penalty)
+    (tmp_path / "run" / "reference" / "megatron").mkdir(parents=True)
+    (tmp_path / "run" / "reference" / "megatron" / "metadata.json").touch()
+    assert load_config(config_file, [*warm, penalty]).trainer.loss.kl_coefficient == 0.1

@@ -17,8 +17,7 @@ from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.types import RubricFact
-from tests.documented_blocks import blocks_run_by
-from tests.documented_commands import command_environment
+from tests.documented_blocks import blocks_run_by, command_environment
 from tests.judge.support import episode
 
 ROOT = Path(__file__).parents[2]

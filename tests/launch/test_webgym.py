@@ -14,8 +14,7 @@ import pytest
 
 from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.types import BLOCKED, JUDGE_ERROR, TRAINABLE_OUTCOMES
-from tests.documented_blocks import blocks_run_by
-from tests.documented_commands import command_environment
+from tests.documented_blocks import blocks_run_by, command_environment
 from tests.waiting import started, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]

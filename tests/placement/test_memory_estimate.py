@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_webrl.placement.memory_estimate import (
     MemoryEstimate,
     MemoryUse,
     check_memory,
+    check_parallel_layout,
     choose_recompute,
     estimate_memory,
     vision_activation_widths,
@@ -44,12 +46,6 @@ def made(size: str, *overrides: str) -> tuple[Config, MemoryEstimate]:
     return config, estimate_memory(config, parameter_counts.config_sections(size))
 
 
-def stored(folder: Path) -> int:
-    """Numbers in a model folder's weights."""
-    with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-
-
 def test_the_counts_of_released_sizes_are_those_of_their_tensors() -> None:
     for size in parameter_counts.RELEASED:
         description = parameter_counts.make_hf_config(size)
@@ -65,7 +61,9 @@ def test_the_counts_of_released_sizes_are_those_of_their_tensors() -> None:
 
 def test_the_count_of_a_tiny_model_is_that_of_its_file(tiny_model: Path, tiny_sparse_model: Path) -> None:
     for folder in (tiny_model, tiny_sparse_model):
-        assert count_parameters(json.loads((folder / "config.json").read_text())).total == stored(folder)
+        with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
+            stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        assert count_parameters(json.loads((folder / "config.json").read_text())).total == stored
 
 
 def test_a_ranks_parameters_are_those_that_the_parameter_map_gives_it() -> None:
@@ -101,14 +99,6 @@ def test_an_engines_weights_are_those_that_the_engine_map_gives_a_rank() -> None
         _, found = made(size, f"rollout.tensor_parallel={tensor}")
         shapes = engine_parameter_shapes(parameter_counts.make_hf_config(size), EngineSizes(tensor=tensor), 0)
         assert found.engine.parameters == 2 * sum(math.prod(shape) for shape in shapes.values()), size
-
-
-def test_an_fp8_cache_holds_twice_the_tokens_of_bfloat16() -> None:
-    tokens = {
-        dtype: made("8B", f"rollout.engine_options.kv_cache_dtype={dtype}")[1].kv_cache_tokens
-        for dtype in ("auto", "fp8")
-    }
-    assert tokens["fp8"] == pytest.approx(2 * tokens["auto"], abs=2)
 
 
 def test_the_largest_rank_of_a_pipelined_engine_is_not_underestimated() -> None:
@@ -218,6 +208,8 @@ def test_the_kv_cache_is_what_the_engine_leaves_of_its_share_of_the_card() -> No
     assert found.kv_cache_tokens == room // token
     _, given = made("8B", "rollout.kv_cache_mib=1024")
     assert given.engine.kv_cache == GIB
+    auto, fp8 = (made("8B", f"rollout.engine_options.kv_cache_dtype={dtype}")[1] for dtype in ("auto", "fp8"))
+    assert fp8.kv_cache_tokens == pytest.approx(2 * auto.kv_cache_tokens, abs=2)
 
 
 def test_linear_attention_has_a_state_for_each_request_instead_of_a_cache() -> None:
@@ -252,3 +244,16 @@ def test_without_gpus_there_is_no_card_to_exceed(tiny_model: Path) -> None:
     found = estimate_memory(config, json.loads((tiny_model / "config.json").read_text()))
     check_memory(config, found)
     assert found.trainer[0].optimizer == 2 * found.trainer[0].parameters  # float32: two moments beside each weight
+
+
+def test_every_released_size_of_qwen3_5_can_be_split_and_its_heads_of_linear_attention_too() -> None:
+    gpus = [*GPUS, "cluster.nodes=4"]
+    for name, tensor in product(parameter_counts.QWEN3_5_NAMES, (1, 2)):
+        config = parse_config(None, [*gpus, f"trainer.tensor_parallel={tensor}", "rollout.tensor_parallel=4"])
+        check_parallel_layout(config, parameter_counts.config_sections(name))
+    description = parameter_counts.config_sections("Qwen3.5-9B")
+    description["text_config"]["linear_num_key_heads"] = 6
+    for source, sizes in (("trainer", (4, 1)), ("rollout", (1, 4))):
+        roles = (f"trainer.tensor_parallel={sizes[0]}", f"rollout.tensor_parallel={sizes[1]}")
+        with pytest.raises(ConfigError, match=f"does not divide linear_num_key_heads=6 .{source}.tensor_parallel"):
+            check_parallel_layout(parse_config(None, [*gpus, *roles]), description)

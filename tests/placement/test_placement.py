@@ -26,6 +26,7 @@ from megatron_webrl.launch.local import run_here
 from megatron_webrl.launch.roles import process_specs
 from megatron_webrl.placement.cores import format_cores, parse_cores
 from megatron_webrl.placement.placement import Placement, place_processes, ring_name, visible_devices
+from megatron_webrl.placement.prediction import StartEstimate
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "configs").glob("*node.yaml"))
@@ -149,7 +150,7 @@ def test_an_engine_larger_than_its_share_of_a_node_is_cut_between_stages() -> No
     assert [ring.workers for ring in found.rings] == [(0,), (), (1,), ()]
 
 
-def test_cores_are_taken_near_a_processs_gpu_first() -> None:
+def test_cores_are_taken_near_a_processs_gpu_first_and_the_rest_shared_by_workers() -> None:
     described = "cluster.numa_cores=['0-15,32-47','16-31,48-63']"
     found = place_processes(made(*EIGHT, described, "trainer.image_workers=1", "cluster.nics=[a,a,b,b,c,c,d,d]"))
     numa = [set(parse_cores(text)) for text in ("0-15,32-47", "16-31,48-63")]
@@ -157,23 +158,17 @@ def test_cores_are_taken_near_a_processs_gpu_first() -> None:
         assert len(numa[home].intersection(process.cores)) >= 7  # workers share what the ranks leave, too
         assert len(process.cores) == (7 if process.role == "trainer" else 9)
         assert process.nics == ("aabbccdd"[process.devices[0]],)
-
-
-def test_workers_share_equally_what_the_ranks_of_another_numa_node_leave() -> None:
     found = place_processes(made(*EIGHT, "cluster.numa_cores=['0-55','56-111']"))
     ranks, workers = found.on_node(0)[:4], found.on_node(0)[4:]
     assert [format_cores(process.cores) for process in ranks] == ["0-7", "8-15", "16-23", "24-31"]
     assert {len(process.cores) for process in workers} == {20}
     assert all(sum(core >= 56 for core in process.cores) == 14 for process in workers)
-
-
-def test_a_rank_on_a_gpu_gets_the_cores_that_it_keeps_busy_where_there_is_room() -> None:
     for cores, image_workers, expected in (
         (112, 2, 8), (112, 4, 10), (224, 2, 8), (48, 2, 6), (24, 2, 3), (16, 2, 3), (112, 0, 6)
     ):  # fmt: skip
-        described = (f"cluster.numa_cores=[0-{cores - 1}]", f"trainer.image_workers={image_workers}")
-        ranks = place_processes(made(*EIGHT, *described)).of_role("trainer")
-        assert {len(process.cores) for process in ranks} == {expected}, described
+        settings = (f"cluster.numa_cores=[0-{cores - 1}]", f"trainer.image_workers={image_workers}")
+        ranks = place_processes(made(*EIGHT, *settings)).of_role("trainer")
+        assert {len(process.cores) for process in ranks} == {expected}, settings
 
 
 def test_machines_without_gpus_share_their_cores_by_process() -> None:
@@ -185,26 +180,22 @@ def test_machines_without_gpus_share_their_cores_by_process() -> None:
     assert all(process.cores == () for process in place_processes(made(*two)).processes)
 
 
-def devices(config: Config) -> dict[str, str | None]:
-    """CUDA_VISIBLE_DEVICES of each process of a job on this machine."""
-    specs = process_specs(config, place_processes(config), 0, ["trainer", "rollout"], "", {})
-    return {spec.name: spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs}
-
-
 def test_a_configuration_that_describes_no_machines_has_one_node_without_gpus() -> None:
     config = made("rollout.engines=3", "trainer.data_parallel=2")
     assert config.cluster == ClusterConfig()
     assert [process.name for process in place_processes(config).on_node(0)] == [
         "trainer-0", "trainer-1", "rollout-0", "rollout-1", "rollout-2"
     ]  # fmt: skip
-    assert set(devices(config).values()) == {None}
-    assert devices(made(*EIGHT, "rollout.tensor_parallel=2"))["rollout-1"] == "6,7"
+    for each, device in ((config, None), (made(*EIGHT, "rollout.tensor_parallel=2"), "6,7")):
+        specs = process_specs(each, place_processes(each), 0, ["trainer", "rollout"], "", {})
+        assert [s.environment.get("CUDA_VISIBLE_DEVICES") for s in specs if s.name == "rollout-1"] == [device]
 
 
 def test_devices_are_counted_among_those_that_are_visible() -> None:
-    assert visible_devices((1, 3), "", 4) == "1,3"
-    assert visible_devices((1, 3), "4,5,6,7", 4) == "5,7"
-    assert visible_devices((0,), "GPU-a,GPU-b", 2) == "GPU-a"
+    for devices, visible, count, expected in (
+        ((1, 3), "", 4, "1,3"), ((1, 3), "4,5,6,7", 4, "5,7"), ((0,), "GPU-a,GPU-b", 2, "GPU-a"),
+    ):  # fmt: skip
+        assert visible_devices(devices, visible, count) == expected
     with pytest.raises(ConfigError, match=r"cluster.gpus_per_node=4, but CUDA_VISIBLE_DEVICES=0,1 allows 2; "):
         visible_devices((0,), "0,1", 4)
 
@@ -243,27 +234,56 @@ def test_what_cannot_be_placed_is_named_in_one_line() -> None:
         assert words in refusal(*EIGHT, *overrides), overrides
 
 
-def test_every_configuration_for_a_cluster_fits_its_machines_and_cards(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_every_configuration_for_a_cluster_fits_its_machines_and_cards_and_has_the_time_to_start(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = (ROOT / "docs" / "slurm.md").read_text().splitlines()
-    for path in CLUSTERS:
-        assert main(["placement", str(path), "--memory", "--json", str(tmp_path / "placement.json")]) == 0
-        shown = capsys.readouterr().out
-        assert "too much" not in shown, path
-        assert "copies of the model" in shown
-        config = parse_config(path)
-        assert path.stem.endswith(f"_{config.cluster.nodes}node")
-        found = place_processes(config)
-        used = Counter((process.node, gpu) for process in found.processes for gpu in process.devices)
-        assert used == Counter(product(range(config.cluster.nodes), range(8))), path
-        written = json.loads((tmp_path / "placement.json").read_text())
-        assert [each["name"] for each in written["processes"]] == [process.name for process in found.processes]
-        assert written["memory"]["engine"]["parameters"] > 0
-        uses = written["memory"]["trainer"]
-        most = max(sum(value for value in use.values() if isinstance(value, int)) for use in uses)
-        row = next(line for line in rows if f"| `{path.stem}` |" in line)
-        assert f"| {most / 2**30:.1f}, " in row
+    page, config, file = (ROOT / "docs" / "slurm.md").read_text(), parse_config(path), tmp_path / "placement.json"
+    assert main(["placement", str(path), "--memory", "--time", "--json", str(file)]) == 0
+    shown, written = capsys.readouterr().out, json.loads(file.read_text())
+    assert "too much" not in shown
+    assert "copies of the model" in shown
+    assert path.stem.endswith(f"_{config.cluster.nodes}node")
+    processes = place_processes(config).processes
+    used = Counter((process.node, gpu) for process in processes for gpu in process.devices)
+    assert used == Counter(product(range(config.cluster.nodes), range(8)))
+    assert [each["name"] for each in written["processes"]] == [process.name for process in processes]
+    assert written["memory"]["engine"]["parameters"] > 0
+    uses = written["memory"]["trainer"]
+    most = max(sum(value for value in use.values() if isinstance(value, int)) for use in uses)
+    row = next(line for line in page.splitlines() if f"| `{path.stem}` |" in line)
+    assert f"| {most / 2**30:.1f}, " in row
+    starts = [line for line in shown.splitlines() if line.startswith(("start: reads ", "checkpoint: writes "))]
+    assert len(starts) == 2
+    assert "is short" not in "".join(starts)
+    assert written["start"]["resumed_bytes"] == 7 * written["start"]["new_bytes"]
+    assert path.stem != "235b_a22b_32node" or "\n".join(starts) in page
+    training = written["time"]["training"]
+    mfu = training["operations"] / sum(training["parts"].values()) / training["ranks"] / 989e12
+    assert f"MFU {mfu:.1%}" in shown
+    assert 0.03 < mfu < 0.55
+    assert written["time"]["trainer_gib"] < 80
+
+
+def estimate(parameters: int, *overrides: str) -> tuple[StartEstimate, list[str]]:
+    config = parse_config(None, list(overrides))
+    found = StartEstimate.of_config(config, parameters)
+    return found, found.lines(config)
+
+
+def test_a_start_reads_the_weights_and_the_optimizer_if_resumed_and_a_short_timeout_is_named() -> None:
+    bfloat16, lines = estimate(10**9, "model.dtype=bfloat16", "cluster.nodes=4")
+    assert bfloat16 == StartEstimate(2 * 10**9, 14 * 10**9)  # weights; main weights and two moments, 4 bytes each
+    assert lines[0].endswith("about 1 s at 2 GB/s; resumed 13 GiB, 7 s")
+    assert estimate(10**9)[0] == StartEstimate(4 * 10**9, 12 * 10**9)
+    # An evaluation reads a copy for each node and saves nothing.
+    found, [line] = estimate(10**9, "evaluation.only=true", "cluster.nodes=4", "model.dtype=bfloat16")
+    assert found == StartEstimate(8 * 10**9, 8 * 10**9)
+    assert "resumed" not in line
+    _, (_, save) = estimate(10**10, "model.dtype=bfloat16")
+    assert save == "checkpoint: writes 130 GiB, about 70 s"
+    _, (start, _) = estimate(10**11, "model.dtype=bfloat16")
+    assert start.endswith("run.startup_timeout_seconds=600 is short, set it to 1700 or more")
 
 
 def test_the_table_folds_nodes_that_are_alike(capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,8 +325,7 @@ def test_a_role_that_the_placement_does_not_have_is_refused(tmp_path: Path) -> N
     (tmp_path / "placement.json").write_text(json.dumps(place_processes(made()).to_json()))
     command = [sys.executable, "-m", "megatron_webrl", "role", str(tmp_path), "rollout-1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2
-    assert f"rollout-1 is not a process of {tmp_path / 'placement.json'}" in ended.stderr
+    assert (ended.returncode, "rollout-1 is not a process of" in ended.stderr) == (2, True)
 
 
 def test_each_node_has_a_ring_of_the_name_that_the_placement_draws_and_writes() -> None:

@@ -1,11 +1,10 @@
-"""Helpers of the ring's tests: forked processes, a kill at a chosen line, checksummed payloads."""
+"""Helpers of the ring's tests: damage, a kill at a chosen line, checksummed payloads."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import TypeVar
 import numpy as np
 
 import megatron_webrl
-from megatron_webrl.control.child_process import die_with_parent
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.ring.segment import SHM_FOLDER, poll_with_backoff
+from megatron_webrl.ring.segment import SHM_FOLDER
+from tests.waiting import exit_code, fork
 
-RUN = "test run"
+RUN, CAPACITY = "test run", 64 * 1024
 PREFIX = f"webrl-test-{os.getpid()}-"
 T = TypeVar("T")
 SOURCES = str(Path(megatron_webrl.__file__).parent)
@@ -36,32 +35,9 @@ def damage(ring: Ring, sequence: int, position: int = 0) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def fork(work: Callable[[], object]) -> int:
-    """Run `work` in a forked process, which ends with 0 if it returned; the pid."""
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        die_with_parent(parent=parent)
-        work()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def exit_code(pid: int, seconds: float = 20.0) -> int:
-    """Wait for a forked process; its exit code, or minus the signal that ended it."""
-    for _ in poll_with_backoff(seconds):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
+def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"process {pid} did not end within {seconds} s")
+    assert exit_code(pid) == -signal.SIGKILL
 
 
 def killed_at_line(line: int, prepare: Callable[[], T], work: Callable[[T], object]) -> bool:

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from functools import partial
 
 import numpy as np
 import pytest
 
 from megatron_webrl.ring.ring import HOLDER_OFFSET, Ring, RingUsage
-from megatron_webrl.ring.segment import RingError, poll_with_backoff
-from tests.ring.support import RUN, check, exit_code, fork, killed_at_line, payload
-
-CAPACITY = 64 * 1024
-
-
-@pytest.fixture
-def ring(name: str):
-    with Ring.create_or_attach(name, CAPACITY, RUN) as ring:
-        yield ring
+from megatron_webrl.ring.segment import RingError
+from tests.ring.support import CAPACITY, RUN, check, kill, killed_at_line, payload
+from tests.waiting import exit_code, fork, until
 
 
 def test_a_writer_killed_before_any_line_leaves_the_complete_record_or_nothing(ring: Ring, name: str) -> None:
@@ -57,71 +49,25 @@ def test_a_reader_killed_before_any_line_of_acknowledging_leaves_each_record_com
     assert line > 40
 
 
-def test_space_of_a_writer_killed_between_reserving_and_committing_is_freed(ring: Ring, name: str) -> None:
+def test_space_that_a_writer_has_reserved_is_its_own_until_it_is_killed(ring: Ring, name: str) -> None:
     def reserve() -> None:
         Ring.attach(name)._reserve(60_000, 1)
         signal.pause()
 
     pid = fork(reserve)
-    for _ in poll_with_backoff(10):
-        if ring.usage().reserved:
-            break
+    until(lambda: ring.usage().reserved, "the reservation")
     assert ring.usage() == RingUsage(60_032, CAPACITY, 0, 1)
     assert ring.committed() == []
-    with pytest.raises(RingError, match="record 0 is being written"):
-        ring.read(0)
-    with pytest.raises(RingError, match="record 0 is being written and cannot be acknowledged"):
-        ring.acknowledge([0])
+    for use, words in (
+        (lambda: ring.read(0), "record 0 is being written"),
+        (lambda: ring.acknowledge([0]), "record 0 is being written and cannot be acknowledged"),
+        (lambda: ring.write([bytes(60_000)], 0.2), "0 unacknowledged records and 1 being written"),
+    ):
+        with pytest.raises(RingError, match=words):
+            use()
     os.kill(pid, signal.SIGKILL)  # not waited for: a zombie counts as dead
     assert check(ring.read(ring.write([payload(3, 60_000)], 10))) == 3
     assert exit_code(pid) == -signal.SIGKILL
-
-
-def test_a_living_writer_keeps_its_reserved_space(ring: Ring, name: str) -> None:
-    def reserve() -> None:
-        Ring.attach(name)._reserve(60_000, 1)
-        signal.pause()
-
-    pid = fork(reserve)
-    for _ in poll_with_backoff(10):
-        if ring.usage().reserved:
-            break
-    with pytest.raises(RingError, match="0 unacknowledged records and 1 being written"):
-        ring.write([bytes(60_000)], 0.2)
-    os.kill(pid, signal.SIGKILL)
-    assert exit_code(pid) == -signal.SIGKILL
-
-
-def test_writers_killed_at_random_moments_never_corrupt_the_stream(ring: Ring, name: str) -> None:
-    random = np.random.default_rng(7)
-
-    def write_forever() -> None:
-        mine, number = Ring.attach(name), 0
-        while True:
-            mine.write([payload(number, 24 + number * 997 % 30_000)], 10)
-            number += 1
-
-    records = 0
-    for _ in range(20):
-        pids, begun, limit = (
-            [fork(write_forever) for _ in range(2)],
-            time.monotonic(),
-            float(random.uniform(0.02, 0.08)),
-        )
-        while time.monotonic() - begun < limit:
-            for sequence in ring.wait((), limit):
-                check(ring.read(sequence))
-                ring.acknowledge([sequence])
-                records += 1
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            assert exit_code(pid) == -signal.SIGKILL
-        left = ring.committed()
-        for sequence in left:
-            check(ring.read(sequence))
-        ring.acknowledge(left)
-        assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
-    assert records > 200
 
 
 def test_a_stopped_process_with_the_lock_is_named_after_the_limit(ring: Ring, name: str, monkeypatch) -> None:
@@ -130,39 +76,31 @@ def test_a_stopped_process_with_the_lock_is_named_after_the_limit(ring: Ring, na
             signal.pause()
 
     pid = fork(hold)
-    for _ in poll_with_backoff(10):
-        if ring._words.load(HOLDER_OFFSET) == pid:
-            break
+    until(lambda: ring._words.load(HOLDER_OFFSET) == pid, "the lock of the other process")
     monkeypatch.setattr("megatron_webrl.ring.ring.LOCK_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(RingError, match=rf"lock was not free within 0.2 s; process {pid} took it last"):
         ring.write([b"x"], 1)
-    os.kill(pid, signal.SIGKILL)
-    exit_code(pid)
+    kill(pid)
     assert ring.write([b"x"], 1) == 0
 
 
-def test_a_restarted_reader_finds_all_unacknowledged_records(ring: Ring, name: str) -> None:
-    sequences = [ring.write([payload(number, 5000)], 1) for number in range(6)]
+def test_records_outlive_their_processes_and_a_restarted_reader_finds_the_unacknowledged(name: str) -> None:
+    def write() -> None:
+        with Ring.create_or_attach(name, CAPACITY, RUN) as mine:
+            for number in range(6):
+                mine.write([payload(number, 5000)], 1)
 
     def read_some() -> None:
         mine = Ring.attach(name)
         for sequence in mine.committed():
             check(mine.read(sequence))
-        mine.acknowledge(sequences[1:3])
+        mine.acknowledge([1, 2])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert exit_code(fork(read_some)) == -signal.SIGKILL
-    with Ring.attach(name) as restarted:
-        assert [check(restarted.read(sequence)) for sequence in restarted.committed()] == [0, 3, 4, 5]
-
-
-def test_records_outlive_all_processes_until_the_segment_is_swept(name: str) -> None:
-    def write() -> None:
-        Ring.create_or_attach(name, CAPACITY, RUN).write([payload(4, 5000)], 1)
-
     assert exit_code(fork(write)) == 0
-    with Ring.create_or_attach(name, CAPACITY, RUN) as ring:
-        assert [check(ring.read(sequence)) for sequence in ring.committed()] == [4]
+    assert exit_code(fork(read_some)) == -signal.SIGKILL
+    with Ring.create_or_attach(name, CAPACITY, RUN) as restarted:
+        assert [check(restarted.read(sequence)) for sequence in restarted.committed()] == [0, 3, 4, 5]
 
 
 def test_several_writers_and_readers_transfer_every_record_once_and_intact(ring: Ring, name: str, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Encoding and decoding of trajectories as records."""
+"""Trajectories as records, in rings and files; what is damaged is refused, named or set aside."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 import json
 import struct
 import zlib
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.ring import record
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.ring.segment import RecordError
+from megatron_webrl.ring.segment import CHECKSUM_PAGE_BYTES, RecordError, checksum
 from megatron_webrl.types import (
     COORDINATE_ACTION_KINDS,
     Action,
@@ -26,11 +28,12 @@ from megatron_webrl.types import (
     Trajectory,
     Verdict,
 )
-from tests.ring.support import RUN
+from tests.ring.support import damage
 
 ARRAYS = [*(name for name, *_ in record.STEP_ARRAYS), record.EXPERTS]
 texts = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates too: pages contain them
-seconds = st.floats(0, 1e6)
+seconds, numbers = st.floats(0, 1e6), st.integers(0, 1000)
+points = st.none() | st.tuples(numbers, numbers)
 
 
 def int32s(*shape: int) -> st.SearchStrategy[np.ndarray]:
@@ -40,14 +43,10 @@ def int32s(*shape: int) -> st.SearchStrategy[np.ndarray]:
 
 
 actions = st.builds(
-    Action,
-    kind=st.sampled_from(COORDINATE_ACTION_KINDS),
-    coordinate=st.none() | st.tuples(st.integers(0, 1000), st.integers(0, 1000)),
-    text=st.none() | texts,
-    direction=st.sampled_from([None, "up", "down"]),
-    time=st.none() | seconds,
-    url=st.none() | texts,
-)
+    Action, kind=st.sampled_from(COORDINATE_ACTION_KINDS), coordinate=points, end_coordinate=points,
+    text=st.none() | texts, direction=st.sampled_from([None, "up", "down"]), time=st.none() | seconds,
+    url=st.none() | texts, element_id=st.none() | numbers, end_element_id=st.none() | numbers, tab=st.none() | numbers,
+)  # fmt: skip
 
 
 @st.composite
@@ -63,25 +62,17 @@ def steps(draw: st.DrawFn, images: int) -> Step:
     prompt, response = draw(st.integers(0, 40)), draw(st.integers(0, 20))
     shown = draw(st.lists(st.integers(0, images - 1), max_size=4)) if images else []
     return Step(
-        prompt_token_ids=draw(int32s(prompt)),
-        response_token_ids=draw(int32s(response)),
+        prompt_token_ids=draw(int32s(prompt)), response_token_ids=draw(int32s(response)),
         logprobs=draw(int32s(response)).view(np.float32),  # any bits, NaN and infinities among them
-        versions=draw(int32s(response)),
-        images=np.array(shown, np.int32),
-        image_grids=draw(int32s(len(shown), 3)),
-        finish_reason=draw(st.sampled_from(["stop", "length"])),
-        action=draw(st.none() | actions),
-        format_error=draw(st.none() | texts),
-        page_changed=draw(st.booleans()),
-        response_characters=draw(st.integers(0, 2**31)),
-        memory_characters=draw(st.integers(-1, 2**31)),
-        seconds_generation=draw(seconds),
-        seconds_browser=draw(seconds),
-        cached_prompt_tokens=draw(st.integers(0, prompt)),
-        leniencies=draw(st.lists(texts, max_size=2).map(tuple)),
+        versions=draw(int32s(response)), images=np.array(shown, np.int32), image_grids=draw(int32s(len(shown), 3)),
+        finish_reason=draw(st.sampled_from(["stop", "length"])), action=draw(st.none() | actions),
+        format_error=draw(st.none() | texts), page_changed=draw(st.booleans()),
+        response_characters=draw(st.integers(0, 2**31)), memory_characters=draw(st.integers(-1, 2**31)),
+        seconds_generation=draw(seconds), seconds_browser=draw(seconds),
+        cached_prompt_tokens=draw(st.integers(0, prompt)), leniencies=draw(st.lists(texts, max_size=2).map(tuple)),
         teacher_logprobs=draw(st.sampled_from([0, response]).flatmap(int32s)).view(np.float32),
         experts=draw(experts(prompt + response - 1)),
-    )
+    )  # fmt: skip
 
 
 facts = st.lists(st.builds(RubricFact, group=texts, description=texts, fact=texts), max_size=2).map(tuple)
@@ -99,22 +90,14 @@ verdicts = st.builds(
 def trajectories(draw: st.DrawFn) -> Trajectory:
     images = tuple(draw(st.lists(st.binary(max_size=50), max_size=4)))
     return Trajectory(
-        ticket=draw(st.integers(0, 2**62)),
-        index=draw(st.integers(0, 7)),
-        group_size=8,
-        restart_epoch=draw(st.integers(0, 9)),
+        ticket=draw(st.integers(0, 2**62)), index=draw(st.integers(0, 7)), group_size=8,
+        restart_epoch=draw(st.integers(0, 9)), instruction=draw(texts),
         task=Task("id", draw(texts), draw(texts), draw(st.integers()), 5, draw(st.none() | texts), draw(texts),
                   facts=draw(facts)),
-        instruction=draw(texts),
-        steps=tuple(draw(st.lists(steps(len(images)), max_size=4))),
-        images=images,
-        reward=draw(st.sampled_from([0.0, 1.0])),
-        outcome=draw(st.sampled_from(["success", "failure", "engine_error"])),
-        temperature=draw(st.floats(0.1, 2)),
-        seconds=draw(seconds),
-        finished_at=draw(seconds),
-        page_reward=draw(st.none() | seconds),
-        verdict=draw(st.none() | verdicts),
+        steps=tuple(draw(st.lists(steps(len(images)), max_size=4))), images=images,
+        reward=draw(st.sampled_from([0.0, 1.0])), outcome=draw(st.sampled_from(["success", "failure", "engine_error"])),
+        temperature=draw(st.floats(0.1, 2)), seconds=draw(seconds), finished_at=draw(seconds),
+        page_reward=draw(st.none() | seconds), verdict=draw(st.none() | verdicts),
     )  # fmt: skip
 
 
@@ -123,18 +106,14 @@ def example(size: int = 1000) -> Trajectory:
     made = [
         Step(
             prompt_token_ids=random.integers(0, 9, 37 + index, dtype=np.int32),
-            response_token_ids=random.integers(0, 9, 5, dtype=np.int32),
-            logprobs=random.random(5, dtype=np.float32),
-            versions=np.full(5, 3, np.int32),
-            images=np.array([index], np.int32),
-            image_grids=np.array([[1, 4, 6]], np.int32),
-            finish_reason="stop",
-            action=Action("left_click", coordinate=(500, 20)),
-            teacher_logprobs=random.random(5, dtype=np.float32),
+            response_token_ids=random.integers(0, 9, 5, dtype=np.int32), logprobs=random.random(5, dtype=np.float32),
+            versions=np.full(5, 3, np.int32), images=np.array([index], np.int32),
+            image_grids=np.array([[1, 4, 6]], np.int32), finish_reason="stop",
+            action=Action("left_click", coordinate=(500, 20)), teacher_logprobs=random.random(5, dtype=np.float32),
             experts=random.integers(0, 9, (41 + index, 2, 1), dtype=np.uint16),
         )
         for index in range(3)
-    ]
+    ]  # fmt: skip
     images = tuple(random.bytes(size) for _ in made)
     task = Task("click-test/1", "miniwob", "click-test", 1, 5)
     return Trajectory(4, 1, 8, 0, task, "Click.", tuple(made), images, 1.0, "success", 1.0, 2.5)
@@ -159,21 +138,6 @@ def assert_same(left: Trajectory, right: Trajectory) -> None:
 @given(trajectories(), st.booleans())
 def test_any_trajectory_comes_back_as_it_was(trajectory: Trajectory, copy: bool) -> None:
     assert_same(record.decode_trajectory(joined(trajectory), copy), trajectory)
-
-
-def test_every_argument_of_an_action_comes_back() -> None:
-    for action in (
-        Action("drag", coordinate=(1, 2), end_coordinate=(3, 1000)), Action("drag", element_id=1, end_element_id=2),
-        Action("switch_tab", tab=3), Action("key", text="Control+a"),
-    ):  # fmt: skip
-        whole = example()
-        steps = (dataclasses.replace(whole.steps[0], action=action),)
-        assert record.decode_trajectory(joined(dataclasses.replace(whole, steps=steps))).steps[0].action == action
-
-
-def test_an_action_without_optional_arguments_is_read() -> None:
-    described = {"kind": "left_click", "coordinate": [5, 6], "text": None, "direction": None, "time": None, "url": None}
-    assert record._action(described) == Action("left_click", coordinate=(5, 6))
 
 
 @settings(max_examples=60, derandomize=True)
@@ -208,11 +172,15 @@ def described(description: object) -> bytes:
     return with_header(json.dumps(description).encode())
 
 
+def description_of(trajectory: Trajectory) -> dict[str, Any]:
+    whole = joined(trajectory)
+    return json.loads(whole[32 : 32 + struct.unpack_from("<Q", whole, 24)[0]])
+
+
 @settings(max_examples=300, derandomize=True)
 @given(st.data())
 def test_a_description_of_any_content_raises_only_the_errors_of_records(data: st.DataObject) -> None:
-    whole = joined(example())
-    description = json.loads(whole[32 : 32 + struct.unpack_from("<Q", whole, 24)[0]])
+    description = description_of(example())
     places: list[tuple[Any, Any]] = []
 
     def visit(value: Any) -> None:
@@ -226,32 +194,26 @@ def test_a_description_of_any_content_raises_only_the_errors_of_records(data: st
         holder[key] = data.draw(JSON_VALUES)
     else:
         del holder[key]
-    try:
-        decoded = record.decode_trajectory(described(description))
-    except RecordError:
-        return
-    assert isinstance(decoded, Trajectory)
+    with suppress(RecordError):
+        assert isinstance(record.decode_trajectory(described(description)), Trajectory)
 
 
-def test_arrays_and_images_are_views_of_the_ring_and_copies_on_request(name: str) -> None:
+def test_arrays_and_images_are_views_of_the_ring_and_copies_on_request(ring: Ring) -> None:
     trajectory = example()
-    with Ring.create_or_attach(name, 64 * 1024, RUN) as ring:
-        buffer = ring.read(ring.write(record.encode_trajectory(trajectory), 1))
-        by_reference, copied = record.decode_trajectory(buffer), record.decode_trajectory(buffer, copy=True)
-        assert_same(by_reference, trajectory)
-        whole = np.frombuffer(buffer, np.uint8)
-        for step, copied_step in zip(by_reference.steps, copied.steps, strict=True):
-            for array_name in ARRAYS:
-                array = getattr(step, array_name)
-                assert np.shares_memory(array, whole)
-                assert array.flags.aligned
-                assert not array.flags.writeable
-                assert not np.shares_memory(getattr(copied_step, array_name), whole)
-        assert all(np.shares_memory(np.frombuffer(image, np.uint8), whole) for image in by_reference.images)
-        assert all(type(image) is bytes for image in copied.images)
-        ring.acknowledge([0])
-        ring.write([bytes(len(buffer))], 1)
-        assert_same(copied, trajectory)
+    buffer = ring.read(ring.write(record.encode_trajectory(trajectory), 1))
+    by_reference, copied = record.decode_trajectory(buffer), record.decode_trajectory(buffer, copy=True)
+    whole = np.frombuffer(buffer, np.uint8)
+    for step, copied_step in zip(by_reference.steps, copied.steps, strict=True):
+        for name in ARRAYS:
+            array = getattr(step, name)
+            assert np.shares_memory(array, whole)
+            assert array.flags.aligned
+            assert not array.flags.writeable
+            assert not np.shares_memory(getattr(copied_step, name), whole)
+    assert all(np.shares_memory(np.frombuffer(image, np.uint8), whole) for image in by_reference.images)
+    ring.acknowledge([0])
+    ring.write([bytes(len(buffer))], 1)
+    assert_same(copied, trajectory)
 
 
 def test_each_screenshot_is_stored_once_and_is_not_copied_while_encoding() -> None:
@@ -261,27 +223,21 @@ def test_each_screenshot_is_stored_once_and_is_not_copied_while_encoding() -> No
     assert sum(len(buffer) for buffer in buffers) < 3 * 100_000 + 4000
 
 
-def test_truncated_records_are_refused() -> None:
-    for length in (0, 7, 31, 32, 200, -1):
-        with pytest.raises(RecordError, match="truncated"):
-            record.decode_trajectory(joined(example())[:length])
-
-
-def test_foreign_bytes_and_other_formats_are_refused() -> None:
+def test_truncated_and_foreign_bytes_and_other_formats_are_refused() -> None:
     whole = joined(example())
-    with pytest.raises(RecordError, match="not a record: it begins with b'PNG"):
-        record.decode_trajectory(b"PNG" + whole[3:])
-    with pytest.raises(RecordError, match=f"format 9, this program reads {record.FORMAT_VERSION}"):
-        record.decode_trajectory(whole[:8] + struct.pack("<I", 9) + whole[12:])
-    with pytest.raises(RecordError, match="followed by foreign bytes"):
-        record.decode_trajectory(whole + b"x")
-    with pytest.raises(RecordError, match="CRC-32"):
-        record.decode_trajectory(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    for data, message in (
+        *((whole[:length], "truncated") for length in (0, 7, 31, 32, 200, -1)),
+        (b"PNG" + whole[3:], "not a record: it begins with b'PNG"),
+        (whole[:8] + struct.pack("<I", 9) + whole[12:], f"format 9, this program reads {record.FORMAT_VERSION}"),
+        (whole + b"x", "followed by foreign bytes"),
+        (whole[:40] + bytes([whole[40] ^ 1]) + whole[41:], "CRC-32"),
+    ):
+        with pytest.raises(RecordError, match=message):
+            record.decode_trajectory(data)
 
 
 def test_a_description_that_does_not_fit_is_refused() -> None:
-    whole = joined(dataclasses.replace(example(), steps=(), images=()))
-    description = json.loads(whole[32 : 32 + struct.unpack_from("<Q", whole, 24)[0]])
+    description = description_of(dataclasses.replace(example(), steps=(), images=()))
     for key, value, message in (
         ("images", [10**30], "its description gives"),
         ("images", "abc", "does not fit"),
@@ -312,3 +268,81 @@ def test_a_trajectory_with_wrong_types_is_refused() -> None:
         changed = dataclasses.replace(trajectory.steps[0], **{name: value})
         with pytest.raises(RecordError, match=message):
             record.encode_trajectory(dataclasses.replace(trajectory, steps=(changed,)))
+
+
+def test_damaged_records_are_set_aside_up_to_a_number_and_a_full_disk_does_not_matter(
+    ring: Ring, tmp_path: Path
+) -> None:
+    kept, whole = tmp_path / "set" / "aside", record.encode_trajectory(example())
+    numbers = [ring.write(whole, 1) for _ in range(3)]
+    damage(ring, 1)
+    read = [record.read_trajectory(ring, number, kept) for number in numbers]
+    assert [each is not None for each in read] == [True, False, True]
+    [file] = kept.iterdir()
+    assert (file.name, file.read_bytes()) == ("1.record", bytes(ring.read(1, verify=False)))
+    assert sorted(record.undamaged_trajectories(ring, numbers)) == [0, 2]
+    for _ in range(record.MAX_KEPT + 5):
+        number = ring.write([b"no trajectory"], 1)
+        assert record.read_trajectory(ring, number, kept) is None
+    assert len(list(kept.iterdir())) == record.MAX_KEPT
+    assert record.read_trajectory(ring, number, file / "no folder") is None
+
+
+RECORDS = [b"first", b"", np.random.default_rng(0).bytes(20_000)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "new folder" / "demonstrations.records"
+    with record.RecordFileWriter(path) as file:
+        for each in RECORDS:
+            file.write([each[:3], memoryview(each)[3:]])
+        assert not path.exists()
+    return path
+
+
+def test_the_records_of_a_file_come_back_in_order_and_nothing_else_is_left(path: Path) -> None:
+    assert list(record.read_record_file(path)) == RECORDS
+    record.RecordFileWriter(path.with_name("empty")).close()
+    assert list(record.read_record_file(path.with_name("empty"))) == []
+    path.with_name("empty").unlink()
+
+    def fail() -> None:
+        with record.RecordFileWriter(path.with_name("never")) as file:
+            file.write([b"x"])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_is_damaged_or_truncated_anywhere_is_refused(path: Path) -> None:
+    whole = path.read_bytes()
+    lengths = [*range(120), *range(120, len(whole), 997), len(whole) - 1]
+    for data, message in (
+        *((whole[:length], r"truncated|not a record file") for length in lengths),
+        (whole.replace(b"first", b"fjrst"), "record 0 of 5 bytes does not match its checksum"),
+        (whole + b"more", "4 bytes follow"),
+        (b"other" * 100, "is not a record file"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(RecordError, match=message):
+            list(record.read_record_file(path))
+
+
+@pytest.mark.parametrize("size", [0, 1, CHECKSUM_PAGE_BYTES - 1, CHECKSUM_PAGE_BYTES, 5 * CHECKSUM_PAGE_BYTES + 13])
+def test_the_checksum_detects_single_bits_swapped_words_swapped_pages_and_stale_pages(size: int) -> None:
+    data, page = bytearray(np.random.default_rng(size).bytes(size)), CHECKSUM_PAGE_BYTES
+    expected = checksum(bytes(data))
+    assert checksum(memoryview(data)) == expected
+    for position in range(0, size, max(1, size // 50)):
+        data[position] ^= 1 << position % 8
+        assert checksum(memoryview(data)) != expected
+        data[position] ^= 1 << position % 8
+    if size < 3 * page:
+        return
+    for step in (8, page):
+        swapped = data[step : 2 * step] + data[:step] + data[2 * step :]
+        assert checksum(memoryview(swapped)) != expected
+    assert checksum(memoryview(data[:page] + bytes(page) + data[2 * page :])) != expected

@@ -11,13 +11,8 @@ import pytest
 
 from megatron_webrl.ring.ring import Ring, RingUsage
 from megatron_webrl.ring.segment import RecordCorrupt, RecordTooLarge, RingError, RingFull, sweep_segments
-from tests.ring.support import PREFIX, RUN, check, damage, exit_code, fork, payload
-
-
-@pytest.fixture
-def ring(name: str):
-    with Ring.create_or_attach(name, 64 * 1024, RUN) as ring:
-        yield ring
+from tests.ring.support import CAPACITY, PREFIX, RUN, check, damage, payload
+from tests.waiting import exit_code, fork
 
 
 def test_a_record_of_several_buffers_is_read_as_one_by_reference(ring: Ring) -> None:
@@ -35,19 +30,16 @@ def test_reading_does_not_consume_and_acknowledging_does(ring: Ring) -> None:
     assert ring.committed(seen={first}) == [second]
     ring.acknowledge([first])
     assert ring.committed() == [second]
-    with pytest.raises(RingError, match=r"record 0 is acknowledged.*not there to read"):
-        ring.read(first)
+    for use, words in (
+        (lambda: ring.read(first), r"record 0 is acknowledged.*not there to read"),
+        (lambda: ring.read(7), "record 7 is not written yet"),
+        (lambda: ring.acknowledge([second, 7]), "record 7 is not written yet and cannot be acknowledged"),
+    ):
+        with pytest.raises(RingError, match=words):
+            use()
+    assert ring.committed() == [second]
     ring.acknowledge([first, second])
-    assert ring.usage() == RingUsage(0, 64 * 1024, 0, 0)
-
-
-def test_a_record_that_was_never_written_cannot_be_read_or_acknowledged(ring: Ring) -> None:
-    sequence = ring.write([b"a"], 1)
-    with pytest.raises(RingError, match="record 7 is not written yet"):
-        ring.read(7)
-    with pytest.raises(RingError, match="record 7 is not written yet and cannot be acknowledged"):
-        ring.acknowledge([sequence, 7])
-    assert ring.committed() == [sequence]
+    assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
 
 
 def test_records_wrap_around_contiguously_for_many_rounds(ring: Ring) -> None:
@@ -65,24 +57,18 @@ def test_records_wrap_around_contiguously_for_many_rounds(ring: Ring) -> None:
 def test_space_is_freed_in_order_for_any_order_of_acknowledging(ring: Ring) -> None:
     sequences = [ring.write([bytes(1024)], 1) for _ in range(4)]
     ring.acknowledge(sequences[1:3])
-    assert ring.usage() == RingUsage(4 * 1024, 64 * 1024, 2, 0)
+    assert ring.usage() == RingUsage(4 * 1024, CAPACITY, 2, 0)
     ring.acknowledge(sequences[:1])
-    assert ring.usage() == RingUsage(1024, 64 * 1024, 1, 0)
+    assert ring.usage() == RingUsage(1024, CAPACITY, 1, 0)
 
 
-def test_a_full_ring_blocks_the_writer_and_never_overwrites(ring: Ring) -> None:
+def test_a_full_ring_blocks_the_writer_until_another_process_acknowledges(ring: Ring, name: str) -> None:
     sequences = [ring.write([payload(number, 20_000)], 1) for number in range(3)]
     begun = time.monotonic()
-    with pytest.raises(
-        RingFull, match=r"no room for 20000 bytes within 0.2 s: 60096 of 65536 bytes .* 3 unacknowledged"
-    ):
+    with pytest.raises(RingFull, match=r"no room for 20000 bytes within 0.2 s: 60096 of 65536 .* 3 unacknowledged"):
         ring.write([payload(3, 20_000)], 0.2)
     assert 0.2 <= time.monotonic() - begun < 10
     assert [check(ring.read(sequence)) for sequence in sequences] == [0, 1, 2]
-
-
-def test_a_blocked_writer_continues_when_another_process_acknowledges(ring: Ring, name: str) -> None:
-    sequences = [ring.write([payload(number, 20_000)], 1) for number in range(3)]
 
     def read() -> None:
         with Ring.attach(name) as mine:
@@ -104,20 +90,20 @@ def test_a_full_slot_table_blocks_the_writer(ring: Ring) -> None:
 
 def test_a_record_of_the_whole_capacity_fits_and_a_larger_one_is_refused(ring: Ring) -> None:
     ring.acknowledge([ring.write([bytes(100)], 1)])
-    sequence = ring.write([payload(1, 64 * 1024)], 1)
+    sequence = ring.write([payload(1, CAPACITY)], 1)
     assert check(ring.read(sequence)) == 1
     with pytest.raises(RecordTooLarge, match=r"65537 bytes does not fit ring .* of 65536 bytes"):
-        ring.write([bytes(64 * 1024 + 1)], 1)
+        ring.write([bytes(CAPACITY + 1)], 1)
 
 
-@pytest.mark.parametrize("position", [0, 4095, 4096, 9000, 9999])
-def test_one_corrupt_byte_is_detected_at_any_position(ring: Ring, position: int) -> None:
-    sequence = ring.write([np.random.default_rng(0).bytes(10_000)], 1)
-    damage(ring, sequence, position)
-    with pytest.raises(RecordCorrupt, match=r"record 0 of 10000 bytes has checksum .*acknowledge it to drop it"):
-        ring.read(sequence)
-    assert len(ring.read(sequence, verify=False)) == 10_000
-    ring.acknowledge([sequence])
+def test_one_corrupt_byte_is_detected_at_any_position(ring: Ring) -> None:
+    for number, position in enumerate((0, 4095, 4096, 9999)):
+        sequence = ring.write([np.random.default_rng(0).bytes(10_000)], 1)
+        damage(ring, sequence, position)
+        with pytest.raises(RecordCorrupt, match=rf"record {number} of 10000 bytes has checksum .*acknowledge it"):
+            ring.read(sequence)
+        assert len(ring.read(sequence, verify=False)) == 10_000
+        ring.acknowledge([sequence])
     assert ring.usage().bytes_used == 0
 
 
@@ -130,7 +116,7 @@ def test_a_failed_write_is_not_visible_and_its_space_is_freed(ring: Ring) -> Non
         ring.write([bytes(1000)], 1)
     ring._data = whole
     assert ring.committed() == []
-    assert ring.usage() == RingUsage(0, 64 * 1024, 0, 0)
+    assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
 
 
 def test_waiting_ends_with_a_record_or_with_the_time_limit(ring: Ring, name: str) -> None:
@@ -173,12 +159,9 @@ def test_views_outlive_a_closed_ring_and_a_closed_ring_refuses_everything(name: 
     gc.collect()
     assert view.tobytes() == b"still here"
     for use in (
-        ring.committed,
-        ring.usage,
-        lambda: ring.read(0),
-        lambda: ring.acknowledge([0]),
+        ring.committed, ring.usage, lambda: ring.read(0), lambda: ring.acknowledge([0]),
         lambda: ring.write([b"x"], 1),
-    ):
+    ):  # fmt: skip
         with pytest.raises(RingError, match="closed"):
             use()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_webrl.ring.ring import Ring
+from megatron_webrl.ring.ring import NodeRing, Ring
 from megatron_webrl.ring.segment import (
     SHM_FOLDER,
     RingError,
@@ -21,13 +22,18 @@ from megatron_webrl.ring.segment import (
     sweep_segments,
     try_lifetime_lock,
 )
-from tests.ring.support import PREFIX, RUN, exit_code, fork, killed_at_line
+from tests.ring.support import CAPACITY, PREFIX, RUN, kill, killed_at_line
+from tests.waiting import exit_code, fork
 
-SIZE = 64 * 1024
 
+def test_a_segment_is_swept_once_no_process_has_it(name: str) -> None:
+    def own() -> None:
+        Ring.create_or_attach(name, CAPACITY, RUN)
+        signal.pause()
 
-def test_a_segment_with_an_attached_process_is_not_swept(name: str) -> None:
-    with Ring.create_or_attach(name, SIZE, RUN) as ring:
+    pid = fork(own)
+    with Ring.attach(name, 10) as ring:
+        kill(pid)
         assert sweep_segments(PREFIX) == []
         assert ring.write([b"x"], 1) == 0
     assert sweep_segments(PREFIX) == [name]
@@ -35,27 +41,14 @@ def test_a_segment_with_an_attached_process_is_not_swept(name: str) -> None:
     assert sweep_segments(PREFIX) == []
 
 
-def test_the_segment_of_a_killed_owner_is_swept(name: str) -> None:
-    def own() -> None:
-        Ring.create_or_attach(name, SIZE, RUN)
-        signal.pause()
-
-    pid = fork(own)
-    Ring.attach(name, 10).close()
-    assert sweep_segments(PREFIX) == []
-    os.kill(pid, signal.SIGKILL)
-    assert exit_code(pid) == -signal.SIGKILL
-    assert sweep_segments(PREFIX) == [name]
-
-
 def test_a_segment_whose_creator_was_killed_before_any_line_can_be_used_or_swept(name: str) -> None:
     def killed(line: int) -> bool:
-        return killed_at_line(line, lambda: name, lambda n: Ring.create_or_attach(n, SIZE, RUN).write([b"x"], 1))
+        return killed_at_line(line, lambda: name, lambda n: Ring.create_or_attach(n, CAPACITY, RUN).write([b"x"], 1))
 
     line = 1
     while killed(line):
         if line % 2:
-            with Ring.create_or_attach(name, SIZE, RUN) as ring:
+            with Ring.create_or_attach(name, CAPACITY, RUN) as ring:
                 ring.acknowledge(ring.committed())
                 assert ring.usage().bytes_used == 0
         left = [name] if (SHM_FOLDER / name).exists() else []
@@ -67,7 +60,7 @@ def test_a_segment_whose_creator_was_killed_before_any_line_can_be_used_or_swept
 
 def test_processes_that_create_a_ring_at_once_get_the_same_ring(name: str) -> None:
     def write() -> None:
-        with Ring.create_or_attach(name, SIZE, RUN) as ring:
+        with Ring.create_or_attach(name, CAPACITY, RUN) as ring:
             ring.write([b"x"], 5)
             ring.wait(range(7), 10)  # until all eight have written
 
@@ -88,8 +81,7 @@ def test_creating_while_others_sweep_never_gives_a_ring_without_a_name(name: str
             with Ring.create_or_attach(name, 4096, RUN) as ring:
                 assert os.path.samestat(os.fstat(ring._segment.fd), os.stat(SHM_FOLDER / name))
     finally:
-        os.kill(pid, signal.SIGKILL)
-        exit_code(pid)
+        kill(pid)
 
 
 @pytest.mark.parametrize("create", [True, False])
@@ -99,10 +91,10 @@ def test_a_segment_swept_between_opening_and_locking_is_not_used(name: str, crea
         assert sweep_segments(PREFIX) == [name]
         return try_lifetime_lock(fd, kind)
 
-    Ring.create_or_attach(name, SIZE, RUN).close()
+    Ring.create_or_attach(name, CAPACITY, RUN).close()
     monkeypatch.setattr("megatron_webrl.ring.segment.try_lifetime_lock", sweep_first)
     if create:
-        with Ring.create_or_attach(name, SIZE, RUN) as ring:
+        with Ring.create_or_attach(name, CAPACITY, RUN) as ring:
             assert os.path.samestat(os.fstat(ring._segment.fd), os.stat(SHM_FOLDER / name))
     else:
         with pytest.raises(RingError, match="was not there"):
@@ -115,7 +107,7 @@ def test_sweep_leaves_foreign_files_other_prefixes_and_links_alone(name: str) ->
     foreign.chmod(0o600)
     link.symlink_to(foreign)
     try:
-        Ring.create_or_attach(name, SIZE, RUN).close()
+        Ring.create_or_attach(name, CAPACITY, RUN).close()
         assert sweep_segments(f"{PREFIX}other-") == []
         assert sweep_segments(PREFIX) == [name]
         assert foreign.exists()
@@ -130,7 +122,7 @@ def test_sweep_leaves_foreign_files_other_prefixes_and_links_alone(name: str) ->
 
 
 def test_child_programs_do_not_inherit_the_lock(name: str) -> None:
-    ring = Ring.create_or_attach(name, SIZE, RUN)
+    ring = Ring.create_or_attach(name, CAPACITY, RUN)
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
         ring.close()
         assert sweep_segments(PREFIX) == [name]
@@ -138,41 +130,30 @@ def test_child_programs_do_not_inherit_the_lock(name: str) -> None:
 
 
 def test_unlinking_frees_the_name_and_leaves_attached_processes_working(name: str) -> None:
-    with Ring.create_or_attach(name, SIZE, RUN) as old:
+    with Ring.create_or_attach(name, CAPACITY, RUN) as old:
         old.unlink()
-        with Ring.create_or_attach(name, SIZE, RUN) as new:
+        with Ring.create_or_attach(name, CAPACITY, RUN) as new:
             old.write([b"old"], 1)
             assert new.committed() == []
             old.unlink()  # the name belongs to another segment
             assert (SHM_FOLDER / name).exists()
 
 
-def test_another_size_or_job_is_refused_with_both_values(name: str) -> None:
-    with Ring.create_or_attach(name, SIZE, RUN):
-        with pytest.raises(RingError, match=r"job id 'test run' and 65536 bytes, not 'test run' and 131072 bytes"):
-            Ring.create_or_attach(name, 2 * SIZE, RUN)
-        with pytest.raises(RingError, match="not 'other' and 65536"):
-            Ring.create_or_attach(name, SIZE, "other")
-
-
-@pytest.mark.parametrize(("owner", "mode"), [(0, 0o666), (0, 0o640), (65534, 0o600)])
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_segment_that_another_user_can_reach_is_not_used(name: str, owner: int, mode: int, prepared: bool) -> None:
+def test_a_segment_that_another_user_can_reach_is_not_used(name: str, prepared: bool) -> None:
     """Anyone may make files in shared memory, and the names of rings over several nodes can be guessed."""
-    if owner and os.geteuid() != 0:
-        pytest.skip("only root may give files away")
     path = SHM_FOLDER / name
     if prepared:
-        Ring.create_or_attach(name, SIZE, RUN).close()
+        Ring.create_or_attach(name, CAPACITY, RUN).close()
     else:
         path.touch()
-    if owner:
-        os.chown(path, owner, -1)
-    path.chmod(mode)
-    for use in (lambda: Ring.create_or_attach(name, SIZE, RUN), lambda: Ring.attach(name, 0.1)):
-        with pytest.raises(RingError, match=f"must belong to this user|{path} belongs to another user"):
-            use()
-    path.unlink()
+    for owner, mode in ((0, 0o666), (0, 0o640), *(((65534, 0o600),) if os.geteuid() == 0 else ())):
+        path.chmod(mode)
+        if owner:  # only root may give files away
+            os.chown(path, owner, -1)
+        for use in (lambda: Ring.create_or_attach(name, CAPACITY, RUN), lambda: Ring.attach(name, 0.1)):
+            with pytest.raises(RingError, match=f"must belong to this user|{path} belongs to another user"):
+                use()
 
 
 def test_attaching_waits_for_the_creator_up_to_the_limit(name: str) -> None:
@@ -182,20 +163,27 @@ def test_attaching_waits_for_the_creator_up_to_the_limit(name: str) -> None:
     assert time.monotonic() - begun < 10
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(Ring.attach, name, 10)
-        with Ring.create_or_attach(name, SIZE, RUN), waiting.result(10) as ring:
-            assert (ring.job_id, ring.capacity) == (RUN, SIZE)
+        with Ring.create_or_attach(name, CAPACITY, RUN), waiting.result(10) as ring:
+            assert (ring.job_id, ring.capacity) == (RUN, CAPACITY)
 
 
-def test_a_ring_of_another_job_counts_as_missing_and_can_be_swept(name: str) -> None:
-    Ring.create_or_attach(name, 5000, "one").close()
-    with pytest.raises(
-        RingError, match=rf"not there within 0.2 s: .*; the one at /dev/shm/{name} is of another job, one"
-    ):
-        Ring.attach(name, 0.2, "two")
+def test_the_ring_of_another_job_is_never_used_and_one_of_this_job_is_found_again(name: str) -> None:
+    first, second = NodeRing(0, name, "first"), NodeRing(0, name, "second")
+    with first.create_or_attach(CAPACITY) as ring:
+        ring.write([b"stale"], 1)
+        assert sweep_segments(PREFIX) == []
+        for use, words in (
+            (lambda: second.create_or_attach(CAPACITY), "exists with job id 'first' and 65536 .*, not 'second' and 65"),
+            (lambda: first.create_or_attach(2 * CAPACITY), "65536 bytes, not 'first' and 131072"),
+            (lambda: second.attach(0.2), rf"not there within 0.2 s: .*; the one at /dev/shm/{name} is of another job"),
+        ):
+            with pytest.raises(RingError, match=words):
+                use()
+    with first.create_or_attach(CAPACITY) as again:
+        assert len(again.committed()) == 1
     assert sweep_segments(name) == [name]
-    with Ring.create_or_attach(name, 5000, "two"), Ring.attach(name, 1, "two") as ring:
-        assert ring.job_id == "two"
-        ring.unlink()
+    with second.create_or_attach(CAPACITY), second.attach(1) as ring:
+        assert (ring.job_id, ring.committed()) == ("second", [])
 
 
 def test_a_ring_larger_than_shared_memory_is_refused_before_it_is_used(name: str) -> None:
@@ -205,38 +193,31 @@ def test_a_ring_larger_than_shared_memory_is_refused_before_it_is_used(name: str
     assert not (SHM_FOLDER / name).exists()
 
 
-@pytest.mark.parametrize("bad", ["", "a/b", "..", ".hidden", "x" * 300])
-def test_a_name_that_is_not_a_plain_file_name_is_refused(bad: str) -> None:
-    with pytest.raises(RingError, match="is not a plain file name"):
-        Ring.create_or_attach(bad, SIZE, RUN)
+def test_a_name_that_is_not_a_plain_file_name_is_refused() -> None:
+    for bad in ("", "a/b", "..", ".hidden", "x" * 300):
+        with pytest.raises(RingError, match="is not a plain file name"):
+            Ring.create_or_attach(bad, CAPACITY, RUN)
 
 
 def test_a_segment_of_another_format_or_truncated_is_refused(name: str) -> None:
-    Ring.create_or_attach(name, SIZE, RUN).close()
-    with (SHM_FOLDER / name).open("r+b") as file:
-        file.seek(8)
-        file.write((99).to_bytes(8, "little"))
-    with pytest.raises(RingError, match="format 99, this program reads 1"):
-        Ring.attach(name, 1)
-    with (SHM_FOLDER / name).open("r+b") as file:
-        file.seek(8)
-        file.write((1).to_bytes(8, "little"))
-        file.truncate(5000)
-    with pytest.raises(RingError, match="has 5000 of"):
-        Ring.attach(name, 1)
+    Ring.create_or_attach(name, CAPACITY, RUN).close()
+    for version, size, words in ((99, 10_000, "format 99, this program reads 1"), (1, 5000, "has 5000 of")):
+        with (SHM_FOLDER / name).open("r+b") as file:
+            os.pwrite(file.fileno(), version.to_bytes(8, "little"), 8)
+            file.truncate(size)
+        with pytest.raises(RingError, match=words):
+            Ring.attach(name, 1)
 
 
 def test_segment_names_are_plain_and_the_same_for_the_same_identity() -> None:
     assert segment_name("my run/ä", "job 7") == segment_name("my run/ä", "job 7")
     assert segment_name("my run/ä", "job 7").startswith("webrl-my_run__-")
-    assert segment_name("r", "a") != segment_name("r", "b")
+    assert segment_name("r", "node 0") != segment_name("r", "node 1")
 
 
 def test_without_libatomic_only_machines_with_ordered_memory_are_accepted() -> None:
     with pytest.raises(RingError, match="libatomic1"):
         accessors("aarch64", None)
-    import ctypes
-
     word = ctypes.c_uint64(5)
     for load, store in (accessors("x86_64", None), accessors("aarch64", load_libatomic())):
         store(ctypes.addressof(word), 2**63 + 1)

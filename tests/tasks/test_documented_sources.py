@@ -17,8 +17,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.tasks.files.rows import FORMATS
 from megatron_webrl.tasks.registry import make_source
-from tests.documented_blocks import blocks_of, blocks_run_by
-from tests.documented_commands import command_environment
+from tests.documented_blocks import blocks_of, blocks_run_by, command_environment
 
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/tasks.md"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from tools.cluster.simulation import (
     ProcessorSharingServer,
     RecordedWorkload,
     SimulatedClock,
-    SimulationResult,
     SimulationSettings,
     StepWork,
     UpdateTimes,
@@ -44,20 +42,14 @@ def uneven(seed: int = 0, groups: int = 40) -> RecordedWorkload:
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(groups):
-        episodes = tuple(
-            EpisodeWork(
-                rng.exponential(1.0),
-                tuple(
-                    StepWork(
-                        rng.exponential(1.0), rng.lognormal(0, 1), 10, int(rng.integers(1, 9)), rng.exponential(0.1)
-                    )
-                    for _ in range(rng.geometric(0.3))
-                ),
-                trainable=rng.random() < 0.9,
+        episodes = []
+        for _ in range(3):
+            steps = tuple(
+                StepWork(rng.exponential(1.0), rng.lognormal(0, 1), 10, int(rng.integers(1, 9)), rng.exponential(0.1))
+                for _ in range(rng.geometric(0.3))
             )
-            for _ in range(3)
-        )
-        made.append(GroupWork(episodes, "all_failed" if rng.random() < 0.3 else None))
+            episodes.append(EpisodeWork(rng.exponential(1.0), steps, trainable=rng.random() < 0.9))
+        made.append(GroupWork(tuple(episodes), "all_failed" if rng.random() < 0.3 else None))
     return RecordedWorkload(made)
 
 
@@ -101,7 +93,7 @@ def test_a_job_that_leaves_makes_room() -> None:
         clock.run_until(lambda: False)
 
 
-@pytest.mark.parametrize("agents", [1, 4, 12])
+@pytest.mark.parametrize("agents", [1, 12])
 def test_a_closed_network_has_the_throughput_of_mean_value_analysis(agents: int) -> None:
     """A processor-sharing server and a delay: exact for any distribution (Reiser and Lavenberg 1980)."""
     clock, rng, done = SimulatedClock(), np.random.default_rng(agents), [0]
@@ -139,18 +131,12 @@ def test_each_mode_takes_as_long_as_its_parts() -> None:
     slow = simulate(settings("async"), EVEN, [cycle(50, other=2)])
     assert slow.updates_per_hour == pytest.approx(3600 / 53)
     assert (slow.waiting, slow.staleness, slow.staleness_max) == (0, pytest.approx(2, abs=0.2), 2)
-
-
-def test_rollout_sets_the_pace_of_async_where_training_is_quick() -> None:
-    found = simulate(settings("async", groups_in_flight=3, updates=60, max_staleness=4), EVEN, [cycle(0.1, 0.1, 0.0)])
-    assert found.per_hour == pytest.approx(2 * 3 * 3600 / EPISODE, rel=0.02)
-    assert found.dropped == {}
-
-
-def test_what_a_checkpoint_takes_delays_the_trainer_alone() -> None:
-    found = simulate(settings("sync"), EVEN, [cycle(12, other=5)])
-    assert found.updates_per_hour == pytest.approx(3600 / (EPISODE + 13))
-    assert found.waiting == pytest.approx((EPISODE - 5) / (EPISODE + 13))
+    quick = simulate(settings("async", groups_in_flight=3, updates=60, max_staleness=4), EVEN, [cycle(0.1, 0.1, 0.0)])
+    assert quick.per_hour == pytest.approx(2 * 3 * 3600 / EPISODE, rel=0.02)  # rollout sets the pace
+    assert quick.dropped == {}
+    saving = simulate(settings("sync"), EVEN, [cycle(12, other=5)])  # a checkpoint delays the trainer alone
+    assert saving.updates_per_hour == pytest.approx(3600 / (EPISODE + 13))
+    assert saving.waiting == pytest.approx((EPISODE - 5) / (EPISODE + 13))
 
 
 def test_engines_stand_still_while_they_take_weights_and_go_slower_beside_training() -> None:
@@ -173,10 +159,11 @@ def test_in_step_everybody_waits_for_the_slowest() -> None:
     assert step.updates_per_hour == pytest.approx(3600 / 13)
 
 
-@pytest.mark.parametrize("stepping", ["free", "lockstep"])
-@pytest.mark.parametrize("mode", ["async", "one_step_off", "sync"])
+@pytest.mark.parametrize(
+    ("mode", "stepping"), [("async", "free"), ("async", "lockstep"), ("one_step_off", "lockstep"), ("sync", "free")]
+)
 def test_every_episode_is_accounted_for_and_none_is_too_stale(mode: str, stepping: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         given = settings(
             mode, stepping=stepping, engines=3, serial=0.3, nodes=2, cores=2, updates=25, groups_in_flight=2
         )
@@ -207,27 +194,6 @@ def test_a_group_that_has_become_too_old_is_abandoned_and_replaced() -> None:
     )
 
 
-def test_more_engines_make_more_where_generation_is_the_bottleneck() -> None:
-    rng = np.random.default_rng(0)
-    plans = [tuple(StepWork(rng.exponential(2.0), rng.exponential(3.0), 1, 1) for _ in range(4)) for _ in range(120)]
-    work = RecordedWorkload(
-        [GroupWork((EpisodeWork(0.0, one), EpisodeWork(0.0, other))) for one, other in pairwise(plans)]
-    )
-
-    def run(engines: int) -> SimulationResult:
-        groups = 8 // engines  # the same number of agents
-        given = settings("async", engines=engines, groups_in_flight=groups, serial=1.0, max_staleness=8, updates=80)
-        return simulate(given, work, [UpdateTimes(0.0, 0.0, 0.0)])
-
-    found = [run(engines) for engines in (1, 2, 4, 8)]
-    mean = np.mean([step.generation for plan in plans for step in plan])
-    assert found[0].engines_load == pytest.approx(1, abs=0.02)
-    assert found[0].per_hour == pytest.approx(3600 / (4 * mean), rel=0.1)
-    rates = [each.per_hour for each in found]
-    assert rates == sorted(rates)
-    assert rates[1] > 1.6 * rates[0]
-
-
 def test_browsers_share_the_cores_of_their_node() -> None:
     work = RecordedWorkload([GroupWork((EpisodeWork(0.0, (StepWork(1.0, 1.0, 1, 1, cpu=2.0),)),) * 4)])
     given = SimulationSettings("sync", 2, 1, engines=2, updates=3, nodes=1, cores=4)
@@ -237,12 +203,9 @@ def test_browsers_share_the_cores_of_their_node() -> None:
     assert apart.updates_per_hour == pytest.approx(3600 / (1 + 2 + 1))
 
 
-def test_a_batch_that_never_comes_is_not_waited_for() -> None:
+def test_a_batch_that_never_comes_and_a_run_with_nothing_to_count_are_refused() -> None:
     work = RecordedWorkload([GroupWork((EpisodeWork(0.0, (StepWork(1.0, 1.0, 1, 1),)),), "all_failed")])
     with pytest.raises(RuntimeError, match="10000 groups in a row were dropped, the last as all_failed"):
         simulate(settings("async"), work, [cycle(1)])
-
-
-def test_a_run_with_nothing_to_count_is_refused() -> None:
     with pytest.raises(ValueError, match="updates=1 leave none to count after the first 1"):
         simulate(settings("sync", updates=1), EVEN, [cycle(1)])

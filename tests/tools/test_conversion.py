@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.layout import ParallelSizes
 from tests.model import tiny
 from tests.model.convert import hf_folders
+from tests.waiting import until
 from tools import hf_to_megatron as there
 from tools import megatron_to_hf as back
 
@@ -50,25 +50,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _start(tool: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, f"tools/{tool}.py", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, f"tools/{tool}.py", *map(str, arguments)], cwd=ROOT, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
 
 
 def _wait_for(process: subprocess.Popen[str], target: Path) -> Path:
     """The temporary folder, as soon as weights are being written to it."""
-    limit = time.monotonic() + SECONDS
-    while time.monotonic() < limit:
-        for path in target.parent.glob(f".{target.name}.writing"):
-            if any(path.glob("megatron/*.distcp")):
-                return path
+    left = target.with_name(f".{target.name}.writing")
+
+    def writes() -> bool:
         assert process.poll() is None, process.communicate()
-        time.sleep(INTERVAL)
-    pytest.fail("the tool wrote nothing within its limit")
+        return any(left.glob("megatron/*.distcp"))
+
+    until(writes, "weights", SECONDS)
+    return left
 
 
 def test_there_and_back_says_what_was_written(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,39 +80,25 @@ def test_there_and_back_says_what_was_written(models: Path, tmp_path: Path, caps
     assert captured.err == ""  # no progress bar where there is no terminal
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "words"),
-    [
-        ("moe", ["--tp", "3"], "tensor_parallel=3 does not divide num_attention_heads=4"),
-        ("moe", ["--ep", "8"], "expert_parallel=8 does not divide num_experts=4"),
-        ("dense", ["--ep", "2"], "expert_parallel=2 needs a mixture of experts"),
-        ("dense", ["--pp", "9"], "exceed 4 layers"),
-        ("nothing", [], "holds no readable config.json"),
-    ],
-)
 def test_what_is_refused_is_one_line_and_exit_code_2(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, options: list[str], words: str
-) -> None:
-    assert there.main([str(models / source), str(tmp_path / "out"), *options]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("hf_to_megatron: ")
-    assert words in line
-    assert line.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_is_no_checkpoint_is_refused(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert back.main([str(models / "dense"), str(tmp_path / "back")]) == 2
-    assert "dense is no checkpoint: it holds no megatron/.metadata" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["0", "5 apples", "-1GB"])
-def test_a_size_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        back.main([str(tmp_path), str(tmp_path / "back"), f"--shard-size={text}"])
-    assert ended.value.code == 2
+    for tool, source, options, words in (
+        (there, "moe", ["--tp", "3"], "tensor_parallel=3 does not divide num_attention_heads=4"),
+        (there, "moe", ["--ep", "8"], "expert_parallel=8 does not divide num_experts=4"),
+        (there, "dense", ["--ep", "2"], "expert_parallel=2 needs a mixture of experts"),
+        (there, "dense", ["--pp", "9"], "exceed 4 layers"),
+        (there, "nothing", [], "holds no readable config.json"),
+        (back, "dense", [], "dense is no checkpoint: it holds no megatron/.metadata"),
+    ):
+        assert tool.main([str(models / source), str(tmp_path / "out"), *options]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{tool.__name__.removeprefix('tools.')}: ")
+        assert words in line
+    for text in ("0", "5 apples", "-1GB"):
+        with pytest.raises(SystemExit, match="2"):
+            back.main([str(tmp_path), str(tmp_path / "back"), f"--shard-size={text}"])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -136,27 +118,6 @@ def test_an_interrupt_leaves_nothing_and_a_kill_nothing_that_looks_complete(mode
     assert not target.exists()
     hf_to_megatron(models / "tied", target, ParallelSizes(), ConversionOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_kill_at_any_time_leaves_the_whole_result_or_none(models: Path, tmp_path: Path, seed: int) -> None:
-    target = tmp_path / "out"
-    process = _start("hf_to_megatron", models / "large", target)
-    left = _wait_for(process, target)
-    wanted = random.Random(seed).uniform(0, 320 * MIB)
-    limit = time.monotonic() + SECONDS
-    while process.poll() is None and left.is_dir() and time.monotonic() < limit:
-        written = sum(path.stat().st_size for path in left.glob("megatron/*") if path.exists())
-        if written >= wanted:
-            break
-        time.sleep(INTERVAL)
-    process.kill()
-    process.communicate(timeout=SECONDS)
-    if target.exists():
-        assert back.main([str(target), str(tmp_path / "back")]) == 0
-    else:
-        assert there.main([str(models / "large"), str(target), "--verify"]) == 0
 
 
 def _peak(process: subprocess.Popen[str]) -> int:

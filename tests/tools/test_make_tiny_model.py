@@ -38,12 +38,9 @@ def test_the_same_seed_gives_the_same_files_in_another_process(tmp_path: Path) -
     options = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "tools.make_tiny_model", str(tmp_path / "two"), "--seed", "5", *options]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
-    assert digests(tmp_path / "one") == digests(tmp_path / "two")
-
-
-def test_another_seed_changes_the_weights_only(tmp_path: Path) -> None:
-    one, two = (digests(make_tiny_model(tmp_path / str(seed), seed=seed, **SMALL)) for seed in (1, 2))
-    assert {name for name in one if one[name] != two[name]} == {"model.safetensors"}
+    one, other = digests(tmp_path / "one"), digests(make_tiny_model(tmp_path / "other", seed=6, **SMALL))
+    assert one == digests(tmp_path / "two")
+    assert {name for name in one if one[name] != other[name]} == {"model.safetensors"}
 
 
 def test_experts_are_written_in_the_released_layout_and_load_transposed(tmp_path: Path) -> None:
@@ -66,41 +63,21 @@ def test_the_type_and_untied_embeddings_are_as_asked(tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-@pytest.mark.parametrize(
-    ("action", "most"),
-    [
-        (Action("left_click", coordinate=(480, 120)), 8),
-        (Action("scroll", direction="down"), 4),
+def test_the_tokenizer_keeps_any_text_has_qwens_tokens_and_takes_few_for_an_action(tiny_model: Path) -> None:
+    processor = Processor.load(tiny_model)
+    for action, most in (
+        (Action("left_click", coordinate=(480, 120)), 8), (Action("scroll", direction="down"), 4),
         (Action("type", coordinate=(20, 1000), text="ok"), 12),
-    ],
-)
-def test_an_action_takes_few_tokens(tiny_model: Path, action: Action, most: int) -> None:
-    processor = Processor.load(tiny_model)
-    ids = processor.encode_response(format_tool_call(action))
-    assert len(ids) <= most
-    assert processor.decode(ids) == format_tool_call(action)
-
-
-def test_any_text_survives_the_tokenizer(tiny_model: Path) -> None:
-    processor = Processor.load(tiny_model)
+    ):  # fmt: skip
+        ids = processor.encode_response(format_tool_call(action))
+        assert len(ids) <= most
+        assert processor.decode(ids) == format_tool_call(action)
     for text in ("Grüße, 你好 \U0001f642\n\n\t x 12345 1, 2,3 ", '{"a": [1, 2]}}\n', "\x00\x7f"):
         assert processor.decode(processor.encode_response(text)) == text
-
-
-def test_added_tokens_are_those_of_qwen(tiny_model: Path) -> None:
-    tokenizer = Processor.load(tiny_model).tokenizer
-    reference = {
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|vision_start|>",
-        "<|image_pad|>",
-        "<tool_call>",
-        "</think>",
-    }
-    assert reference <= set(tokenizer.get_added_vocab())
-    assert len(tokenizer) <= 1024
-    assert tokenizer.eos_token == "<|im_end|>"
+    reference = "<|im_start|> <|im_end|> <|endoftext|> <|vision_start|> <|image_pad|> <tool_call> </think>"
+    assert set(reference.split()) <= set(processor.tokenizer.get_added_vocab())
+    assert len(processor.tokenizer) <= 1024
+    assert processor.tokenizer.eos_token == "<|im_end|>"
 
 
 def test_positions_that_are_near_have_embeddings_that_are_near() -> None:
@@ -111,29 +88,21 @@ def test_positions_that_are_near_have_embeddings_that_are_near() -> None:
     assert len(np.unique(table.reshape(256, 128).numpy().round(3), axis=0)) == 256
 
 
-def test_a_folder_with_something_in_it_is_kept_without_force(
+def test_a_folder_with_something_in_it_is_kept_without_force_and_sizes_that_do_not_fit_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for sizes, words in (
+        ({"heads": 3, "kv_heads": 2}, "kv_heads=2 does not divide heads=3"),
+        ({"experts": 4, "expert_intermediate": 64}, "must differ from hidden=128"),
+        ({"vocabulary": 300}, "vocabulary=300 has no room"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make_tiny_model(tmp_path / "mine", **sizes)
+        assert not list(tmp_path.iterdir())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("dear")
-    with pytest.raises(FileExistsError, match="mine is not an empty folder"):
-        make_tiny_model(tmp_path / "mine", **SMALL)
     assert main([str(tmp_path / "mine")]) == 2
     assert "--force" in capsys.readouterr().err
     make_tiny_model(tmp_path / "mine", force=True, **SMALL)
     assert not (tmp_path / "mine" / "thesis.txt").exists()
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine"]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ({"heads": 3, "kv_heads": 2}, "kv_heads=2 does not divide heads=3"),
-        ({"experts": 4, "expert_intermediate": 64}, "must differ from hidden=128"),
-        ({"vocabulary": 300}, "vocabulary=300 has no room"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_named(tmp_path: Path, sizes: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_tiny_model(tmp_path / "model", **sizes)
-    assert not list(tmp_path.iterdir())

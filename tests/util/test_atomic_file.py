@@ -1,70 +1,51 @@
-"""Files that are replaced whole or not at all, by real processes that are killed or find the disk full."""
+"""Files that are replaced whole or not at all, by real processes that are killed, lose power or find the disk full."""
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
-import subprocess
-import sys
+import tempfile
 import threading
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from megatron_webrl.util import atomic_file
-from tests.waiting import until
-
-ROOT = Path(__file__).parents[2]
+from megatron_webrl.ring.record import RecordFileWriter, read_record_file
+from megatron_webrl.util import atomic_file, history
+from tests.file_faults import FileFaults, file_size_limit, run_forked
 
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path):
-    path = tmp_path / "state.json"
+@pytest.mark.parametrize("name", ["state.json", "ä" * 120])
+def test_a_file_is_replaced_and_nothing_else_is_left(name: str, tmp_path: Path):
+    path = tmp_path / name
     atomic_file.write_json(path, {"version": 1})
-    atomic_file.write_json(path, {"version": 2})
-    assert path.read_text() == '{"version": 2}\n'
-    assert names(tmp_path) == {"state.json"}
-
-
-def test_a_file_can_be_for_its_owner_only_from_its_first_moment(tmp_path: Path):
-    path = tmp_path / "token"
     with atomic_file.replacing(path, 0o600) as file:
-        (temporary,) = tmp_path.iterdir()
-        assert temporary.stat().st_mode & 0o777 == 0o600
-        file.write(b"secret")
-    assert path.stat().st_mode & 0o777 == 0o600
+        (temporary,) = set(tmp_path.iterdir()) - {path}
+        assert temporary.stat().st_mode & 0o777 == 0o600  # from its first moment
+        file.write(b"ours")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("ours", 0o600)
+    assert names(tmp_path) == {name}
 
 
-def test_an_exception_while_writing_keeps_the_old_content(tmp_path: Path):
+@pytest.mark.parametrize("limit", [1000, 2**30])
+def test_a_failed_write_keeps_the_old_content(limit: int, tmp_path: Path):
     path = tmp_path / "state"
     atomic_file.write_text(path, "old")
 
-    def fail() -> None:
+    def write() -> None:
         with atomic_file.replacing(path) as file:
-            file.write(b"new")
+            file.write(b"x" * 2000)
+            file.flush()
             raise KeyError("no")
 
-    with pytest.raises(KeyError, match="no"):
-        fail()
-    assert path.read_text() == "old"
-    assert names(tmp_path) == {"state"}
-
-
-def test_a_file_that_does_not_fit_keeps_the_old_content(tmp_path: Path):
-    path = tmp_path / "state"
-    atomic_file.write_text(path, "old")
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            atomic_file.write_bytes(path, b"x" * 2000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    with file_size_limit(limit), pytest.raises((OSError, KeyError), match=r"File too large|no"):
+        write()
     assert path.read_text() == "old"
     assert names(tmp_path) == {"state"}
 
@@ -86,14 +67,11 @@ def test_writers_at_once_leave_the_content_of_one_of_them(tmp_path: Path):
 
 
 def test_the_temporary_file_of_a_killed_process_is_removed_an_hour_after_its_last_write(tmp_path: Path):
-    code = (
-        "import sys, time; from pathlib import Path; from megatron_webrl.util import atomic_file\n"
-        "with atomic_file.replacing(Path(sys.argv[1])): time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "state")], cwd=ROOT)
-    until(lambda: len(names(tmp_path)) == 1, "a temporary file")
-    child.kill()
-    child.wait()
+    def killed() -> None:
+        with atomic_file.replacing(tmp_path / "state"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_forked(killed) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     (tmp_path / "data.writing").write_text("a file of another kind")
     assert atomic_file.remove_leftovers(tmp_path) == []
@@ -103,23 +81,49 @@ def test_the_temporary_file_of_a_killed_process_is_removed_an_hour_after_its_las
     assert names(tmp_path) == {"data.writing"}
 
 
-def test_content_is_on_disk_before_the_name_and_the_name_before_the_return(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def write_records(path: Path, content: bytes) -> None:
+    with RecordFileWriter(path) as file:
+        file.write([content])
+
+
+def append_line(path: Path, content: bytes) -> None:
+    grown = history.History(path)
+    grown.append({"text": content.decode()})
+    grown.sync()
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        (atomic_file.write_bytes, lambda path: path.read_bytes()),
+        (write_records, lambda path: next(read_record_file(path))),
+        (append_line, lambda path: [b"old", *(line["text"].encode() for line in history.read(path))][-1]),
+    ],
+    ids=["file", "records", "history"],
+)
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_power_failure_leaves_all_or_nothing_and_after_the_return_all(
+    write: Callable[[Path, bytes], None], read: Callable[[Path], bytes], replaced: bool
 ):
-    steps, fsync, replace = [], os.fsync, Path.replace
+    """Content is on disk before the name, and the name before the return."""
+    new = b"new" * 1000
+    for at, seed in product(range(1, 20), range(4)):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # an fsync takes no time there
+            folder, returned = Path(memory, "folder"), Path(memory, "returned")
+            folder.mkdir()
+            if replaced:
+                write(folder / "state", b"old")
 
-    def synced(descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        steps.append("sync of the folder" if path == tmp_path else f"sync of {path.stat().st_size} bytes")
-        fsync(descriptor)
+            def crash(folder: Path = folder, returned: Path = returned, at: int = at, seed: int = seed) -> None:
+                with FileFaults(folder, at, power_loss=True, seed=seed) as faults:
+                    write(folder / "state", new)
+                    returned.touch()
+                    faults.crash()
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "replace", lambda path, other: (steps.append("rename"), replace(path, other)))
-    atomic_file.write_bytes(tmp_path / "state", b"x" * 1000)
-    assert steps == ["sync of 1000 bytes", "rename", "sync of the folder"]
-
-
-def test_a_long_name_leaves_room_for_the_suffix(tmp_path: Path):
-    path = tmp_path / ("ä" * 120)
-    atomic_file.write_text(path, "content")
-    assert path.read_text() == "content"
+            assert run_forked(crash) == -signal.SIGKILL
+            found = read(folder / "state") if (folder / "state").exists() else b"old"
+            done = returned.exists()
+        assert found == new if done else found in (b"old", new)
+        if done and seed == 3:
+            break
+    assert 3 < at < 19

@@ -13,39 +13,27 @@ from megatron_webrl.trainer.checkpoint.checkpoint_state import ForkedTask, Forke
 from tests.waiting import until
 
 
-def test_a_task_returns_more_than_a_pipe_holds() -> None:
+def test_a_task_returns_more_than_a_pipe_holds_and_is_no_zombie_before_anybody_asks_for_it() -> None:
     task = ForkedTask(lambda: [1] * 2**18, timeout_seconds=60)
-    until(lambda: task.done, "the result", 30)
-    assert task.result() == [1] * 2**18
-    assert not psutil.pid_exists(task.pid)
-
-
-def test_a_finished_task_is_no_zombie_before_anybody_asks_for_it() -> None:
-    task = ForkedTask(lambda: 1, timeout_seconds=60)
     until(lambda: not psutil.pid_exists(task.pid), "the child to be reaped", 30)
     assert task.done
-    assert task.result() == 1
+    assert task.result() == [1] * 2**18
 
 
-def test_an_error_of_the_task_is_one_line() -> None:
+def test_what_fails_is_killed_or_late_says_so_in_one_line_and_is_gone() -> None:
     def fail() -> None:
         raise OSError("no room\nsecond line")
 
-    with pytest.raises(ForkedTaskError, match=r"^OSError: no room$"):
-        ForkedTask(fail, timeout_seconds=60).result()
-
-
-def test_a_killed_task_says_so() -> None:
-    task = ForkedTask(lambda: time.sleep(60), timeout_seconds=60)
-    os.kill(task.pid, signal.SIGKILL)
-    with pytest.raises(ForkedTaskError, match="was killed by SIGKILL"):
-        task.result()
-    assert not psutil.pid_exists(task.pid)
-
-
-def test_a_late_task_is_killed() -> None:
-    task = ForkedTask(lambda: time.sleep(60), timeout_seconds=0.5)
-    assert not task.done
-    with pytest.raises(ForkedTaskError, match="not finished within"):
-        task.result()
-    assert not psutil.pid_exists(task.pid)
+    failing, killed, late = (
+        ForkedTask(fail, 60),
+        ForkedTask(lambda: time.sleep(60), 60),
+        ForkedTask(lambda: time.sleep(60), 0.5),
+    )
+    os.kill(killed.pid, signal.SIGKILL)
+    assert not late.done
+    for task, message in (
+        (failing, r"^OSError: no room$"), (killed, "was killed by SIGKILL"), (late, "not finished within"),
+    ):  # fmt: skip
+        with pytest.raises(ForkedTaskError, match=message):
+            task.result()
+        assert not psutil.pid_exists(task.pid)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_webrl.util import history
 from megatron_webrl.util.history import History, Tail
+from tests.file_faults import file_size_limit
 
 
 def numbers(path: Path) -> list[int]:
@@ -27,18 +22,6 @@ def written(path: Path, *values: int) -> Path:
     grown.append(*({"n": value} for value in values))
     grown.close()
     return path
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """No file can grow beyond `size` bytes; writes that would fail with EFBIG, as on a full disk with ENOSPC."""
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_lines_are_there_at_once_and_the_size_is_that_of_the_file(tmp_path: Path):
@@ -69,29 +52,23 @@ def test_a_known_size_cuts_off_what_follows(tmp_path: Path):
     assert path.stat().st_size == 0
 
 
-def test_half_a_line_is_left_out_with_one_warning_and_cut_off_by_the_next_writer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("broken", "warning"),
+    [
+        *((b'{"n": 2}'[:cut], f"half a line ({cut} bytes)") for cut in (1, 7)),
+        (b"\x00" * 50 + b"\n\xff\xfe\n", "2 broken lines"),  # blocks that a power failure left
+    ],
+)
+def test_what_is_broken_is_left_out_with_one_warning_and_half_a_line_cut_off_by_the_next_writer(
+    broken: bytes, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     path = written(tmp_path / "h.jsonl", 0, 1)
-    whole = path.stat().st_size
-    for cut in range(1, 8):
-        os.truncate(path, whole)
-        with path.open("ab") as file:
-            file.write(b'{"n": 2}'[:cut] if cut < 8 else b"")
-        caplog.clear()
-        assert numbers(path) == [0, 1]
-        assert [record.message for record in caplog.records] == [
-            f"{path} ends in half a line ({cut} bytes), which is left out"
-        ]
-        assert numbers(written(path, 2)) == [0, 1, 2]
-
-
-def test_broken_lines_are_left_out_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    path = written(tmp_path / "h.jsonl", 0)
     with path.open("ab") as file:
-        file.write(b"\x00" * 50 + b"\n\xff\xfe\n")  # blocks that a power failure left
-    assert numbers(written(path, 1)) == [0, 1]
-    assert [record.message for record in caplog.records] == [f"{path} has 2 broken lines, which are left out"]
+        file.write(broken)
+    assert numbers(path) == [0, 1]
+    (record,) = caplog.records
+    assert warning in record.message
+    assert numbers(written(path, 2)) == [0, 1, 2]
 
 
 def test_lines_are_cut_back_from_the_end_without_reading_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -130,7 +107,6 @@ def test_a_process_that_may_no_longer_write_changes_nothing(tmp_path: Path):
 
 
 def test_lines_that_do_not_fit_are_written_once_they_do(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
     path = tmp_path / "h.jsonl"
     grown = History(path)
     grown.append({"n": 0})
@@ -145,44 +121,33 @@ def test_lines_that_do_not_fit_are_written_once_they_do(tmp_path: Path, caplog: 
     grown.sync()
     assert numbers(path) == [0, 1, 2, 3, 4]
     assert grown.size == path.stat().st_size
-    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING", "INFO"]
-    assert "its lines are kept in memory until it can" in caplog.records[0].message
+    assert [record.levelname for record in caplog.records if record.levelname != "INFO"] == ["ERROR", "WARNING"]
 
 
-def test_the_memory_for_lines_that_do_not_fit_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(history, "MAX_UNWRITTEN_BYTES", 100)
-    grown = History(tmp_path / "h.jsonl")
-
-    def fill() -> None:
-        for value in range(100):
-            grown.append({"n": value})
-
-    with file_size_limit(0), pytest.raises(OSError, match="File too large"):
-        fill()
-
-
-def test_lines_that_were_never_written_are_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_the_memory_for_lines_that_do_not_fit_is_limited_and_those_never_written_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(history, "MAX_UNWRITTEN_BYTES", 18)
     grown = History(tmp_path / "h.jsonl")
     with file_size_limit(0):
-        grown.append({"n": 0})
+        grown.append({"n": 0}, {"n": 1})
+        with pytest.raises(OSError, match="File too large"):
+            grown.append({"n": 2})
         grown.close()
-    assert "h.jsonl lacks its last 9 bytes: [Errno 27] File too large" in caplog.text
+    assert "h.jsonl lacks its last 27 bytes: [Errno 27] File too large" in caplog.text
 
 
 def test_a_tail_yields_each_line_once_also_after_a_cut(tmp_path: Path):
     path, tail = tmp_path / "h.jsonl", Tail(tmp_path / "h.jsonl")
-    seen: list[list[Any]] = []
 
     def poll() -> list[int]:
-        seen.append([line["n"] for line in tail.poll()])
-        return seen[-1]
+        return [line["n"] for line in tail.poll()]
 
     assert poll() == []
     grown = History(path)
     assert poll() == []
     grown.append({"n": 0}, {"n": 1})
-    assert poll() == [0, 1]
-    assert poll() == []
+    assert (poll(), poll()) == ([0, 1], [])
     grown.append({"n": 2}, {"n": 3})
     size = len(json.dumps({"n": 0}) + "\n") * 2
     History(path, size).append({"n": 20}, {"n": 30}, {"n": 40})  # before the tail has seen 2 and 3
@@ -191,16 +156,9 @@ def test_a_tail_yields_each_line_once_also_after_a_cut(tmp_path: Path):
     assert poll() == []  # until the file grows
     History(path).append({"n": 51})
     assert poll() == [21, 31, 41, 51]
-    with path.open("ab") as file:
-        file.write(b'{"n": ')
-    assert poll() == []
-    with path.open("ab") as file:
-        file.write(b"6}\n")
-    assert poll() == [6]
-
-
-def test_a_tail_reads_no_line_twice(tmp_path: Path):
-    path, tail = written(tmp_path / "h.jsonl", *range(1000)), Tail(tmp_path / "h.jsonl")
-    assert len(tail.poll()) == 1000
-    History(path, path.stat().st_size // 2).append(*({"n": -value} for value in range(2000)))
-    assert [line["n"] for line in tail.poll()] == [-value for value in range(2000)]
+    for half, found in ((b'{"n": ', []), (b"6}\n", [6])):
+        with path.open("ab") as file:
+            file.write(half)
+        assert poll() == found
+    History(path, size).append(*({"n": -value} for value in range(2000)))
+    assert poll() == [-value for value in range(2000)]

@@ -1,11 +1,11 @@
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from tests.name_server import silent_name_server, why_no_namespace
 
 # A judge and a browser server whose names are never resolved, in the event loop of a worker.
 WORKER = """
@@ -50,9 +50,17 @@ print(json.dumps({"worst": worst, "failures": {name: FAILURES.count(name) for na
 """
 
 
-@pytest.mark.skipif(bool(why_no_namespace()), reason=why_no_namespace())
+UNSHARED = ["unshare", "--mount"]
+NO_NAMESPACE = subprocess.run([*UNSHARED, "true"], capture_output=True, text=True).stderr.strip()
+
+
+@pytest.mark.skipif(bool(NO_NAMESPACE), reason=NO_NAMESPACE)
 def test_a_name_server_that_does_not_answer_takes_no_threads_of_other_work_and_holds_up_no_end(tmp_path: Path):
-    with silent_name_server(tmp_path) as inside:
+    file, address = tmp_path / "resolv.conf", f"127.53.{os.getpid() // 256 % 256}.{os.getpid() % 256}"
+    file.write_text(f"nameserver {address}\noptions timeout:30 attempts:4\n")  # a lookup takes two minutes, and fails
+    inside = [*UNSHARED, "sh", "-c", f'mount --bind {file} /etc/resolv.conf && exec "$@"', "sh"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind((address, 53))
         command = [*inside, sys.executable, "-c", WORKER]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

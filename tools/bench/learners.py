@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,14 +51,6 @@ class StepMeasurement:
     loss: float
     tokens: int  # computed by the text model, with padding
     images: int  # encoded by the vision tower
-
-
-class BenchLearner(Protocol):
-    """One variant of the benchmark."""
-
-    def step(self, samples: Sequence[TrainingSample]) -> tuple[float, int, int]:
-        """Take an optimiser step; returns the loss before it, computed tokens, encoded images."""
-        ...
 
 
 def serve(connection: Connection, parent: int, variant: str, task: TrainingBenchConfig) -> None:

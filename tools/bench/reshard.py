@@ -174,12 +174,7 @@ def main() -> None:
         results.append(measure(options.width, options.layers, options.vocabulary, types, options.rounds))
         show(results[-1])
     if options.json:
-        settings = {
-            "width": options.width,
-            "layers": options.layers,
-            "vocabulary": options.vocabulary,
-            "rounds": options.rounds,
-        }
+        settings = {name: value for name, value in vars(options).items() if name not in ("json", "quick")}
         write_json(options.json, {"settings": settings, "results": results})
 
 

@@ -40,6 +40,7 @@ BASELINE, PREFIX_BASELINE = "transformers, padded", "steps of a trajectory merge
 SECONDS = 1800.0  # limit of a process's start and of each step
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # relative
 HEAD_DIM = 32  # of an attention head
+VOCABULARY = 4096  # most entries of the tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,22 +48,18 @@ class VariantResult:
     """All rounds of one variant."""
 
     variant: str
-    seconds: tuple[float, ...]
-    cpu_seconds: tuple[float, ...]
-    losses: tuple[float, ...]
-    tokens: int  # computed per round
-    images: int  # encoded per round
+    rounds: tuple[StepMeasurement, ...]
     peak_bytes: int
 
     @property
     def median(self) -> float:
         """Median seconds of a round."""
-        return statistics.median(self.seconds)
+        return statistics.median(each.seconds for each in self.rounds)
 
     @property
     def cpu_median(self) -> float:
         """Median CPU seconds of a round, all threads."""
-        return statistics.median(self.cpu_seconds)
+        return statistics.median(each.cpu_seconds for each in self.rounds)
 
 
 def measure(
@@ -86,10 +83,11 @@ def measure(
             for variant, (_, connection) in zip(variants, started, strict=True):
                 taken[variant].append(_step(connection, variant, samples))
                 print(f"round {number + 1}, {variant}: {taken[variant][-1].seconds:.1f} s", file=sys.stderr)
-        return [
-            _result(variant, taken[variant], connection)
-            for variant, (_, connection) in zip(variants, started, strict=True)
-        ]
+        results = []
+        for variant, (_, connection) in zip(variants, started, strict=True):
+            connection.send(None)
+            results.append(VariantResult(variant, tuple(taken[variant]), _reply(connection, variant)))
+        return results
     finally:
         for process, connection in started:
             connection.close()
@@ -111,30 +109,15 @@ def _reply(connection: Connection, variant: str) -> Any:
         raise RuntimeError(f"the process of {variant!r} ended; see its output above") from None
 
 
-def _result(variant: str, taken: Sequence[StepMeasurement], connection: Connection) -> VariantResult:
-    connection.send(None)
-    peak = _reply(connection, variant)
-    return VariantResult(
-        variant,
-        tuple(each.seconds for each in taken),
-        tuple(each.cpu_seconds for each in taken),
-        tuple(each.loss for each in taken),
-        taken[-1].tokens,
-        taken[-1].images,
-        peak,
-    )
-
-
 def check_losses(results: Sequence[VariantResult], limit: float) -> float:
     """Largest relative difference of a loss from that of the first variant. Raises SystemExit beyond `limit`."""
     worst = 0.0
     for result in results[1:]:
-        for number, (loss, expected) in enumerate(zip(result.losses, results[0].losses, strict=True), 1):
-            difference = abs(loss - expected) / abs(expected)
+        for number, (ours, other) in enumerate(zip(result.rounds, results[0].rounds, strict=True), 1):
+            difference = abs(ours.loss - other.loss) / abs(other.loss)
             if not difference <= limit:
-                raise SystemExit(
-                    f"losses differ in round {number}: {result.variant} {loss}, {results[0].variant} {expected}"
-                )
+                losses = f"{result.variant} {ours.loss}, {results[0].variant} {other.loss}"
+                raise SystemExit(f"losses differ in round {number}: {losses}")
             worst = max(worst, difference)
     return worst
 
@@ -152,17 +135,15 @@ def show(results: Sequence[VariantResult], samples: Sequence[TrainingSample], ba
         print(
             f"| {result.variant} | {real / result.median:.0f} | {answers / result.median:.0f} "
             f"| {baseline.median / result.median:.2f} | {baseline.cpu_median / result.cpu_median:.2f} "
-            f"| {result.tokens} | {result.images} "
+            f"| {result.rounds[-1].tokens} | {result.rounds[-1].images} "
             f"| {result.median:.1f} | {result.cpu_median:.1f} | {result.peak_bytes / 2**20:.0f} |"
         )
 
 
 def describe(samples: Sequence[TrainingSample]) -> str:
     """A description of the samples: lengths and images."""
-    lengths, answers, images = (
-        np.array([f(s) for s in samples])
-        for f in (lambda s: s.length, lambda s: len(s.response), lambda s: len(s.images))
-    )
+    sizes = np.array([(sample.length, len(sample.response), len(sample.images)) for sample in samples])
+    lengths, answers, images = sizes.T
     return (
         f"{len(samples)} samples of {len({s.trajectory_id for s in samples})} episodes, {lengths.sum()} tokens "
         f"({lengths.min()} to {lengths.max()}, median {np.median(lengths):.0f}), {answers.sum()} of them answers "
@@ -223,7 +204,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
         vision_intermediate=4 * vision,
         vision_grid=48,
         deepstack=tuple(sorted({depth // 4, depth // 2, depth - 1})),
-        vocabulary=options.vocabulary,
+        vocabulary=VOCABULARY,
         max_position_embeddings=max(4096, options.window),
         dtype=options.dtype,
         seed=options.seed,
@@ -236,7 +217,6 @@ def make_parser() -> argparse.ArgumentParser:
     for option, default, text in (
         ("--hidden", 256, "width of the text model, a multiple of 32"),
         ("--layers", 6, "layers of the text model"),
-        ("--vocabulary", 4096, "largest number of tokenizer entries"),
         ("--episodes", 16, "episodes whose steps are the samples"),
         ("--group-size", 1, "trajectories of each episode's task; above 1, choices of merge_prefixes are compared"),
         ("--window", 2048, "largest number of tokens of a sample"),

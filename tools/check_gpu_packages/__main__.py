@@ -5,7 +5,7 @@ Run it when a pin of setup.py changes, or when new code uses more of vLLM:
     python -m tools.check_gpu_packages [--cache FOLDER]
 
 It downloads wheels (half a GB, once) and reads their Python files. Nothing of them runs. The result is result.json
-beside this file; tests/tools/gpu_packages/test_result.py compares it with the source and the pins.
+beside this file; tests/tools/test_gpu_packages.py compares it with the source and the pins.
 """
 
 from __future__ import annotations

