@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 
 import psutil
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """Empty once the process has ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
 def browser_pids(kind: str, parent_pid: int | None = None) -> list[int]:
     """Descendants of a process (default: this one) by kind: "driver", "browser" (not its start script), "renderer"."""
-    found = []
-    for child in psutil.Process(parent_pid or os.getpid()).children(recursive=True):
-        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if _kind(child.cmdline()) == kind:
-                found.append(child.pid)
-    return found
+    children = psutil.Process(parent_pid or os.getpid()).children(recursive=True)
+    return [child.pid for child in children if _kind(command_line(child)) == kind]
 
 
 def alive_pids(pids: Iterable[int]) -> list[int]:
     """The pids of running processes."""
-    running = []
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                running.append(pid)
-    return running
+    return [pid for pid in pids if _status(pid) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)]
+
+
+def _status(pid: int) -> str:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
 
 
 def _kind(arguments: list[str]) -> str:

@@ -37,23 +37,23 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[_HttpServer]:
 class FolderSite:
     """Serves the pages of a folder; a page ends its task by setting the global `reward`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, host: str = "site.localhost") -> None:
+        self.folder, self.host = folder, host
         self.server = FolderServer(folder)
 
     @property
     def origins(self) -> frozenset[str]:
-        return frozenset({ORIGIN})
+        return frozenset({f"http://{self.host}"})
 
     @property
     def addresses(self) -> dict[str, str]:
-        return {"site.localhost": self.server.address}
+        return {self.host: self.server.address}
 
     def can_reuse_page(self, task: Task) -> bool:
         return False
 
     async def open(self, page: Page, task: Task) -> str:
-        await page.goto(f"{ORIGIN}/{task.environment}.html")
+        await page.goto(f"http://{self.host}/{task.environment}.html")
         return f"instruction of {task.environment}"
 
     async def result(self, page: Page, task: Task) -> tuple[float | None, bool]:
@@ -62,27 +62,8 @@ class FolderSite:
 
 
 PAGES = {
-    "trace": """<title>Trace</title><body style='margin:0;height:100vh'><script>
-        window.clicks = []; document.addEventListener('click', e => clicks.push([e.clientX, e.clientY]));</script>""",
-    "form": """<title>Form</title><form onsubmit="document.title = 'sent ' + f.value; return false">
-        <input id=f value='old words' style='position:absolute;left:0;top:0;width:200px;height:50px'></form>""",
-    "long": "<title>Long</title><div style='height:5000px;background:linear-gradient(red,blue)'></div>",
     "first": "<title>First</title><a href=second.html style='display:block;height:100px;background:#ddd'>go</a>",
     "second": "<title>Second</title>second",
-    "colours": """<title>Colours</title><div style='height:100px;background:red'
-        onclick="this.style.background = 'blue'"></div>""",
-    "moving": """<title>Moving</title><div style='height:100px;background:red' onclick="
-        let n = 0; const move = () => { this.style.height = 100 + 10 * ++n + 'px';
-        if (n < 20) requestAnimationFrame(move); else document.title = 'at rest'; }; move()"></div>""",
-    "timed": """<title>Timed</title><div style='height:100px;background:red' onclick="
-        document.title = 'moving'; let n = 0; const timer = setInterval(() => {
-        this.style.height = 100 + 10 * ++n + 'px';
-        if (n === 8) { clearInterval(timer); document.title = 'at rest'; } }, 13)"></div>""",
-    "popup": """<title>Popup</title><div style='height:100px;background:red'
-        onclick="window.open('second.html')"></div>""",
-    "store": """<title>Store</title><script>document.title = localStorage.getItem('seen') || 'fresh';
-        localStorage.setItem('seen', 'stale');</script>""",
-    "win": "<title>Win</title><div style='height:100px;background:red' onclick='window.reward = 1'></div>",
 }
 
 

@@ -1,4 +1,4 @@
-"""Browsers that crash, hang, grow or age are replaced, and leave nothing behind."""
+"""Browsers start with a clean state; those that crash, hang, grow or age are replaced, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from playwright.async_api import Page
 
@@ -22,15 +23,17 @@ from megatron_webrl.browser import chromium as process_module
 from megatron_webrl.browser import session as session_module
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.chromium import find_chromium, resident_mib
-from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout
-from megatron_webrl.config.browser import BrowserConfig
+from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserMissing, BrowserTimeout
+from megatron_webrl.config.browser import BrowserConfig, check_browser_user
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.types import Action, Task
 from tests.browser.browser_processes import alive_pids, browser_pids
 from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on
-from tests.waiting import eventually
+from tests.browser.egress.proxy_client import OK, Server, answering
+from tests.waiting import eventually, started
 
-SECONDS = 60.0  # limit of a test's waits
+WAIT = Action("wait", time=0)
 STORES = """<!DOCTYPE html><title>...</title><script>(async () => {
     const seen = [document.cookie, localStorage.getItem('seen'), sessionStorage.getItem('seen')];
     seen.push((await caches.keys()).join(), (await indexedDB.databases()).map(d => d.name).join());
@@ -47,10 +50,10 @@ STORES = """<!DOCTYPE html><title>...</title><script>(async () => {
 class CountingSite:
     """A site whose server counts requests; `before` may interfere with opening a page."""
 
-    def __init__(self, before: Callable[[Page, int], Awaitable[None]]) -> None:
+    def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
         self.openings = 0
-        self._before = before
+        self.before: Callable[[Page, int], Awaitable[None]] | None = None
         self.server = LocalServer(self._respond, "counting")
         self.origins = frozenset({ORIGIN})
         self.addresses = {"site.localhost": self.server.address}
@@ -67,7 +70,8 @@ class CountingSite:
 
     async def open(self, page: Page, task: Task) -> str:
         self.openings += 1
-        await self._before(page, self.openings)
+        if self.before is not None:
+            await self.before(page, self.openings)
         await page.goto(f"{ORIGIN}/{task.environment}.html")
         await page.wait_for_function("document.title != '...'")
         return ""
@@ -78,10 +82,7 @@ class CountingSite:
 
 @pytest.fixture
 def counting() -> Iterator[CountingSite]:
-    async def nothing(page: Page, opening: int) -> None:
-        pass
-
-    site = CountingSite(nothing)
+    site = CountingSite()
     yield site
     site.server.close()
 
@@ -97,7 +98,79 @@ def pool_of(site: CountingSite, **settings: int) -> BrowserPool:
     return BrowserPool(BrowserConfig(width=400, height=300, **settings), {"site": site}, 1, 20.0)
 
 
-async def test_a_cached_session_serves_the_next_episode_of_its_source_with_fresh_counts(counting: CountingSite) -> None:
+async def serves(pool: BrowserPool) -> bool:
+    """Whether the pool runs another episode."""
+    async with pool.episode(page_task("second")) as (_, seen):
+        return seen.title == "Second"
+
+
+# Start
+
+
+def test_chromium_is_found_where_it_is_preferred_and_a_missing_one_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def install(path: Path) -> str:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o755)
+        return str(path)
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path / "shared"))
+    with pytest.raises(BrowserMissing, match="install Debian's package chromium-headless-shell"):
+        find_chromium()
+    with pytest.raises(BrowserMissing, match=r"browser\.executable=netscape is not an executable file"):
+        find_chromium("netscape")
+    build = "chrome-headless-shell-linux64/chrome-headless-shell"
+    cache = install(tmp_path / ".cache/ms-playwright/chromium_headless_shell-1200" / build)
+    assert find_chromium() == cache
+    for name in ("google-chrome", "chromium", "chromium-headless-shell"):
+        assert find_chromium() != (path := install(tmp_path / "bin" / name))
+        assert find_chromium() == path  # before Playwright's default folder
+    newest = install(tmp_path / "shared/chromium_headless_shell-1200" / build)
+    install(tmp_path / "shared/chromium_headless_shell-999" / build)  # the older revision
+    assert find_chromium() == newest
+
+
+async def test_no_process_of_a_browser_has_the_keys_and_tokens_of_its_parent(
+    site: FolderSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Chromium's sandbox, as for root, a page that takes over its renderer reads the environment."""
+    for name in ("GEMINI_API_KEY", "WEBRL_BROWSERS_TOKEN", "WEBRL_BROWSERS_SERVER_TOKEN", "https_proxy"):
+        monkeypatch.setenv(name, "canary-7f3a")
+    others = set(psutil.Process().children(recursive=True))  # a server that earlier tests left, for example
+    async with pool_on(site) as pool, pool.session():
+        found = []
+        for process in set(psutil.Process().children(recursive=True)) - others:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                found.append(process.environ())
+    browsers = [environment for environment in found if "PATH" in environment]  # renderers overwrite theirs
+    assert len(browsers) > 2
+    assert {environment["TZ"] for environment in browsers} == {"UTC"}
+    assert not [name for environment in found for name, value in environment.items() if "canary" in value]
+
+
+async def test_a_failed_launch_is_reported_and_retried_later(site: FolderSite, tmp_path: Path) -> None:
+    broken, script = tmp_path / "broken", tmp_path / "chromium"
+    script.write_text(f'#!/bin/sh\n[ -e {broken} ] && exit 1\nexec {find_chromium()} "$@"\n')
+    script.chmod(0o755)
+    async with pool_on(site, executable=str(script)) as pool:
+        broken.touch()
+        os.kill(browser_pids("browser")[0], signal.SIGKILL)
+        await eventually(lambda: pool.counters.failed_launches >= 1)
+        with pytest.raises(BrowserCrashed, match="chromium does not start"):
+            await pool.episode(page_task("first")).__aenter__()
+        broken.unlink()
+        assert await serves(pool)
+
+
+# Sessions
+
+
+async def test_a_cached_session_serves_the_next_episode_of_its_source_unless_it_was_lost_or_interrupted(
+    counting: CountingSite,
+) -> None:
     async with pool_of(counting, reuse_pages=1) as pool:
         async with pool.episode(page_task("stores")) as (first, seen):
             assert not json.loads(seen.title)[0]
@@ -115,19 +188,13 @@ async def test_a_cached_session_serves_the_next_episode_of_its_source_with_fresh
         async with pool.episode(page_task("other")) as (fresh, _):  # its source does not permit reuse
             assert fresh is not first
         assert (pool.counters.sessions, pool.counters.sessions_reused) == (4, 2)
-
-
-async def test_lost_or_interrupted_sessions_are_not_cached_and_lost_cached_ones_are_released(
-    counting: CountingSite,
-) -> None:
-    async with pool_of(counting, reuse_pages=2) as pool:
         async with pool.episode(page_task("stores")) as (session, _):
             step = asyncio.ensure_future(session.step(Action("wait", time=5.0)))
             await asyncio.sleep(0)
             step.cancel()
             await asyncio.gather(step, return_exceptions=True)
         await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
-        assert pool.gauges()["sessions_cached"] == 0
+        assert pool.gauges()["sessions_cached"] == 0  # it was interrupted
         async with pool.episode(page_task("stores")) as (session, _):
             pass
         assert pool.gauges()["sessions_cached"] == 1
@@ -147,28 +214,40 @@ async def test_the_next_episode_finds_no_state_of_the_previous_one(counting: Cou
                 seen = await session.reset(page_task("stores"))
                 assert json.loads(seen.title) == ["seen=1", "1", "1", "seen", "seen", 0], number
             assert counting.requests["/kept.txt"] == number  # the second page of an episode has it from the cache
+        for _ in range(3):  # a session of a cancelled caller is released
+            taking = asyncio.ensure_future(pool._acquire())
+            await asyncio.sleep(0)
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+        await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
         assert pool.counters.launches == 1
 
 
-async def test_sessions_are_spread_over_browsers_and_a_crash_loses_only_those_of_one(
+async def test_sessions_are_limited_and_spread_over_browsers_and_a_crash_loses_only_those_of_one(
     site: FolderSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "SESSIONS_PER_BROWSER", 2)
     async with pool_on(site, sessions=4) as pool, contextlib.AsyncExitStack() as stack:
         sessions = [await stack.enter_async_context(pool.session()) for _ in range(4)]
         await asyncio.gather(*(session.reset(page_task("first")) for session in sessions))
+        fifth = asyncio.ensure_future(stack.enter_async_context(pool.session()))
+        assert not (await asyncio.wait({fifth}, timeout=0.3))[0]
         assert pool.gauges()["sessions_in_use"] == 4
+        fifth.cancel()
         os.kill(browser_pids("browser")[0], signal.SIGKILL)
         await eventually(lambda: sum(session.lost.done() for session in sessions) == 2)
         kept = [session for session in sessions if not session.lost.done()]
-        seen = await asyncio.gather(*(session.step(Action("wait", time=0)) for session in kept))
+        seen = await asyncio.gather(*(session.step(WAIT) for session in kept))
         assert [observation.title for observation in seen] == ["First", "First"]
         await eventually(lambda: pool.gauges()["browsers"] == 2)
         assert (pool.counters.crashes, pool.counters.sessions_lost, pool.counters.launches) == (1, 2, 3)
 
 
+# Faults
+
+
 @pytest.mark.parametrize("victim", ["browser", "driver", "renderer"])
-async def test_a_killed_process_loses_one_step_and_its_temporary_files_are_removed(
+async def test_a_killed_process_loses_one_step_and_nothing_is_left_of_it(
     site: FolderSite, scratch: Path, victim: str
 ) -> None:
     async with pool_on(site) as pool:
@@ -180,11 +259,12 @@ async def test_a_killed_process_loses_one_step_and_its_temporary_files_are_remov
             with pytest.raises(BrowserError) as raised:
                 await waiting
         assert raised.value.outcome == ("page_crashed" if victim == "renderer" else "browser_crashed")
-        async with pool.episode(page_task("second")) as (_, seen):
-            assert seen.title == "Second"
+        assert await serves(pool)
         assert pool.counters.crashes == (victim != "renderer")
         await eventually(lambda: len(list(scratch.iterdir())) == 1)  # the folder of the running browser
+        running = [pid for kind in ("driver", "browser", "renderer") for pid in browser_pids(kind)]
     assert not list(scratch.iterdir())
+    await eventually(lambda: not alive_pids(running), 10)
 
 
 @pytest.mark.parametrize("victim", ["browser", "driver"])
@@ -199,10 +279,9 @@ async def test_a_hang_is_detected_by_a_timeout_and_the_browser_is_replaced(
             session._step_seconds = 2.0
             os.kill(stopped[0], signal.SIGSTOP)
             with pytest.raises(BrowserTimeout, match="took more than 2"):
-                await session.step(Action("wait", time=0))
+                await session.step(WAIT)
             await eventually(lambda: pool.counters.hangs == 1)
-        async with pool.episode(page_task("second")) as (_, seen):
-            assert seen.title == "Second"
+        assert await serves(pool)
         await eventually(lambda: not alive_pids(stopped))
         await eventually(lambda: len(list(scratch.iterdir())) == 1)
 
@@ -213,8 +292,8 @@ async def test_a_hang_is_detected_by_the_health_check(site: FolderSite, monkeypa
     async with pool_on(site) as pool, pool.session() as session:
         await session.reset(page_task("first"))
         os.kill(browser_pids("browser")[0], signal.SIGSTOP)
-        async with asyncio.timeout(SECONDS):
-            assert "does not answer" in str(await session.lost)
+        await eventually(session.lost.done)
+        assert "does not answer" in str(session.lost.result())
 
 
 # When one script is terminated, the next one starts.
@@ -238,7 +317,7 @@ async def test_an_endless_page_loses_only_its_own_session(site: FolderSite) -> N
             with pytest.raises(BrowserTimeout):
                 await click_often(session)
         await eventually(lambda: before - set(browser_pids("renderer")))
-        assert (await other.step(Action("wait", time=0))).title == "First"
+        assert (await other.step(WAIT)).title == "First"
         assert (pool.counters.launches, pool.counters.hangs, pool.counters.sessions_lost) == (1, 0, 1)
 
 
@@ -253,8 +332,7 @@ async def test_a_browser_whose_context_does_not_close_is_replaced(
         await eventually(lambda: pool.counters.recycled_by_stuck_contexts == 1)
         monkeypatch.setattr(session_module, "CLOSE_SECONDS", 10.0)
         await eventually(lambda: not alive_pids(old))
-        async with pool.episode(page_task("second")) as (_, seen):
-            assert seen.title == "Second"
+        assert await serves(pool)
 
 
 async def test_a_browser_that_has_grown_is_replaced(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,90 +345,68 @@ async def test_a_browser_that_has_grown_is_replaced(site: FolderSite, monkeypatc
             await eventually(lambda: pool.counters.recycled_by_memory)
             await eventually(lambda: pool.gauges()["browsers_draining"] == 1)
             assert pool.gauges()["resident_mib"] > 10
-            assert (await session.step(Action("wait", time=0))).title == "First"
+            assert (await session.step(WAIT)).title == "First"
             assert alive_pids(old)
         await eventually(lambda: not alive_pids(old))
 
 
+def test_resident_memory_counts_private_memory_and_shares_of_shared_memory() -> None:
+    code = "import time; held = bytearray(64 << 20); print(flush=True); time.sleep(600)"
+    with started([sys.executable, "-c", code], start_new_session=True) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert 64 < resident_mib([holder.pid]) < 64 + 40
+    assert resident_mib([holder.pid]) == 0
+
+
 @pytest.mark.parametrize("victim", ["browser", "driver", "page"])
-async def test_a_reset_that_fails_because_of_the_browser_is_retried(victim: str) -> None:
+async def test_a_reset_that_fails_because_of_the_browser_is_retried(counting: CountingSite, victim: str) -> None:
     async def kill(page: Page, opening: int) -> None:
         if opening == 1 and victim == "page":
             await page.goto("chrome://crash")
         elif opening == 1:
             os.kill(browser_pids(victim)[0], signal.SIGKILL)
 
-    site = CountingSite(kill)
-    async with pool_of(site) as pool, pool.episode(page_task("stores")) as (session, seen):
+    counting.before = kill
+    async with pool_of(counting) as pool, pool.episode(page_task("stores")) as (session, seen):
         assert seen.title.startswith("[")
-        assert (await session.step(Action("wait", time=0))).title == seen.title
-        assert (site.openings, pool.counters.retries) == (2, 1)
-    site.server.close()
+        assert (await session.step(WAIT)).title == seen.title
+        assert (counting.openings, pool.counters.retries) == (2, 1)
 
 
-async def test_a_reset_is_tried_twice_and_raises_the_cause() -> None:
+async def test_a_reset_is_tried_twice_and_not_again_where_the_site_is_the_cause(counting: CountingSite) -> None:
     async def kill(page: Page, opening: int) -> None:
         os.kill(browser_pids("browser")[0], signal.SIGKILL)
 
-    site = CountingSite(kill)
-    async with pool_of(site) as pool:
-        with pytest.raises(BrowserCrashed, match="Chromium has ended"):
-            async with pool.episode(page_task("stores")):
-                raise AssertionError("the episode must not begin")
-        assert site.openings == 2
-        await eventually(lambda: (pool.gauges()["browsers"], pool.gauges()["sessions_in_use"]) == (1, 0))
-    site.server.close()
-
-
-async def test_a_reset_that_fails_because_of_the_site_is_not_retried(counting: CountingSite) -> None:
-    counting.server.close()
+    counting.before = kill
     async with pool_of(counting) as pool:
+        with pytest.raises(BrowserCrashed, match="Chromium has ended"):
+            await pool.episode(page_task("stores")).__aenter__()
+        assert (counting.openings, pool.counters.retries) == (2, 1)
+        await eventually(lambda: (pool.gauges()["browsers"], pool.gauges()["sessions_in_use"]) == (1, 0))
+        counting.before = None
+        counting.server.close()
         with pytest.raises(BrowserError, match=r"site\.localhost:80 cannot be reached"):
-            async with pool.episode(page_task("stores")):
-                raise AssertionError("the episode must not begin")
-        assert (counting.openings, pool.counters.retries) == (1, 0)
+            await pool.episode(page_task("stores")).__aenter__()
+        assert (counting.openings, pool.counters.retries) == (3, 1)
 
 
-async def test_a_failed_launch_is_reported_and_retried_later(site: FolderSite, tmp_path: Path) -> None:
-    broken, script = tmp_path / "broken", tmp_path / "chromium"
-    script.write_text(f'#!/bin/sh\n[ -e {broken} ] && exit 1\nexec {find_chromium()} "$@"\n')
-    script.chmod(0o755)
-    async with pool_on(site, executable=str(script)) as pool:
-        broken.touch()
-        os.kill(browser_pids("browser")[0], signal.SIGKILL)
-        await eventually(lambda: pool.counters.failed_launches >= 1)
-        with pytest.raises(BrowserCrashed, match="chromium does not start"):
-            await pool.episode(page_task("first")).__aenter__()
-        broken.unlink()
-        async with pool.episode(page_task("second")) as (_, seen):
-            assert seen.title == "Second"
+# End
 
 
-async def test_a_session_of_a_cancelled_caller_is_released(site: FolderSite) -> None:
-    async with pool_on(site) as pool:
-        for _ in range(3):
-            taking = asyncio.ensure_future(pool._acquire())
-            await asyncio.sleep(0)
-            taking.cancel()
-            await asyncio.gather(taking, return_exceptions=True)
-        async with pool.episode(page_task("first")) as (_, seen):
-            assert seen.title == "First"
-        await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
-
-
-def test_resident_memory_counts_private_memory_and_shares_of_shared_memory() -> None:
-    code = "import time; held = bytearray(64 << 20); print(flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        assert 64 < resident_mib([holder.pid]) < 64 + 40
-        holder.kill()
-        holder.wait()
-        assert resident_mib([holder.pid]) == 0
+async def test_a_stopped_browser_is_killed_within_the_limit(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "CLOSE_SECONDS", 1.0)
+    pool = pool_on(site)
+    await pool.start()
+    stopped = browser_pids("browser")
+    os.kill(stopped[0], signal.SIGSTOP)
+    async with asyncio.timeout(20):
+        await pool.close()
+    await eventually(lambda: not alive_pids(stopped), 10)
 
 
 OWNER = """
-import asyncio, sys
+import asyncio
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.config.browser import BrowserConfig
 
@@ -364,14 +420,13 @@ asyncio.run(main())
 
 
 async def test_the_next_pool_removes_leftovers_of_a_killed_process(site: FolderSite, scratch: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(scratch)}
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment) as owner:
+    with started([sys.executable, "-c", OWNER], env={**os.environ, "TMPDIR": str(scratch)}) as owner:
         assert owner.stdout is not None
-        assert (await asyncio.to_thread(owner.stdout.readline)) == b"up\n"
-        orphans = browser_pids("browser", parent_pid=owner.pid)
+        assert (await asyncio.to_thread(owner.stdout.readline)) == "up\n"
+        orphans, drivers = (browser_pids(kind, parent_pid=owner.pid) for kind in ("browser", "driver"))
         os.kill(orphans[0], signal.SIGSTOP)  # so that it does not notice the end of its driver
-        for pid in [owner.pid, *browser_pids("driver", parent_pid=owner.pid)]:
-            os.kill(pid, signal.SIGKILL)
+        owner.kill()
+        os.kill(drivers[0], signal.SIGKILL)
     try:
         assert alive_pids(orphans)
         assert list(scratch.iterdir())
@@ -382,3 +437,69 @@ async def test_the_next_pool_removes_leftovers_of_a_killed_process(site: FolderS
     finally:
         for pid in alive_pids(orphans):  # that the pool did not kill
             os.kill(pid, signal.SIGKILL)
+
+
+# Browsers of a root process: as another user, in a network of their own
+
+CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)"
+
+
+def test_the_open_web_needs_a_user_of_its_own_where_the_process_is_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(ConfigError, match=r"set browser\.user=nobody or another user, run as another user, or set"):
+        check_browser_user(BrowserConfig(open_web=True))
+    for settings in ({"open_web": True, "user": "nobody"}, {"open_web": True, "user": "root"}, {}):
+        check_browser_user(BrowserConfig(**settings))  # type: ignore[arg-type]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    check_browser_user(BrowserConfig(open_web=True))
+    with pytest.raises(ConfigError, match=r"browser\.user=nobody needs root"):
+        check_browser_user(BrowserConfig(user="nobody"))
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@needs_root
+def test_an_unknown_user_and_root_under_another_name_are_refused(site: FolderSite) -> None:
+    for user, message in (("no-such-user", "is not a user of this machine"), ("0", "is root under another name")):
+        with pytest.raises(ConfigError, match=message):
+            BrowserPool(BrowserConfig(user=user), {"site": site}, 1)
+
+
+@needs_root
+async def test_browsers_run_as_their_user_and_reach_only_the_egress_proxy(site: FolderSite) -> None:
+    async with (
+        Server(answering(OK)) as neighbour,
+        BrowserPool(BrowserConfig(width=400, height=300, user="nobody"), {"site": site}, 1) as pool,
+        pool.episode(page_task("first")) as (session, observation),
+    ):
+        assert observation.title == "First"
+        assert pool._isolation is not None
+        namespace = pool._isolation.namespace
+        assert namespace is not None
+        (browser,) = pool.browsers
+        chromium = psutil.Process(browser.chromium.pid)
+        processes = [chromium, *chromium.children(recursive=True)]
+        assert len(processes) > 2
+        assert {process.uids() for process in processes} == {(65534, 65534, 65534)}
+        assert "--no-sandbox" not in chromium.cmdline()
+        own = os.readlink(namespace)
+        assert own != os.readlink("/proc/self/ns/net")
+        assert os.readlink(f"/proc/{chromium.pid}/ns/net") == own
+        assert "NoNewPrivs:\t1" in Path(f"/proc/{chromium.pid}/status").read_text()
+
+        def reaches(port: int) -> bool:
+            command = ["nsenter", f"--net={namespace}", sys.executable, "-c", CONNECT, str(port)]
+            return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+        assert reaches(session.network.port)
+        assert not reaches(neighbour.port)
+        assert neighbour.connections == 0
+        interfaces = subprocess.run(
+            ["nsenter", f"--net={namespace}", "ip", "-o", "link"], capture_output=True, text=True, check=True
+        ).stdout
+        assert [line.split()[1] for line in interfaces.splitlines()] == ["lo:"]
+        home = browser.chromium._home
+        assert home is not None
+        assert home.is_dir()
+    assert not home.exists()

@@ -1,4 +1,4 @@
-"""Every page of `hostile_pages` against a session: each case has its allowed results and a time limit.
+"""Hostile pages against a session: each case has its allowed results and a time limit; none reaches what it must not.
 
 127.0.0.1 stands in for a public address; 127.0.0.2, on the same port, must not be reached.
 """
@@ -8,8 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
+import struct
 import time
-from collections.abc import AsyncIterator, Mapping
+import zlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from types import MappingProxyType
 
 import psutil
@@ -19,101 +24,230 @@ from playwright.async_api import Page
 
 from megatron_webrl.browser import browser_pool
 from megatron_webrl.browser.browser_pool import BrowserPool
+from megatron_webrl.browser.chromium import proxy_settings
 from megatron_webrl.browser.egress import connections
+from megatron_webrl.browser.egress.egress_policy import declared_endpoints
 from megatron_webrl.browser.egress.egress_proxy import EgressProxy
 from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.types import Action, Observation, Task
-from tests.browser.hostile_pages import Machine
-from tests.browser.local_network import FORBIDDEN, NameService
+from tests.browser.browser_processes import browser_pids
+from tests.browser.conftest import PAGES as SITE_PAGES
+from tests.browser.conftest import FolderSite, page_task, serving
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 log = logging.getLogger(__name__)
 
+FORBIDDEN = "127.0.0.2"
 SHORT, LONG = 1.5, 20.0  # seconds of one operation
 PAGE_MIB = 1024
 SLACK = 15.0  # seconds for a busy machine, beyond the limits of the three operations
-TIMEOUT = "browser_timeout"
-CRASHED = "page_crashed"
+SIDE = 20_000  # pixels of the huge image
+TIMEOUT, CRASHED, FAILED = "browser_timeout", "page_crashed", "browser_error"
 CONTINUES = "continues"  # with or without a message
+ENDED = "the script that it ran was ended"
+WORKER = "URL.createObjectURL(new Blob(['for (;;);']))"
 
-# Page, seconds of one operation, allowed results: an outcome, CONTINUES, or a pattern of the messages.
-CASES: list[tuple[str, float, tuple[str, ...]]] = [
-    ("alerts", LONG, ("opened a dialog, .again.",)),
-    ("alerts_at_once", LONG, ("opened a dialog, .again.",)),
-    ("alerts_timer", LONG, ("opened a dialog, .again.",)),
-    ("alerts_frame", LONG, ("opened a dialog, .within.",)),
-    ("prompt_long", LONG, (r"opened a dialog, .x{90,100}\.\.\.",)),
-    ("popups", 6.0, ("a new window was closed", TIMEOUT)),
-    ("popups_chain", LONG, ("a new window was closed",)),
-    ("close", LONG, ("browser_error", CONTINUES)),  # Chromium lets a page close itself or not
-    ("stay", LONG, ("asked whether to leave it; it was left",)),
-    ("print", LONG, (CONTINUES,)),
-    ("fullscreen", LONG, (CONTINUES,)),
-    ("rights", LONG, (CONTINUES,)),
-    ("stay_for_ever", SHORT, ("the script that it ran was ended", TIMEOUT)),
-    ("loop", SHORT, ("the script that it ran was ended", TIMEOUT)),
-    ("loop_frame", SHORT, ("the script that it ran was ended", TIMEOUT)),
-    ("loop_promise", SHORT, ("the script that it ran was ended", TIMEOUT)),
-    ("loop_unload", SHORT, ("the script that it ran was ended", TIMEOUT)),
-    ("regexp", SHORT, ("the script that it ran was ended", TIMEOUT)),
-    ("loop_timer", SHORT, (CONTINUES, TIMEOUT)),
-    ("workers", SHORT, (CONTINUES, TIMEOUT)),
-    ("push_state", LONG, (CONTINUES,)),
-    ("replace", SHORT, ("still loading", "requests", CONTINUES, TIMEOUT)),
-    ("ping", SHORT, ("still loading", CONTINUES, TIMEOUT)),
-    ("refresh", SHORT, ("still loading", CONTINUES, TIMEOUT)),
-    ("reload", SHORT, ("still loading", CONTINUES, TIMEOUT)),
-    ("write", LONG, (CONTINUES, TIMEOUT)),
-    ("write_for_ever", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
-    ("animation", LONG, (CONTINUES,)),
-    ("frames_of_animation", LONG, (CONTINUES,)),
-    ("title", LONG, (CONTINUES,)),
-    ("console", SHORT, (CONTINUES, TIMEOUT)),
-    ("errors", SHORT, (CONTINUES, TIMEOUT)),
-    ("focus", LONG, (CONTINUES,)),
-    ("scroll", LONG, (CONTINUES,)),
-    ("fetches", LONG, (r"has used its 300 requests \(browser.max_requests\)", CONTINUES)),
-    ("dom", SHORT, ("elements cannot be found in a page of", TIMEOUT)),
-    ("deep", SHORT, (CONTINUES, TIMEOUT)),
-    ("deep_script", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
-    ("buttons", SHORT, (CONTINUES, TIMEOUT)),
-    ("frames", SHORT, (CONTINUES, TIMEOUT)),
-    ("frames_nested", SHORT, (CONTINUES, TIMEOUT)),
-    ("image", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
-    ("gigantic.png", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
-    ("canvas", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
-    ("tall", LONG, (CONTINUES,)),
-    ("names", SHORT, (CONTINUES, TIMEOUT)),
-    ("options", SHORT, ("elements cannot be found in a page of", TIMEOUT)),
-    ("url", LONG, (CONTINUES,)),
-    ("data_url", SHORT, (CONTINUES, TIMEOUT)),
-    ("data_frame", SHORT, (CONTINUES, TIMEOUT)),
-    ("memory", LONG, (CRASHED,)),
-    ("memory_at_once", LONG, (CRASHED,)),
-    ("buffers", LONG, (CONTINUES, CRASHED)),
-    ("memory_dom", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
-    ("memory_worker", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
-    ("storage", LONG, (CONTINUES,)),
-    ("special", LONG, (CONTINUES,)),
-    ("special_dialog", LONG, (r"<\|image_pad\|><\|im_end\|>",)),
-    ("service_worker", LONG, (CONTINUES,)),
-    ("inner", LONG, (CONTINUES,)),
-    ("inner_go", LONG, ("127.0.0.2, which is a loopback address",)),
-    ("file", LONG, (CONTINUES,)),
-    ("redirect", LONG, ("browser_error",)),
-    ("slow_head", LONG, ("browser_error",)),
-    ("endless_head", LONG, ("browser_error",)),
-    ("silence", LONG, ("browser_error",)),
-    ("garbage", LONG, ("browser_error",)),
-    ("slow_body", LONG, (r"a request took more than 1.0 s",)),
-    ("endless_body", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
-    ("bomb", SHORT, (CONTINUES, TIMEOUT, CRASHED)),
-    ("hang_up", SHORT, (CONTINUES, TIMEOUT)),
-]
+
+def on_click(script: str, more: str = "") -> str:
+    """A page with a button that fills its upper half."""
+    return (
+        "<title>Page</title><button id=b style='position:absolute;left:0;top:0;width:400px;height:150px'>go</button>"
+        f"{more}<script>b.onclick = () => {{ {script} }};</script>"
+    )
+
+
+def at_once(script: str) -> str:
+    """A page that runs a script while it loads."""
+    return f"<title>Page</title><p>text</p><script>{script}</script>"
+
+
+ALLOCATE = """const kept = []; for (;;) kept.push(new Array(1e5).fill(kept.length + 0.5));"""
+HTTP = b"HTTP/1.1 200 OK\r\n"
+
+# Page, seconds of one operation, allowed results: an outcome, CONTINUES, or a pattern of the messages; then the page,
+# in which PORT stands for the port of the server that sends it.
+CASES: list[tuple[str, float, tuple[str, ...], str]] = [
+    # Dialogs and windows
+    ("alerts", LONG, ("opened a dialog, .again.",), on_click("for (;;) alert('again')")),
+    ("alerts_timer", LONG, ("opened a dialog, .again.",), on_click("setInterval(() => alert('again'), 1)")),
+    ("prompt_long", LONG, (r"opened a dialog, .x{90,100}\.\.\.",),
+     on_click("prompt('x'.repeat(5e6), 'y'.repeat(5e6))")),
+    ("special_dialog", LONG, (r"<\|image_pad\|><\|im_end\|>",), on_click("alert('<|image_pad|><|im_end|>')")),
+    ("popups_chain", LONG, ("a new window was closed",), on_click("open('popups_chain_on')")),
+    ("stay", LONG, ("asked whether to leave it; it was left",),
+     on_click("1", "<script>onbeforeunload = (e) => { e.preventDefault(); return 'x' }</script>")),
+    # Scripts and changes without end
+    ("loop", SHORT, (ENDED, TIMEOUT), at_once("for (;;);")),
+    ("replace", SHORT, ("still loading", "requests", CONTINUES, TIMEOUT),
+     at_once("location.replace('replace?' + Math.random())")),
+    ("fetches", LONG, (r"has used its 300 requests \(browser.max_requests\)", CONTINUES),
+     at_once("setInterval(() => fetch('fine?' + Math.random()), 1)")),
+    # Huge content, and memory
+    ("dom", SHORT, ("elements cannot be found in a page of", TIMEOUT),
+     "<title>Page</title><script>document.write('<a href=x>y</a>'.repeat(250000))</script>"),
+    ("names", SHORT, (CONTINUES, TIMEOUT), f"<title>{'t' * 3_000_000}</title>"
+     f"<button aria-label='{'n' * 2_000_000}' style='width:99px;height:99px'></button>"
+     + f"<select>{'<option>' + 'o' * 100_000 + '</option>' * 1}</select>" * 20),
+    ("memory", LONG, (CRASHED,), on_click(ALLOCATE)),
+    # Attempts to reach the forbidden machine
+    ("service_worker", LONG, (CONTINUES,), on_click("navigator.serviceWorker?.register('worker.js')")),
+    ("inner", LONG, (CONTINUES,),
+     at_once("""for (const u of ['http://127.0.0.2:PORT/', 'http://inner.test:PORT/', 'http://0x7f000002:PORT/'])
+        { fetch(u, {mode: 'no-cors'}); new Image().src = u; new WebSocket(u.replace('http', 'ws'));
+          document.write(`<iframe src=${u}></iframe><link rel=stylesheet href=${u}>`); }""")),
+    ("inner_go", LONG, ("127.0.0.2, which is a loopback address",), on_click("location = 'http://127.0.0.2:PORT/'")),
+    ("file", LONG, (CONTINUES,),
+     on_click("location = 'file:///etc/passwd'; open('file:///etc/passwd'); open('chrome://version')")),
+    # Servers
+    ("redirect", LONG, (FAILED,), ""),
+    ("silence", LONG, (FAILED,), ""),
+    ("garbage", LONG, (FAILED,), ""),
+    ("slow_body", LONG, (r"a request took more than 1.0 s",), ""),
+    ("bomb", SHORT, (CONTINUES, TIMEOUT, CRASHED), ""),
+]  # fmt: skip
+SLOW_CASES: list[tuple[str, float, tuple[str, ...], str]] = [
+    ("alerts_at_once", LONG, ("opened a dialog, .again.",), at_once("for (;;) alert('again')")),
+    ("popups", 6.0, ("a new window was closed", TIMEOUT),
+     on_click("for (let i = 0; i < 100; i++) open('fine', '_blank', 'popup')")),
+    ("close", LONG, (FAILED, CONTINUES), on_click("window.close()")),  # Chromium lets a page close itself or not
+    ("loop_unload", SHORT, (ENDED, TIMEOUT), on_click("1", "<script>onpagehide = () => { for (;;); }</script>")),
+    ("workers", SHORT, (CONTINUES, TIMEOUT), at_once(f"for (let i = 0; i < 40; i++) new Worker({WORKER})")),
+    ("reload", SHORT, ("still loading", CONTINUES, TIMEOUT), at_once("setInterval(() => location.reload(), 5)")),
+    ("write_for_ever", SHORT, (CONTINUES, TIMEOUT, CRASHED), at_once("for (;;) document.write('<p>more</p>')")),
+    ("console", SHORT, (CONTINUES, TIMEOUT),
+     at_once("setInterval(() => { for (let i = 0; i < 2000; i++) console.log('x'.repeat(1000), {i}) }, 0)")),
+    ("deep", SHORT, (CONTINUES, TIMEOUT), "<title>Page</title>" + "<div>" * 50_000 + "<button>go</button>"),
+    ("image", SHORT, (CONTINUES, TIMEOUT, CRASHED), "<title>Page</title><img src=gigantic.png width=200>"),
+    ("url", LONG, (CONTINUES,), at_once("history.replaceState(0, '', '?' + 'u'.repeat(1900000))")),
+    ("buffers", LONG, (CONTINUES, CRASHED),
+     on_click("const kept = []; for (;;) kept.push(new Uint8Array(1 << 26).fill(kept.length + 1));")),
+    ("memory_worker", SHORT, (CONTINUES, TIMEOUT, CRASHED),
+     on_click(f"new Worker(URL.createObjectURL(new Blob([{ALLOCATE!r}])))")),
+    ("storage", LONG, (CONTINUES,),
+     on_click("""try { for (let i = 0; ; i++) localStorage['k' + i] = 'x'.repeat(1e6); } catch (e) { }
+        caches?.open('c').then((c) => {
+            for (let i = 0; i < 50; i++) c.put('/' + i, new Response('x'.repeat(1e6))) })""")),
+    ("endless_head", LONG, (FAILED,), ""),
+    ("endless_body", SHORT, (CONTINUES, TIMEOUT, CRASHED), ""),
+    ("hang_up", SHORT, (CONTINUES, TIMEOUT), ""),
+]  # fmt: skip
+PAGES = {name: page for name, _, _, page in (*CASES, *SLOW_CASES) if page} | {
+    "fine": "<title>Fine</title><p>A page like any other.</p>",
+    "popups_chain_on": at_once("open('popups_chain_on?' + Math.random()); setInterval(() => open('fine'), 1)"),
+    "loop_click": on_click("for (;;);"),
+    "frame": "<meta http-equiv=refresh content='0;url=QUERY'>",
+}
+# First bytes of other responses, a piece that is repeated, and the seconds in between.
+RESPONSES: dict[str, tuple[bytes, bytes, float]] = {
+    "endless_head": (HTTP, b"X: " + b"x" * 5000 + b"\r\n", 0),
+    "slow_body": (HTTP + b"Content-Type: text/html\r\nContent-Length: 100000\r\n\r\n<title>Slow</title>", b"x", 0.2),
+    "endless_body": (
+        HTTP + b"Content-Type: text/html\r\nConnection: close\r\n\r\n<title>Endless</title>", b"<p>more</p>" * 1000, 0
+    ),
+    "silence": (b"", b"", 0.2),
+}  # fmt: skip
+
+
+def whole(head: str, body: bytes, length: int | None = None) -> bytes:
+    """A response; one connection per request, so that names are resolved again."""
+    framing = f"Content-Length: {len(body) if length is None else length}\r\nConnection: close\r\n\r\n"
+    return f"HTTP/1.1 {head}\r\n{framing}".encode() + body
+
+
+def bomb() -> bytes:
+    """A page of 64 MiB, compressed to 200 kB."""
+    squeeze = zlib.compressobj(9, zlib.DEFLATED, 31)
+    text = b"".join([squeeze.compress(b"<p>more</p>" * 95_325) for _ in range(64)]) + squeeze.flush()
+    return whole("200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip", text)
+
+
+def gigantic_png() -> bytes:
+    """An image of SIDE x SIDE pixels, compressed to some 50 kB."""
+    squeeze = zlib.compressobj(9)
+    row = b"\0" + bytes(SIDE // 8)  # one bit a pixel
+    data = b"".join([squeeze.compress(row * 100) for _ in range(SIDE // 100)]) + squeeze.flush()
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", SIDE, SIDE, 1, 0, 0, 0, 0))
+    image = b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    return whole("200 OK\r\nContent-Type: image/png", image)
+
+
+class Machine:
+    """Serves the hostile pages, one request per connection, and a UDP port of one address. Counts who comes.
+
+    `closing` ends the responses that never end by themselves.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address, self.port = address, 0
+        self.connections = self.datagrams = 0
+        self.closing = asyncio.Event()
+
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._serve, self.address, port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._udp.setblocking(False)
+        self._udp.bind((self.address, self.port))
+        asyncio.get_running_loop().add_reader(self._udp, self._datagram)
+
+    def close(self) -> None:
+        self.closing.set()
+        asyncio.get_running_loop().remove_reader(self._udp)
+        self._udp.close()
+        self._server.close()
+
+    def _datagram(self) -> None:
+        self._udp.recv(65536)
+        self.datagrams += 1
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            await self._respond(head.split(b" ")[1].decode("latin-1"), writer)
+            await writer.drain()
+        writer.close()
+
+    async def _respond(self, path: str, writer: asyncio.StreamWriter) -> None:
+        name, _, query = path[1:].partition("?")
+        if name in RESPONSES:
+            first, piece, seconds = RESPONSES[name]
+            writer.write(first)
+            while not self.closing.is_set():
+                writer.write(piece)
+                await writer.drain()
+                with suppress(TimeoutError):  # then the next piece
+                    async with asyncio.timeout(seconds):
+                        await self.closing.wait()
+        elif name == "redirect":
+            writer.write(whole(f"302 Found\r\nLocation: {query or '/redirect'}", b""))
+        elif name == "worker.js":
+            writer.write(whole("200 OK\r\nContent-Type: text/javascript", WORKER_SCRIPT.encode()))
+        elif name == "garbage":
+            writer.write(bytes(range(256)) * 20)
+        elif name == "hang_up":
+            writer.write(whole("200 OK\r\nContent-Type: text/html", b"<title>Cut</title>", 1000))
+        elif name in ("bomb", "gigantic.png"):
+            writer.write(bomb() if name == "bomb" else gigantic_png())
+        else:
+            page = PAGES.get(name, "").replace("PORT", str(self.port)).replace("QUERY", query)
+            code = "200 OK" if name in PAGES else "404 Not Found"
+            content_type = "Content-Type: text/html\r\nCache-Control: no-store\r\nAccess-Control-Allow-Origin: *"
+            writer.write(whole(f"{code}\r\n{content_type}", f"<!DOCTYPE html>{page}".encode()))
+
+
+async def look_up(host: str) -> list[str]:
+    """Resolve all names but one to the public address."""
+    return [FORBIDDEN if host == "inner.test." else "127.0.0.1"]
 
 
 class HostileSite:
@@ -136,9 +270,6 @@ class HostileSite:
         return None, False
 
 
-names = NameService()
-
-
 @pytest.fixture(autouse=True)
 def low_limits(first_loopback_is_public: None, monkeypatch: pytest.MonkeyPatch) -> None:
     low = {"LOAD_SECONDS": 1.0, "QUIET_LIMIT_MS": 300, "NETWORK_IDLE_SECONDS": 0.3, "SETTLE_SECONDS": 1.0}
@@ -156,21 +287,29 @@ async def machines() -> AsyncIterator[tuple[Machine, Machine]]:
     inner.close()
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderSite]:
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "service.js").write_text(WORKER_SCRIPT)
+    with serving(FolderSite, folder, SITE_PAGES) as site:
+        yield site
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pool(machines: tuple[Machine, Machine]) -> AsyncIterator[BrowserPool]:
+async def pool(site: FolderSite, machines: tuple[Machine, Machine]) -> AsyncIterator[BrowserPool]:
     """One Chromium for all cases, so that each case runs after the leftovers of the previous ones."""
     port = machines[0].port
     settings = BrowserConfig(
         width=400, height=300, marks=True, open_web=True, ports=[port], max_network_mib=16, max_requests=300
     )
-    pool = BrowserPool(settings, {"hostile": HostileSite(port)}, 1, LONG)
-    pool.egress_proxy = EgressProxy(settings, names.look_up)
+    pool = BrowserPool(settings, {"hostile": HostileSite(port), "site": site}, 1, LONG)
+    pool.egress_proxy = EgressProxy(settings, look_up)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(browser_pool, "PAGE_MIB", PAGE_MIB)
         patch.setattr(connections, "REQUEST_SECONDS", 1.0)
         async with pool:
             yield pool
-    assert not [child for child in psutil.Process().children(recursive=True) if "chromium" in child.name()]
+    assert not browser_pids("browser")
 
 
 def task_of(page: str) -> Task:
@@ -190,7 +329,13 @@ async def play(session: Session, page: str, seconds: float, port: int) -> tuple[
     return CONTINUES, seen
 
 
-@pytest.mark.parametrize(("page", "seconds", "allowed"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("page", "seconds", "allowed"),
+    [
+        *(pytest.param(*case, id=case[0]) for *case, _ in CASES),
+        *(pytest.param(*case, id=case[0], marks=pytest.mark.slow) for *case, _ in SLOW_CASES),
+    ],
+)
 async def test_a_hostile_page_ends_within_its_limit_and_leaves_the_pool_usable(
     pool: BrowserPool, machines: tuple[Machine, Machine], page: str, seconds: float, allowed: tuple[str, ...]
 ) -> None:
@@ -217,41 +362,171 @@ async def test_a_click_that_starts_an_endless_script_does_not_end_the_episode(
     async with pool.session() as session:
         outcome, seen = await play(session, "loop_click", 6.0, machines[0].port)
         assert outcome == CONTINUES
-        assert "the page did not answer; the script that it ran was ended" in str(seen[1].error)
+        assert f"the page did not answer; {ENDED}" in str(seen[1].error)
         assert seen[2].title == "Fine"
 
 
-async def test_a_name_that_changes_to_a_loopback_address_reaches_nothing(
-    pool: BrowserPool, machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with pool.session() as session:
-        await session.reset(task_of("rebind"))
-        await session.step(Action("left_click", coordinate=(100, 100)))
-        monkeypatch.setitem(names.answers, "hostile.test", [FORBIDDEN])
-        async with asyncio.timeout(SLACK):
-            while not session.network.refused["loopback"]:
-                await session.step(Action("wait", time=0.1))
-        assert machines[1].connections == 0
-
-
-async def test_every_renderer_has_a_memory_limit(pool: BrowserPool) -> None:
+async def test_every_renderer_has_a_memory_limit_and_ends_with_its_session(pool: BrowserPool) -> None:
     async with pool.session() as session:
         await session.reset(task_of("fine"))
-        renderers = [
-            child for child in psutil.Process().children(recursive=True) if "--type=renderer" in child.cmdline()
-        ]
-        assert renderers
-        assert {child.rlimit(psutil.RLIMIT_DATA) for child in renderers} == {(PAGE_MIB << 20, PAGE_MIB << 20)}
+        limits = {psutil.Process(pid).rlimit(psutil.RLIMIT_DATA) for pid in browser_pids("renderer")}
+        assert limits == {(PAGE_MIB << 20, PAGE_MIB << 20)}
+    await eventually(lambda: len(browser_pids("renderer")) <= 4, SLACK)
 
 
-async def test_renderers_end_with_their_sessions(pool: BrowserPool) -> None:
-    async with asyncio.timeout(SLACK):
-        while len([1 for child in psutil.Process().children(recursive=True) if is_renderer(child)]) > 4:
-            await asyncio.sleep(0.1)
+# Means to reach the forbidden machine
+
+FETCH = "urls => Promise.allSettled(urls.map(url => fetch(url, {mode: 'no-cors', cache: 'no-store'})))"
+WORKER_SCRIPT = f"""
+const ask = async (port, urls) => port.postMessage((await ({FETCH})(urls)).length);
+self.onmessage = event => ask(event.source || self, event.data);
+self.onconnect = event => {{ const port = event.ports[0]; port.onmessage = event => ask(port, event.data); }};
+"""
+ELEMENTS = (
+    "<img src=URL>", "<script src=URL></script>", "<link rel=stylesheet href=URL>", "<iframe src=URL></iframe>",
+    "<object data=URL></object>", "<video src=URL></video>", "<link rel=preconnect href=URL>",
+    "<link rel=dns-prefetch href=URL>", "<link rel=prefetch href=URL>", "<link rel=modulepreload href=URL>",
+)  # fmt: skip
+# Scripts that try URLs; each URL is refused at least so many times.
+SCRIPTS = {
+    "fetch": (1, FETCH),
+    "beacon, event source and XMLHttpRequest": (2, """urls => Promise.all(urls.map(url => new Promise(done => {
+        navigator.sendBeacon(url, 'x');
+        const source = new EventSource(url);
+        source.onerror = () => { source.close();
+            const request = new XMLHttpRequest();
+            request.onloadend = done; request.open('POST', url); request.send('x'); };
+        })))"""),
+    "socket": (1, """urls => Promise.all(urls.map(url => new Promise((done, failed) => {
+        new WebSocket(url.replace('http', 'ws')).onclose = event => event.code == 1006 ? done() : failed(event.code);
+        })))"""),
+    "worker": (2, """async urls => {
+        const ask = port => new Promise(done => {
+            port.onmessage = event => done(event.data); port.postMessage(urls); });
+        return [await ask(new Worker('/worker.js')), await ask(new SharedWorker('/worker.js').port)]; }"""),
+    "pop-up": (0, """urls => { for (const url of urls) { window.open(url);
+        const form = document.createElement('form'); form.action = url; form.target = '_blank';
+        document.body.append(form); form.submit(); } }"""),
+}  # fmt: skip
+PEER = """async place => {
+    const peer = new RTCPeerConnection({iceServers: [
+        {urls: `stun:${place}`},
+        {urls: ['udp', 'tcp'].map(way => `turn:${place}?transport=${way}`), username: 'u', credential: 'c'},
+    ]});
+    peer.createDataChannel('x');
+    const gathered = new Promise(done => {
+        peer.onicegatheringstatechange = () => { if (peer.iceGatheringState == 'complete') done(); };
+        setTimeout(done, 3000); });
+    await peer.setLocalDescription(await peer.createOffer());
+    const transport = await new WebTransport(`https://${place}/`).ready.then(() => 'open', () => 'failed');
+    await gathered;
+    return transport;
+}"""
 
 
-def is_renderer(process: psutil.Process) -> bool:
+@asynccontextmanager
+async def opened(pool: BrowserPool, machines: tuple[Machine, Machine]) -> AsyncIterator[Session]:
+    """A session on a page of the public server; afterwards the forbidden machine must not have been reached."""
+    async with pool.session() as session, asyncio.timeout(3 * LONG):
+        await session.reset(page_task("first"))
+        await session.page.goto(f"http://hostile.test:{machines[0].port}/fine")
+        yield session
+    assert (machines[1].connections, machines[1].datagrams) == (0, 0)
+
+
+def forbidden(port: int) -> list[str]:
+    """URLs of the forbidden machine, by each of its names."""
+    return [f"http://{host}:{port}/secret" for host in ("127.0.0.2", "inner.test", "2130706434", "[::ffff:127.0.0.2]")]
+
+
+async def test_a_refused_navigation_shows_the_reason(pool: BrowserPool, machines: tuple[Machine, Machine]) -> None:
+    port = machines[0].port
+    public, target, named = (f"http://{host}:{port}" for host in ("hostile.test", "127.0.0.2", "inner.test"))
+    async with opened(pool, machines) as session:
+        for url, in_page, refused in (
+            (f"{target}/secret", False, 0),  # before its name is resolved
+            (f"{named}/secret", False, 1),
+            (f"{public}/redirect?{target}/secret", False, 1),
+            (f"{target}/secret", True, 1),
+            (f"{public}/frame?{target}/secret", True, 1),
+        ):
+            session.network.refused.clear()
+            await session.page.goto(f"{public}/fine")
+            if in_page:
+                async with session.page.expect_navigation(url="**/secret"):
+                    await session.page.evaluate("url => { location.href = url; }", url)
+            action = Action("wait", time=0) if in_page else Action("navigate", url=url)
+            seen = await session.step(action)
+            assert "127.0.0.2, which is a loopback address" in str(seen.error), url
+            assert session.network.refused["loopback"] == refused, url
+
+
+async def test_elements_and_scripts_of_a_page_reach_nothing(
+    pool: BrowserPool, machines: tuple[Machine, Machine]
+) -> None:
+    urls, public = forbidden(machines[0].port), f"http://hostile.test:{machines[0].port}"
+    async with opened(pool, machines) as session:
+        for element in ELEMENTS:
+            session.network.refused.clear()
+            await session.page.evaluate(
+                """html => { const range = document.createRange(); range.selectNode(document.body);
+                             document.body.append(range.createContextualFragment(html)); }""",
+                "".join(element.replace("URL", url) for url in urls),
+            )
+            if "rel=" in element and "stylesheet" not in element:  # Chromium may ignore it
+                await session.page.evaluate(FETCH, [f"{public}/after"])
+            else:
+                await eventually(lambda: session.network.refused["loopback"] >= 1, LONG)
+        for name, (times, script) in SCRIPTS.items():
+            await session.page.goto(f"{public}/fine")
+            session.network.refused.clear()
+            await session.page.evaluate(script, urls)
+            assert session.network.refused["loopback"] >= times * len(urls), name
+        seen = await session.step(Action("wait", time=0))
+        assert "a new window was closed" in str(seen.error)
+        await session.page.goto("http://site.localhost/first.html")  # WebTransport needs a secure context
+        assert await session.page.evaluate(PEER, f"127.0.0.2:{machines[1].port}") == "failed"
+
+
+async def test_a_service_worker_reaches_nothing(
+    site: FolderSite, pool: BrowserPool, machines: tuple[Machine, Machine]
+) -> None:
+    """In a context of its own, because contexts of sessions block service workers."""
+    network = await pool.egress_proxy.open_port(declared_endpoints(site.origins, site.addresses))
+    urls = forbidden(machines[0].port)
+    async with pool.session() as session, asyncio.timeout(LONG):
+        browser = session.page.context.browser
+        assert browser is not None
+        context = await browser.new_context(proxy=proxy_settings(network.port))
+        page = await context.new_page()
+        await page.goto("http://site.localhost/first.html")
+        count = await page.evaluate(
+            """async urls => {
+                await navigator.serviceWorker.register('/service.js');
+                const worker = (await navigator.serviceWorker.ready).active;
+                return new Promise(done => { navigator.serviceWorker.onmessage = event => done(event.data);
+                                             worker.postMessage(urls); });
+            }""",
+            urls,
+        )
+        await context.close()
+    assert count == len(urls)
+    assert network.refused["loopback"] >= len(urls)
+    assert machines[1].connections == 0
+    await network.close()
+
+
+async def test_the_pages_of_a_task_source_are_reached_in_its_own_episodes_only(site: FolderSite) -> None:
+    other = FolderSite(site.folder, "other.localhost")
     try:
-        return "--type=renderer" in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
+        async with BrowserPool(BrowserConfig(width=400, height=300), {"site": site, "other": other}, 1, LONG) as pool:
+            for own, foreign in (("site", "other"), ("other", "site")):
+                async with pool.session() as session:
+                    await session.reset(replace(page_task("first"), source=own))
+                    assert await session.page.title() == "First"
+                    seen = await session.step(Action("navigate", url=f"http://{foreign}.localhost/second.html"))
+                    assert f"{foreign}.localhost:80 is not one of the allowed places" in str(seen.error)
+                    await session.page.evaluate(FETCH, [f"http://{foreign}.localhost/second.html"])
+                    assert session.network.refused == {"not_declared": 1}  # the navigation was refused without one
+    finally:
+        other.server.close()

@@ -20,7 +20,6 @@ class Server:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self.connections = 0
-        self.heads: list[str] = []
         self.port = 0
 
     async def __aenter__(self) -> Server:
@@ -88,6 +87,23 @@ async def open_network(
     finally:
         await network.close()
         proxy.close()
+
+
+@asynccontextmanager
+async def serving(handler: Handler, **settings: object) -> AsyncIterator[tuple[Server, NetworkAccess]]:
+    """A server, which is http://a.test and https://a.test, and the network access of an episode that reaches it."""
+    async with Server(handler) as server:
+        address = f"127.0.0.1:{server.port}"
+        async with open_network({"http://a.test": address, "https://a.test": address}, **settings) as network:  # type: ignore[arg-type]
+            yield server, network
+
+
+async def open_tunnel(network: NetworkAccess, more: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A tunnel to a.test:443, on which `more` is sent with the request."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
+    writer.write(b"CONNECT a.test:443 HTTP/1.1\r\nHost: a.test:443\r\n\r\n" + more)
+    assert (await head_of(reader)).startswith("HTTP/1.1 200 ")
+    return reader, writer
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:

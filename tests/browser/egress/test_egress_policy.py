@@ -214,34 +214,23 @@ def test_metadata_addresses_and_names_are_refused_in_every_spelling_even_if_decl
 
 
 def test_deny_wins_over_allow_and_an_empty_allow_list_allows_what_is_public() -> None:
-    only_good, only_local = {"allow": ["*.good.example"]}, {"allow": ["localhost", "127.0.0.1"]}
-    for settings, url, expected in (
-        ({}, "http://a.example/", None),
-        ({}, "https://a.example/", None),
-        ({}, "http://a.example:8080/", "port"),
-        ({}, "http://a.example:22/", "port"),
-        ({"ports": [80, 443, 8080]}, "http://a.example:8080/", None),
-        ({}, "http://localhost/", "loopback"),
-        ({}, "http://x.LOCALHOST./", "loopback"),
-        ({}, "http://0x7f.1/", "loopback"),
-        ({}, "http://[::ffff:10.1.2.3]/", "private"),
-        ({"deny": ["evil.example"]}, "http://evil.example/", "denied"),
-        ({"deny": ["evil.example"]}, "http://EVIL.example./", "denied"),
-        ({"deny": ["evil.example"]}, "http://www.evil.example/", None),
-        ({"deny": ["*.evil.example"]}, "http://www.evil.example/", "denied"),
-        ({"deny": ["*.evil.example"]}, "http://evil.example/", "denied"),
-        ({"deny": ["*.evil.example"]}, "http://notevil.example/", None),
-        ({"deny": ["bücher.example"]}, "http://xn--bcher-kva.example/", "denied"),
-        ({"deny": ["8.8.8.8"]}, "http://0x08080808/", "denied"),
-        ({"deny": ["8.8.8.8"]}, "http://[::ffff:8.8.8.8]/", "denied"),
-        (only_good, "http://www.good.example/", None),
-        (only_good, "http://other.example/", "not_allowed"),
-        (only_good, "http://good.example.evil.example/", "not_allowed"),
-        ({**only_good, "deny": ["bad.good.example"]}, "http://bad.good.example/", "denied"),
-        (only_local, "http://127.0.0.1/", "loopback"),
-        (only_local, "http://localhost/", "loopback"),
-    ):
-        assert reason(policy(**settings), url) == expected, (settings, url)
+    good, local = {"allow": ["*.good.example"]}, {"allow": ["localhost", "127.0.0.1"]}
+    host, below, address = ({"deny": [text]} for text in ("evil.example", "*.evil.example", "8.8.8.8"))
+    for settings, authority, expected in (
+        ({}, "a.example", None), ({}, "a.example:443", None), ({}, "a.example:8080", "port"),
+        ({}, "a.example:22", "port"), ({"ports": [80, 443, 8080]}, "a.example:8080", None),
+        ({}, "localhost", "loopback"), ({}, "x.LOCALHOST.", "loopback"), ({}, "0x7f.1", "loopback"),
+        ({}, "[::ffff:10.1.2.3]", "private"),
+        (host, "evil.example", "denied"), (host, "EVIL.example.", "denied"), (host, "www.evil.example", None),
+        (below, "www.evil.example", "denied"), (below, "evil.example", "denied"), (below, "notevil.example", None),
+        ({"deny": ["bücher.example"]}, "xn--bcher-kva.example", "denied"),
+        (address, "0x08080808", "denied"), (address, "[::ffff:8.8.8.8]", "denied"),
+        (good, "www.good.example", None), (good, "other.example", "not_allowed"),
+        (good, "good.example.evil.example", "not_allowed"),
+        ({**good, "deny": ["bad.good.example"]}, "bad.good.example", "denied"),
+        (local, "127.0.0.1", "loopback"), (local, "localhost", "loopback"),
+    ):  # fmt: skip
+        assert reason(policy(**settings), f"http://{authority}/") == expected, (settings, authority)
 
 
 def test_a_denied_address_or_network_is_denied_under_every_name_and_in_every_address_that_leads_there() -> None:
@@ -286,13 +275,8 @@ def test_by_default_only_declared_origins_can_be_reached() -> None:
     assert reason(rules, "https://a.example/", SHOP) == "not_declared"
     denying = EgressPolicy.from_config(BrowserConfig(deny=["*.localhost"]))
     assert reason(denying, "http://shop.localhost/", SHOP) == "denied"
-
-
-def test_declared_origins_map_to_the_addresses_of_their_source() -> None:
-    assert {
-        Endpoint("shop.localhost", 80): Endpoint("127.0.0.1", 8000),
-        Endpoint("shop.localhost", 443): Endpoint("127.0.0.1", 8000),
-    } == SHOP
+    target = Endpoint("127.0.0.1", 8000)
+    assert {Endpoint("shop.localhost", 80): target, Endpoint("shop.localhost", 443): target} == SHOP
     assert declared_endpoints(["http://[::1]:81", "http://a.example"], {"a.example": "10.0.0.1"}) == {
         Endpoint("::1", 81): Endpoint("::1", 81),
         Endpoint("a.example", 80): Endpoint("10.0.0.1", 80),
@@ -310,29 +294,21 @@ def test_a_star_in_a_declared_host_stands_for_part_of_its_label() -> None:
                  "wiki-1.localhost", "shop-1.localhost.example", "shop-1-localhost", "shop-1"):  # fmt: skip
         assert reason(rules, f"http://{host}/", shops) == "not_declared"
     assert reason(rules, "http://shop-*.localhost/", {}) == "bad_host"
+    rules = policy(deny=["shop-5.localhost"])
+    assert reason(rules, "http://shop-5.localhost/", shops) == "denied"
+    assert reason(rules, "http://shop-6.localhost/", shops) is None
     own = declared_endpoints(["http://shop-*.localhost"], {})
     assert list(own) == [Endpoint("shop-*.localhost", 80)]
     assert declared_target(own, Endpoint("shop-1.localhost", 80)) == Endpoint("shop-1.localhost", 80)
 
 
-def test_a_denied_host_is_denied_among_declared_ones_too() -> None:
-    shops = declared_endpoints(["http://shop-*.localhost"], {"shop-*.localhost": "127.0.0.1:8000"})
-    rules = policy(deny=["shop-5.localhost"])
-    assert reason(rules, "http://shop-5.localhost/", shops) == "denied"
-    assert reason(rules, "http://shop-6.localhost/", shops) is None
-
-
 def test_contradictory_settings_are_refused() -> None:
     for settings, message in (
         ({"allow": ["a.example"]}, r"browser\.allow .* browser\.open_web=false"),
-        ({"deny": ["http://a.example"]}, r"browser\.deny .*'http://a\.example'"),
-        ({"deny": ["*"]}, r"browser\.deny .*'\*'"),
-        ({"deny": ["a.*.example"]}, r"browser\.deny .*'a\.\*\.example'"),
-        ({"deny": ["10.0.0.1/8"]}, r"browser\.deny .*'10\.0\.0\.1/8'.* has host bits set"),
-        ({"deny": ["10.0.0.0/33"]}, r"browser\.deny .*'10\.0\.0\.0/33'"),
-        ({"deny": ["a.example/8"]}, r"browser\.deny .*'a\.example/8'"),
+        *(({"deny": [text]}, rf"browser\.deny .*{re.escape(repr(text))}") for text in (
+            "http://a.example", "*", "a.*.example", "10.0.0.1/8", "10.0.0.0/33", "a.example/8")),
         ({"allow": ["10.0.0.0/8"], "open_web": True}, r"browser\.allow .*'10\.0\.0\.0/8'"),
         ({"ports": [0]}, r"browser\.ports .*0"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             EgressPolicy.from_config(BrowserConfig(**settings))  # type: ignore[arg-type]

@@ -1,12 +1,35 @@
-"""The egress proxy on real sockets: what it forwards and what it refuses."""
+"""The egress proxy on real sockets: what it forwards and refuses, its quotas and time limits, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
 
 import pytest
 
-from tests.browser.egress.proxy_client import OK, Server, answering, ask, echo, get, head_of, open_network
+from megatron_webrl.browser.egress import connections
+from megatron_webrl.browser.egress import egress_proxy as proxy_module
+from megatron_webrl.browser.egress.egress_policy import MAX_LOOKUPS, declared_endpoints
+from megatron_webrl.browser.egress.egress_proxy import EgressProxy
+from megatron_webrl.config.browser import BrowserConfig
+from tests.browser.egress.proxy_client import (
+    OK,
+    SECONDS,
+    Server,
+    answering,
+    ask,
+    echo,
+    get,
+    head_of,
+    open_network,
+    open_tunnel,
+    rest_of,
+    serving,
+)
 
 
 async def test_a_declared_origin_is_reached_at_its_declared_address() -> None:
@@ -17,8 +40,7 @@ async def test_a_declared_origin_is_reached_at_its_declared_address() -> None:
         open_network({"http://shop.localhost": f"127.0.0.1:{server.port}"}) as network,
     ):
         answer = await ask(network, get(url, "Proxy-Authorization: x", "Cookie: c"))
-    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert answer.endswith(b"hello")
+    assert (answer[:17], answer[-5:]) == (b"HTTP/1.1 200 OK\r\n", b"hello")
     lines = heads[0].split("\r\n")
     assert lines[:2] == ["GET /a?b=1 HTTP/1.1", "Host: shop.localhost"]
     assert "Cookie: c" in lines
@@ -39,44 +61,18 @@ async def test_requests_for_two_origins_on_one_connection_reach_both() -> None:
             writer.close()
 
 
-@pytest.mark.parametrize(
-    ("framing", "body"),
-    [("Content-Length: 200000", b"x" * 200_000), ("Transfer-Encoding: chunked", b"4\r\nabcd\r\n0\r\n\r\n")],
-)
-async def test_a_request_body_reaches_the_server_complete(framing: str, body: bytes) -> None:
-    received = asyncio.get_running_loop().create_future()
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await head_of(reader)
-        received.set_result(await reader.readexactly(len(body)))
-        writer.write(OK)
-
-    async with Server(handle) as server, open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as network:
-        answer = await ask(
-            network,
-            f"POST http://a.test/ HTTP/1.1\r\nHost: a.test\r\n{framing}\r\nConnection: close\r\n\r\n".encode() + body,
-        )
-        assert answer.endswith(b"hello")
-        assert await received == body
-
-
-async def test_head_and_304_responses_have_no_body_and_early_hints_are_forwarded() -> None:
+async def test_a_304_response_has_no_body_and_early_hints_are_forwarded() -> None:
     early = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 304 Not Modified\r\nContent-Length: 99\r\n\r\n"
-    async with (
-        Server(answering(early)) as server,
-        open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as network,
-    ):
-        answer = await ask(network, get("http://a.test/"))
-        assert [line for line in answer.decode().split("\r\n") if line.startswith("HTTP")] == [
+    async with serving(answering(early)) as (_, network):
+        answer = (await ask(network, get("http://a.test/"))).decode()
+        assert [line for line in answer.split("\r\n") if line.startswith("HTTP")] == [
             "HTTP/1.1 103 Early Hints", "HTTP/1.1 304 Not Modified",
         ]  # fmt: skip
 
 
 async def test_a_tunnel_carries_bytes_both_ways_and_counts_them() -> None:
-    async with Server(echo) as server, open_network({"https://a.test": f"127.0.0.1:{server.port}"}) as network:
-        reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
-        writer.write(b"CONNECT a.test:443 HTTP/1.1\r\nHost: a.test:443\r\n\r\nearly")
-        assert (await head_of(reader)).startswith("HTTP/1.1 200 ")
+    async with serving(echo) as (_, network):
+        reader, writer = await open_tunnel(network, b"early")
         assert await reader.readexactly(5) == b"early"
         writer.write(b"y" * 300_000)
         assert await reader.readexactly(300_000) == b"y" * 300_000
@@ -84,8 +80,7 @@ async def test_a_tunnel_carries_bytes_both_ways_and_counts_them() -> None:
         assert network.bytes >= 600_010
 
 
-@pytest.mark.parametrize("way", ["upgrade", "tunnel"])
-async def test_a_websocket_is_reached_by_upgrade_and_through_a_tunnel(way: str) -> None:
+async def test_a_websocket_is_reached_by_upgrade() -> None:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await head_of(reader)).lower()
         assert "\r\nupgrade: websocket\r\n" in head
@@ -93,15 +88,10 @@ async def test_a_websocket_is_reached_by_upgrade_and_through_a_tunnel(way: str) 
         writer.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n")
         await echo(reader, writer)
 
-    async with Server(handle) as server, open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as network:
+    async with serving(handle) as (_, network):
         reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
-        target = "http://a.test/" if way == "upgrade" else "/"
-        if way == "tunnel":
-            writer.write(b"CONNECT a.test:80 HTTP/1.1\r\nHost: a.test\r\n\r\n")
-            await head_of(reader)
-        writer.write(
-            f"GET {target} HTTP/1.1\r\nHost: a.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n".encode()
-        )
+        upgrade = "Connection: Upgrade\r\nUpgrade: websocket"
+        writer.write(f"GET http://a.test/ HTTP/1.1\r\nHost: a.test\r\n{upgrade}\r\n\r\n".encode())
         assert (await head_of(reader)).startswith("HTTP/1.1 101 ")
         writer.write(b"frame")
         assert await reader.readexactly(5) == b"frame"
@@ -111,46 +101,58 @@ async def test_a_websocket_is_reached_by_upgrade_and_through_a_tunnel(way: str) 
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("request_line", "reason"),
-    [
-        ("GET http://127.0.0.1:{port}/ HTTP/1.1", "loopback"),
-        ("GET http://2130706433:{port}/ HTTP/1.1", "loopback"),
-        ("GET http://[::ffff:127.0.0.1]:{port}/ HTTP/1.1", "loopback"),
-        ("GET http://localhost:{port}/ HTTP/1.1", "port"),
-        ("GET http://localhost/ HTTP/1.1", "loopback"),
-        ("GET http://a.example@127.0.0.1:{port}/ HTTP/1.1", "loopback"),
-        ("CONNECT 127.0.0.1:{port} HTTP/1.1", "loopback"),
-        ("CONNECT 0x7f.1:{port} HTTP/1.1", "loopback"),
-        ("GET http://169.254.169.254/latest/meta-data/ HTTP/1.1", "metadata"),
-        ("CONNECT metadata.google.internal:80 HTTP/1.1", "metadata"),
-        ("GET http://10.0.0.1/ HTTP/1.1", "private"),
-        ("GET https://a.example/ HTTP/1.1", "scheme"),
-        ("GET ftp://a.example/ HTTP/1.1", "scheme"),
-        ("GET / HTTP/1.1", "scheme"),
-        ("CONNECT a.example HTTP/1.1", "bad_host"),
-        ("CONNECT a.example:22 HTTP/1.1", "port"),
-        ("GET http://a.example\\@127.0.0.1/ HTTP/1.1", "scheme"),
-        ("GET http://inside.example/ HTTP/1.1", "private"),
-        ("CONNECT inside.example:443 HTTP/1.1", "private"),
-        ("GET http://both.example/ HTTP/1.1", "loopback"),
-    ],
-)
-async def test_a_refused_request_gets_a_page_with_one_sentence_and_is_counted(request_line: str, reason: str) -> None:
-    names = {"inside.example": [["10.1.2.3"]], "both.example": [["8.8.8.8", "127.0.0.1"]]}
+async def test_a_refused_request_gets_a_page_with_one_sentence_and_is_counted() -> None:
+    names = {"inside.example": [["10.1.2.3"]] * 2, "both.example": [["8.8.8.8", "127.0.0.1"]]}
     async with Server(answering(OK)) as server, open_network(names=names, open_web=True) as network:
-        answer = await ask(network, f"{request_line.format(port=server.port)}\r\nHost: x\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 403 Forbidden\r\n")
-        assert b"<p>Not reachable: " in answer
-        assert network.refused == {reason: 1}
+        for request, reason in (
+            ("GET http://127.0.0.1:{port}/", "loopback"),
+            ("GET http://2130706433:{port}/", "loopback"),
+            ("GET http://[::ffff:127.0.0.1]:{port}/", "loopback"),
+            ("GET http://localhost:{port}/", "port"),
+            ("GET http://localhost/", "loopback"),
+            ("GET http://a.example@127.0.0.1:{port}/", "loopback"),
+            ("CONNECT 127.0.0.1:{port}", "loopback"),
+            ("CONNECT 0x7f.1:{port}", "loopback"),
+            ("GET http://169.254.169.254/latest/meta-data/", "metadata"),
+            ("CONNECT metadata.google.internal:80", "metadata"),
+            ("GET http://10.0.0.1/", "private"),
+            ("GET https://a.example/", "scheme"),
+            ("GET ftp://a.example/", "scheme"),
+            ("GET /", "scheme"),
+            ("CONNECT a.example", "bad_host"),
+            ("CONNECT a.example:22", "port"),
+            ("GET http://a.example\\@127.0.0.1/", "scheme"),
+            ("GET http://inside.example/", "private"),
+            ("CONNECT inside.example:443", "private"),
+            ("GET http://both.example/", "loopback"),
+        ):
+            network.refused.clear()
+            answer = await ask(network, f"{request.format(port=server.port)} HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 403 Forbidden\r\n"), request
+            assert b"<p>Not reachable: " in answer
+            assert network.refused == {reason: 1}, request
         assert server.connections == 0
 
 
-async def test_by_default_an_undeclared_host_is_not_resolved() -> None:
-    async with open_network({"http://shop.localhost": "127.0.0.1:1"}, names={"a.example": [["8.8.8.8"]]}) as network:
-        answer = await ask(network, get("http://a.example/"))
+async def test_refusals_are_counted_per_episode_and_in_total() -> None:
+    async with open_network({"http://shop.localhost": "127.0.0.1:1"}, names={"a.example": [["8.8.8.8"]]}) as one:
+        proxy = EgressProxy(BrowserConfig())
+        two, three = await proxy.open_port({}), await proxy.open_port({})
+        answer = await ask(one, get("http://a.example/"))
         assert b"a.example:80 is not one of the allowed places: shop.localhost:80 (browser.open_web=false)" in answer
-        assert network.refused == {"not_declared": 1}
+        await ask(two, get("http://a.example/"))
+        await ask(three, get("http://169.254.169.254/"))
+        await ask(three, get("http://b.example/"))
+        assert (one.refused, one.totals.connections) == ({"not_declared": 1}, 0)  # its name was not resolved
+        assert (two.refused, three.refused) == ({"not_declared": 1}, {"not_declared": 1, "metadata": 1})
+        assert proxy.totals.refused == {"not_declared": 2, "metadata": 1}
+        assert three.take_errors("http://b.example/page") == [
+            "b.example:80 is not one of the allowed places: none (browser.open_web=false)"
+        ]
+        assert three.take_errors("chrome-error://chromewebdata/") == []
+        for network in (two, three):
+            await network.close()
+        proxy.close()
 
 
 async def test_a_name_that_changes_its_address_reaches_only_checked_addresses(first_loopback_is_public: None) -> None:
@@ -168,40 +170,208 @@ async def test_a_name_that_changes_its_address_reaches_only_checked_addresses(fi
         assert (public.connections, inner.connections) == (2, 0)
 
 
-async def test_a_redirect_target_is_checked_like_any_request(first_loopback_is_public: None) -> None:
-    redirect = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.2/\r\nContent-Length: 0\r\n\r\n"
-    async with Server(answering(redirect)) as server:
-        names = {"a.example": [["127.0.0.1"]]}
-        async with open_network(names=names, open_web=True, ports=[80, server.port]) as network:
-            answer = await ask(network, get(f"http://a.example:{server.port}/"))
-            assert b"Location: http://127.0.0.2/" in answer
-            assert (await ask(network, get("http://127.0.0.2/")))[9:12] == b"403"
-
-
-@pytest.mark.parametrize(
-    "request_text",
-    [
-        "GET http://a.test/ HTTP/1.1\r\nHost: a.test\r\nno header\r\n\r\n",
-        "GET http://a.test/ HTTP/1.1\r\n\r\n",
-        "GET http://a.test/ HTTP/1.1\r\nHost: a.test\r\nX: a\nHost: b\r\n\r\n",
-        "GET http://a.test/ HTTP/1.1\r\nHost: a.test\r\nX: a\rY: b\r\n\r\n",
-        "GET http://a.test/ HTTP/1.1\r\nHost: a.test\r\nX : a\r\n\r\n",
-        "GET http://a.test/ HTTP/1.1\r\n folded: x\r\nHost: a.test\r\n\r\n",
-        "GET http://a.test/ HTTP/2\r\n\r\n",
-        "GET http://a.test/ x HTTP/1.1\r\n\r\n",
-        "\x16\x03\x01\r\n\r\n",
-        "POST http://a.test/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-        "POST http://a.test/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n",
-        "POST http://a.test/ HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
-        "POST http://a.test/ HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: \xa0chunked\r\n\r\n",
-        "POST http://a.test/ HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: \x0bchunked\r\n\r\n",
-        "POST http://a.test/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: +1\r\n\r\n",
-        "POST http://a.test/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: -1\r\n\r\n",
-        "GET http://a.test/ HTTP/1.1\r\nHost: a.test\r\nX: " + "x" * 140_000 + "\r\n\r\n",
-    ],
-)
-async def test_ambiguous_or_malformed_requests_are_not_forwarded(request_text: str) -> None:
-    async with Server(answering(OK)) as server, open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as network:
-        answer = await ask(network, request_text.encode("latin-1"))
-        assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+async def test_ambiguous_or_malformed_requests_are_not_forwarded() -> None:
+    get_a, post_a = "GET http://a.test/ HTTP/1.1", "POST http://a.test/ HTTP/1.1\r\nHost: a.test"
+    async with serving(answering(OK)) as (server, network):
+        for request in (
+            get_a + "\r\nHost: a.test\r\nno header",
+            get_a,
+            get_a + "\r\nHost: a.test\r\nX: a\nHost: b",
+            get_a + "\r\nHost: a.test\r\nX: a\rY: b",
+            get_a + "\r\nHost: a.test\r\nX : a",
+            get_a + "\r\n folded: x\r\nHost: a.test",
+            "GET http://a.test/ HTTP/2",
+            "GET http://a.test/ x HTTP/1.1",
+            "\x16\x03\x01",
+            post_a + "\r\nContent-Length: 1\r\nContent-Length: 2",
+            post_a + "\r\nContent-Length: 3\r\nTransfer-Encoding: chunked",
+            post_a + "\r\nTransfer-Encoding: gzip, chunked",
+            post_a + "\r\nTransfer-Encoding: \xa0chunked",
+            post_a + "\r\nTransfer-Encoding: \x0bchunked",
+            post_a + "\r\nContent-Length: +1",
+            post_a + "\r\nContent-Length: -1",
+            get_a + "\r\nHost: a.test\r\nX: " + "x" * 140_000,
+        ):
+            answer = await ask(network, f"{request}\r\n\r\n".encode("latin-1"))
+            assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n"), request[:99]
         assert server.connections == 0
+
+
+# Limits
+
+
+async def test_an_episode_has_limits_of_requests_and_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(answering(OK), max_requests=2) as (_, network):
+        answers = [await ask(network, get("http://a.test/")) for _ in range(3)]
+    assert [answer[9:12] for answer in answers] == [b"200", b"200", b"403"]
+    assert b"the episode has used its 2 requests (browser.max_requests)" in answers[2]
+    assert network.refused == {"requests": 1}
+    monkeypatch.setattr("megatron_webrl.browser.egress.egress_policy.MAX_CONNECTIONS", 2)
+    async with serving(echo) as (_, network):
+        writers = [(await open_tunnel(network))[1] for _ in range(2)]
+        assert b"the episode has 2 connections open" in await ask(network, get("http://a.test/"))
+        for writer in writers:
+            writer.close()
+
+
+@pytest.mark.parametrize("direction", ["down", "up", "tunnel"])
+async def test_an_episode_has_a_limit_of_bytes(direction: str) -> None:
+    received = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal received
+        if direction != "tunnel":
+            await head_of(reader)
+        if direction == "down":
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                writer.write(b"x" * 65536)
+                await writer.drain()
+        while piece := await reader.read(65536):
+            received += len(piece)
+            if direction == "tunnel":
+                writer.write(piece)
+
+    async with serving(handle, max_network_mib=1) as (_, network):
+        reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
+        first = {"down": "GET", "up": "POST", "tunnel": "CONNECT"}[direction]
+        target = "a.test:443" if direction == "tunnel" else "http://a.test/"
+        length = "Content-Length: 9000000\r\n" if direction == "up" else ""
+        writer.write(f"{first} {target} HTTP/1.1\r\nHost: a.test\r\n{length}\r\n".encode())
+        if direction != "down":
+            writer.write(b"x" * 9_000_000)
+        assert len(await rest_of(reader)) + received < 3 << 20
+        assert network.refused == {"bytes": 1}
+        again = await ask(network, get("http://a.test/"))
+        assert b"the episode has used its 1 MiB (browser.max_network_mib)" in again
+        writer.transport.abort()
+
+
+async def test_a_slow_response_ends_at_the_time_limit_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.3)
+    drops = 0
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal drops
+        await head_of(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b"x")
+            await writer.drain()
+            drops += 1
+            await asyncio.sleep(0.01)
+
+    async with serving(drip) as (_, network):
+        started = asyncio.get_running_loop().time()
+        assert len(await ask(network, get("http://a.test/"))) < 1000
+        assert 0.2 < asyncio.get_running_loop().time() - started < 5
+        assert drops > 3
+        assert network.take_errors("http://a.test/") == ["a request took more than 0.3 s"]
+
+
+async def test_an_idle_tunnel_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.2)
+    async with serving(echo) as (_, network):
+        reader, writer = await open_tunnel(network)
+        assert await rest_of(reader) == b""
+        writer.close()
+
+
+# Names, unreachable servers, and the end of an episode
+
+
+async def test_an_unreachable_server_gets_no_response_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_module, "CONNECT_SECONDS", 2.0)
+    async with Server(echo) as server:
+        port = server.port
+    async with open_network({"http://a.test": f"127.0.0.1:{port}", "http://b.test": "gone.example:81"}) as network:
+        for host, message in (("a", "a.test:80 cannot be reached: "), ("b", "no address is known for gone.example")):
+            assert await ask(network, get(f"http://{host}.test/")) == b""
+            [error] = network.take_errors(f"http://{host}.test/x")
+            assert error.startswith(message)
+        answer = await ask(network, "CONNECT a.test:80 HTTP/1.1\r\nHost: a.test\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 502 Bad Gateway\r\n")
+        assert network.refused == {}
+
+
+async def test_a_look_up_times_out_and_holds_its_permit_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_module, "CONNECT_SECONDS", 0.05)
+    running, release, real = 0, threading.Event(), socket.getaddrinfo
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        nonlocal running
+        if ".example" not in f"{arguments}{options}":  # of another thread of this process
+            return real(*arguments, **options)
+        running += 1
+        release.wait(SECONDS)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(proxy_module.socket, "getaddrinfo", slow)
+    proxy = EgressProxy(BrowserConfig(open_web=True))
+    assert "127.0.0.1" in await proxy._look_up("localhost")
+    one, two = await proxy.open_port({}), await proxy.open_port({})
+    try:
+        async with asyncio.timeout(SECONDS):
+            for number in range(MAX_LOOKUPS + 3):  # one after the other, each until its time limit
+                answer = await ask(one, f"CONNECT a{number}.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert f"a{number}.example:443 did not answer within 0.05 s".encode() in answer
+            assert running == MAX_LOOKUPS
+            await ask(two, "CONNECT b.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert running == MAX_LOOKUPS + 1
+            release.set()
+            while one.lookup_semaphore.locked():
+                await asyncio.sleep(0.01)
+            await ask(one, "CONNECT c.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert running == MAX_LOOKUPS + 2
+    finally:
+        release.set()
+        for network in (one, two):
+            await network.close()
+        proxy.close()
+
+
+def test_a_look_up_that_does_not_end_does_not_keep_the_process_from_ending() -> None:
+    script = """
+import asyncio, socket, threading
+from megatron_webrl.browser.egress.egress_proxy import EgressProxy
+from megatron_webrl.config.browser import BrowserConfig
+socket.getaddrinfo = lambda *arguments, **options: threading.Event().wait()
+async def main():
+    proxy = EgressProxy(BrowserConfig(open_web=True))
+    network = await proxy.open_port({})
+    reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
+    writer.write(b"CONNECT a.example:443 HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+    while not any(thread.name == "lookup" for thread in threading.enumerate()):
+        await asyncio.sleep(0.01)
+    await network.close()
+    proxy.close()
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+async def test_names_of_the_web_are_absolute_and_declared_ones_as_declared() -> None:
+    asked = []
+
+    async def resolve(host: str) -> list[str]:
+        asked.append(host)
+        raise OSError("no such name")
+
+    proxy = EgressProxy(BrowserConfig(open_web=True), resolve)
+    network = await proxy.open_port(declared_endpoints(["http://shop.test"], {"shop.test": "shop-server:8000"}))
+    for host in ("web.example", "web.example.", "intranet", "shop.test"):
+        await ask(network, get(f"http://{host}/"))
+    assert asked == ["web.example.", "web.example.", "intranet.", "shop-server"]
+    await network.close()
+    proxy.close()
+
+
+async def test_closing_an_episode_closes_its_connections_and_its_port() -> None:
+    async with serving(echo) as (_, network):
+        reader, writer = await open_tunnel(network)
+        await network.close()
+        assert await rest_of(reader) == b""
+        writer.close()
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", network.port)
+        assert not network.connections

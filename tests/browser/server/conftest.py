@@ -51,14 +51,16 @@ class Answer:
         return json.loads(self.body)
 
 
+@dataclass
 class Http:
-    """Requests to one server."""
+    """Requests to one server, each with `headers` unless it has its own."""
 
-    def __init__(self, client: aiohttp.ClientSession, url: str) -> None:
-        self.client, self.url = client, url
+    client: aiohttp.ClientSession
+    url: str
+    headers: dict[str, str] | None = None
 
     async def __call__(self, method: str, path: str, **options: Any) -> Answer:
-        async with self.client.request(method, self.url + path, **options) as answer:
+        async with self.client.request(method, self.url + path, **{"headers": self.headers, **options}) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
 
     async def lease(self, **options: Any) -> str:
@@ -70,6 +72,22 @@ class Http:
     async def reset(self, lease: str, environment: str, seed: int = 1, source: str = "miniwob") -> Answer:
         asked = {"source": source, "environment": environment, "seed": seed}
         return await self("POST", f"/v1/leases/{lease}/reset", json=asked)
+
+    async def begin_waiting(self, lease: str, seconds: float = 5) -> asyncio.Task[Answer]:
+        """A step of so many seconds, once it is under way."""
+        step = asyncio.create_task(self("POST", f"/v1/leases/{lease}/step", json={"kind": "wait", "time": seconds}))
+
+        async def acting() -> bool:
+            return (await self("GET", f"/v1/leases/{lease}")).json["state"] == "acting"
+
+        await until_async(acting, "a step under way")
+        return step
+
+    async def until_free(self, sessions: int) -> None:
+        async def free() -> bool:
+            return (await self("GET", "/v1/state")).json["free"] == sessions
+
+        await until_async(free, "all places free")
 
 
 @contextmanager
@@ -88,8 +106,7 @@ def browser_server(*arguments: str, sessions: int = 3, **environment: str) -> It
         try:
             until(lambda: file.exists() or process.poll() is not None, "an address")
             assert file.exists(), log.read_text()
-            server = Server(json.loads(file.read_text())["url"], process)
-            yield server
+            yield Server(json.loads(file.read_text())["url"], process)
         finally:
             below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             process.terminate()
@@ -102,13 +119,12 @@ def browser_server(*arguments: str, sessions: int = 3, **environment: str) -> It
                         child.kill()
 
 
-async def until_async(condition: Callable[[], Any], what: str, seconds: float = LIMIT) -> Any:
-    """Wait until a coroutine function returns a true value; returns it."""
-    deadline = time.monotonic() + seconds
-    while not (found := await condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+async def until_async(condition: Callable[[], Any], what: str) -> None:
+    """Wait until a coroutine function returns a true value."""
+    deadline = time.monotonic() + LIMIT
+    while not await condition():
+        assert time.monotonic() < deadline, f"not within {LIMIT} s: {what}"
         await asyncio.sleep(0.02)
-    return found
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.types import Task
+from tests.browser.browser_processes import browser_pids, command_line
 
 LIMIT = 30.0  # seconds; CI machines are slow
 
@@ -30,30 +31,13 @@ def click_task(environment: str = "click-test") -> Task:
 
 def server_processes() -> list[psutil.Process]:
     """The browser servers started by this process, oldest first."""
-    found = [child for child in psutil.Process().children() if "serve" in _command_line(child)]
+    found = [child for child in psutil.Process().children() if "serve" in command_line(child)]
     return sorted(found, key=lambda process: process.create_time())
-
-
-def server_at(address: str) -> psutil.Process:
-    """The server that listens at an address."""
-    port = int(address.rpartition(":")[2])
-    for process in server_processes():
-        if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp")):
-            return process
-    raise AssertionError(f"none of our servers listens at {address}")
 
 
 def browser_of(server: psutil.Process) -> psutil.Process:
     """The Chromium of a server: neither the shell script that started it nor one of its helpers."""
-    for child in server.children(recursive=True):
-        arguments = _command_line(child)
-        if (
-            "--remote-debugging-pipe" in arguments
-            and "chrom" in arguments[0]
-            and not any("--type=" in argument for argument in arguments)
-        ):
-            return child
-    raise AssertionError(f"no browser below {server}")
+    return psutil.Process(browser_pids("browser", server.pid)[0])
 
 
 async def until(condition: Callable[[], object], what: str, seconds: float = LIMIT) -> None:
@@ -62,10 +46,3 @@ async def until(condition: Callable[[], object], what: str, seconds: float = LIM
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         await asyncio.sleep(0.02)
-
-
-def _command_line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import gymnasium
@@ -42,60 +43,32 @@ def on(servers: LocalServers, environment: str = "click-test", source: str = "mi
 
 
 def test_an_environment_of_a_server_passes_gymnasiums_checks(servers: LocalServers) -> None:
-    env = on(servers, render_mode="rgb_array")
-    try:
+    with closing(on(servers, render_mode="rgb_array")) as env:
         check_env(env)
-    finally:
-        env.close()
 
 
 def test_an_environment_without_servers_starts_a_local_server() -> None:
     before = server_processes()
-    env = gymnasium.make("webrl/miniwob.click-test-v0", width=160, height=210)
-    try:
+    with closing(gymnasium.make("webrl/miniwob.click-test-v0", width=160, height=210)) as env:
         seen, info = env.reset(seed=4)
         assert (seen["instruction"], seen["screenshot"].shape) == ("Click the button.", (210, 160, 3))
         again, same = env.reset(seed=4)
         assert info == same
         assert (seen["screenshot"] == again["screenshot"]).all()
         assert len(server_processes()) == len(before) + 1
-    finally:
-        env.close()
     assert server_processes() == before
 
 
-def test_a_click_ends_the_episode_with_the_pages_reward(servers: LocalServers) -> None:
-    env = on(servers)
-    try:
-        seen, info = env.reset(seed=1)
+def test_a_click_ends_the_episode_and_the_last_step_and_a_browser_failure_truncate(servers: LocalServers) -> None:
+    with closing(on(servers, max_steps=2)) as env:
+        seen, _ = env.reset(seed=1)
         [button] = [one for one in seen["elements"] if one["role"] == "button"]
         assert [tab["active"] for tab in seen["tabs"]] == [1]
-        seen, reward, terminated, truncated, info = env.step(json.dumps({"kind": "click", "element_id": button["id"]}))
+        _, reward, terminated, truncated, info = env.step(json.dumps({"kind": "click", "element_id": button["id"]}))
         assert (reward > 0.9, terminated, truncated) == (True, True, False)
         assert (info["outcome"], info["steps"]) == ("success", 1)
         with pytest.raises(ValueError, match="reset begins one"):
             env.step(WAIT)
-    finally:
-        env.close()
-
-
-def test_an_answer_is_compared_with_the_tasks_answer(servers: LocalServers) -> None:
-    env = on(servers, "wiki-look-up", "sites")
-    try:
-        for right in (True, False):
-            env.reset(seed=2)
-            assert env._session.task is not None
-            text = env._session.task.answer if right else "surely not"
-            _, reward, terminated, truncated, info = env.step(json.dumps({"kind": "answer", "text": text}))
-            assert (reward, terminated, truncated) == (float(right), True, False)
-            assert info["outcome"] == ("success" if right else "failure")
-    finally:
-        env.close()
-
-
-def test_the_last_step_and_a_browser_failure_truncate(servers: LocalServers) -> None:
-    env = on(servers, max_steps=2)
-    try:
         env.reset(seed=1)
         assert env.step(WAIT)[2:4] == (False, False)
         *_, terminated, truncated, info = env.step(WAIT)
@@ -108,19 +81,36 @@ def test_the_last_step_and_a_browser_failure_truncate(servers: LocalServers) -> 
         assert "Chromium has ended" in seen["error"]
         assert seen in env.observation_space
         assert env.reset(seed=1)[0]["instruction"] == "Click the button."
-    finally:
-        env.close()
 
 
-def test_settings_of_other_servers_and_unknown_environments_are_refused(servers: LocalServers) -> None:
+def test_an_answer_is_compared_with_the_tasks_answer(servers: LocalServers) -> None:
+    with closing(on(servers, "wiki-look-up", "sites")) as env:
+        for right in (True, False):
+            env.reset(seed=2)
+            assert env._session.task is not None
+            text = env._session.task.answer if right else "surely not"
+            _, reward, terminated, truncated, info = env.step(json.dumps({"kind": "answer", "text": text}))
+            assert (reward, terminated, truncated) == (float(right), True, False)
+            assert info["outcome"] == ("success" if right else "failure")
+
+
+def test_settings_of_other_servers_unknown_environments_and_invalid_actions_are_refused(servers: LocalServers) -> None:
     with pytest.raises(ConfigError, match=r"marks=False has no effect with servers=http"):
         on(servers, marks=False)
-    env = on(servers, "click-tset")
-    try:
-        with pytest.raises(ValueError, match=r"click-tset.*near: click-test"):
-            env.reset()
-    finally:
-        env.close()
+    with closing(on(servers, "click-tset")) as env, pytest.raises(ValueError, match=r"click-tset.*near: click-test"):
+        env.reset()
+    space = ActionSpace(marks=False)
+    for action, message in (
+        (3, "not a int"),
+        ("click", "Invalid JSON"),
+        ('{"kind": "juggle"}', "kind"),
+        ('{"kind": "hover", "coordinate": [1, 1]}', "kind: hover is not one of left_click"),
+        ('{"kind": "left_click", "coordinate": [1, 1001]}', "coordinate.1: Input should be less than or equal to 1000"),
+        ('{"kind": "wait", "seconds": 3}', "seconds"),
+    ):
+        assert action not in space
+        with pytest.raises(ValueError, match=message):
+            space.parse(action)
 
 
 @pytest.mark.parametrize("marks", [False, True])
@@ -129,24 +119,6 @@ def test_sampled_actions_are_valid_and_follow_the_seed(marks: bool) -> None:
     assert all(sample in ActionSpace(marks) for sample in one)
     assert one == other
     assert len(set(one)) > 20
-
-
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        (3, "not a int"),
-        ("click", "Invalid JSON"),
-        ('{"kind": "juggle"}', "kind"),
-        ('{"kind": "hover", "coordinate": [1, 1]}', "kind: hover is not one of left_click"),
-        ('{"kind": "left_click", "coordinate": [1, 1001]}', "coordinate.1: Input should be less than or equal to 1000"),
-        ('{"kind": "wait", "seconds": 3}', "seconds"),
-    ],
-)
-def test_an_invalid_action_is_named(action: object, message: str) -> None:
-    space = ActionSpace(marks=False)
-    assert action not in space
-    with pytest.raises(ValueError, match=message):
-        space.parse(action)
 
 
 def test_every_environment_is_registered() -> None:
