@@ -29,13 +29,6 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(file.read_text())
 
 
-def machine_with_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has the device file of a GPU, which torch cannot use."""
-    device = folder / "nvidiactl"
-    device.touch()
-    monkeypatch.setattr(gpus, "DEVICE_FILES", (device,))
-
-
 def names(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(each["section"], each["name"]): each for each in report["results"]}
 
@@ -53,78 +46,59 @@ def test_the_environment_the_nodes_and_the_links_pass_on_the_cpu(tmp_path: Path)
     assert all(each["note"] for each in report["results"] if each["status"] == "skipped")
 
 
-def test_layers_of_the_model_pass_on_the_cpu(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.slow
+def test_the_layers_of_a_model_and_a_whole_job_pass_on_the_cpu(tmp_path: Path, tiny_model: Path) -> None:
     code, report = run(tmp_path, "--section", "model", f"model.path={tiny_model}", "rollout.max_model_len=480")
     assert code == 0, report["summary"]
     found = names(report)
     assert 0 < found["model", "gradients of megatron, float32: mean error"]["value"] < 1e-4
     assert found["model", "megatron, float32: arithmetic"]["value"] > 0
-
-
-@pytest.mark.slow
-def test_a_whole_job_passes_on_the_cpu(tmp_path: Path, tiny_model: Path) -> None:
     code, report = run(tmp_path, "--section", "engine", f"model.path={tiny_model}")
     assert code == 0, report["summary"]
-    found = {each["name"]: each for each in report["results"]}
-    assert found["updates of a whole job"]["value"] == 3
+    job = {each["name"]: each for each in report["results"]}
+    assert job["updates of a whole job"]["value"] == 3
     compared = "log-probabilities of engine and trainer"
-    assert 0 < found[f"{compared}: mean difference"]["value"] < 1e-4
-    assert found[f"{compared}: largest difference"]["value"] < 1e-3
-    crossed = found["updates during an episode, at most"]
+    assert 0 < job[f"{compared}: mean difference"]["value"] < 1e-4
+    assert job[f"{compared}: largest difference"]["value"] < 1e-3
+    crossed = job["updates during an episode, at most"]
     assert crossed["value"] or crossed["status"] == "skipped"  # a busy machine may train longer than episodes take
-    assert found["parameters written in place"]["value"] > 0
+    assert job["parameters written in place"]["value"] > 0
 
 
-def test_each_section_has_a_limit_and_a_missing_model_is_a_line(tmp_path: Path) -> None:
-    code, report = run(tmp_path, "--section", "links", "--timeout-seconds", "0.5")
-    assert code == 1
-    assert [(each["section"], each["note"]) for each in report["results"]] == [
-        ("links", "it did not finish within 0.5 s (--timeout-seconds sets the limit)")
-    ]
-    code, report = run(tmp_path, "--section", "model", "model.path=/nowhere")
-    assert code == 1
-    assert "/nowhere" in report["results"][0]["note"]
-
-
-def test_a_failed_node_and_an_unreadable_report_fail(tmp_path: Path) -> None:
+def test_faults_of_links_nodes_and_models_fail_the_check_and_are_named(tmp_path: Path) -> None:
     bad, broken = tmp_path / "n2.json", tmp_path / "n3.json"
     write_json(bad, [failed("n2", "link", "0.1 GiB/s with n1")])
     broken.write_text("{")
-    code, report = run(tmp_path, "--section", "nodes", "--node-report", str(bad), "--node-report", str(broken))
-    assert code == 1
-    assert report["summary"].endswith("nodes: n2: link; nodes: n3")
-
-
-def test_a_link_below_the_least_speed_is_named(tmp_path: Path) -> None:
-    code, report = run(tmp_path, "--section", "links", "--min-link-gib-per-second", "100000")
-    assert code == 1
-    assert report["summary"].endswith("1 failed, 0 skipped: links: pair 0-1")
-    assert "slow" in names(report)["links", "pair 0-1"]["note"]
+    for arguments, summary, note in (
+        (["--section", "links", "--timeout-seconds", "0.5"], "links", "0.5 s (--timeout-seconds"),
+        (["--section", "model", "model.path=/nowhere"], "model", "/nowhere"),
+        (["--section", "nodes", "--node-report", str(bad)], "nodes: n2: link", "0.1 GiB/s"),
+        (["--section", "nodes", "--node-report", str(broken)], "nodes: n3", ""),
+        (["--section", "links", "--min-link-gib-per-second", "100000"], "links: pair 0-1", "slow"),
+    ):
+        code, report = run(tmp_path, *arguments)
+        assert code == 1
+        assert summary in report["summary"]
+        assert note in " ".join(each["note"] for each in report["results"] if each["status"] == "failed")
 
 
 def test_a_gpu_that_torch_cannot_use_fails_the_driver_and_skips_what_computes_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine_with_a_gpu(tmp_path, monkeypatch)
+    device = tmp_path / "nvidiactl"
+    device.touch()
+    monkeypatch.setattr(gpus, "DEVICE_FILES", (device,))
     file = tmp_path / "report.json"
     sections = [word for name in ("environment", "model", "engine") for word in ("--section", name)]
     assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--json", str(file), *sections]) == 1
     report = json.loads(file.read_text())
     assert report["platform"] == "cuda"
-    found = {(each["section"], each["name"]): each for each in report["results"]}
+    found = names(report)
     driver = found["environment", "driver"]
     assert (driver["status"], "torch cannot use a GPU" in driver["note"]) == ("failed", True)
     assert {found[section, "all"]["status"] for section in ("model", "engine")} == {"skipped"}
     assert found["model", "all"]["note"] == driver["note"]
     assert "no GPU on this machine" not in capsys.readouterr().out
-
-
-def test_a_section_alone_fails_with_a_gpu_that_torch_cannot_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine_with_a_gpu(tmp_path, monkeypatch)
-    assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--section", "model"]) == 1
-    assert "torch cannot use a GPU" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_platform_is_the_configured_one_unless_the_command_names_one(capsys: pytest.CaptureFixture[str]) -> None:

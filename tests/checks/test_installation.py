@@ -30,19 +30,13 @@ def test_the_stack_is_found_with_versions(tmp_path: Path):
     assert (found["trainer"]["value"], found["rollout"]["value"]) == ("can run", "can run")
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without playwright."""
-    found = [
+def test_only_the_role_that_misses_something_fails(monkeypatch: pytest.MonkeyPatch):
+    broken = [
         ((), failed("installation", "apex", "faster")),
         (("rollout",), failed("installation", "playwright", "is not installed")),
     ]
     good = (("trainer", "rollout"), measured("installation", "torch", "2.13"))
-    monkeypatch.setattr(installation, "_dependencies", lambda config: iter([good, *found]))
-
-
-@pytest.mark.usefixtures("small")
-def test_only_the_role_that_misses_something_fails():
+    monkeypatch.setattr(installation, "_dependencies", lambda config: iter([good, *broken]))
     assert main(["check", "installation", "--role", "trainer"]) == 0
     assert main(["check", "--role", "rollout"]) == 1
     assert main(["check"]) == 1
@@ -70,10 +64,3 @@ def test_packages_that_settings_name_are_missed(monkeypatch: pytest.MonkeyPatch)
     assert {found[name].status for name in ("transformer_engine", "flash_attn")} == {"failed"}
     assert "flash_attn" not in names()
     assert main(["check", "installation", "trainer.layers=local"]) == 2
-
-
-@pytest.mark.parametrize("name", ["doctor", "parity", "gpu-check"])
-def test_an_old_name_is_refused_with_the_new_one(name: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main([name])
-    assert "is now `webrl check" in capsys.readouterr().err

@@ -36,13 +36,6 @@ def look(check: str, *overrides: str) -> None:
     CHECKS[check](config, place_processes(config))
 
 
-def script(folder: Path, text: str) -> Path:
-    path = folder / "program"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
 # -- checks of one node -------------------------------------------------------------------------------
 
 
@@ -54,6 +47,8 @@ def test_a_package_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(node, "run_processes", lambda *_: [Outcome(lines[:1], "its process killed by SIGSEGV")])
     with pytest.raises(CheckFailed, match=r"killed by SIGSEGV; run `webrl check`"):
         look("software")
+    with pytest.raises(CheckFailed, match=r"needs the package transformer_engine"):
+        look("software", "trainer.layers=transformer_engine", "trainer.attention=flash")
 
 
 def test_shared_memory_must_hold_the_ring() -> None:
@@ -62,29 +57,22 @@ def test_shared_memory_must_hold_the_ring() -> None:
         look("shared memory", "ring.capacity_mib=100000000")
 
 
-def test_chromium_shows_a_page() -> None:
-    look("browser")
-
-
 def test_a_browser_that_shows_nothing_is_named(tmp_path: Path) -> None:
-    program = script(tmp_path, "echo a library is missing >&2; exit 127")
+    look("browser")
+    look("browser", "browser.executable=/nowhere", "browser.servers=http://head:8701")  # theirs are not checked
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho a library is missing >&2; exit 127\n")
+    program.chmod(0o755)
     with pytest.raises(CheckFailed, match=r"program loads no page: a library is missing"):
         look("browser", f"browser.executable={program}")
-    with pytest.raises(CheckFailed, match=r"browser.executable=/nowhere"):
-        look("browser", "browser.executable=/nowhere")
-
-
-def test_browsers_of_other_servers_are_not_checked() -> None:
-    look("browser", "browser.executable=/nowhere", "browser.servers=http://head:8701")
 
 
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(CheckFailed, match=rf"port {port} is not free"):
-            look("ports", f"cluster.base_port={port}")
-        with pytest.raises(CheckFailed, match=rf"port {port} is not free"):
-            look("ports", f"cluster.base_port={port - 1}")
+        for base in (port, port - 1):
+            with pytest.raises(CheckFailed, match=rf"port {port} is not free"):
+                look("ports", f"cluster.base_port={base}")
     look("ports", f"cluster.base_port={port}")
 
 
@@ -111,43 +99,39 @@ def test_number_and_memory_of_gpus_and_the_driver_are_checked(tmp_path: Path, mo
         (["81559", "81559"], "the driver is too old"),
     ):
         rows = "; ".join(f"echo {number}, GPU-{number}, {mib}" for number, mib in enumerate(sizes))
-        script(tmp_path, f"case $1 in *memory*) {rows};; *) echo 580.65.06;; esac").rename(tmp_path / "nvidia-smi")
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\ncase $1 in *memory*) {rows};; *) echo 580.65.06;; esac\n")
+        program.chmod(0o755)
         with pytest.raises(CheckFailed, match=reason):
             look("gpus", *GPUS)
 
 
-def test_packages_that_settings_name_are_missed() -> None:
-    with pytest.raises(CheckFailed, match=r"trainer.layers=transformer_engine needs the package transformer_engine"):
-        look("software", "trainer.layers=transformer_engine", "trainer.attention=flash")
-
-
-def limited(shell: str, folder: Path, *overrides: str) -> str:
-    """What the check of limits says in a process with limits that `shell` sets, and cards as the files of `folder`."""
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from megatron_webrl.placement.placement import place_processes\n"
-        "from megatron_webrl.config.load import parse_config\n"
-        "from megatron_webrl.checks import node\n"
-        "config, node.INFINIBAND_DEVICES = parse_config(None, sys.argv[2:]), Path(sys.argv[1])\n"
-        "try: node.check_limits(config, place_processes(config))\n"
-        "except node.CheckFailed as error: print(error)\n"
-    )
-    command = ["bash", "-c", f'{shell}; exec "$@"', "-", sys.executable, "-c", program, str(folder), *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+LIMITS = """
+import sys
+from pathlib import Path
+from megatron_webrl.checks import node
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.placement.placement import place_processes
+config, node.INFINIBAND_DEVICES = parse_config(None, sys.argv[2:]), Path(sys.argv[1])
+try: node.check_limits(config, place_processes(config))
+except node.CheckFailed as error: print(error)
+"""
 
 
 def test_a_low_limit_of_open_files_or_of_memory_for_infiniband_is_named(tmp_path: Path) -> None:
+    def limited(shell: str, *overrides: str) -> str:
+        """What the check says in a process with limits that `shell` sets, and cards as the files of the folder."""
+        command = ["bash", "-c", f'{shell}; exec "$@"', "-", sys.executable, "-c", LIMITS, str(tmp_path), *overrides]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
     config = made()
     needed = needed_open_files(config, place_processes(config))
     assert 1024 < needed < 4096
-    assert limited(f"ulimit -n {needed}; ulimit -l 64", tmp_path, *GPUS) == ""  # without cards
+    assert limited(f"ulimit -n {needed}; ulimit -l 64", *GPUS) == ""  # without cards
     (tmp_path / "mlx5_0").touch()
-    assert "a process may lock 64 KiB of memory (ulimit -l), but InfiniBand (mlx5_0) needs unlimited" in limited(
-        "ulimit -l 64", tmp_path, *GPUS
-    )
-    assert f"may open {needed - 1} files (ulimit -Hn), but one of this job may need {needed}" in limited(
-        f"ulimit -n {needed - 1}", tmp_path
-    )
+    assert "may lock 64 KiB of memory (ulimit -l), but InfiniBand (mlx5_0)" in limited("ulimit -l 64", *GPUS)
+    files = limited(f"ulimit -n {needed - 1}")
+    assert f"may open {needed - 1} files (ulimit -Hn), but one of this job may need {needed}" in files
     large = parse_config(ROOT / "configs" / "8b_32node.yaml")
     assert 3000 < needed_open_files(large, place_processes(large)) < MAX_OPEN_FILES
 

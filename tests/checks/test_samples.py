@@ -20,21 +20,15 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
-@pytest.mark.parametrize("window", [512, 3000])
-def test_built_in_samples_have_images_a_common_prompt_and_a_long_one(processor: Processor, window: int) -> None:
-    samples = built_in_samples(processor, window)
+def test_built_in_samples_have_images_a_common_prompt_and_a_long_one(processor: Processor) -> None:
+    samples = built_in_samples(processor, 3000)
     assert [len(sample.images) for sample in samples][:4] == [0, 1, 1, 3]
     assert [sample.trajectory_id[0] for sample in samples] == [1, 2, 3, 4, 5]
     assert np.array_equal(samples[1].prompt, samples[2].prompt)
     assert len(samples[1].prompt) > 64  # from which on the trainer computes a prefix once
     assert not np.array_equal(samples[1].response, samples[2].response)
-    assert window - 300 < samples[4].length <= window
+    assert 2700 < samples[4].length <= 3000
     assert all(np.array_equal(processor.grids(sample.images), sample.grids) for sample in samples)
-    again = built_in_samples(processor, window)
-    assert all(np.array_equal(a.prompt, b.prompt) and a.images == b.images for a, b in zip(samples, again, strict=True))
-
-
-def test_a_window_that_is_too_small_is_refused(processor: Processor) -> None:
     with pytest.raises(ConfigError, match="--max-model-len"):
         built_in_samples(processor, 40)
 
@@ -61,12 +55,9 @@ def test_a_file_gives_messages_images_in_order_and_the_response(
     ("line", "says"),
     [
         ("{", "Expecting property name"),
-        ("[]", "is not"),
         ({"messages": [QUESTION]}, "response"),
         ({"messages": [QUESTION], "response": 3}, "must be of type"),
-        ({"messages": [{"role": "user", "content": 3}], "response": "x"}, "is not"),
         ({"messages": [user({"type": "video", "path": "x.mp4"})], "response": "x"}, "video"),
-        ({"messages": [user({"type": "image"})], "response": "x"}, "path"),
         ({"messages": [user({"type": "image", "path": "lost.png"})], "response": "x"}, "lost.png"),
         ({"messages": [user({"type": "image", "path": "samples.jsonl"})], "response": "x"}, "are no PNG, JPEG or WebP"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}], "response": "x"}, "1 image placeholders and 0"),
@@ -83,9 +74,6 @@ def test_a_bad_line_is_refused_by_file_and_line(
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_or_missing_file_is_refused(
-    processor: Processor, samples_file: Callable[..., Path], tmp_path: Path
-) -> None:
-    for path, says in ((samples_file(""), "contains no sample"), (tmp_path / "none.jsonl", "cannot be read")):
-        with pytest.raises(ConfigError, match=says):
-            read_samples(path, processor, 600)
+def test_a_file_without_samples_is_refused(processor: Processor, samples_file: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="contains no sample"):
+        read_samples(samples_file(""), processor, 600)

@@ -1,4 +1,4 @@
-"""Gloo processes of the layout tests: every layout of the model on the same samples."""
+"""Gloo processes of the layout tests: every layout of the models on the same samples."""
 
 from __future__ import annotations
 
@@ -12,114 +12,106 @@ from torch import Tensor
 
 from tests import gloo
 from tests.model import tiny
+from tests.model.qwen3_5 import small
 
 Probe = Callable[[list[Any]], None]
 MODELS = {
     # More DeepStack layers than the first of four stages has.
     "dense": tiny.Shape(deepstack=(0, 1, 2)),
-    "dense-tied": tiny.Shape(tie=True, layers=5, key_value_heads=4),
+    "tied": tiny.Shape(tie=True, layers=5, key_value_heads=4),
     "sparse": tiny.Shape(experts=4, deepstack=(0, 2), dense_layers=(1,)),
-    "sparse-tied": tiny.Shape(tie=True, experts=4, key_value_heads=4),
+    "sparse tied": tiny.Shape(tie=True, experts=4, key_value_heads=4),
+    "hybrid": small.MODELS["dense"],
+    "hybrid tied": small.MODELS["dense-tied"],
+    "hybrid sparse": small.MODELS["sparse"],
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout with compute options."""
+    """A layout with compute options, and models for which it is valid."""
 
     sizes: dict[str, int]
+    models: tuple[str, ...] = ()
     sequence_parallel: bool = True
     recompute: str = "none"
 
-    def fits(self, key_value_heads: int, experts: int) -> bool:
-        """Whether the layout is valid for a model: experts need sequence parallelism with tensor parallelism."""
-        tensor, split = self.sizes.get("tensor", 1), self.sizes.get("expert", 1) * self.sizes.get("expert_tensor", 1)
-        if key_value_heads % (tensor * self.sizes.get("context", 1)):
-            return False
-        return self.sequence_parallel or tensor == 1 if experts else split == 1
 
-
-CASES: dict[int, dict[str, Case]] = {
-    1: {"tp1": Case({}), "tp1 selective": Case({}, recompute="selective"), "tp1 full": Case({}, recompute="full")},
-    2: {
-        "tp2": Case({"tensor": 2}, sequence_parallel=False),
-        "tp2 sp": Case({"tensor": 2}),
-        "tp2 sp full": Case({"tensor": 2}, recompute="full"),
-        "pp2": Case({"pipeline": 2}),
-        "pp2 vpp2": Case({"pipeline": 2, "virtual": 2}),
-        "cp2": Case({"context": 2}),
-        "dp2": Case({}),
-        "ep2": Case({"expert": 2}),
-        "ep2 tp2": Case({"tensor": 2, "expert": 2}),
-        "tp2 etp2 selective": Case({"tensor": 2, "expert_tensor": 2}, recompute="selective"),
-    },
-    4: {
-        "pp4": Case({"pipeline": 4}),
-        "tp2 pp2": Case({"tensor": 2, "pipeline": 2}, sequence_parallel=False),
-        "tp2 sp pp2": Case({"tensor": 2, "pipeline": 2}),
-        "tp2 sp pp2 vpp2 full": Case({"tensor": 2, "pipeline": 2, "virtual": 2}, recompute="full"),
-        "tp2 dp2": Case({"tensor": 2}),
-        "cp2 tp2": Case({"context": 2, "tensor": 2}),
-        "cp2 pp2": Case({"context": 2, "pipeline": 2}, recompute="full"),
-        "cp2 ep2": Case({"context": 2, "expert": 2}),
-        "ep2 pp2": Case({"pipeline": 2, "expert": 2}),
-        "ep2 etp2 tp2": Case({"tensor": 2, "expert": 2, "expert_tensor": 2}),
-        "ep2 tp2 pp2": Case({"tensor": 2, "pipeline": 2, "expert": 2}),
-    },
+GROUPS: dict[str, tuple[int, list[Case]]] = {
+    "one-rank": (1, [Case({}, ("sparse", "hybrid tied"), recompute="full"), Case({}, ("hybrid sparse",))]),
+    "tensor": (
+        2,
+        [
+            Case({"tensor": 2}, ("dense", "hybrid tied"), sequence_parallel=False),
+            Case({"tensor": 2}, ("tied", "hybrid sparse")),
+        ],
+    ),
+    "pipeline": (
+        2,
+        [
+            Case({"pipeline": 2}, ("sparse tied", "hybrid tied")),
+            Case({"pipeline": 2, "virtual": 2}, ("dense",), recompute="selective"),
+        ],
+    ),
+    "context-data": (2, [Case({"context": 2}, ("dense", "sparse")), Case({}, ("tied",))]),
+    "experts": (
+        2,
+        [
+            Case({"expert": 2}, ("sparse", "hybrid sparse")),
+            Case({"tensor": 2, "expert_tensor": 2}, ("sparse tied",), recompute="selective"),
+        ],
+    ),
+    "all-dense": (4, [Case({"tensor": 2, "pipeline": 2, "virtual": 2}, ("tied",), recompute="full")]),
+    "all-sparse": (4, [Case({"tensor": 2, "pipeline": 2, "expert": 2}, ("sparse",))]),
+    "more-two-ranks": (
+        2,
+        [
+            Case({"tensor": 2}, ("dense", "sparse"), recompute="full"),
+            Case({"pipeline": 2, "virtual": 2}, ("sparse",)),
+            Case({}, ("sparse tied", "hybrid")),
+            Case({"tensor": 2, "expert": 2}, ("sparse", "hybrid sparse")),
+        ],
+    ),
+    "more-four-ranks": (
+        4,
+        [
+            Case({"pipeline": 4}, ("dense", "hybrid")),
+            Case({"tensor": 2, "pipeline": 2}, ("dense", "hybrid tied"), sequence_parallel=False),
+            Case({"tensor": 2, "pipeline": 2}, ("hybrid",), recompute="full"),
+            Case({"context": 2, "tensor": 2}, ("tied", "sparse tied")),
+            Case({"context": 2, "pipeline": 2}, ("dense",), recompute="full"),
+            Case({"context": 2, "expert": 2}, ("sparse",)),
+            Case({"pipeline": 2, "expert": 2}, ("hybrid sparse",)),
+            Case({"tensor": 2, "expert": 2, "expert_tensor": 2}, ("sparse",)),
+        ],
+    ),
 }
+"""Processes and cases; "all" are layouts of all kinds together."""
 
 
-def models(ranks: int, case: Case) -> list[str]:
-    """Models of a case: on four ranks one dense and one sparse model at most."""
-    fitting = [name for name, shape in MODELS.items() if case.fits(shape.key_value_heads, shape.experts)]
-    if ranks < 4:
-        return fitting
-    kinds = {bool(MODELS[name].experts): name for name in reversed(fitting)}
-    return [name for name in fitting if name in kinds.values()]
+def samples(model: str) -> dict[str, tiny.Sample]:
+    """The samples of a model."""
+    return small.samples() if MODELS[model].is_linear else tiny.samples()
 
 
-def pairs() -> list[tuple[int, str, str]]:
-    """Ranks, case and model of all comparisons."""
-    return [
-        (ranks, case, model)
-        for ranks, cases in CASES.items()
-        for case, what in cases.items()
-        for model in models(ranks, what)
-    ]
-
-
-def run(rank: int, ranks: int, folder: str) -> None:
-    """Write the results of every case of `ranks` processes to found-RANKS-CASE-MODEL.pt."""
-    run_cases(rank, ranks, folder, CASES[ranks], lambda case: models(ranks, case), tiny.samples())
-
-
-def run_cases(
-    rank: int,
-    ranks: int,
-    folder: str,
-    cases: Mapping[str, Case],
-    models_of: Callable[[Case], list[str]],
-    parts: dict[str, tiny.Sample],
-    examine_more: Callable[[str, Path, Any], dict[str, Any]] = lambda *_: {},
-) -> None:
-    """Write the results of `examine` on all ranks, and of `examine_more`, to found-RANKS-CASE-MODEL.pt.
-
-    `examine_more`: from the name of the case, the folder of the model and the platform.
-    """
-    platform = gloo.join(rank, ranks, folder)
+def run(rank: int, group: str, folder: str) -> None:
+    """Write the results of all ranks by number of the case and model to GROUP/found.pt."""
+    ranks, cases = GROUPS[group]
+    platform = gloo.join(rank, ranks, f"{folder}/{group}")
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
 
-    for name, case in cases.items():
+    found = {}
+    for number, case in enumerate(cases):
         process_groups.init_process_groups(ParallelSizes(**case.sizes), seed=1)
-        for model in models_of(case):
-            path = Path(folder) / model
-            found = examine(path, case, platform, parts) | examine_more(name, path, platform)
+        for model in case.models:
             everyone: list[Any] = [None] * ranks
-            torch.distributed.gather_object(found, everyone if rank == 0 else None)
-            if rank == 0:
-                torch.save(everyone, f"{folder}/found-{ranks}-{name}-{model}.pt")
+            mine = examine(Path(folder) / model, case, platform, samples(model))
+            torch.distributed.gather_object(mine, everyone if rank == 0 else None)
+            found[number, model] = everyone
         process_groups.destroy_process_groups()
+    if rank == 0:
+        torch.save(found, f"{folder}/{group}/found.pt")
     torch.distributed.destroy_process_group()
 
 

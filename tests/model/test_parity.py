@@ -1,144 +1,205 @@
-"""The Megatron model equals transformers at tensor-parallel sizes 1 and 2."""
+"""Packed samples, images given once, bfloat16, recomputation and refused inputs, of one rank."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.model import ranks, tiny
+from tests import gloo
+from tests.model import tiny
+from tests.model.qwen3_5 import small
 
-SIZES = pytest.mark.parametrize("size", [1, 2])
-MODELS = pytest.mark.parametrize("name", list(ranks.MODELS))
-CASES = {"text": ["text"], "image": ["image"], "images": ["images"], "packed": ["text", "image", "images"]}
-
-Found = dict[tuple[int, int], dict[str, Any]]
+MODELS = {"dense": tiny.Shape(deepstack=(0, 1)), "sparse": tiny.Shape(experts=4), "hybrid": small.MODELS["sparse"]}
+RECOMPUTE = ("none", "selective", "full")
 
 
-def _expected(model: Any, names: list[str]) -> tuple[Tensor, Tensor]:
-    """transformers' logits [R, V] of these samples, and the targets [R]."""
-    parts = [tiny.samples()[name] for name in names]
+# -- the process --------------------------------------------------------------------------------------------------
+
+
+def run(rank: int, folder: str) -> None:
+    """Write the results of each model to found.pt."""
+    platform = gloo.join(rank, 1, folder)
+    from megatron_webrl.model import process_groups
+    from megatron_webrl.model.build import build_model, load_hf
+    from megatron_webrl.model.compute_options import ComputeOptions
+    from megatron_webrl.model.layout import ParallelSizes
+
+    process_groups.init_process_groups(ParallelSizes())
+
+    def build(name: str, dtype: str = "float32", **options: Any) -> Any:
+        path = Path(folder) / name
+        [model] = build_model(path, dtype=dtype, platform=platform, options=ComputeOptions(**options))
+        load_hf([model], path)
+        return model
+
+    found = {name: _forwards(build(name), _rows(name)) for name in ("dense", "hybrid")}
+    found["bf16"] = _forwards(
+        frozen := build("dense", "bfloat16", train_vision=False), {"packed": _rows("dense")["packed"]}
+    )
+    found["trained"] = [name for name, p in frozen.named_parameters() if p.requires_grad]
+    found["twins"] = _twins(build("dense"))
+    found["saved"] = {recompute: _saved_bytes(build("sparse", recompute=recompute).train()) for recompute in RECOMPUTE}
+    torch.save(found, f"{folder}/found.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _samples(name: str) -> dict[str, tiny.Sample]:
+    return small.samples() if name == "hybrid" else tiny.samples()
+
+
+def _rows(name: str) -> dict[str, Any]:
+    """Inputs by case, broken ones among them."""
+    parts = _samples(name)
+    row, one, three = tiny.pack(list(parts.values()))[0], parts["image"], parts["images"]
+    if name == "hybrid":
+        tokens, first = row.tokens.clone(), int(row.cu_seqlens[1])
+        tokens[:first] = (tokens[:first] + 1) % tiny.VISION_START
+        prefix = replace(row, parents=torch.tensor([-1, 0, -1, -1]))
+        return {"packed": row, "other neighbour": replace(row, tokens=tokens), "prefix": prefix}
+    twice = tiny.pack([three, one, three])[0]
+    shared = replace(
+        twice,
+        pixels=torch.cat([one.pixels, three.pixels]),
+        grids=torch.cat([one.grids, three.grids]),
+        image_indices=torch.tensor([1, 2, 3, 0, 1, 2, 3]),
+    )
+    return {
+        "packed": row,
+        "twice": twice,
+        "shared": shared,
+        "too few tokens": replace(row, cu_seqlens=row.cu_seqlens[:-1]),
+        "falling": replace(row, cu_seqlens=row.cu_seqlens[[0, 2, 1, 3]]),
+        "too few images": replace(row, grids=row.grids[:-1], pixels=row.pixels[: -int(row.grids[-1].prod())]),
+    }
+
+
+def _forwards(model: Any, rows: dict[str, Any]) -> dict[str, Any]:
+    """Logits by case, or the error of the model."""
+    found: dict[str, Any] = {}
+    for case, row in rows.items():
+        try:
+            with torch.no_grad():
+                found[case] = model(row)[:, : tiny.VOCABULARY]
+        except ValueError as error:
+            found[case] = str(error)
+    return found
+
+
+def _twins(model: Any) -> list[Tensor]:
+    """Logits with the placeholder token within a response, and with another token of the same embedding."""
+    sample, logits = tiny.samples()["image"], []
+    row, _ = tiny.pack([sample])
+    visual = (sample.tokens[: sample.prompt] == tiny.IMAGE).nonzero().squeeze(1)
     with torch.no_grad():
-        logits = torch.cat([tiny.reference_logits(model, part) for part in parts])
-    return logits, torch.cat([part.tokens[part.prompt :] for part in parts])
+        weight = model.embedding.word_embeddings.weight
+        weight[0] = weight[tiny.IMAGE]
+        for token in (tiny.IMAGE, 0):
+            tokens = sample.tokens.clone()
+            tokens[sample.prompt + 2] = token
+            logits.append(model(replace(row, tokens=tokens, image_token_positions=visual)))
+    return logits
 
 
-@SIZES
-@MODELS
-@pytest.mark.parametrize("case", list(CASES))
-def test_logits_and_logprobs_equal_those_of_transformers(
-    found: Found, references: dict[str, Any], size: int, name: str, case: str
+def _saved_bytes(model: Any) -> int:
+    """Bytes saved for the backward pass, each storage counted once, without weights."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    seen: dict[int, int] = {}
+    kept: list[Tensor] = []  # so that no address is reused
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    row, _ = tiny.pack([tiny.samples()["text"]] * 8)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(row)
+    return sum(seen.values())
+
+
+# -- what it shows ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Folder of the models, and the models in transformers."""
+    folder = tmp_path_factory.mktemp("parity")
+    return folder, {name: tiny.write_model(folder / name, shape, 0) for name, shape in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def found(references: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+    """Results of the process."""
+    gloo.spawn(run, str(references[0]), ranks=1)
+    results: dict[str, Any] = torch.load(references[0] / "found.pt")
+    return results
+
+
+def expected(model: Any, name: str) -> Tensor:
+    """transformers' logits of all samples, one by one."""
+    with torch.no_grad():
+        return torch.cat([tiny.reference_logits(model, sample) for sample in _samples(name).values()])
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_packed_samples_equal_those_of_transformers_one_by_one(
+    found: dict[str, Any], references: tuple[Path, dict[str, Any]], name: str
 ) -> None:
-    logits, targets = _expected(references[name], CASES[case])
+    logits = expected(references[1][name], name)
     assert logits.std() > 0.3, "logits near zero would make the comparison empty"
-    scaled = (logits / tiny.TEMPERATURE).log_softmax(dim=-1)
-    for rank in (0, 1):
-        result = found[size, rank][name][case]
-        assert result["width"] == (tiny.VOCABULARY if size == 1 else (tiny.VOCABULARY + 1) // 2)
-        torch.testing.assert_close(result["logits"], logits, atol=1e-4, rtol=0)
-        torch.testing.assert_close(result["logprobs"], scaled.gather(1, targets[:, None])[:, 0], atol=1e-4, rtol=0)
-        torch.testing.assert_close(result["entropy"], -(scaled.exp() * scaled).sum(dim=1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(found[name]["packed"], logits, atol=1e-4, rtol=0)
 
 
-@SIZES
-@MODELS
-def test_packed_samples_equal_the_same_samples_one_by_one(found: Found, size: int, name: str) -> None:
-    results = found[size, 0][name]
-    alone = torch.cat([results[case]["logits"] for case in CASES["packed"]])
-    torch.testing.assert_close(results["packed"]["logits"], alone, atol=1e-5, rtol=0)
+def test_samples_of_linear_attention_do_not_see_their_neighbours(found: dict[str, Any]) -> None:
+    packed, other = found["hybrid"]["packed"], found["hybrid"]["other neighbour"]
+    sample = tiny.samples()["text"]
+    first = len(sample.tokens) - sample.prompt
+    assert (packed[:first] - other[:first]).abs().max() > 0.1
+    assert torch.equal(packed[first:], other[first:])
 
 
-@SIZES
-@MODELS
-def test_an_image_given_once_is_used_for_all_its_occurrences(found: Found, size: int, name: str) -> None:
-    results = found[size, 0][name]
-    torch.testing.assert_close(results["shared"]["logits"], results["twice"]["logits"], atol=1e-5, rtol=0)
+def test_an_image_given_once_is_used_for_all_its_occurrences(found: dict[str, Any]) -> None:
+    torch.testing.assert_close(found["dense"]["shared"], found["dense"]["twice"], atol=1e-5, rtol=0)
 
 
-@MODELS
-def test_image_features_change_the_logits(references: dict[str, Any], found: Found, name: str) -> None:
-    """Guards the cases above: other pixels must give other logits, by far more than the tolerance."""
-    results = found[1, 0][name]
-    assert (results["other pixels"]["logits"] - results["image"]["logits"]).abs().max() > 0.05
-
-
-@MODELS
-def test_gradients_equal_those_of_transformers(found: Found, references: dict[str, Any], name: str) -> None:
-    model = references[name]
-    model.zero_grad()
-    tiny.reference_loss(model, list(tiny.samples().values())).backward()
-    expected = {key: parameter.grad for key, parameter in model.named_parameters()}
-    gradients = found[2, 0][name]["gradients"]
-    assert gradients.keys() == expected.keys()
-    for key, gradient in gradients.items():
-        _assert_close_by_norm(gradient, expected[key], 1e-3, key)
-
-
-@MODELS
-def test_both_ranks_hold_the_same_gradients_of_replicated_parameters(found: Found, name: str) -> None:
-    first, second = (found[2, rank][name]["replicated"] for rank in (0, 1))
-    assert any(key.startswith("visual.") for key in first)
-    assert any("q_layernorm" in key for key in first)
-    for key, gradient in first.items():
-        assert torch.equal(gradient, second[key]), key
-
-
-@SIZES
-@MODELS
-def test_an_optimiser_step_equals_one_in_transformers(
-    found: Found, references: dict[str, Any], folder: Any, size: int, name: str
-) -> None:
-    """Tensor-parallel size 2 packs all samples into one input; size 1 divides them over two replicas."""
-    model = type(references[name]).from_pretrained(folder / name)
-    optimizer = torch.optim.Adam(model.parameters(), lr=ranks.LEARNING_RATE, eps=ranks.EPSILON)
-    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-    tiny.reference_loss(model, list(tiny.samples().values())).backward()
-    optimizer.step()
-    for rank in (0, 1):
-        for key, tensor in found[size, rank][name]["stepped"].items():
-            expected = dict(model.named_parameters())[key].detach()
-            _assert_close_by_norm(tensor - before[key], expected - before[key], 2e-3, key)
-
-
-@SIZES
-def test_bfloat16_stays_near_transformers_in_bfloat16(
-    found: Found, references: dict[str, Any], folder: Any, size: int
-) -> None:
-    exact, _ = _expected(references["untied"], CASES["packed"])
-    model = type(references["untied"]).from_pretrained(folder / "untied", dtype=torch.bfloat16)
-    logits, _ = _expected(model, CASES["packed"])
-    rounding = (logits.float() - exact).std()
-    result = found[size, 0]["bf16"]["logits"]
-    assert result.dtype is torch.bfloat16
-    assert (result.float() - exact).std() < 1.5 * rounding
-
-
-def _assert_close_by_norm(found: Tensor, expected: Tensor, limit: float, key: str) -> None:
-    """The difference is under `limit` of the expected tensor's norm."""
-    scale = expected.norm()
-    assert scale > 1e-6, f"{key}: the expected tensor is zero, the comparison would be empty"
-    error = ((found - expected).norm() / scale).item()
-    assert error < limit, f"{key}: relative error {error:.2e}"
-
-
-@pytest.mark.parametrize("name", list(ranks.MODELS))
-def test_a_placeholder_token_in_a_response_is_text(found: Found, name: str) -> None:
-    placeholder, twin = found[1, 0][name]["twins"]
+def test_a_placeholder_token_in_a_response_is_text(found: dict[str, Any]) -> None:
+    placeholder, twin = found["twins"]
     assert torch.equal(placeholder, twin)
 
 
-@SIZES
-def test_inconsistent_inputs_are_refused(found: Found, size: int) -> None:
+def test_inconsistent_inputs_are_refused(found: dict[str, Any]) -> None:
     tokens = sum(len(sample.tokens) for sample in tiny.samples().values())
-    first, second, third = found[size, 0]["tied"]["refusals"]
-    assert "must rise from 0" in first
-    assert f"to the number of tokens, {tokens}" in second
-    assert "the packed input has 27 placeholders (token 99), but its 3 images make 15 image tokens" in third
+    for name, case, words in (
+        ("dense", "too few tokens", f"to the number of tokens, {tokens}"),
+        ("dense", "falling", "must rise from 0"),
+        ("dense", "too few images", "27 placeholders (token 99), but its 3 images make 15 image tokens"),
+        ("hybrid", "prefix", "trainer.merge_prefixes=trajectory"),
+    ):
+        assert words in found[name][case]
 
 
-def test_a_frozen_vision_tower_takes_no_gradient(found: Found) -> None:
-    trained = found[1, 0]["bf16"]["trained"]
-    assert trained
-    assert not any(key.startswith("visual.") for key in trained)
+def test_bfloat16_stays_near_transformers_in_bfloat16_with_a_frozen_vision_tower(
+    found: dict[str, Any], references: tuple[Path, dict[str, Any]]
+) -> None:
+    folder, models = references
+    exact = expected(models["dense"], "dense")
+    model = type(models["dense"]).from_pretrained(folder / "dense", dtype=torch.bfloat16)
+    rounding = (expected(model, "dense").float() - exact).std()
+    result = found["bf16"]["packed"]
+    assert result.dtype is torch.bfloat16
+    assert (result.float() - exact).std() < 1.5 * rounding
+    assert found["trained"]
+    assert not any(name.startswith("visual.") for name in found["trained"])
+
+
+def test_recomputation_keeps_less_for_the_backward_pass(found: dict[str, Any]) -> None:
+    saved = found["saved"]
+    assert saved["selective"] < 0.75 * saved["none"]
+    assert saved["full"] < 0.5 * saved["selective"]

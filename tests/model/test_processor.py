@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -31,25 +32,19 @@ def processor(tiny_model: Path) -> Processor:
     return Processor.load(tiny_model)
 
 
+_cached = cache(Processor.load)  # Hypothesis calls a test many times with one function-scoped set of fixtures
+
+
 def messages(images: int) -> list[dict]:
     parts = [{"type": "text", "text": "Click the button."}, *({"type": "image"} for _ in range(images))]
     return [{"role": "system", "content": "Act."}, {"role": "user", "content": parts}]
-
-
-def test_a_chat_has_one_placeholder_per_image_and_ends_before_the_answer(processor: Processor) -> None:
-    ids = processor.encode_chat(messages(2))
-    assert ids.dtype == np.int32
-    assert (ids == processor.image_token_id).sum() == 2
-    assert processor.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
-    assert processor.tokenizer.decode(ids).startswith(
-        "<|im_start|>system\nAct.<|im_end|>\n<|im_start|>user\nClick the button.<|vision_start|>"
-    )
 
 
 def test_expansion_and_patches_equal_the_processor_of_transformers(processor: Processor, tiny_model: Path) -> None:
     images = [picture(), picture(500, 300, "JPEG", 1)]
     pixels, grids = processor.pixels(images)
     expanded = processor.expand_image_tokens(processor.encode_chat(messages(2)), grids)
+    assert processor.tokenizer.decode(processor.encode_chat(messages(2))).endswith("<|im_start|>assistant\n")
     reference = AutoProcessor.from_pretrained(tiny_model)
     text = reference.apply_chat_template(messages(2), add_generation_prompt=True)
     whole = reference(
@@ -67,17 +62,8 @@ def test_expansion_and_patches_equal_the_processor_of_transformers(processor: Pr
 def test_grids_from_sizes_equal_those_of_the_patches(tiny_model: Path, width: int, height: int) -> None:
     processor = _cached(tiny_model)
     image = picture(width, height)
+    assert processor.grids([]).shape == processor.pixels([])[1].shape == (0, 3)
     np.testing.assert_array_equal(processor.grids([image]), processor.pixels([image])[1])
-
-
-def test_a_miniwob_screenshot_keeps_its_width(processor: Processor) -> None:
-    np.testing.assert_array_equal(processor.grids([picture(160, 210)]), [[1, 14, 10]])
-
-
-def test_without_images_there_are_no_patches(processor: Processor) -> None:
-    pixels, grids = processor.pixels([])
-    assert pixels.shape == (0, processor.pixels([picture()])[0].shape[1])
-    assert grids.shape == processor.grids([]).shape == (0, 3)
 
 
 def test_expanding_with_a_wrong_number_of_images_is_an_error(processor: Processor) -> None:
@@ -97,29 +83,12 @@ def test_a_response_ends_with_the_end_token_and_decodes_to_itself(processor: Pro
     assert ids[-1] == processor.eos_token_id
     assert (ids == processor.eos_token_id).sum() == 1
     assert processor.decode(ids) == text
+    assert processor.decode([*ids, len(processor.tokenizer) + 3]) == text, (
+        "padding of the vocabulary decodes to nothing"
+    )
 
 
-def test_padded_entries_of_the_vocabulary_decode_to_nothing(processor: Processor) -> None:
-    ids = processor.encode_response("Click")
-    assert processor.decode([*ids, len(processor.tokenizer) + 3]) == "Click"
-
-
-_SPICE = st.sampled_from(
-    [
-        "<|im_end|>",
-        "<|image_pad|>",
-        "<tool_call>",
-        "</think>",
-        "<|",
-        "|>",
-        "<",
-        "im_end",
-        "|im_end|>",
-        "\u200b",
-        "K",
-        "é",
-    ]
-)
+_SPICE = st.sampled_from(["<|im_end|>", "<|image_pad|>", "<tool_call>", "</think>", "<|", "|>", "\u200b", "é"])
 
 
 @settings(max_examples=60)
@@ -127,23 +96,12 @@ _SPICE = st.sampled_from(
 def test_page_text_never_becomes_an_added_token(tiny_model: Path, parts: list[str]) -> None:
     processor = _cached(tiny_model)
     text = "".join(parts)
+    harmless = 'Enter "40" < 60 | and > 2 into <b>field</b>'
+    assert processor.escape_special_tokens(harmless) == harmless
     ids = processor.tokenizer(processor.escape_special_tokens(text), add_special_tokens=False)["input_ids"]
     assert not set(ids) & set(processor.tokenizer.get_added_vocab().values())
-
-
-def test_harmless_page_text_is_unchanged(processor: Processor) -> None:
-    text = 'Enter "40" < 60 | and > 2 into <b>field</b>'
-    assert processor.escape_special_tokens(text) == text
 
 
 def test_a_missing_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere does not exist"):
         Processor.load(tmp_path / "nowhere")
-
-
-_loaded: dict[Path, Processor] = {}
-
-
-def _cached(folder: Path) -> Processor:
-    # Hypothesis calls a test many times with one function-scoped set of fixtures.
-    return _loaded.setdefault(folder, Processor.load(folder)) if folder not in _loaded else _loaded[folder]

@@ -17,16 +17,11 @@ from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import is_sparse, parameter_shapes, to_megatron
-from megatron_webrl.util import torchvision_shim
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology
-
-torchvision_shim.install()
-
-from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig  # noqa: E402
+from tests.model import tiny
 
 PADDING = -1
-VISION_HEADS = 12
 LINEAR_KEY_HEADS, LINEAR_VALUE_HEADS, LINEAR_KEY_DIM, LINEAR_VALUE_DIM = 12, 24, 2, 3
 LANGUAGE = "model.language_model."
 
@@ -38,11 +33,12 @@ class Case:
     hf_config: Any
     trainer: TrainerTopology
     engines: EngineTopology
+    staging: int  # bytes
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, shared_nodes: bool) -> Case:
-    """Any layout of any small model; with `shared_nodes` engines are on the trainer's nodes, else on other nodes."""
+def cases(draw: st.DrawFn) -> Case:
+    """Any layout of any small model, with engines on the trainer's nodes or on others."""
     tensor = draw(st.sampled_from([1, 2, 3, 4]))
     heads = 12 if tensor == 3 else draw(st.sampled_from([4, 8, 12]))
     key_value = draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0 and (n % tensor == 0 or tensor % n == 0)]))
@@ -60,10 +56,12 @@ def cases(draw: st.DrawFn, *, shared_nodes: bool) -> Case:
     hf_config = _hf_config(*sizes, stages if hybrid else 0)
     trainer = draw(_trainers(layers, experts, *split))
     engine = EngineSizes(tensor, stages, bool(experts) and draw(st.booleans()))
-    node = st.sampled_from(["a", "b", "c", "d"]) if shared_nodes else st.sampled_from(["x", "y"])
+    shared_nodes = draw(st.booleans())
+    node = st.sampled_from(["a", "b", "c", "d"] if shared_nodes else ["x", "y"])
     sizes = draw(st.lists(st.sampled_from([engine, engine, EngineSizes()]), min_size=1, max_size=4))
     nodes = tuple(draw(st.tuples(*[node] * each.ranks)) for each in sizes)
-    return Case(hf_config, trainer, EngineTopology(tuple(sizes), nodes))
+    staging = draw(st.sampled_from([2**11, 2**16])) if shared_nodes else 2**11
+    return Case(hf_config, trainer, EngineTopology(tuple(sizes), nodes), staging)
 
 
 @st.composite
@@ -81,53 +79,29 @@ def _hf_config(
     hybrid_stages: int,
 ) -> Any:  # fmt: skip
     """`hybrid_stages`: of an engine of Qwen3.5, each with full attention in its last layer; 0: a Qwen3-VL."""
+    kinds: int | tuple[str, ...] = layers
+    if hybrid_stages:
+        ends = {_layers_of_stage(layers, hybrid_stages, stage)[-1] for stage in range(hybrid_stages)}
+        kinds = tuple(tiny.FULL if layer in ends else tiny.LINEAR for layer in range(layers))
+    shape = tiny.Shape(tie, tuple(range(deepstack)), key_value, kinds, experts, tuple(dense))
+    hf_config = tiny.configuration(shape)
     text = {
         "vocab_size": vocabulary,
         "hidden_size": 20,
         "intermediate_size": 24,
-        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": key_value,
         "head_dim": 4,
+        "moe_intermediate_size": 12,
+        "linear_num_key_heads": LINEAR_KEY_HEADS,
+        "linear_num_value_heads": LINEAR_VALUE_HEADS,
+        "linear_key_head_dim": LINEAR_KEY_DIM,
+        "linear_value_head_dim": LINEAR_VALUE_DIM,
     }
-    if experts:
-        text |= {
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 12,
-            "mlp_only_layers": dense,
-            "decoder_sparse_step": 1,
-        }
-    vision = {
-        "depth": 1,
-        "hidden_size": 24,
-        "intermediate_size": 36,
-        "num_heads": VISION_HEADS,
-        "patch_size": 2,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": 20,
-        "num_position_embeddings": 9,
-        "deepstack_visual_indexes": list(range(deepstack)),
-    }
-    kind = Qwen3VLMoeConfig if experts else Qwen3VLConfig
-    if hybrid_stages:
-        kind = Qwen3_5MoeConfig if experts else Qwen3_5Config
-        ends = {_layers_of_stage(layers, hybrid_stages, stage)[-1] for stage in range(hybrid_stages)}
-        text |= {
-            "layer_types": [f"{'full' if layer in ends else 'linear'}_attention" for layer in range(layers)],
-            "linear_num_key_heads": LINEAR_KEY_HEADS,
-            "linear_num_value_heads": LINEAR_VALUE_HEADS,
-            "linear_key_head_dim": LINEAR_KEY_DIM,
-            "linear_value_head_dim": LINEAR_VALUE_DIM,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
-        }
-        del vision["deepstack_visual_indexes"]
-        if experts:
-            for name in ("mlp_only_layers", "decoder_sparse_step", "intermediate_size"):
-                del text[name]
-            text["shared_expert_intermediate_size"] = 36
-    return kind(text_config=text, vision_config=vision, tie_word_embeddings=tie)
+    vision = {"depth": 1, "hidden_size": 24, "intermediate_size": 36, "patch_size": 2, "out_hidden_size": 20}
+    for section, values in ((hf_config.text_config, text), (hf_config.vision_config, vision)):
+        for name in values.keys() & vars(section).keys():
+            setattr(section, name, values[name])
+    return hf_config
 
 
 def numbered_state(hf_config: Any) -> dict[str, Tensor]:
@@ -182,7 +156,7 @@ def engine_parameters(hf_config: Any, sizes: EngineSizes, state: dict[str, Tenso
     """Parameters of a vLLM rank after loading the state, written independently from vLLM's layers."""
     text, count = hf_config.text_config, sizes.tensor
     stage, part = divmod(rank, count)
-    sparse_model, hybrid = isinstance(hf_config, Qwen3VLMoeConfig), hasattr(text, "linear_num_key_heads")
+    sparse_model, hybrid = hf_config.model_type == "qwen3_vl_moe", hasattr(text, "linear_num_key_heads")
     found = {name.removeprefix("model."): t for name, t in state.items() if name.startswith("model.visual.")}
     for layer in _layers_of_stage(text.num_hidden_layers, sizes.pipeline, stage):
         source, target = f"{LANGUAGE}layers.{layer}.", f"language_model.model.layers.{layer}."

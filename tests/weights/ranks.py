@@ -4,50 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron_webrl.control.connection import Connection
 from megatron_webrl.weights import transport
-from megatron_webrl.weights.slices import Slice, TransferMessage, box_index
+from megatron_webrl.weights.link import LinkFacts, poll_until
+from megatron_webrl.weights.slices import Slice, TransferMessage
 
 SENDERS = 2
-
-
-class StoreFacts:
-    """What a link asks of a job's control service (control/connection.py), from a TCPStore of this machine."""
-
-    def __init__(self, port: int) -> None:
-        self.host, self.port = "127.0.0.1", port
-        self.store = dist.TCPStore(self.host, port, is_master=False, timeout=timedelta(seconds=60))
-
-    def connect(self) -> StoreFacts:
-        """The address of the service."""
-        return self
-
-    def sync(self, commands: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Run commands in order; returns their replies."""
-        return {"replies": [getattr(self, f"_{name}")(*arguments) for name, *arguments in commands]}
-
-    def _put(self, key: str, value: str | None) -> None:
-        if value is None:
-            self.store.delete_key(key)
-        else:
-            self.store.set(key, value)
-
-    def _get(self, keys: Sequence[str]) -> list[str | None]:
-        return [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
-
-    def _put_if_absent(self, key: str, value: str) -> str:
-        return self.store.compare_set(key, "", value).decode()
 
 
 @dataclass(frozen=True)
@@ -149,7 +119,7 @@ def messages(model: dict[str, Part], receivers: int, elements: int) -> list[Tran
 class Case:
     """Parameters of a test that all its ranks share."""
 
-    port: int
+    control: Path  # file with the address of the control service
     receivers: tuple[int, ...]  # ranks of each engine
     model: dict[str, Part]
     elements: int = 200  # limit of a message
@@ -208,13 +178,11 @@ class Parameters:
 
 def _join(case: Case, engine: int, rank: int) -> transport.TransferLink:
     """Join a link, and wait until all its ranks have: no fault is to strike before."""
-    facts = StoreFacts(case.port)
-    store, size, device = facts.store, SENDERS + case.receivers[engine], torch.device(case.device)
-    name = f"engine-{engine}"
-    link = transport.join_link(facts, name, rank, size, case.seconds, "gloo", device, (0, 1))  # type: ignore[arg-type]
-    if store.add(f"joined engine-{engine}", 1) == size:
-        store.set(f"complete engine-{engine}", "")
-    store.wait([f"complete engine-{engine}"])
+    control, name = Connection(case.control, f"rank-{rank}", 30), f"engine-{engine}"
+    size, facts = SENDERS + case.receivers[engine], LinkFacts(control, name)
+    link = transport.join_link(control, name, rank, size, case.seconds, "gloo", torch.device(case.device), (0, 1))
+    facts.set(f"joined/{rank}", "")
+    assert poll_until(lambda: facts.check([f"joined/{other}" for other in range(size)]), case.seconds)
     return link
 
 
@@ -223,7 +191,7 @@ def staging_bytes(link: transport.TransferLink) -> int:
     return sum(buffer.nbytes for buffer in link.staging_buffers.values())
 
 
-def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> None:
+def trainer_rank(answer: Pipe, case: Case, rank: int, fault: Fault) -> None:
     """Send every transfer to all engines; answer with (results of each, seconds, bytes of staging, peak growth)."""
     torch.set_num_threads(1)
     try:
@@ -260,7 +228,7 @@ def trainer_rank(answer: Connection, case: Case, rank: int, fault: Fault) -> Non
         answer.send(f"{type(error).__name__}: {error}")
 
 
-def engine_rank(answer: Connection, case: Case, engine: int, rank: int, fault: Fault) -> None:
+def engine_rank(answer: Pipe, case: Case, engine: int, rank: int, fault: Fault) -> None:
     """Receive every transfer; answer with (names of wrong tensors, seconds, bytes of staging, peak growth)."""
     torch.set_num_threads(1)
     ranks = case.receivers[engine]
@@ -283,32 +251,6 @@ def engine_rank(answer: Connection, case: Case, engine: int, rank: int, fault: F
         link.close()
     except Exception as error:
         answer.send(f"{type(error).__name__}: {error}")
-
-
-def silent_rank(answer: Connection, case: Case, engine: int, rank: int) -> None:
-    """Join and never take part."""
-    link = _join(case, engine, rank)
-    answer.send(link.rank)
-    signal.pause()
-
-
-def boxes(case: Case, number: int, rank: int, sender: bool) -> tuple[list[TransferMessage], Any]:
-    """Messages of trainer rank or engine rank `rank` of a one-rank engine, and the box of each slice on that side."""
-    mine = [m for m in messages(case.model, 1, case.elements) if (m.sender if sender else m.receiver) == rank]
-
-    def box(piece: Slice) -> torch.Tensor:
-        name = piece.source_param if sender else piece.target_param
-        part = case.model[name]
-        dim, ranks = (part.trainer, SENDERS) if sender else (part.engine, 1)
-        place = piece.source_offset if sender else piece.target_offset
-        return shard_of(full(name, part, number), part, dim, rank, ranks)[box_index(place, piece.size)].bfloat16()
-
-    return mine, box
-
-
-def slice_checksums(messages: list[TransferMessage], box: Callable[[Slice], torch.Tensor]) -> list[int]:
-    """Checksum of every slice of the messages in their order; `box` gives a slice in the wire's type."""
-    return [transport.checksum(box(piece)) for message in messages for piece in message.slices]
 
 
 def reset_peak() -> int:

@@ -25,7 +25,7 @@ from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.generator import Generation
 from tests import forks, job_control
-from tests.rollout.engine.engines import expected, picture, prompt, scorable
+from tests.rollout.engine.engines import expected, picture, prompt
 from tests.weights import trainer_rank
 
 SECONDS = 20.0  # timeout of one transfer
@@ -168,28 +168,6 @@ async def served(stage: Stage, worker: int, requests: int, **rollout: Any) -> As
         await engine.close()
 
 
-def check_logprobs(found: Served, differences: Sequence[np.ndarray]) -> None:
-    """Compare differences of log-probabilities with TOLERANCE."""
-    absolute = np.abs(np.concatenate(differences))
-    largest, mean = TOLERANCE[found.engine._config.engine_dtype]
-    assert absolute.max() < largest, f"{absolute.max():.4f}, {(absolute >= largest).sum()} of {absolute.size} tokens"
-    assert absolute.mean() < mean, f"{absolute.mean():.4f}"
-
-
-async def check_fresh_answers(found: Served, model: torch.nn.Module, prompts: int = 4) -> None:
-    """Compare the log-probabilities of fresh answers with those of transformers' model."""
-    differences = []
-    for number in range(prompts):
-        answer: Any = None
-        while not scorable(found.engine, answer):
-            answer = await found.engine.generate(
-                None, prompt(found.engine, 2, f"fresh {number}"), [picture(0), picture(number, 320, 120)]
-            )
-        scores = expected(model, found.engine, answer, [picture(0), picture(number, 320, 120)])
-        differences.append(answer.logprobs - scores)
-    check_logprobs(found, differences)
-
-
 def load(folder: Path) -> torch.nn.Module:
     """transformers' model of a folder."""
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -211,5 +189,8 @@ def check_answers(found: Served, folders: Sequence[Path], base: Path, newest: in
             mine = answer.versions == version
             differences.append((answer.logprobs - scores)[mine])
         checked += 1
-    check_logprobs(found, differences)
+    absolute = np.abs(np.concatenate(differences))
+    largest, mean = TOLERANCE[found.engine._config.engine_dtype]
+    assert absolute.max() < largest, f"{absolute.max():.4f}, {(absolute >= largest).sum()} of {absolute.size} tokens"
+    assert absolute.mean() < mean, f"{absolute.mean():.4f}"
     return checked

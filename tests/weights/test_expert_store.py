@@ -23,18 +23,12 @@ def names(experts: np.ndarray | None) -> list[int]:
     return experts[:, 0, 0].tolist()
 
 
-def test_steps_of_a_request_add_up() -> None:
+def test_steps_of_a_request_add_up_after_the_cached_tokens_of_the_request_that_computed_them() -> None:
     store = ExpertStore(8, BLOCK)
-    store.add_step({"a": ScheduledTokens(0, 0, [5, 2], True)}, {"a": rows(1, 2, 3, 4, 5)})
-    store.add_step({"a": ScheduledTokens(5, 1, [2], False)}, {"a": rows(6)})
-    assert names(store.take("a")) == [1, 2, 3, 4, 5, 6]
+    store.add_step({"a": ScheduledTokens(0, 0, [5, 2], True)}, {"a": rows(1, 2, 3, 4, 5, 6, 7, 8)})
+    store.add_step({"a": ScheduledTokens(8, 2, [3], False)}, {"a": rows(9)})
+    assert names(store.take("a")) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert store.take("a") is None
-
-
-def test_cached_tokens_have_the_experts_of_the_request_that_computed_them() -> None:
-    store = ExpertStore(8, BLOCK)
-    store.add_step({"a": ScheduledTokens(0, 0, [5, 2, 3], True)}, {"a": rows(1, 2, 3, 4, 5, 6, 7, 8, 9)})
-    assert len(names(store.take("a"))) == 9
     store.add_step({"b": ScheduledTokens(8, 0, [5, 2, 6], True)}, {"b": rows(19)})
     store.add_step({"b": ScheduledTokens(9, 2, [6], False)}, {"b": rows(20)})
     assert names(store.take("b")) == [1, 2, 3, 4, 5, 6, 7, 8, 19, 20]
@@ -45,12 +39,6 @@ def test_a_request_may_use_blocks_that_another_computes_in_the_same_step() -> No
     scheduled = {"b": ScheduledTokens(4, 0, [7, 1], True), "a": ScheduledTokens(0, 0, [7], True)}
     store.add_step(scheduled, {"b": rows(15), "a": rows(1, 2, 3, 4)})
     assert names(store.take("b")) == [1, 2, 3, 4, 15]
-
-
-def test_a_token_that_no_request_has_computed_is_unknown() -> None:
-    store = ExpertStore(8, BLOCK)
-    store.add_step({"a": ScheduledTokens(4, 0, [3, 2], True)}, {"a": rows(5)})
-    assert names(store.take("a")) == [LOST] * 4 + [5]
 
 
 def test_a_token_that_is_computed_again_has_its_last_experts() -> None:
@@ -64,15 +52,17 @@ def test_a_token_that_is_computed_again_has_its_last_experts() -> None:
     assert names(store.take("b")) == [11, 12, 13, 14, 16, 18]
 
 
-def test_unknown_tokens_between_known_ones_are_marked_and_aborted_requests_forgotten() -> None:
+def test_unknown_tokens_are_marked_and_aborted_requests_forgotten() -> None:
     store = ExpertStore(8, BLOCK)
     store.add_step({"a": ScheduledTokens(0, 0, [0], True)}, {"a": rows(1, 2)})
     store.add_step(
         {"a": ScheduledTokens(3, 0, [0], False), "b": ScheduledTokens(0, 0, [1], True)}, {"a": rows(4), "b": rows(1)}
     )
-    store.retain({"a"})
+    store.add_step({"c": ScheduledTokens(4, 0, [3, 2], True)}, {"c": rows(5)})
+    store.retain({"a", "c"})
     assert names(store.take("a")) == [1, 2, LOST, 4]
     assert store.take("b") is None
+    assert names(store.take("c")) == [LOST] * 4 + [5]
 
 
 def test_a_request_that_is_aborted_while_its_step_runs_leaves_its_experts_to_those_that_use_its_blocks() -> None:

@@ -1,7 +1,7 @@
 """One rank of a real trainer that only sends weights: one version after the other, each from its own folder.
 
 Version 0 is the configuration's model, version n the n-th folder's weights, sent when `go/<n>` is among the facts; the
-first rank sets `sent/<n>` to the result. After the last one the model is written to <run folder>/exported.
+first rank sets `sent/<n>` to the result.
 With `go/forever` it sends the folders' weights in a loop without waiting.
 """
 
@@ -12,12 +12,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.child_process import die_with_parent
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.model.convert.hf_files import copy_metadata
 from megatron_webrl.placement.placement import RankInfo
 
 
@@ -32,7 +29,6 @@ def run(rank: RankInfo, config_file: Path, address: Path, folders: Sequence[Path
     from megatron_webrl.trainer import parallel
     from megatron_webrl.trainer.main import load_model, make_learner
     from megatron_webrl.trainer.weight_sync import WeightSyncer
-    from tests.model.hf_export import hf_tensors
 
     config = parse_config(config_file)
     control = ControlClient(address, f"trainer-{rank.rank}")
@@ -52,11 +48,4 @@ def run(rank: RankInfo, config_file: Path, address: Path, folders: Sequence[Path
                 f"sent/{version}",
                 {"seconds": seconds, "lost": weight_syncer.failed_transfers, **weight_syncer.metrics},
             )
-    target = Path(config.run_folder, "exported")
-    tensors = {name: tensor.clone() for name, tensor in hf_tensors(learner.models)}
-    if rank.rank == 0:
-        target.mkdir(parents=True)
-        copy_metadata(Path(config.model.path), target)
-        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-        control.put_json("exported", str(target))
     parallel.shutdown()

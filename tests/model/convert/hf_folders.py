@@ -1,4 +1,4 @@
-"""Hugging Face folders for the conversion tests: all expert formats, and damaged ones."""
+"""Hugging Face folders for the conversion tests: all formats of experts, and a layer for multi-token prediction."""
 
 from __future__ import annotations
 
@@ -13,20 +13,40 @@ from torch import Tensor
 
 from megatron_webrl.model.parameter_map import ExpertFormat
 from tests.model import tiny
+from tests.model.qwen3_5 import small
 
 MODELS = {
     "dense": tiny.Shape(deepstack=(0, 1)),
     "tied": tiny.Shape(tie=True),
     "moe": tiny.Shape(experts=4, dense_layers=(1,)),
+    "hybrid": small.MODELS["dense-tied"],
+    "hybrid moe": small.MODELS["sparse"],
 }
 Tensors = dict[str, Tensor]
 
 
 def write_models(folder: Path) -> None:
-    """Write one folder per model, with a non-weight file. transformers writes the transposed expert format."""
+    """Write one folder per model, with a non-weight file. transformers writes the transposed expert format.
+
+    The folders of Qwen3.5 have the layer for multi-token prediction of released ones, which no parameter holds.
+    """
     for seed, (name, shape) in enumerate(MODELS.items()):
         tiny.write_model(folder / name, shape, seed=seed)
         (folder / name / "tokenizer.json").write_text('{"some": "tokenizer"}')
+        if shape.is_linear:
+            tensors = load_file(folder / name / "model.safetensors") | mtp_tensors(shape, seed)
+            save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
+
+
+def converted(folder: Path, name: str) -> Tensors:
+    """Tensors of a model after a conversion to Megatron and back."""
+    tensors = read(folder / name)
+    return tensors if MODELS[name].is_linear else released(tensors)
+
+
+def weights(tensors: Tensors) -> Tensors:
+    """The tensors that parameters hold."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
 
 
 def read(folder: Path) -> Tensors:
@@ -84,3 +104,29 @@ def same(found: Tensors, expected: Tensors) -> bool:
         and torch.equal(found[name].view(bits[tensor.itemsize]), tensor.view(bits[tensor.itemsize]))
         for name, tensor in expected.items()
     )
+
+
+def mtp_tensors(shape: tiny.Shape, seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of the layer for multi-token prediction, named as in released folders, which store its experts apart."""
+    text, layer = tiny.configuration(shape).text_config, "mtp.layers.0."
+    hidden, wide = text.hidden_size, text.num_attention_heads * text.head_dim
+    shapes = {
+        "mtp.fc.weight": (hidden, 2 * hidden),
+        **{f"mtp.{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")},
+        **{f"{layer}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")},
+        **{f"{layer}self_attn.{name}_norm.weight": (text.head_dim,) for name in "qk"},
+        **{f"{layer}self_attn.{name}_proj.weight": (tiny.KEY_VALUE_HEADS * text.head_dim, hidden) for name in "kv"},
+        f"{layer}self_attn.q_proj.weight": (2 * wide, hidden),
+        f"{layer}self_attn.o_proj.weight": (hidden, wide),
+    }
+    mlps = {"": getattr(text, "intermediate_size", 0)}
+    if shape.experts:
+        shapes[f"{layer}mlp.gate.weight"] = (shape.experts, hidden)
+        shapes[f"{layer}mlp.shared_expert_gate.weight"] = (1, hidden)
+        mlps = {f"experts.{expert}.": text.moe_intermediate_size for expert in range(shape.experts)}
+        mlps["shared_expert."] = text.shared_expert_intermediate_size
+    for name, inner in mlps.items():
+        shapes |= {f"{layer}mlp.{name}{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
+        shapes[f"{layer}mlp.{name}down_proj.weight"] = (hidden, inner)
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(size, generator=generator).bfloat16() for name, size in shapes.items()}

@@ -73,19 +73,6 @@ def test_outputs_and_gradients_equal_those_of_the_recurrence(lengths: list[int])
         assert (gradient - reference).norm() < 1e-5 * reference.norm()
 
 
-def test_outputs_equal_those_of_transformers() -> None:
-    torchvision_shim.install()
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
-
-    boundaries = _boundaries(LENGTHS["packed"])
-    inputs = [x.detach() for x in _inputs(boundaries[-1])]
-    output = gated_delta_rule(*inputs, boundaries)
-    for start, end in pairwise(boundaries):
-        q, k, v, decay, strength = (x[None, start:end] for x in inputs)
-        alone, _ = torch_chunk_gated_delta_rule(q, k, v, decay, strength, use_qk_l2norm_in_kernel=True)
-        torch.testing.assert_close(output[start:end], alone[0], atol=1e-5, rtol=0)
-
-
 def test_the_fused_rule_hands_its_kernel_packed_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels need CUDA; here the rule of transformers takes their place, with the arguments of theirs."""
     torchvision_shim.install()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import silu
 
 from megatron_webrl.model.vision_language import swiglu as module
@@ -33,7 +31,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, weighted: bool) -> tuple[
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("shape", [(50, 1), (50,), (0,)], ids=str)  # of an MLP; of experts, and of none with tokens
+@pytest.mark.parametrize("shape", [(50, 1), (0,)], ids=str)  # of an MLP; of experts without tokens
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_values_and_gradients_are_those_of_the_formula(
     shape: tuple[int, ...], dtype: torch.dtype, weighted: bool
@@ -78,26 +76,24 @@ def test_only_the_input_is_kept_for_the_backward_pass(weighted: bool) -> None:
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (gate_and_up, weights) if x is not None}
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[CompileCounterWithBackend]:
-    with counted_compiler(module) as counter:
-        yield counter
-
-
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_compiled_functions_compute_the_formula(
-    compiler: CompileCounterWithBackend, dtype: torch.dtype, weighted: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [(torch.float32, False), (torch.bfloat16, False), pytest.param(torch.bfloat16, True, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_compiled_functions_compute_the_formula(dtype: torch.dtype, compiled: bool, weighted: bool) -> None:
     """In float32 inside: for bfloat16 the reference is the formula in float32, which they are nearer to."""
+    plain = () if compiled else (module.product, module.gradients)
     for shape in ((50, 1), (7,)):
         gate_and_up, weights = inputs(shape, dtype, weighted)
         wide = gate_and_up.detach().float().requires_grad_()
         scale = None if weights is None else weights.detach().clone().requires_grad_()
-        found, wanted = swiglu(gate_and_up, weights, compiled=True), formula(wide, scale)
+        with counted_compiler(module, *plain):
+            found, wanted = swiglu(gate_and_up, weights, compiled=True), formula(wide, scale)
+            found.backward(torch.ones_like(found))
         assert found.dtype is dtype
         assert found.shape == wanted.shape
-        found.backward(torch.ones_like(found))
         wanted.backward(torch.ones_like(wanted))
         pairs = [(found, wanted), (gate_and_up.grad, wide.grad)]
         if weights is not None and scale is not None:
@@ -108,20 +104,19 @@ def test_compiled_functions_compute_the_formula(
             assert (one - other).norm() <= TOLERANCE[dtype] * other.norm()
 
 
-def test_any_number_of_tokens_takes_the_same_compiled_code(compiler: CompileCounterWithBackend) -> None:
-    def run(tokens: int, width: int, weighted: bool) -> None:
-        gate_and_up = torch.ones(tokens, 1, 2 * width, requires_grad=True)
-        swiglu(gate_and_up, torch.ones(tokens, 1) if weighted else None, compiled=True).sum().backward()
-        with torch.no_grad():
-            swiglu(gate_and_up, torch.ones(tokens, 1) if weighted else None, compiled=True)
-
-    for weighted in (False, True):
-        run(5, 8, weighted)
-    before = compiler.frame_count
-    for tokens, width in ((2, 8), (300, 8), (0, 8), (1, 8), (7, 12)):  # another width: of a shared expert
-        for weighted in (False, True):
-            run(tokens, width, weighted)
-    assert compiler.frame_count == before
+@pytest.mark.slow
+def test_any_number_of_tokens_takes_the_same_compiled_code() -> None:
+    with counted_compiler(module) as compiler:
+        before = 0
+        # The last width is that of a shared expert.
+        for tokens, width in ((5, 8), (2, 8), (300, 8), (0, 8), (1, 8), (7, 12)):
+            for weights in (None, torch.ones(tokens, 1)):
+                gate_and_up = torch.ones(tokens, 1, 2 * width, requires_grad=True)
+                swiglu(gate_and_up, weights, compiled=True).sum().backward()
+                with torch.no_grad():
+                    swiglu(gate_and_up, weights, compiled=True)
+            before = before or compiler.frame_count
+        assert compiler.frame_count == before
 
 
 def test_kernels_that_compute_other_values_are_not_used() -> None:
