@@ -19,7 +19,7 @@ from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.coordinator import Coordinator
 from tests.file_faults import FileFaults
 from tests.job_control import connect, control_service
-from tests.trainer.multi_node.one_node import one_node_exchange
+from tests.trainer.multi_node.nodes import one_node_exchange
 
 
 @pytest.mark.parametrize(

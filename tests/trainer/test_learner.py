@@ -2,205 +2,286 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_webrl.trainer.metrics.logprob_mismatch import BOUND, LagMismatch, LogprobMismatch
+from megatron_webrl.config.schema import Config
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.model.platform import Platform
+from megatron_webrl.trainer import main
+from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
+from megatron_webrl.trainer.checkpoint.checkpointer import read_trainer_state
+from megatron_webrl.trainer.data import batching
+from megatron_webrl.trainer.loss.objective import make_objective
+from megatron_webrl.trainer.metrics.logprob_mismatch import (
+    BOUND,
+    LagMismatch,
+    LogprobMismatch,
+    measure_logprob_mismatch,
+)
 from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
-from tests.gloo import spawn
+from megatron_webrl.trainer.optimizer import NonFiniteGradient
 from tests.metrics_page import undocumented
-from tests.trainer import learner_ranks
+from tests.trainer.ranks import (
+    largest_difference,
+    make_config,
+    make_groups,
+    make_learner,
+    process_groups,
+    results,
+    save,
+    update,
+    weights_of,
+)
 
-SIZES = pytest.mark.parametrize("size", [1, 2])
+SIZES = pytest.mark.parametrize("size", [2, 1])
 Found = dict[tuple[int, int], dict[str, Any]]
+
+
+def examine(platform: Platform, folder: Path, model: Path) -> dict[int, dict[str, Any]]:
+    """By tensor-parallel size: updates, a resume, single steps, and measurements of tokens."""
+    found: dict[int, dict[str, Any]] = {}
+    for size in (2, 1):
+        config = make_config(model, folder, tensor_parallel=size, data_parallel=2 // size)
+        with process_groups(config):
+            found[size] = _resume(config, platform, folder / f"run-{size}") | _single_steps(config, platform)
+    return found
+
+
+def _resume(config: Config, platform: Platform, run: Path) -> dict[str, Any]:
+    """Two updates, the second also after a resume and with prefetched images, in a buffer smaller than all of them."""
+    learner = make_learner(config, platform)
+    found: dict[str, Any] = {"first": update(learner, config, platform)}
+    checkpoint = save(learner, config, run, open_tickets=(5,), episode_log_bytes=77)
+    found["second"], found["rate"] = update(learner, config, platform), learner.optimizer.learning_rate
+    found["weights"] = weights_of(learner)
+    restored = make_learner(config, platform, with_weights=False)
+    found["changes"], found["state"] = load_learner(checkpoint, restored), read_trainer_state(checkpoint)
+    ahead = copy.deepcopy(config)
+    ahead.trainer.image_workers = 1
+    with mock.patch.object(main, "image_buffer_mib", return_value=1):
+        packer = main.make_sequence_packer(ahead, platform)
+    found["second again"] = update(restored, ahead, platform, packer=packer)
+    found["weights again"], found["rate again"] = weights_of(restored), restored.optimizer.learning_rate
+    assert packer.prefetcher is not None
+    found["held"], found["jobs"] = packer.prefetcher.used_bytes, packer.prefetcher.started_images
+    packer.close()
+    if config.trainer.tensor_parallel == 1:
+        found |= _schedules(config, platform, checkpoint)
+    return found
+
+
+def _schedules(config: Config, platform: Platform, checkpoint: Path) -> dict[str, Any]:
+    """The rates of an update's steps; with another schedule, the next rate with and without a resume, and changes."""
+    changed, steps = copy.deepcopy(config), config.trainer.epochs * config.trainer.minibatches
+    plain, rates = make_learner(config, platform).optimizer, []
+    for _ in range(steps):
+        rates.append(plain.learning_rate)
+        plain.scheduler.step(1)
+    changed.trainer.optimizer.learning_rate *= 2
+    changed.trainer.optimizer.schedule, changed.trainer.updates = "linear", 3 * config.trainer.updates
+    resumed, fresh = make_learner(changed, platform), make_learner(changed, platform)
+    changes = load_learner(checkpoint, resumed)
+    fresh.optimizer.scheduler.step(steps)
+    both = [resumed.optimizer.learning_rate, fresh.optimizer.learning_rate]
+    return {"rates": rates, "changed rates": both, "other changes": changes}
+
+
+def _single_steps(config: Config, platform: Platform) -> dict[str, Any]:
+    """One minibatch, one epoch; then a replica without samples, and a gradient that is not finite."""
+    config.trainer.epochs = config.trainer.minibatches = 1
+    learner, packer = make_learner(config, platform), main.make_sequence_packer(config, platform)
+    objective, samples = make_objective(config.trainer.loss, None), batching.make_samples(make_groups(config))
+    found: dict[str, Any] = {"all": update(learner, config, platform)}
+    one = packer.build(samples[:1], "token_mean", 10)
+    found["one sample"], _ = learner.train_step(one, None, objective)
+    if config.trainer.tensor_parallel > 1:
+        return found
+    found["small gradient"], _ = learner.train_step(packer.build(samples[:1], "constant", 1000), None, objective)
+    rows = packer.build(samples, "token_mean", 10)
+    found["tokens"] = _tokens(learner, rows, objective)
+    found["mismatch"] = _mismatch([*rows, *one])
+    before = weights_of(learner)
+    for row in rows:
+        row.advantage[0] = float("nan")
+    with pytest.raises(NonFiniteGradient, match="the gradient norm is nan"):
+        learner.train_step(rows, None, objective)
+    found["unchanged"] = largest_difference(before, weights_of(learner)) == 0
+    return found
+
+
+def _tokens(learner: Any, rows: list[Any], objective: Any) -> dict[str, Any]:
+    """Metrics of a pass far enough from its proximal policy for some tokens to be clipped, and this rank's tokens."""
+    proximal = [logprobs - 0.5 for logprobs in learner.compute_logprobs(rows)]
+    metrics, current = learner.forward_backward(rows, proximal, objective)
+    fields = ("behaviour_logprobs", "advantage", "weight", "succeeded")
+    arrays = {name: torch.cat([getattr(each, name) for each in rows]).numpy() for name in fields}
+    return {"metrics": metrics, **arrays, "current": torch.cat(current).numpy()}
+
+
+def _mismatch(rows: list[Any]) -> dict[str, Any]:
+    """Tokens of lags 0 to 6, and some of no version, whose log-probabilities differ by up to 0.16, and padding."""
+    differences = []
+    for batch in rows:
+        numbers = torch.arange(len(batch.versions))
+        batch.versions[:] = torch.where(numbers % 5 == 0, batching.NO_VERSION, 7 - numbers % 7)
+        differences.append(0.08 * (numbers % 5 - 2).float())
+    logprobs = [batch.behaviour_logprobs + each for batch, each in zip(rows, differences, strict=True)]
+    return {
+        "found": measure_logprob_mismatch(rows, logprobs, 7),
+        "versions": torch.cat([batch.versions for batch in rows]).numpy(),
+        "differences": torch.cat(differences).numpy(),
+        "counted": torch.cat([batch.weight > 0 for batch in rows]).numpy(),
+    }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Found:
     """(tensor-parallel size, rank) -> observations of that rank."""
-    folder = tmp_path_factory.mktemp("learner")
-    spawn(learner_ranks.run, str(folder), str(tiny_model))
-    return {
-        (size, rank): torch.load(folder / f"found-{size}-{rank}.pt", weights_only=False)
-        for size in (2, 1)
-        for rank in (0, 1)
-    }
+    ranks = results(examine, tmp_path_factory.mktemp("learner"), tiny_model)
+    return {(size, rank): each[size] for rank, each in enumerate(ranks) for size in (2, 1)}
 
 
-def assert_same(one: tuple[dict[str, float], Any], other: tuple[dict[str, float], Any], rel: float) -> None:
-    assert one[0] == {name: pytest.approx(value, rel=rel, abs=1e-6) for name, value in other[0].items()}
-    assert one[1].tokens == other[1].tokens > 0
-    assert one[1].largest == pytest.approx(other[1].largest, rel=rel)
+def of_tokens(found: Found, part: str) -> tuple[Any, dict[str, np.ndarray]]:
+    """A part of the first of two replicas, and the arrays of both."""
+    ranks = [found[1, rank][part] for rank in (0, 1)]
+    arrays = [name for name, value in ranks[0].items() if isinstance(value, np.ndarray)]
+    return ranks[0], {name: np.concatenate([rank[name] for rank in ranks]) for name in arrays}
 
 
 def test_an_update_does_not_depend_on_the_layout_of_the_ranks(found: Found):
     two, replicas = found[2, 0], found[1, 0]
-    for part in ("first", "second"):
-        assert_same(two[part], replicas[part], rel=1e-3)
-    largest = max(float((two["weights"][name] - tensor).abs().max()) for name, tensor in replicas["weights"].items())
-    assert largest < 1e-5
+    for part in ("first", "second", "one sample"):  # the last leaves a replica without samples
+        (metrics, mismatch), (expected, other) = (
+            each[part] if part != "one sample" else (each[part], two["first"][1]) for each in (two, replicas)
+        )
+        assert metrics == {name: pytest.approx(value, rel=1e-3, abs=1e-6) for name, value in expected.items()}, part
+        assert mismatch.tokens == other.tokens > 0
+        assert mismatch.largest == pytest.approx(other.largest, rel=1e-3)
+    assert largest_difference(two["weights"], replicas["weights"]) < 1e-5
+    for size in (1, 2):
+        assert found[size, 0]["first"] == found[size, 1]["first"]
 
 
-@SIZES
-def test_all_ranks_return_the_same_metrics(found: Found, size: int):
-    assert found[size, 0]["first"] == found[size, 1]["first"]
-
-
-@SIZES
-def test_an_update_changes_the_weights_and_reports_the_loss(found: Found, size: int):
-    metrics, _ = found[size, 0]["first"]
+def test_an_update_counts_its_tokens_operations_and_clipped_gradients(found: Found):
+    replicas = found[1, 0]
+    (metrics, _), (single, gap) = replicas["first"], replicas["all"]
     assert metrics["gradient_norm"] > 0
     assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
     # Two epochs and a pass for log-probabilities, a third of an epoch, against one epoch over the same tokens.
-    single, _ = found[size, 0]["single"]["all"]
     assert metrics["tokens"] == 2 * single["tokens"]
     assert metrics["operations"] == pytest.approx(7 / 3 * single["operations"], rel=1e-5)
-    assert found[size, 0]["first"][0]["loss"] != found[size, 0]["second"][0]["loss"]
-
-
-@SIZES
-def test_a_gradient_above_the_norm_limit_counts_as_clipped(found: Found, size: int):
-    large, small = (found[size, 0]["single"][name] for name in ("one sample", "small gradient"))
+    assert metrics["loss"] != replicas["second"][0]["loss"]
+    assert single["clipped"] == single["clipped_logprob/count"] == 0  # a single step
+    assert single["approx_kl"] == pytest.approx(0, abs=1e-6)
+    assert gap.tokens == single["response_tokens"]
+    large, small = replicas["one sample"], replicas["small gradient"]
     assert (large["gradient_norm"] > 1.0, large["gradient_clipped"]) == (True, 1.0)
     assert (small["gradient_norm"] < 1.0, small["gradient_clipped"]) == (True, 0.0)
-    assert 0 < found[size, 0]["first"][0]["gradient_clipped"] < 1  # the mean over four steps
+    assert 0 < metrics["gradient_clipped"] < 1  # the mean over four steps
+    for part in ("first", "second"):
+        figures = loss_metrics(replicas[part][0])
+        assert undocumented(figures) == []
+        assert np.isfinite([*figures.values()]).all()
+        assert figures["advantage_std"] > 0
+        assert figures["behaviour_logprob_mean"] == pytest.approx(-6)  # of every token of the groups
+    assert replicas["unchanged"]  # by a gradient that is not finite
 
 
 @SIZES
-def test_training_resumes_from_a_checkpoint_bit_for_bit(found: Found, size: int):
+def test_training_resumes_from_a_checkpoint_bit_for_bit_and_with_prefetched_images(found: Found, size: int):
     result = found[size, 0]
     assert result["second"] == result["second again"]
     assert result["rate"] == result["rate again"]
     assert result["changes"] == []
-    for name, tensor in result["weights"].items():
-        assert torch.equal(tensor, result["weights again"][name])
-
-
-@SIZES
-def test_prefetched_images_change_no_bit_and_free_their_memory(found: Found, size: int):
-    assert found[size, 0]["second"] == found[size, 0]["second again"]
+    assert largest_difference(result["weights"], result["weights again"]) == 0
+    assert (result["state"].open_tickets, result["state"].episode_log_bytes) == ((5,), 77)
     for rank in (0, 1):
-        assert found[size, rank]["pixels"]["held"] == 0
-        assert found[size, rank]["pixels"]["jobs"] > 0
+        assert found[size, rank]["held"] == 0 < found[size, rank]["jobs"]
 
 
 def test_a_resume_continues_the_configured_schedule_and_names_what_has_changed(found: Found):
     resumed, fresh = found[1, 0]["changed rates"]
     assert resumed == fresh != found[1, 0]["rate again"]
-    assert found[1, 0]["other changes"] == [
-        "learning_rate 0.003, now 0.006",
-        "final learning rate 0.0003, now 0.0006",
-        "schedule cosine, now linear",
-        "steps of warm-up 0, now 1",
-        "steps until the final learning rate 17, now 49",
-    ]
-
-
-def test_the_learning_rate_of_an_update_is_that_of_its_steps(found: Found):
+    assert [change.split(", now ")[1] for change in found[1, 0]["other changes"]] == [
+        "0.006", "0.0006", "linear", "1", "49"
+    ]  # fmt: skip
     rates = found[1, 0]["rates"]
     assert len(set(rates)) == len(rates)
     assert found[1, 0]["first"][0]["learning_rate"] == pytest.approx(np.mean(rates))
 
 
-def test_training_resumes_at_another_tensor_parallel_size(found: Found):
-    assert_same(found[2, 0]["second"], found[1, 0]["second elsewhere"], rel=1e-3)
-
-
-@SIZES
-def test_a_checkpoint_keeps_the_rest_of_the_state(found: Found, size: int):
-    state = found[size, 0]["state"]
-    assert (state.version, state.closed_tickets, state.open_tickets) == (learner_ranks.VERSION + 1, 4, (5,))
-    assert state.accounting == {"trained": 8, "dropped": {}, "tokens_trained": 0, "tokens_dropped": {}}
-    assert state.episode_log_bytes == 77
-
-
-@SIZES
-def test_a_single_step_has_nothing_to_clip(found: Found, size: int):
-    metrics, gap = found[size, 0]["single"]["all"]
-    assert metrics["clipped"] == 0
-    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
-    assert gap.tokens == metrics["response_tokens"]
-
-
-@SIZES
-def test_statistics_of_tokens_are_those_of_all_ranks_and_micro_batches(found: Found, size: int):
-    ranks = [found[size, rank]["single"]["tokens"] for rank in ((0, 1) if size == 1 else (0,))]
-    metrics = ranks[0]["metrics"]
-    names = ("current", "behaviour_logprobs", "advantage", "weight", "succeeded")
-    current, behaviour, advantage, weight, succeeded = (np.concatenate([r[name] for r in ranks]) for name in names)
-    counted = weight > 0
+def test_statistics_of_tokens_are_those_of_all_ranks_and_micro_batches(found: Found):
+    first, arrays = of_tokens(found, "tokens")
+    metrics, counted = first["metrics"], arrays["weight"] > 0
+    current, behaviour, succeeded = (arrays[name] for name in ("current", "behaviour_logprobs", "succeeded"))
     assert metrics["response_tokens"] == counted.sum()
     assert 0 < metrics["success_tokens"] == succeeded[counted].sum() < metrics["response_tokens"]
     assert 0 < metrics["success_entropy"] < metrics["entropy"]
     moved = (current - behaviour)[counted]
     assert metrics["behaviour_kl_k1"] == pytest.approx(-moved.sum(), rel=1e-4)
     assert metrics["behaviour_kl_k3"] == pytest.approx((np.exp(moved) - 1 - moved).sum(), rel=1e-4)
-    clipped = counted & (advantage > 0)  # the ratio is exp(0.5) everywhere
+    clipped = counted & (arrays["advantage"] > 0)  # the ratio is exp(0.5) everywhere
     chosen = {"current_logprob": (current, counted), "behaviour_logprob": (behaviour, counted),
-              "advantage": (advantage, counted), "clipped_logprob": (current, clipped)}  # fmt: skip
+              "advantage": (arrays["advantage"], counted), "clipped_logprob": (current, clipped)}  # fmt: skip
     for name, (values, mask) in chosen.items():
         values = values[mask].astype(float)
         wanted = {"count": len(values), "sum": values.sum(), "squares": (values**2).sum()}
         assert {key: metrics[f"{name}/{key}"] for key in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-4)
 
 
-@SIZES
-def test_the_mismatch_of_each_version_lag_is_that_of_all_ranks(found: Found, size: int):
-    ranks = [found[size, rank]["single"]["mismatch"] for rank in ((0, 1) if size == 1 else (0,))]
-    versions, differences, counted = (
-        np.concatenate([rank[name] for rank in ranks]) for name in ("versions", "differences", "counted")
-    )
-    lags = np.minimum(7 - versions, 4)
-    assert set(ranks[0]["found"].by_lag) == {0, 1, 2, 3, 4}
-    for lag, measured in ranks[0]["found"].by_lag.items():
-        d = differences[counted & (versions >= 0) & (lags == lag)].astype(float)
+def test_the_mismatch_of_each_version_lag_is_that_of_all_ranks_without_padding(found: Found):
+    first, arrays = of_tokens(found, "mismatch")
+    lags = np.minimum(7 - arrays["versions"], 4)
+    assert not arrays["counted"].all()
+    assert set(first["found"].by_lag) == {0, 1, 2, 3, 4}
+    for lag, measured in first["found"].by_lag.items():
+        d = arrays["differences"][arrays["counted"] & (arrays["versions"] >= 0) & (lags == lag)].astype(float)
         assert measured.tokens == len(d)
         wanted = [np.abs(d).mean(), (np.exp(d) - 1 - d).mean(), np.abs(d).max(), (np.abs(d) > BOUND).mean()]
         assert [measured.mean, measured.kl, measured.largest, measured.beyond] == pytest.approx(wanted, abs=1e-5)
 
 
-def test_a_mean_mismatch_under_the_same_weights_is_an_alarm_and_one_of_older_weights_is_not():
-    large, small = LagMismatch(10, 0.2, 0.02, 1.5, 0.5), LagMismatch(10, 0.01, 0.0, 0.1, 0.0)
-    (text,) = LogprobMismatch({0: large, 1: small}).alarms()
-    assert "of 10 tokens under the same weights differ by 0.2 nats in the mean and 1.5 at most" in text
-    assert LogprobMismatch({0: small, 1: large}).alarms() == []
-    assert LogprobMismatch({1: large}).alarms() == []
+def test_a_mean_mismatch_under_the_same_weights_and_a_divergence_at_any_lag_are_alarms():
+    far, near = LagMismatch(10, 0.2, 0.02, 1.5, 0.5), LagMismatch(10, 0.01, 0.4, 0.1, 0.0)
+    diverged = LagMismatch(10, 0.01, 0.6, 1.5, 0.5)
+    for by_lag, words in (
+        ({0: far, 1: near}, "of 10 tokens under the same weights differ by 0.2 nats in the mean and 1.5 at most"),
+        ({0: near, 1: far}, ""),
+        (
+            {1: near, 2: diverged},
+            "by 0.6 nats over 10 tokens of version lag 2, which differ by 1.5 at most",
+        ),
+    ):
+        alarms = LogprobMismatch(by_lag).alarms()
+        assert len(alarms) == bool(words)
+        assert words in "".join(alarms)
 
 
-def test_a_divergence_is_an_alarm_at_any_lag():
-    large, small = LagMismatch(10, 0.01, 0.6, 1.5, 0.5), LagMismatch(10, 0.01, 0.4, 0.1, 0.0)
-    (text,) = LogprobMismatch({1: small, 2: large}).alarms()
-    assert "diverged from the engine by 0.6 nats over 10 tokens of version lag 2, which differ by 1.5 at most" in text
-    assert "(above 0.5)" in text
+def choose(platform: Platform, _: Path) -> list[Any]:
+    """Layers and compilation: on CUDA with the package on no, one and all ranks, and on the CPU."""
+    with process_groups(ParallelSizes()):
+        cuda, rank = Platform("cuda", torch.device("cpu"), "gloo"), torch.distributed.get_rank()
+        found: list[Any] = [main.choose_layers(cuda)]
+        for ranks in ((1,), (0, 1)):
+            for name in ("transformer_engine", "transformer_engine.pytorch") if rank in ranks else ():
+                sys.modules[name] = types.ModuleType(name)  # as if it were installed
+            found.append(main.choose_layers(cuda))
+        found += [main.choose_layers(platform), main.choose_compilation(platform, torch.float32)]
+        for problem in ("", "no C compiler" if rank else ""):
+            with mock.patch.object(main, "compilation_problem", return_value=problem):
+                found.append(main.choose_compilation(cuda, torch.float32))
+    return found
 
 
-@SIZES
-def test_without_a_clipped_token_none_is_counted(found: Found, size: int):
-    metrics, _ = found[size, 0]["single"]["all"]
-    assert metrics["clipped_logprob/count"] == 0
-
-
-@SIZES
-@pytest.mark.parametrize("part", ["first", "second"])
-def test_the_metrics_of_an_update_are_finite_and_defined(found: Found, size: int, part: str):
-    totals, _ = found[size, 0][part]
-    metrics = loss_metrics(totals)
-    assert undocumented(metrics) == []
-    assert np.isfinite([*metrics.values()]).all()
-    assert metrics["advantage_std"] > 0
-    assert metrics["behaviour_logprob_mean"] == pytest.approx(-6)  # of every token of the groups
-
-
-def test_a_replica_without_samples_adds_nothing(found: Found):
-    alone, spread = found[2, 0]["single"]["one sample"], found[1, 0]["single"]["one sample"]
-    assert spread == {name: pytest.approx(value, rel=1e-3, abs=1e-6) for name, value in alone.items()}
-
-
-@SIZES
-def test_a_gradient_that_is_not_finite_changes_no_weight(found: Found, size: int):
-    assert "the gradient norm is nan" in found[size, 0]["single"]["error"]
-    assert found[size, 0]["single"]["unchanged"]
+def test_all_ranks_take_transformer_engine_and_compiled_kernels_or_none(tmp_path: Path) -> None:
+    for found in results(choose, tmp_path):
+        assert found == ["local", "local", "transformer_engine", "local", False, True, False]

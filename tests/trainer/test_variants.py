@@ -1,120 +1,379 @@
-"""Loss variants through the whole learner, on one gloo process with a tiny Qwen3-VL and images."""
+"""Variants of training through the whole learner, on one process with a tiny Qwen3-VL and images.
+
+A reference policy, a teacher, RAFT, GSPO, a step critic, and the warm start.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_webrl.config.advantage import advantage_config
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.trainer import loop
+from megatron_webrl.model.convert.conversion import ConversionOptions, megatron_to_hf
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.model.platform import Platform
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
+from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
+from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
 from megatron_webrl.trainer.data import batching
-from megatron_webrl.trainer.metrics.token_metrics import loss_metrics
-from tests.gloo import spawn
+from megatron_webrl.trainer.learner import ReferencePolicy
+from megatron_webrl.trainer.main import load_model, make_sequence_packer
+from megatron_webrl.trainer.metrics.token_metrics import CRITIC_METRICS, loss_metrics
+from megatron_webrl.trainer.reference import make_reference
+from megatron_webrl.trainer.warm_start import warm_start
+from megatron_webrl.types import Group, Step, Trajectory
+from tests.job_control import connect, control_service
 from tests.metrics_page import undocumented
-from tests.trainer import variant_ranks
-from tests.trainer.credit.made_groups import plain_group
+from tests.model.hf_export import hf_tensors
+from tests.trainer.ranks import (
+    VERSION,
+    largest_difference,
+    make_config,
+    make_groups,
+    make_learner,
+    process_groups,
+    results,
+    save,
+    update,
+    weights_of,
+)
+
+LEARNING_UPDATES = 12
+STEPS = 4  # of an update: two epochs of two minibatches
+
+
+def run(platform: Platform, folder: Path, model: Path, part: str) -> Any:
+    """Observations of a part of the variants."""
+    with process_groups(ParallelSizes()):
+        if part == "reference":
+            return _reference(make_config(model, folder), platform)
+        if part == "warm start":
+            return _warm_start(make_config(model, folder / "runs"), platform, folder)
+        if part == "critic":
+            return _critic(model, platform, folder)
+        return {"variants": _variants, "distillation": _distillation}[part](model, platform)
+
+
+def constant_rate(config: Config) -> Config:
+    """One step an update."""
+    config.trainer.epochs = config.trainer.minibatches = 1
+    config.trainer.optimizer.schedule, config.trainer.optimizer.warmup_fraction = "constant", 0.0
+    return config
+
+
+def _reference(config: Config, platform: Platform) -> dict[str, Any]:
+    """A run with a warm start of one update; three updates with the penalty; a checkpoint; a resumed run."""
+    constant_rate(config).run_folder.mkdir(parents=True)
+    learner = make_learner(config, platform)
+    update(learner, config, platform)
+    config.trainer.warm_start.demonstrations, config.trainer.loss.kl_coefficient = 1, 0.1
+    samples = batching.make_samples(make_groups(config))
+    rows = make_sequence_packer(config, platform).build(samples, "constant", 10)
+    found: dict[str, Any] = {"start": learner.compute_logprobs(rows)}
+    learner = replace(learner, reference=make_reference(learner.chunks, config))
+    found["figures"] = [update(learner, config, platform)[0] for _ in range(3)]
+    before, scores = weights_of(learner), learner.compute_logprobs(rows)
+    (found["reference"],) = learner.compute_reference_logprobs([rows])
+    found["moved"] = max(float((a - b).abs().max()) for a, b in zip(scores, found["start"], strict=True))
+    found["weights unchanged"] = largest_difference(before, weights_of(learner)) == 0
+    config.trainer.loss.kl_coefficient = 30.0
+    strong = [update(learner, config, platform)[0] for _ in range(6)]
+    found["strong"] = [metrics["reference_kl"] / metrics["response_tokens"] for metrics in strong]
+    checkpoint = save(learner, config, config.run_folder)
+    config.run.resume = True
+    resumed = make_learner(config, platform)
+    resumed = replace(resumed, reference=make_reference(resumed.chunks, config))
+    load_learner(checkpoint, resumed)
+    found["resumed"], found["at checkpoint"] = resumed.compute_logprobs(rows), learner.compute_logprobs(rows)
+    (found["resumed reference"],) = resumed.compute_reference_logprobs([rows])
+    return found
+
+
+def _variants(model: Path, platform: Platform) -> dict[str, Any]:
+    """Updates of several losses on the same weights, at learning rate 0; three updates with RAFT; one group split."""
+    found: dict[str, Any] = {}
+    config = make_config(model)
+    config.trainer.optimizer.learning_rate = 0.0
+    still = make_learner(config, platform)
+    for name, changes in {
+        "grpo": {}, "gspo": {"name": "gspo"}, "coupled": {"decoupled": False}, "shuffled": {"shuffle_advantages": True},
+    }.items():  # fmt: skip
+        config = make_config(model, epochs=1, minibatches=1)
+        config.trainer.loss = loss_config(importance_weight_cap=1e4, dual_clip=0.0, **changes)
+        found[name] = update(still, config, platform)[0]
+    config = make_config(model)
+    config.trainer.loss = loss_config("raft")
+    learner = make_learner(config, platform)
+    found["raft"] = [update(learner, config, platform)[0] for _ in range(3)]
+    config.trainer.epochs = 1
+    for name in ("grpo", "raft", "raft_plus_plus"):  # on one group, whose two successes are apart from a baseline only
+        config.trainer.loss = loss_config(name)
+        (group,) = make_groups(config, 1)
+        if name != "grpo":
+            group = replace(group, trajectories=tuple(map(_success, group.trajectories)))
+        steps = learner.optimizer.step_count
+        metrics, _ = update(learner, config, platform, [group])
+        passes = metrics["operations"] / metrics["tokens"]
+        found["split", name] = (learner.optimizer.step_count - steps, passes)
+    return found
+
+
+def _success(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, reward=1.0, outcome="success")
+
+
+def _distillation(model: Path, platform: Platform) -> dict[str, Any]:
+    """Eight updates by a teacher alone, which has imitated successes; the mean distance to it, in nats per token."""
+    config = make_config(model)
+    config.trainer.loss = loss_config("raft")
+    teacher = make_learner(config, platform)
+    for _ in range(4):
+        update(teacher, config, platform)
+    config = constant_rate(make_config(model, updates=8))
+    config.trainer.distillation.coefficient, config.trainer.distillation.rewards = 1.0, False
+    student, packer, groups = (
+        make_learner(config, platform),
+        make_sequence_packer(config, platform),
+        make_groups(config),
+    )
+
+    def scores(learner: Any) -> list[np.ndarray]:
+        """Log-probabilities of each step's response."""
+        samples = batching.training_samples(groups, config, VERSION)
+        return [learner.compute_logprobs(packer.build([each], "token_mean", 10))[0].numpy() for each in samples]
+
+    def distance() -> float:
+        return float(np.abs(np.concatenate(scores(student)) - np.concatenate(wanted)).mean())
+
+    wanted = scores(teacher)
+    pairs = iter(zip(scores(student), wanted, strict=True))
+    scored = [replace(each, trajectories=tuple(_with_logprobs(t, pairs) for t in each.trajectories)) for each in groups]
+    distances = [distance()]
+    updates = [update(student, config, platform, scored, packer)[0] for _ in range(8)]
+    return {"distances": [*distances, distance()], "updates": updates}
+
+
+def _with_logprobs(trajectory: Trajectory, pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> Trajectory:
+    """The trajectory with the next log-probabilities of student and teacher in its steps."""
+    steps = []
+    for step in trajectory.steps:
+        student, teacher = next(pairs)
+        steps.append(replace(step, logprobs=student, teacher_logprobs=teacher))
+    return replace(trajectory, steps=tuple(steps))
+
+
+def _critic(model: Path, platform: Platform, folder: Path) -> dict[str, Any]:
+    config = make_config(model)
+    config.trainer.advantage = advantage_config("critic", discount=0.5)
+    found = {"warm-up": [_warm_up(copy.deepcopy(config), platform, trunk) for trunk in (True, False)]}
+    found["learning"] = _learning(copy.deepcopy(config), platform)
+    half = copy.deepcopy(config)
+    half.model.dtype = "bfloat16"
+    learner = make_learner(half, platform)
+    update(learner, half, platform)
+    checkpoint = save(learner, half, folder / "half")
+    straight, resumed = update(learner, half, platform)[0], make_learner(half, platform)
+    load_learner(checkpoint, resumed)
+    found["half"] = {
+        "dtypes": {str(p.dtype): name for name, p in learner.models[-1].named_parameters()},
+        "straight": straight, "resumed": update(resumed, half, platform)[0],
+        "heads": [each.models[-1].value_head.weight.detach().clone() for each in (learner, resumed)],
+    }  # fmt: skip
+    return found | _other_checkpoints(config, platform, folder)
+
+
+def _learning(config: Config, platform: Platform) -> list[dict[str, float]]:
+    """Successes of two steps: with a discount of 0.5 their returns are 0.5 and 1. Only the head is trained."""
+    config.trainer.epochs = config.trainer.minibatches = 1
+    config.trainer.updates = 1000
+    config.trainer.optimizer.learning_rate, config.trainer.optimizer.schedule = 0.02, "constant"
+    config.trainer.advantage = advantage_config(
+        "critic", discount=0.5, coefficient=1.0, train_trunk=False, warmup_updates=VERSION + 1
+    )
+    groups = [
+        Group(group.ticket, tuple(_success(t) for t in group.trajectories if len(t.steps) == 2))
+        for group in make_groups(config, 6)
+    ]
+    learner = make_learner(config, platform)
+    return [update(learner, config, platform, groups)[0] for _ in range(LEARNING_UPDATES)]
+
+
+def _warm_up(config: Config, platform: Platform, train_trunk: bool) -> list[tuple[float, float, int]]:
+    """Of an update of the warm-up and of a later one: the largest change of a weight of the head and of the policy, and
+    the policy's Adam steps.
+    """
+    config.trainer.advantage = advantage_config("critic", discount=0.5, train_trunk=train_trunk)
+    learner, changes = make_learner(config, platform), []
+    for warmup_updates in (VERSION + 1, VERSION):
+        config.trainer.advantage.warmup_updates = warmup_updates
+        before = weights_of(learner)
+        update(learner, config, platform)
+        change = {name: float((each - before[name]).abs().max()) for name, each in weights_of(learner).items()}
+        changes.append((change.pop("value_head"), max(change.values()), learner.optimizer.step_count))
+    return changes
+
+
+def _other_checkpoints(config: Config, platform: Platform, folder: Path) -> dict[str, Any]:
+    """Errors of resumes with and without a critic from checkpoints of the other kind, and starts from their weights."""
+    plain, found = copy.deepcopy(config), dict[str, Any]()
+    plain.trainer.advantage = advantage_config()
+    for name, of_checkpoint, of_run in (("no critic", plain, config), ("critic", config, plain)):
+        learner = make_learner(of_checkpoint, platform)
+        update(learner, of_checkpoint, platform)
+        checkpoint = save(learner, of_checkpoint, folder / name)
+        with pytest.raises(CheckpointError) as refused:
+            load_learner(checkpoint, make_learner(of_run, platform))
+        of_run.model.checkpoint = str(checkpoint)
+        started, trained = weights_of(make_learner(of_run, platform)), weights_of(learner)
+        of_run.model.checkpoint = ""
+        head = started.pop("value_head", None)
+        equal = all(torch.equal(each, trained[key]) for key, each in started.items())
+        found[name] = {"error": str(refused.value), "head": head, "equal": equal}
+    megatron_to_hf(checkpoint, folder / "hf", 2**30, ConversionOptions())
+    return found | {"converted": _tensor_names(folder / "hf"), "expected": sorted(started)}
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    from safetensors import safe_open
+
+    names: list[str] = []
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names += tensors.keys()
+    return sorted(names)
+
+
+def _warm_start(config: Config, platform: Platform, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """The weights of the same warm start without and with an image worker."""
+    settings = config.trainer.warm_start
+    settings.demonstrations, settings.epochs, settings.samples_per_update = 4, 2, 2
+    placeholder = Processor.load(Path(config.model.path)).image_token_id
+    config.demonstrations_path.parent.mkdir(parents=True, exist_ok=True)
+    with RecordFileWriter(config.demonstrations_path) as file:
+        for group in make_groups(config):
+            first = group.trajectories[0]
+            steps = tuple(_as_written(step, placeholder) for step in first.steps)
+            file.write(encode_trajectory(_success(replace(first, steps=steps))))
+    weights = []
+    with control_service(folder) as address:
+        control = connect(address, "trainer-0")
+        control.put_json("demonstrations/ready", True)
+        for config.trainer.image_workers in (0, 1):
+            packer, chunks = make_sequence_packer(config, platform), load_model(config, platform)
+            warm_start(chunks, packer, config, control)
+            assert control.get_json("demonstrations/trained")
+            assert packer.prefetcher is None or packer.prefetcher.used_bytes == 0
+            packer.close()
+            weights.append({name: tensor.clone() for name, tensor in hf_tensors([each.module for each in chunks])})
+    return weights
+
+
+def _as_written(step: Step, placeholder: int) -> Step:
+    """The step without image tokens in its response, which no script writes."""
+    kept = step.response_token_ids != placeholder
+    arrays = {name: getattr(step, name)[kept] for name in ("response_token_ids", "logprobs", "versions")}
+    return replace(step, **arrays)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `run` returns for each part, once a test asks for it."""
+
+    folder: Path
+    model: Path
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, part: str) -> Any:
+        if part not in self.found:
+            self.found[part] = results(run, self.folder / part, self.model, part, ranks=1)[0]
+        return self.found[part]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("variants")
-    spawn(variant_ranks.run, str(folder), str(tiny_model), ranks=1)
-    return torch.load(folder / "found.pt", weights_only=False)
+def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Parts:
+    return Parts(tmp_path_factory.mktemp("variants"), tiny_model)
 
 
 def assert_equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> None:
     assert all(map(torch.equal, ones, others))
 
 
-def test_the_reference_is_the_policy_after_the_warm_start(found: dict[str, Any]) -> None:
+def test_the_reference_is_the_policy_after_the_warm_start_also_after_a_resume(found: Parts) -> None:
     reference = found["reference"]
     assert_equal(reference["start"], reference["reference"])
     assert reference["moved"] > 0.01
     assert reference["weights unchanged"]
-
-
-def test_the_divergence_is_zero_at_first_and_grows_as_the_policy_moves(found: dict[str, Any]) -> None:
-    first, *later = [metrics["reference_kl"] for metrics in found["reference"]["figures"]]
+    assert_equal(reference["start"], reference["resumed reference"])
+    assert_equal(reference["at checkpoint"], reference["resumed"])
+    first, *later = [metrics["reference_kl"] for metrics in reference["figures"]]
     assert first == 0
     assert all(value > 1e-4 for value in later)
-
-
-def test_a_strong_penalty_pulls_the_policy_back_to_the_reference(found: dict[str, Any]) -> None:
-    divergences = found["reference"]["strong"]
+    divergences = reference["strong"]  # pulled back
     assert min(divergences[1:]) < 0.7 * divergences[0]
 
 
-def test_a_resumed_run_keeps_the_reference_of_its_start(found: dict[str, Any]) -> None:
-    reference = found["reference"]
-    assert_equal(reference["start"], reference["resumed reference"])
-    assert_equal(reference["at checkpoint"], reference["resumed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_has_the_reference_weights_in_the_context_and_its_own_also_after_an_error(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
+    parameters = list(module.parameters())
+    start, places = [each.detach().clone() for each in parameters], [each.data_ptr() for each in parameters]
+    reference = ReferencePolicy([module])
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(torch.randn_like(parameter))
+        trained = [each.detach().clone() for each in parameters]
+        with suppress(ZeroDivisionError), reference.swapped_in():
+            assert_equal(parameters, start)
+            raise ZeroDivisionError
+        assert_equal(parameters, trained)
+        assert not any(map(torch.equal, trained, start))
+    assert [each.data_ptr() for each in parameters] == places
 
 
-@pytest.mark.parametrize(
-    ("name", "scored", "whole"), [("raft", 0, False), ("raft_plus_plus", 2, False), ("grpo", 2, True)]
-)
-def test_only_a_loss_with_ratios_scores_first_and_only_a_baseline_keeps_groups_whole(
-    name: str, scored: int, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a learner that notes its calls, without a model."""
-    config, seen, split = Config(), [], batching.minibatches
-    config.trainer.loss, config.trainer.minibatches = loss_config(name), 2
-    learner, packer = mock.MagicMock(reference=None), mock.MagicMock()
-    packer.build_all.side_effect = lambda parts, *_: [["microbatch"] for _ in parts]
-    learner.compute_reference_logprobs.side_effect = lambda parts: [None for _ in parts]
-    learner.train_step.return_value = {"operations": 1.0, "tokens": 1.0}, []
-    monkeypatch.setattr(loop, "parallel_state", mock.MagicMock())
-    monkeypatch.setattr(loop, "measure_logprob_mismatch", lambda *_: None)
-    monkeypatch.setattr(loop.batching, "minibatches", lambda *a: (seen.append(a[-1]), split(*a))[1])
-    groups = [plain_group([True, False], [1, 2], ticket=ticket) for ticket in range(4)]
-    loop.train_batch(learner, packer, config, groups, version=0)
-    assert (learner.score.call_count, learner.train_step.call_count, seen) == (scored, 2, [whole])
-
-
-def test_on_policy_nothing_is_clipped_with_any_kind_of_ratio(found: dict[str, Any]) -> None:
+def test_losses_differ_where_their_equations_do(found: Parts) -> None:
     variants = found["variants"]
-    for metrics in (variants["grpo"], variants["gspo"]):
+    grpo, gspo, coupled, shuffled = (variants[name] for name in ("grpo", "gspo", "coupled", "shuffled"))
+    for metrics in (grpo, gspo):  # on policy nothing is clipped
         assert metrics["clipped"] == metrics["dual_clipped"] == 0
         assert metrics["policy_ratio"] == pytest.approx(metrics["response_tokens"])
     # GSPO averages behaviour weights over a response, so the gradient norms differ.
-    assert variants["gspo"]["gradient_norm"] != variants["grpo"]["gradient_norm"]
-    assert variants["gspo"]["behaviour_importance_weight"] != variants["grpo"]["behaviour_importance_weight"]
-
-
-def test_every_loss_has_defined_metrics(found: dict[str, Any]) -> None:
-    updates = [*found["reference"]["figures"], *found["variants"]["raft"]]
-    updates += [found["variants"][name] for name in ("grpo", "gspo", "coupled", "shuffled")]
-    for totals in updates:
-        assert undocumented(loss_metrics(totals)) == []
-    assert "reference_kl" in loss_metrics(updates[0])
-
-
-def test_without_decoupling_the_same_tokens_are_clipped(found: dict[str, Any]) -> None:
-    """The engine's log-probabilities are far from the model's: the weight corrects for it, or clipping stops it."""
-    decoupled, coupled = found["variants"]["grpo"], found["variants"]["coupled"]
-    assert decoupled["clipped"] == 0 < coupled["clipped"]
-    assert decoupled["behaviour_importance_weight"] == pytest.approx(coupled["policy_ratio"], rel=1e-5)
+    assert gspo["gradient_norm"] != grpo["gradient_norm"]
+    assert gspo["behaviour_importance_weight"] != grpo["behaviour_importance_weight"]
+    # The engine's log-probabilities are far from the model's: the weight corrects for it, or clipping stops it.
+    assert grpo["clipped"] == 0 < coupled["clipped"]
+    assert grpo["behaviour_importance_weight"] == pytest.approx(coupled["policy_ratio"], rel=1e-5)
     assert coupled["behaviour_importance_weight"] == coupled["response_tokens"]
+    assert (shuffled["response_tokens"], shuffled["loss"] == grpo["loss"]) == (grpo["response_tokens"], False)
+    losses = [metrics["loss"] for metrics in variants["raft"]]
+    assert losses[0] > losses[1] > losses[2]
+    for totals in [*found["reference"]["figures"], *variants["raft"], grpo, gspo, coupled, shuffled]:
+        assert undocumented(loss_metrics(totals)) == []
 
 
-def test_shuffled_advantages_make_another_step(found: dict[str, Any]) -> None:
-    plain, shuffled = found["variants"]["grpo"], found["variants"]["shuffled"]
-    assert shuffled["response_tokens"] == plain["response_tokens"]
-    assert shuffled["loss"] != plain["loss"]
+def test_only_a_loss_with_ratios_scores_first_and_only_a_baseline_keeps_groups_whole(found: Parts) -> None:
+    variants = found["variants"]
+    (whole, one_pass), (split, passes), (also, scored) = (
+        variants["split", name] for name in ("grpo", "raft", "raft_plus_plus")
+    )
+    assert (whole, split, also) == (1, 2, 2)
+    assert passes == pytest.approx(one_pass, rel=1e-5)
+    assert scored == pytest.approx(4 / 3 * passes, rel=1e-5)
 
 
-def test_imitation_raises_the_likelihood_of_successes(found: dict[str, Any]) -> None:
-    losses = [metrics["loss"] for metrics in found["variants"]["raft"]]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0]
-
-
-def test_a_teacher_alone_pulls_the_student_towards_it(found: dict[str, Any]) -> None:
+def test_a_teacher_alone_pulls_the_student_towards_it(found: Parts) -> None:
     before, after = found["distillation"]["distances"]
     assert before > 0.1
     assert after < 0.5 * before
@@ -123,3 +382,47 @@ def test_a_teacher_alone_pulls_the_student_towards_it(found: dict[str, Any]) -> 
         assert totals["teacher_missing"] == 0 < totals["gradient_norm"]
         assert totals["teacher_kl/count"] == totals["response_tokens"]
         assert undocumented(loss_metrics(totals)) == []
+
+
+def test_the_critic_learns_returns_that_depend_on_the_step(found: Parts) -> None:
+    explained = [metrics["explained_variance"] for metrics in found["critic"]["learning"]]
+    errors = [metrics["value_loss"] for metrics in found["critic"]["learning"]]
+    assert explained == sorted(explained)
+    assert explained[0] == 0
+    assert explained[-1] > 0.9
+    assert errors[0] == pytest.approx(((0.5 * 0.95) ** 2 + 1) / 2)  # of values 0: lambda is 0.95
+    assert min(errors) < 0.1 * errors[0]
+    metrics = loss_metrics(found["critic"]["learning"][-1])
+    assert undocumented(metrics) == []
+    assert metrics.keys() >= set(CRITIC_METRICS)
+
+
+def test_a_warm_up_changes_the_head_alone(found: Parts) -> None:
+    for (head, policy, steps), later in found["critic"]["warm-up"]:
+        assert head > 1e-4
+        assert (policy, steps) == (0, STEPS)
+        assert min(later[:2]) > 1e-4
+        assert later[2] == STEPS  # counted from the end of the warm-up on
+
+
+def test_the_head_is_in_single_precision_and_resumes_bit_for_bit(found: Parts) -> None:
+    half = found["critic"]["half"]
+    assert half["dtypes"].keys() == {"torch.bfloat16", "torch.float32"}
+    assert half["dtypes"]["torch.float32"] == "value_head.weight"
+    assert half["straight"] == half["resumed"]
+    assert torch.equal(*half["heads"])
+
+
+def test_a_checkpoint_of_the_other_kind_is_refused_but_its_weights_start_a_run(found: Parts) -> None:
+    without, with_critic = found["critic"]["no critic"], found["critic"]["critic"]
+    assert "tensor value_head.weight [1, 128] is missing from " in without["error"]
+    assert "tensor value_head.weight of " in with_critic["error"]
+    assert without["equal"]
+    assert with_critic["equal"]
+    assert not without["head"].any()
+    assert with_critic["head"] is None
+    assert found["critic"]["converted"] == found["critic"]["expected"]  # the weights of the policy alone
+
+
+def test_prefetched_images_give_the_warm_start_bit_identical_weights(found: Parts) -> None:
+    assert largest_difference(*found["warm start"]) == 0

@@ -6,79 +6,27 @@ is a function of the weights, so that it does not depend on the layout.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_webrl.config.trainer import CheckpointConfig, OptimizerConfig
-from megatron_webrl.model import platform as platforms
-from megatron_webrl.util import torchvision_shim
+from megatron_webrl.model.layout import ParallelSizes
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Parallel layout of two processes; the remaining factor is data parallelism."""
-
-    name: str
-    tensor: int = 1
-    pipeline: int = 1
-    virtual: int = 1  # chunks per pipeline stage
-    expert: int = 1
-
-
-LAYOUTS = (
-    Layout("replicas"),
-    Layout("tensor", tensor=2),
-    Layout("pipeline", pipeline=2),
-    Layout("virtual", pipeline=2, virtual=2),
-    Layout("expert", expert=2),
-)
+LAYOUTS = {
+    "replicas": ParallelSizes(),
+    "tensor": ParallelSizes(tensor=2),
+    "pipeline": ParallelSizes(pipeline=2),
+    "virtual": ParallelSizes(pipeline=2, virtual=2),
+    "expert": ParallelSizes(expert=2),
+}
 EXPERTS, LAYERS = 2, 4
 WRITE_TIMEOUT_SECONDS = 100.0  # a slow write fails by name, long before the test times out
 
 
-@contextlib.contextmanager
-def session(rank: int, folder: str) -> Iterator[Any]:
-    """Join both processes in one group; yields the platform."""
-    torchvision_shim.install()
-    torch.set_num_threads(1)
-    platform = platforms.activate("cpu")
-    torch.distributed.init_process_group(
-        platform.backend,
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=120),
-    )
-    yield platform
-    torch.distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def laid_out(layout: Layout) -> Iterator[None]:
-    """Megatron's process groups for a layout."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=1,
-    )
-    model_parallel_cuda_manual_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-
-
 def make_learner(
-    layout: Layout, dtype: torch.dtype = torch.float32, optimizer: OptimizerConfig | None = None, steps: int = 10
+    layout: ParallelSizes, dtype: torch.dtype = torch.float32, optimizer: OptimizerConfig | None = None, steps: int = 10
 ) -> Any:
     """A small mixture of experts in this layout; its weights depend on their names only."""
     from megatron.core import parallel_state
@@ -89,41 +37,25 @@ def make_learner(
     from megatron_webrl.trainer.learner import Learner
     from megatron_webrl.trainer.optimizer import make_optimizer, wrap_ddp
 
+    virtual = layout.virtual if layout.virtual > 1 else None
     config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=16,
-        ffn_hidden_size=24,
-        moe_ffn_hidden_size=24,
-        num_attention_heads=2,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=2,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        pipeline_dtype=dtype,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=1,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-    )
+        num_layers=LAYERS, hidden_size=16, ffn_hidden_size=24, moe_ffn_hidden_size=24, num_attention_heads=2,
+        num_moe_experts=EXPERTS, moe_router_topk=2, add_bias_linear=False, normalization="RMSNorm",
+        params_dtype=dtype, bf16=dtype is torch.bfloat16, pipeline_dtype=dtype,
+        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=virtual, expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1, use_cpu_initialization=True, gradient_accumulation_fusion=False,
+    )  # fmt: skip
     models = []
     for number in range(layout.virtual):
-        stage = {"ignore_virtual": False, "vp_stage": number if layout.virtual > 1 else None}
+        stage = {"ignore_virtual": False, "vp_stage": None if virtual is None else number}
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage["vp_stage"])
         model = GPTModel(
-            config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage["vp_stage"]),
-            vocab_size=32,
-            max_sequence_length=16,
+            config, spec, vocab_size=32, max_sequence_length=16, position_embedding_type="rope",
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            vp_stage=stage["vp_stage"],
-        )
+            share_embeddings_and_output_weights=False, vp_stage=stage["vp_stage"],
+        )  # fmt: skip
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(1.0)

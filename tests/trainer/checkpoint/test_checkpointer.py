@@ -1,253 +1,386 @@
-"""Checkpoints on two gloo processes: contents, layouts in which they load, and saves that fail."""
+"""Saves on two gloo processes: what they contain, what is on disk before what, how they fail, which ones stay."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import os
+import resource
+import signal
 import subprocess
-import tempfile
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import psutil
 import pytest
 import torch
-from megatron.core import optimizer as megatron_optimizer
-from megatron.core.optimizer import distrib_optimizer
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import check_config
-from megatron_webrl.trainer import optimizer
-from tests.gloo import spawn
-from tests.trainer import curve_ranks
-from tests.trainer.checkpoint import cross_layout_ranks, save_ranks
-from tests.trainer.checkpoint.small_learner import LAYOUTS
-from tools.make_tiny_model import make_tiny_model
+from megatron_webrl.trainer.checkpoint import checkpointer
+from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
+from megatron_webrl.trainer.checkpoint.checkpoint_state import (
+    ForkedTask,
+    load_learner,
+    load_weights,
+    sharded_weights,
+)
+from tests.trainer.checkpoint.small_learner import (
+    LAYOUTS,
+    checkpoints_in,
+    make_learner,
+    save,
+    scramble,
+    state_of,
+    step,
+    tensors_of,
+)
+from tests.trainer.ranks import process_groups, results
 
-NAMES = [layout.name for layout in LAYOUTS]
-Found = list[dict[Any, Any]]
+REPLICAS = LAYOUTS["replicas"]
+
+
+def names_in(folder: Path) -> list[str]:
+    """All of the checkpoints' folder but the staging folder, and what is in that."""
+    checkpoints = folder / "checkpoints"
+    return sorted(path.name for path in [*checkpoints.glob("[!.]*"), *checkpoints.glob(".staging-*/*")])
+
+
+def saves(_: Any, folder: Path) -> dict[str, Any]:
+    """Observations of successful and failing saves."""
+    with process_groups(REPLICAS):
+        learner = make_learner(REPLICAS)
+        scramble(learner)
+        return {
+            "snapshot": _snapshot(learner, folder / "snapshot"),
+            "synced": _synced(learner, folder / "synced"),
+            "held": _held_copies(learner, folder / "held"),
+            "limit": _no_room(learner, folder / "limit"),
+            "killed writer": _killed_writer(learner, folder / "killed"),
+            "late writer": _late_writer(learner, folder / "late"),
+            "names": _names(learner, folder / "names"),
+            "weights": _weights_alone(learner, folder / "weights"),
+        }
+
+
+@contextlib.contextmanager
+def _stopped_writers() -> Iterator[None]:
+    """Processes that write a checkpoint stop before they have written any of it."""
+
+    def start(write: Callable[[], Any], timeout_seconds: float) -> ForkedTask:
+        task = ForkedTask(lambda: (signal.raise_signal(signal.SIGSTOP), write())[1], timeout_seconds)
+        while psutil.Process(task.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        return task
+
+    with mock.patch.object(checkpointer, "ForkedTask", start):
+        yield
+
+
+def _snapshot(learner: Any, folder: Path) -> dict[str, Any]:
+    """Weights and moments change while the writer is stopped: the checkpoint must have the earlier ones."""
+    checkpoints = checkpoints_in(folder)
+    before = tensors_of(save(checkpoints, learner, 1))
+    with _stopped_writers():
+        checkpoints.start_save(learner, state_of(2))
+    checkpoints.poll()
+    waited_for = checkpoints._current is not None
+    for _ in range(2):
+        step(learner)
+    os.kill(checkpoints._current.task.pid, signal.SIGCONT)
+    checkpoints.close()
+    after = tensors_of(checkpoints.last_completed[1])
+    return {
+        "equal": [torch.equal(before[name], after[name]) for name in before], "waited for": waited_for,
+        "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()),
+        "figures": checkpoints.pop_metrics(),
+    }  # fmt: skip
+
+
+def _synced(learner: Any, folder: Path) -> list[tuple[str, ...]]:
+    """Syncs and renames of all processes while a second checkpoint replaces the first, in order, with their paths."""
+    checkpoints, log = checkpoints_in(folder, keep=1), folder.parent / "operations"
+    save(checkpoints, learner, 1)
+    torch.distributed.barrier()
+
+    def recorded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            result = real(*arguments, **options)
+            paths = [os.readlink(f"/proc/self/fd/{p}") if isinstance(p, int) else os.fspath(p) for p in arguments]
+            line = json.dumps(
+                [name, *(os.path.relpath(p, folder / "checkpoints") for p in paths if isinstance(p, str))]
+            )
+            with log.open("a") as file:
+                file.write(line + "\n")
+            return result
+
+        return operation
+
+    names = ("fsync", "rename", "replace")
+    with mock.patch.multiple(os, **{name: recorded(name, getattr(os, name)) for name in names}):
+        save(checkpoints, learner, 2)
+    torch.distributed.barrier()
+    return [tuple(json.loads(line)) for line in log.read_text().splitlines()]
+
+
+def _held_copies(learner: Any, folder: Path) -> list[int]:
+    """Copies in host memory that this process holds while the writer is stopped, and once it has written.
+
+    Copies are made as from a GPU; the originals of the CPU platform live as long as the learner.
+    """
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def preload(buckets: list[Any], non_blocking: bool) -> list[Any]:
+        copied = [
+            (name, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+            for name, key, (data, tensors) in buckets
+        ]
+        copies.extend(weakref.ref(tensor) for _, _, (_, tensors) in copied for _, tensor in tensors)
+        return copied
+
+    def count_alive() -> int:
+        gc.collect()
+        return sum(reference() is not None for reference in copies)
+
+    checkpoints = checkpoints_in(folder)
+    with mock.patch.object(FileSystemWriterAsync, "preload_tensors", staticmethod(preload)), _stopped_writers():
+        checkpoints.start_save(learner, state_of(1))
+    counts = [len(copies), count_alive()]
+    os.kill(checkpoints._current.task.pid, signal.SIGCONT)
+    checkpoints.close()
+    return [*counts, count_alive()]
+
+
+def _no_room(learner: Any, folder: Path) -> dict[str, Any]:
+    """One save under a file size limit that the shards exceed, one without."""
+    checkpoints = checkpoints_in(folder, keep=1)
+    save(checkpoints, learner, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    checkpoints.start_save(learner, state_of(2))
+    checkpoints.wait_for_save()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torch.distributed.barrier()
+    failed = {
+        "trouble": checkpoints.last_error, "newest": checkpoints.last_completed[0],
+        "figures": checkpoints.pop_metrics(), "left": names_in(folder),
+    }  # fmt: skip
+    torch.distributed.barrier()  # the next save creates its folder there
+    save(checkpoints, learner, 3)
+    return failed | {"then": (checkpoints.last_error, checkpoints.failures, checkpoints.last_completed[0])}
+
+
+def _killed_writer(learner: Any, folder: Path) -> tuple[str | None, tuple[int, Path] | None, int]:
+    checkpoints = checkpoints_in(folder)
+    with _stopped_writers():
+        checkpoints.start_save(learner, state_of(1))
+    is_killed = torch.distributed.get_rank() == 1
+    os.kill(checkpoints._current.task.pid, signal.SIGKILL if is_killed else signal.SIGCONT)
+    checkpoints.wait_for_save()
+    failed = (checkpoints.last_error, checkpoints.last_completed)
+    save(checkpoints, learner, 2)
+    return (*failed, checkpoints.last_completed[0])
+
+
+def _late_writer(learner: Any, folder: Path) -> str | None:
+    checkpoints = checkpoints_in(folder, timeout_seconds=0.2)
+    with _stopped_writers():
+        checkpoints.start_save(learner, state_of(1))
+    checkpoints.wait_for_save()
+    return checkpoints.last_error
+
+
+def _names(learner: Any, folder: Path) -> tuple[list[str], str, list[str]]:
+    """Save versions 1 to 4, keeping two; then version 4 again."""
+    checkpoints = checkpoints_in(folder, keep=2)
+    for version in range(1, 5):
+        save(checkpoints, learner, version)
+    stay = names_in(folder)
+    again = save(checkpoints_in(folder, keep=2), learner, 4)
+    return stay, again.name, names_in(folder)
+
+
+def _weights_alone(learner: Any, folder: Path) -> dict[str, Any]:
+    """Load weights without an optimiser, as the conversion tool writes them; then broken ones."""
+    norm, rank = "decoder.final_layernorm.weight", torch.distributed.get_rank()
+
+    def write(name: str, change: Callable[[dict[str, Any]], object] = lambda state: None) -> Path:
+        state = sharded_weights(learner.chunks)
+        change(state["model0"])
+        target = folder / name / "megatron"
+        target.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(state, str(target))
+        return target.parent
+
+    def refusal(path: Path, load: Any = None) -> str:
+        other = make_learner(REPLICAS)
+        with pytest.raises(CheckpointError) as refused:
+            load(path, other) if load else load_weights(path, other.chunks)
+        return str(refused.value)
+
+    def misshapen(state: dict[str, Any]) -> None:
+        state[norm] = ShardedTensor.from_rank_offsets(norm, torch.ones(5), replica_id=rank)
+
+    def extra(state: dict[str, Any]) -> None:
+        state["more"] = replace(state[norm], key=f"{norm}.more")
+
+    whole, other = write("whole"), make_learner(REPLICAS)
+    load_weights(whole, other.chunks)
+    pairs = zip(learner.chunks[0].parameters(), other.chunks[0].parameters(), strict=True)
+    found = {"equal": [torch.equal(one, two) for one, two in pairs], "resume": refusal(whole, load_learner)}
+    found["none"] = refusal(folder / "nowhere")
+    found["missing"] = refusal(write("missing", lambda state: state.pop(norm)))
+    found |= {change.__name__: refusal(write(change.__name__, change)) for change in (misshapen, extra)}
+    torch.distributed.barrier()
+    if rank == 0:
+        file = max((whole / "megatron").glob("*.distcp"), key=lambda path: path.stat().st_size)
+        os.truncate(file, file.stat().st_size - 100)
+    torch.distributed.barrier()
+    return found | {"truncated": refusal(whole)}
 
 
 @pytest.fixture(scope="module")
-def memory() -> Iterator[Path]:
-    """A folder in memory: writing a hundred checkpoints to a slow disk would take long."""
-    with tempfile.TemporaryDirectory(prefix="webrl-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has observed."""
+    return results(saves, tmp_path_factory.mktemp("saves"))
 
 
-@pytest.fixture(scope="module")
-def layouts(memory: Path) -> Found:
-    spawn(cross_layout_ranks.across_layouts, str(memory), seconds=600)
-    return [torch.load(memory / f"layouts-{rank}.pt", weights_only=False) for rank in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def saves(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder = tmp_path_factory.mktemp("saves")
-    spawn(save_ranks.saves, str(folder), seconds=600)
-    return [torch.load(folder / f"saves-{rank}.pt", weights_only=False) for rank in (0, 1)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_training_resumes_bit_for_bit_in_the_same_layout(layouts: Found, name: str):
-    there, here = layouts[0][name], layouts[0][name, name]
-    assert there.keys() == here.keys()
-    assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in there) * 4 == len(there)
-    different = [key for key, tensor in there.items() if not torch.equal(tensor, here[key])]
-    assert not different
-
-
-@pytest.mark.parametrize("other", NAMES)
-@pytest.mark.parametrize("name", NAMES)
-def test_training_resumes_in_any_other_layout(layouts: Found, name: str, other: str):
-    there, here = layouts[0][other], layouts[0][name, other]
-    assert there.keys() == here.keys()
-    for key, tensor in there.items():
-        assert torch.allclose(tensor, here[key], rtol=1e-5, atol=1e-7), key
-    assert layouts[0][(name, other), "rate"] == layouts[0][(other, other), "rate"]
-
-
-def test_the_layouts_have_dense_and_expert_optimisers_and_several_chunks(layouts: Found):
-    assert layouts[0]["replicas", "optimizers"] == 1
-    assert layouts[0]["expert", "optimizers"] == 2
-    assert layouts[0]["virtual", "chunks"] == 2
-    moved = [key for key, tensor in layouts[0]["replicas"].items() if tensor.float().std() > 0]
-    assert any("experts" in key for key in moved)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", NAMES)
-def test_random_states_are_restored_in_the_same_layout(layouts: Found, name: str, rank: int):
-    assert layouts[rank][(name, name), "draws"] == layouts[rank][name, "draws"]
-
-
-def test_a_checkpoint_has_the_state_at_its_start_although_training_continues(saves: Found):
-    for found in saves:
-        assert found["snapshot"]["waited for"]
-        assert found["snapshot"]["equal"]
-        assert found["snapshot"]["tensors"] > 20
-
-
-def test_the_copies_that_a_forked_process_writes_are_held_until_it_has_written_them(saves: Found):
-    made, held, left = saves[0]["held"]  # rank 0 writes for both
+def test_a_checkpoint_has_the_state_at_its_start_although_training_continues(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        snapshot = rank["snapshot"]
+        assert snapshot["waited for"]
+        assert len(snapshot["equal"]) > 20
+        assert all(snapshot["equal"])
+        for name in ("blocking_seconds", "write_seconds", "size_mib"):
+            assert snapshot["figures"][f"checkpoint/{name}"] > 0
+    made, held, left = found[0]["held"]  # copies, until they are written; rank 0 writes for both
     assert made > 20
     assert (held, left) == (made, 0)
-
-
-def test_a_checkpoint_can_be_converted_on_its_own(saves: Found):
-    files = saves[0]["snapshot"]["files"]
+    # It can be converted on its own.
     for name in ("hf/config.json", "megatron/metadata.json", "megatron/common.pt", "megatron/.metadata", "state.json"):
-        assert f"checkpoints/version-000002/{name}" in files
-    assert not any("safetensors" in name for name in files if name.startswith("checkpoints"))
+        assert f"checkpoints/version-000002/{name}" in snapshot["files"]
+    assert not any("safetensors" in name for name in snapshot["files"] if name.startswith("checkpoints"))
 
 
-def test_the_metrics_say_how_long_a_checkpoint_took(saves: Found):
-    figures = saves[0]["snapshot"]["figures"]
-    assert figures["checkpoint/blocking_seconds"] > 0
-    assert figures["checkpoint/write_seconds"] > 0
-    assert figures["checkpoint/size_mib"] > 0
+def test_a_checkpoint_is_on_disk_before_it_is_named_and_named_before_the_old_one_goes(
+    found: list[dict[str, Any]],
+) -> None:
+    operations = found[0]["synced"]
+    staging, version = ".staging-000000/000002", "version-000002"
+    named = operations.index(("replace", staging, version))
+    files = {name.removeprefix("checkpoints/version-000002/") for name in found[0]["snapshot"]["files"]}
+    wanted = {"", "megatron", "hf"} | {name for name in files if not name.startswith(("checkpoints", "model"))}
+    synced = set()
+    for name, path, *target in operations[:named]:  # a file may be renamed after its sync
+        if name == "fsync" or os.path.relpath(path, staging) in synced:
+            synced.add(os.path.relpath(target[0] if target else path, staging))
+    assert {os.path.normpath(name) for name in wanted} <= synced
+    (pointed,) = (i for i, (name, *paths) in enumerate(operations) if name == "replace" and paths[-1] == "latest")
+    assert ("fsync", ".") in operations[named:pointed]
+    assert ("fsync", operations[pointed][1]) in operations[named:pointed]
+    removed = operations.index(("rename", "version-000001", ".staging-000000/deleting-version-000001"))
+    assert ("fsync", ".") in operations[pointed:removed]
 
 
-def test_a_save_without_room_keeps_the_previous_checkpoint_and_the_next_save_succeeds(saves: Found):
-    for found in saves:
-        limit = found["limit"]
+def test_a_save_that_fails_keeps_the_previous_checkpoint_and_the_next_one_succeeds(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank in found:
+        limit = rank["limit"]
         assert "File too large" in limit["trouble"]
         assert "\n" not in limit["trouble"]
-        assert limit["newest"] == 1
-        assert limit["figures"]["checkpoint/failures"] == 1
+        assert (limit["newest"], limit["figures"]) == (1, limit["figures"] | {"checkpoint/failures": 1})
         assert limit["left"] == ["latest", "version-000001"]
         assert limit["then"] == (None, 1, 3)
+        assert rank["killed writer"] == ("rank 1: the writing process was killed by SIGKILL", None, 2)
+        assert rank["late writer"] == "rank 0: not finished within 0 s"
+    assert found[0]["names"] == (
+        ["latest", "version-000003", "version-000004"], "version-000004.1",
+        ["latest", "version-000003", "version-000004.1"],
+    )  # fmt: skip
 
 
-def test_a_killed_or_late_writer_is_a_failed_save_on_every_rank(saves: Found):
-    for found in saves:
-        assert found["killed writer"]["failed"] == ("rank 1: the writing process was killed by SIGKILL", None)
-        assert found["killed writer"]["then"] == 2
-        assert found["late writer"] == "rank 0: not finished within 0 s"
+def test_weights_alone_start_a_model_and_errors_name_tensor_and_file(found: list[dict[str, Any]]) -> None:
+    norm = "tensor decoder.final_layernorm.weight"
+    for rank in found:
+        assert all(rank["weights"].pop("equal"))
+        for case, words in {
+            "resume": "holds weights without an optimiser", "none": "holds no metadata.json",
+            "missing": f"{norm} [16] is missing from", "misshapen": f"{norm} of", "extra": f"{norm}.more of",
+            "truncated": ".distcp is truncated: it has",
+        }.items():  # fmt: skip
+            assert words in rank["weights"][case]
+            assert "\n" not in rank["weights"][case]
 
 
-def test_the_last_checkpoints_are_kept(saves: Found):
-    names = saves[0]["names"]
-    assert names["stay"] == ["latest", "version-000006", "version-000007"]
-    assert names["again"] == "version-000007.1"
-    assert names["then"] == ["latest", "version-000006", "version-000007.1"]
-
-
-def test_weights_alone_start_a_model_but_training_cannot_resume_from_them(saves: Found):
-    for found in saves:
-        assert found["weights"]["equal"]
-        assert "holds weights without an optimiser" in found["weights"]["resume"]
-        assert "holds no metadata.json" in found["weights"]["none"]
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("missing", "tensor decoder.final_layernorm.weight [16] is missing from"),
-        ("misshapen", "tensor decoder.final_layernorm.weight of"),
-        ("extra", "tensor decoder.final_layernorm.weight.more of"),
-        ("truncated", ".distcp is truncated: it has"),
-    ],
-)
-def test_errors_of_broken_weights_name_tensor_and_file(saves: Found, how: str, message: str):
-    for found in saves:
-        assert message in found["weights"][how]
-        assert "\n" not in found["weights"][how]
-
-
-def test_updates_below_the_resolution_of_bfloat16_add_up_in_the_main_weights(saves: Found):
-    found = saves[0]["bf16"]
-    assert found["after one"] == found["without main"] == 1.0
-    assert found["types"] == {"torch.float32"}
-    assert found["main"] == pytest.approx(1 - 200e-4, abs=1e-5)
-    assert found["bf16"] == pytest.approx(1 - 200e-4, abs=2**-8)
-    assert found["resumed equal"]
-
-
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
-def curves(request: pytest.FixtureRequest, memory: Path) -> dict[Any, Any]:
-    folder = memory / f"curves-{request.param}"
-    model = make_tiny_model(folder / "model", architecture=request.param)
-    spawn(curve_ranks.loss_curves, str(folder), str(model), seconds=600)
-    return torch.load(folder / "curves-0.pt", weights_only=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "other"), curve_ranks.CONTINUED)
-def test_the_loss_curve_continues_in_every_layout(curves: dict[Any, Any], name: str, other: str):
-    there, here = curves[other], curves[name, other]
-    if name == other:
-        assert there == here
-    assert [loss for loss, _ in here] == pytest.approx([loss for loss, _ in there], rel=1e-5)
-    assert there[0][0] != there[1][0]
-
-
-def test_gradients_of_several_micro_batches_add_up_to_that_of_one(curves: dict[Any, Any]):
-    several, one = curves["rows"][128], curves["rows"][4096]
-    assert several["rows"] > one["rows"] == 1
-    assert several["loss"] == pytest.approx(one["loss"], rel=1e-6)
-    assert several["norm"] == pytest.approx(one["norm"], rel=1e-6)
-    assert torch.allclose(several["weights"], one["weights"], rtol=0, atol=1e-6)
-
-
-def test_torch_adam_is_used_although_another_one_is_present(monkeypatch: pytest.MonkeyPatch):
-    class Other(torch.optim.Adam):
-        """Stands in for the fused Adam that Megatron has found."""
-
-    monkeypatch.setattr(megatron_optimizer, "Adam", Other)
-    monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
-    with optimizer._adam("torch"):
-        assert megatron_optimizer.Adam is distrib_optimizer.Adam is torch.optim.AdamW
-        assert megatron_optimizer.USING_PYTORCH_OPTIMIZER
-    assert megatron_optimizer.Adam is Other
-    assert not megatron_optimizer.USING_PYTORCH_OPTIMIZER
-    with optimizer._adam("auto"):
-        assert megatron_optimizer.Adam is Other
-
-
-@pytest.fixture
-def settings(tmp_path: Path, tiny_model: Path) -> Config:
-    config = Config()
-    config.model.path, config.model.checkpoint = str(tiny_model), str(tmp_path / "start")
+def test_a_start_without_checkpoint_or_from_another_architecture_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    config, start = Config(), tmp_path / "start"
+    config.model.path, config.model.checkpoint = str(tiny_model), str(start)
     config.ring.capacity_mib, config.rollout.max_model_len, config.rollout.max_new_tokens = 64, 1024, 64
-    return config
-
-
-def test_a_start_without_checkpoint_or_from_another_architecture_is_refused(settings: Config, tiny_model: Path):
-    start = Path(settings.model.checkpoint)
     with pytest.raises(ConfigError, match="holds no Megatron checkpoint"):
-        check_config(settings)
+        check_config(config)
     (start / "megatron").mkdir(parents=True)
     (start / "megatron" / "metadata.json").write_text("{}")
-    check_config(settings)
+    check_config(config)
     (start / "hf").mkdir()
     description = json.loads((tiny_model / "config.json").read_text())
     (start / "hf" / "config.json").write_text(json.dumps(description))
-    check_config(settings)
+    check_config(config)
     description["text_config"]["num_hidden_layers"] += 1
     (start / "hf" / "config.json").write_text(json.dumps(description))
     with pytest.raises(ConfigError, match=r"has text_config.num_hidden_layers=5, but model.path=.* has 4"):
-        check_config(settings)
+        check_config(config)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(folder)], capture_output=True, text=True
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_training_continues_on_a_full_and_on_a_read_only_disk(small_disk: Path, tmp_path: Path):
-    spawn(save_ranks.full_disk, str(tmp_path), str(small_disk), seconds=120)
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"disk-{rank}.json").read_text())
-        assert "has 36 MiB free; make room" in found["full"][0]
-        assert "Read-only file system" in found["read only"][0]
-        assert found["read only"][1] == 2
-        assert found["then"] == [None, 2, 3]
+def full_disk(_: Any, folder: Path, disk: Path) -> list[list[Any]]:
+    """Saves on a small file system: full, read-only, and with room."""
+    found, other = [], disk / "other"
+    with process_groups(REPLICAS):
+        learner, checkpoints = make_learner(REPLICAS), checkpoints_in(disk)
+        for version in (1, 2, 3):
+            torch.distributed.barrier()
+            if torch.distributed.get_rank() == 0:
+                if version == 1:
+                    other.write_bytes(bytes(60 * 2**20))
+                else:
+                    access = "ro" if version == 2 else "rw"
+                    subprocess.run(["mount", "-o", f"remount,{access}", disk], check=True)
+                if version == 3:
+                    other.unlink()
+            torch.distributed.barrier()
+            checkpoints.start_save(learner, state_of(version))
+            checkpoints.wait_for_save()
+            completed = checkpoints.last_completed
+            found.append([checkpoints.last_error, checkpoints.failures, completed and completed[0]])
+    return found
+
+
+def test_training_continues_on_a_full_and_on_a_read_only_disk(small_disk: Path, tmp_path: Path) -> None:
+    for full, read_only, then in results(full_disk, tmp_path, small_disk):
+        assert "has 36 MiB free; make room" in full[0]
+        assert "Read-only file system" in read_only[0]
+        assert read_only[1] == 2
+        assert then == [None, 2, 3]

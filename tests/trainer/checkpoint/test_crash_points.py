@@ -3,6 +3,7 @@
 A forked process is killed before an operation, with a torn write, or with a power loss that takes what was not synced
 (tests/file_faults.py). After each crash the run is started again: its newest checkpoint must be complete and not older
 than the last one that was published, its histories must be those of this checkpoint, and it must publish the next one.
+`latest` only grows, and only the newest launch can move it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megatron_webrl.track.events import EventLog
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.run_lock import Launch, launch_of_process, start_launch
 from megatron_webrl.trainer.checkpoint import checkpoint_files as files
+from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
 from megatron_webrl.util import atomic_file
 from tests.file_faults import FileFaults, run_forked
 from tests.trajectories import trajectory
@@ -93,8 +95,8 @@ def publish(folder: Path, published: Published) -> None:
 
 
 def resume(folder: Path, published: Published) -> None:
-    """Two launches, each of which makes one update more than it publishes."""
-    for _ in range(2):
+    """Three launches, each of which makes one update more than it publishes."""
+    for _ in range(3):
         trainer = _start(folder)
         trainer.update()
         published(trainer.version)
@@ -143,6 +145,15 @@ def _prepare(folder: Path, restart: int) -> None:
 SCENARIOS = (publish, resume, requeue, histories)
 
 
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_published_checkpoint_survives_a_power_loss_right_after(scenario: Scenario) -> None:
+    for count, seed in ((1, 0), (2, 1), (2, 2), (3, 0), (3, 3)):
+        with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+            crash = {"power_loss": True, "seed": seed}
+            problem = crash_and_resume(Path(folder, "run"), scenario, 0, crash, after=count)
+        assert not problem, f"power loss after {count} publications, seed {seed}: {problem}"
+
+
 # With a stride of five, one kind of crash for each operation.
 @pytest.mark.parametrize("stride", [100, pytest.param(5, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -170,13 +181,21 @@ def count_operations(folder: Path, scenario: Scenario) -> int:
     return int(found.read_text())
 
 
-def crash_and_resume(folder: Path, scenario: Scenario, at: int, crash: dict[str, Any]) -> str:
-    """Crash a scenario, start the run again, and return what is wrong with it, if anything."""
+def crash_and_resume(folder: Path, scenario: Scenario, at: int, crash: dict[str, Any], after: int = 0) -> str:
+    """Crash a scenario at an operation, or after some publications, and start the run again; returns what is wrong."""
     reading, writing = os.pipe()
 
     def job() -> None:
-        with FileFaults(folder.parent, at, **crash):
-            scenario(folder, lambda version: os.write(writing, bytes([version])))
+        left = [after]
+        with FileFaults(folder.parent, at, **crash) as faults:
+
+            def published(version: int) -> None:
+                os.write(writing, bytes([version]))
+                left[0] -= 1
+                if left[0] == 0:
+                    faults.crash()
+
+            scenario(folder, published)
 
     code = run_forked(job)
     os.close(writing)
@@ -228,3 +247,44 @@ def _checkpoint_problems(folder: Path, version: int) -> list[str]:
         return [f"no checkpoint at version {version}"] if version else []
     states = [json.loads((newest / name).read_text())["version"] for name in ("state.json", "megatron/shard.distcp")]
     return [] if states == [version, version] else [f"{newest.name} holds {states}, not {version}"]
+
+
+def launch(run: Path, restart: int) -> Launch:
+    with start_launch(run, _environment(restart)) as started:
+        return started
+
+
+def written(launch: Launch, version: int) -> Path:
+    return files.make_empty_folder(files.temporary_folder(launch.staging, version))
+
+
+def test_latest_never_goes_back(tmp_path: Path) -> None:
+    own = launch(tmp_path, 0)
+    for version, name in ((5, "version-000005"), (6, "version-000006"), (6, "version-000006.1")):
+        assert files.commit(written(own, version), version).name == name
+    with pytest.raises(CheckpointError, match=r"names version-000006\.1, which is newer than version 4"):
+        files.commit(written(own, 4), 4)
+    newest = find_latest_checkpoint(tmp_path)
+    assert newest is not None
+    assert newest.name == "version-000006.1"
+    (tmp_path / "checkpoints" / "latest").write_text("version-000005/\n")  # a user goes back
+    assert files.commit(written(own, 6), 6).name == "version-000006.2"
+    shutil.rmtree(tmp_path / "checkpoints" / "version-000006")  # older copies are deleted
+    assert files.commit(written(own, 6), 6).name == "version-000006.3"
+
+
+def test_a_launch_that_has_a_successor_can_neither_commit_nor_delete(tmp_path: Path) -> None:
+    zombie = launch(tmp_path, 0)
+    first = files.commit(written(zombie, 1), 1)
+    temporary = written(zombie, 2)
+    files.commit(written(launch(tmp_path, 1), 2), 2)
+    for attempt in (
+        lambda: files.commit(temporary, 2),
+        lambda: written(zombie, 3),
+        lambda: files.delete_checkpoints([first], zombie.staging),
+    ):
+        with pytest.raises(FileNotFoundError):
+            attempt()
+    newest = find_latest_checkpoint(tmp_path)
+    assert newest is not None
+    assert (newest.name, first.is_dir()) == ("version-000002", True)

@@ -94,36 +94,31 @@ def test_a_step_is_valued_at_the_last_token_of_its_prompt(tiny_model: Path) -> N
             weights += batch.value_weight.tolist()
         assert sorted(found) == sorted(by_id), merge
         assert weights == pytest.approx([1 / 7] * 7)
-
-
-def test_the_value_of_a_padding_microbatch_weighs_nothing(tiny_model: Path) -> None:
     batches = build(tiny_model, batching.training_samples([plain_group([True], [1])], Config(), 0))
-    assert sorted(batch.value_weight.tolist() for batch in batches) == [[0.0], [1.0]]
+    assert sorted(batch.value_weight.tolist() for batch in batches) == [[0.0], [1.0]]  # one is padding
 
 
-def test_shuffled_advantages_keep_the_order_of_whole_trajectories() -> None:
+def test_shuffled_advantages_are_dealt_to_whole_trajectories_in_their_order_by_seed_and_version() -> None:
     groups = [plain_group([True, False], [6, 2], ticket=t) for t in range(2)]
     groups.append(plain_group([True, False], [3, 4], ticket=2))
     config = Config()
     config.trainer.advantage.discount = 0.5
     plain = batching.training_samples(groups, config, 0)
+    before, dealt = by_trajectory(plain), list[dict[tuple[int, int], list[float]]]()
     config.trainer.loss.shuffle_advantages = True
-    moved = 0
-    for version in range(5):
+    for config.run.seed, version in ((0, 0), (0, 0), (0, 1), (0, 2), (1, 0)):
         shuffled = batching.training_samples(groups, config, version)
-        assert [(s.trajectory_id, s.prompt.tolist()) for s in shuffled] == [
-            (s.trajectory_id, s.prompt.tolist()) for s in plain
-        ]
-        before, after = by_trajectory(plain), by_trajectory(shuffled)
-        moved += before != after
+        assert [s.trajectory_id for s in shuffled] == [s.trajectory_id for s in plain]
+        assert [s.prompt.tolist() for s in shuffled] == [s.prompt.tolist() for s in plain]
+        dealt.append(by_trajectory(shuffled))
         unused = list(before.values())
-        for given in after.values():
-            donor = next(
-                each for each in unused if given == [each[k * len(each) // len(given)] for k in range(len(given))]
-            )
-            unused.remove(donor)
+        for given in dealt[-1].values():
+            donor = [each for each in unused if given == [each[k * len(each) // len(given)] for k in range(len(given))]]
+            unused.remove(donor[0])
         assert not unused
-    assert moved >= 4
+    assert dealt[0] == dealt[1]
+    assert len({str(each) for each in [*dealt, before]}) >= 4
+    assert batching.shuffled_rewards(groups, config, 0) == groups  # that is for imitation
 
 
 def by_trajectory(samples: list[batching.TrainingSample]) -> dict[tuple[int, int], list[float]]:

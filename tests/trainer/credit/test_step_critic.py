@@ -1,4 +1,4 @@
-"""Advantages of a step critic against an independent computation, and the properties of their extremes."""
+"""Advantages of a step critic against an independent computation, and the value loss."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.advantages import step_advantages
 from megatron_webrl.trainer.credit.step_critic import critic_credit, generalized_advantages
 from megatron_webrl.trainer.loss.objective import make_objective, value_loss
-from megatron_webrl.trainer.loss.token_data import StepValues, TokenData
+from megatron_webrl.trainer.loss.token_data import StepValues
 from megatron_webrl.types import Group
 from tests.trainer.credit.made_groups import LIMIT, WINDOW, plain_group, varied_groups
-from tests.trainer.credit.test_assignment import WEIGHTS, step_shares
+from tests.trainer.credit.test_advantages import WEIGHTS, step_shares
 from tests.trainer.loss.by_hand import example, tensors
 
 numbers = st.floats(-2, 2)
@@ -54,29 +54,6 @@ def test_advantages_are_the_weighted_mean_of_those_of_n_steps(
     rewards, values = map(np.array, episode)
     found = generalized_advantages(rewards, values, discount, gae_lambda)
     np.testing.assert_allclose(found, by_definition(*episode, discount, gae_lambda), atol=1e-12)
-
-
-@settings(max_examples=100, derandomize=True)
-@given(episodes, fractions)
-def test_lambda_one_is_the_return_and_lambda_zero_the_error_of_one_step(
-    episode: tuple[list[float], list[float]], discount: float
-) -> None:
-    rewards, values = map(np.array, episode)
-    steps = len(values)
-    returns = [sum(discount**k * rewards[t + k] for k in range(steps - t)) for t in range(steps)]
-    np.testing.assert_allclose(generalized_advantages(rewards, values, discount, 1.0), returns - values, atol=1e-12)
-    errors = rewards + discount * np.append(values[1:], 0.0) - values
-    np.testing.assert_allclose(generalized_advantages(rewards, values, discount, 0.0), errors, atol=1e-12)
-
-
-@settings(max_examples=50, derandomize=True)
-@given(episodes, st.floats(0.1, 1.0), fractions)
-def test_values_that_are_the_returns_leave_no_advantage(
-    episode: tuple[list[float], list[float]], discount: float, gae_lambda: float
-) -> None:
-    rewards = np.array(episode[0])
-    values = generalized_advantages(rewards, np.zeros(len(rewards)), discount, 1.0)
-    np.testing.assert_allclose(generalized_advantages(rewards, values, discount, gae_lambda), 0, atol=1e-12)
 
 
 def with_critic(penalised: bool = False, gae_lambda: float = 0.9, **changed: object) -> Config:
@@ -152,32 +129,17 @@ def test_with_a_critic_each_trainable_episode_waits_for_its_values() -> None:
         assert all(not value.any() for each in found for value in each.values())
 
 
-def data_of(predicted: torch.Tensor, seed: int = 4) -> TokenData:
-    rng = np.random.default_rng(seed)
-    targets, weight = (torch.from_numpy(rng.random(len(predicted))) for _ in range(2))
-    return replace(tensors(example(seed)), values=StepValues(predicted, targets, weight))
-
-
-def test_the_value_loss_and_its_gradient_are_those_of_the_definition() -> None:
-    start = torch.from_numpy(np.random.default_rng(0).normal(size=6)).requires_grad_()
-    data = data_of(start)
-    assert data.values is not None
+def test_the_objective_adds_the_value_loss_of_the_definition_with_its_coefficient() -> None:
+    predicted, current = torch.linspace(-1, 1, 6, dtype=torch.float64).requires_grad_(), example(4)["current"]
+    targets, weight = (torch.from_numpy(np.random.default_rng(seed).random(6)) for seed in (0, 1))
+    data = replace(tensors(example(4)), values=StepValues(predicted, targets, weight))
     loss = value_loss(data)
     loss.backward()
-    points = zip(start.tolist(), data.values.targets.tolist(), data.values.weight.tolist(), strict=True)
-    assert loss.item() == pytest.approx(sum(w * (v - g) ** 2 for v, g, w in points), rel=1e-12)
-    for place in range(len(start)):
-        step = torch.zeros(len(start), dtype=torch.float64)
-        step[place] = 1e-6
-        slope = (value_loss(data_of(start.detach() + step)) - value_loss(data_of(start.detach() - step))) / 2e-6
-        assert start.grad is not None
-        assert start.grad[place].item() == pytest.approx(slope.item(), rel=1e-6, abs=1e-9)
-
-
-def test_the_objective_adds_the_value_loss_with_its_coefficient() -> None:
-    data = data_of(torch.linspace(-1, 1, 6, dtype=torch.float64))
-    current = torch.from_numpy(example(4)["current"])
-    plain, sums = make_objective(loss_config(), None)(current, data)
-    both, more = make_objective(loss_config(), None, critic=advantage_config("critic", coefficient=0.7))(current, data)
-    assert both.item() == pytest.approx(plain.item() + 0.7 * value_loss(data).item())
+    difference = predicted.detach() - targets
+    assert loss.item() == pytest.approx((weight * difference**2).sum().item(), rel=1e-12)
+    torch.testing.assert_close(predicted.grad, 2 * weight * difference)
+    plain, sums = make_objective(loss_config(), None)(torch.from_numpy(current), data)
+    critic = advantage_config("critic", coefficient=0.7)
+    both, more = make_objective(loss_config(), None, critic=critic)(torch.from_numpy(current), data)
+    assert both.item() == pytest.approx(plain.item() + 0.7 * loss.item())
     assert more.keys() - sums.keys() == {"value_loss"}

@@ -47,16 +47,22 @@ def test_minibatches_keep_groups_or_trajectories_whole():
         assert sum(map(len, parts)) == len(samples), (count, whole_groups)
 
 
-def test_each_minibatch_is_an_objective_of_its_own():
-    for normalizer, count in product(("constant", "per_trajectory", "token_mean"), (1, 2)):
+def test_tokens_are_weighed_by_the_equations_of_each_minibatch():
+    steps = {(0, 0): 2, (0, 1): 3, (1, 0): 1, (1, 1): 4}
+    for count in (1, 2):
         for part in batching.minibatches(batching.make_samples(groups()), count, seed=3):
-            trajectories = {s.trajectory_id for s in part}
-            tokens = sum(len(s.response) for s in part)
-            for sample, weight in zip(part, batching.token_weights(part, normalizer, 7), strict=True):
-                length = {(0, 0): 2, (0, 1): 3, (1, 0): 1, (1, 1): 4}[sample.trajectory_id]
-                whole = {"constant": len(trajectories) * 7, "per_trajectory": len(trajectories) * length}
-                wanted = 1 / (whole | {"token_mean": tokens})[normalizer]
-                assert weight == pytest.approx(wanted), (normalizer, count)
+            n, tokens = len({s.trajectory_id for s in part}), sum(len(s.response) for s in part)
+            lengths = [steps[s.trajectory_id] for s in part]
+            for normalizer, wanted in {
+                "constant": [1 / (n * 7) for _ in lengths],
+                "per_trajectory": [1 / (n * length) for length in lengths],
+                "token_mean": [1 / tokens for _ in lengths],
+                "async_webrl_constant": [1 / (7 * tokens) for _ in lengths],
+                "async_webrl_per_trajectory": [1 / (length * tokens) for length in lengths],
+            }.items():
+                assert batching.token_weights(part, normalizer, 7) == pytest.approx(wanted), (normalizer, count)
+    with pytest.raises(ValueError, match="'sum' is not one of constant, "):
+        batching.token_weight("sum", 4, 200, steps=1, constant_steps=1)
 
 
 def test_the_loss_selects_the_samples_and_advantages_of_an_update():
@@ -66,29 +72,6 @@ def test_the_loss_selects_the_samples_and_advantages_of_an_update():
     for name in ("raft", "raft_plus_plus"):
         config.trainer.loss = loss_config(name)
         assert {s.advantage for s in batching.training_samples(groups(), config, 3)} == {1.0}
-
-
-def test_shuffled_advantages_are_a_permutation_among_trajectories():
-    config = Config()
-    config.trainer.loss.shuffle_advantages = True
-    many = [
-        Group(t, tuple(trajectory(t, i, reward=float(i <= t % 3), steps=1 + i) for i in range(4))) for t in range(9)
-    ]
-    plain = batching.make_samples(many)
-    before = {s.trajectory_id: s.advantage for s in plain}
-    dealt = []
-    for version in (0, 0, 1):
-        samples = batching.training_samples(many, config, version)
-        after = {s.trajectory_id: s.advantage for s in samples}
-        assert sorted(after.values()) == sorted(before.values())
-        assert all(after[s.trajectory_id] == s.advantage for s in samples)
-        assert [s.trajectory_id for s in samples] == [s.trajectory_id for s in plain]
-        dealt.append(after)
-    assert dealt[0] == dealt[1] != dealt[2]
-    assert dealt[0] != before
-    config.run.seed = 1
-    assert {s.trajectory_id: s.advantage for s in batching.training_samples(many, config, 0)} != dealt[0]
-    assert batching.shuffled_rewards(many, config, 0) == many  # that is for imitation
 
 
 def test_shuffled_rewards_are_a_permutation_among_trainable_trajectories():

@@ -84,14 +84,6 @@ def test_sparse_layers_cost_their_chosen_experts() -> None:
     assert sparse.per_token_pair == dense.per_token_pair
 
 
-def test_cost_grows_with_the_square_of_length_within_a_sequence_only() -> None:
-    cost = FlopsEstimator.from_hf_config(DENSE)
-    long, short = chain(190, 10), chain(90, 5)
-    assert cost.packed_flops(long) > cost.packed_flops(short, short)
-    assert cost.packed_flops(short, short) == 2 * cost.packed_flops(short)
-    assert cost.packed_flops(chain(189, 11)) - cost.packed_flops(long) == pytest.approx(cost.per_scored_token)
-
-
 def test_an_image_shared_by_packed_sequences_is_counted_once() -> None:
     cost = FlopsEstimator.from_hf_config(DENSE)
     one, both = chain(40, 4, ((1, 4, 6),)), chain(60, 4, ((1, 4, 6), (1, 8, 8)))
@@ -100,9 +92,6 @@ def test_an_image_shared_by_packed_sequences_is_counted_once() -> None:
     )
     assert cost.image_flops((2, 4, 6)) == 2 * cost.image_flops((1, 4, 6))
     assert cost.image_flops((1, 8, 12)) > 4 * cost.image_flops((1, 4, 6))
-
-
-def test_a_frozen_tower_costs_its_forward_pass() -> None:
-    trained, frozen = FlopsEstimator.from_hf_config(DENSE), FlopsEstimator.from_hf_config(DENSE, train_vision=False)
-    assert frozen.image_flops((1, 4, 6)) == pytest.approx(trained.image_flops((1, 4, 6)) / 3)
-    assert frozen.per_token == trained.per_token
+    frozen = FlopsEstimator.from_hf_config(DENSE, train_vision=False)  # its forward pass alone
+    assert frozen.image_flops((1, 4, 6)) == pytest.approx(cost.image_flops((1, 4, 6)) / 3)
+    assert frozen.per_token == cost.per_token

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.record import encode_trajectory
@@ -110,43 +111,16 @@ def test_a_damaged_record_costs_its_episode_and_neither_the_job_nor_the_room_of_
     assert source.accounting.dropped == {"stale": 1}
 
 
-def test_each_record_is_read_and_decoded_once(ring: Ring, source: GroupSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers: list[int] = []
-    read = ring.read
-
-    def counted(sequence: int, verify: bool = True) -> memoryview:
-        numbers.append(sequence)
-        return read(sequence, verify)
-
-    monkeypatch.setattr(ring, "read", counted)
-    put(ring, 0, [1.0, 0.0])
-    put(ring, 1, [0.0, 1.0])
-    taken = take(source, 2)
-    assert [t.reward for group, _ in taken for t in group.trajectories] == [1.0, 0.0, 0.0, 1.0]
-    assert numbers == [0, 1, 2, 3]
-
-
 def test_a_group_waits_until_it_is_complete(ring: Ring, source: GroupSource):
     write(ring, trajectory(0, 1, group_size=2))
     put(ring, 7, [0.0, 0.0])
     with pytest.raises(GroupTimeout, match="0 of 1 arrived; episodes dropped: all_failed 2"):
         source.wait_for_groups(0, 1, 0.2, go)
     assert source.waiting_episodes() == 1
+    assert source.wait_for_groups(0, 1, 60.0, lambda ready: False) is None  # the caller stops it
     write(ring, trajectory(0, 0, reward=1.0, group_size=2))
     taken = take(source, 1)
     assert [t.index for t in taken[0][0].trajectories] == [0, 1]
-
-
-def test_a_group_that_misses_an_episode_for_too_long_is_dropped(ring: Ring, source: GroupSource):
-    """The ring frees its space in order, and may have none for the missing one."""
-    write(ring, trajectory(0, 1, group_size=2))
-    limit = source.config.staleness_limit
-    for version, waiting in ((0, 1), (limit, 1), (limit + 1, 0)):
-        source.poll(version)
-        assert source.waiting_episodes() == waiting
-    source.poll(limit + 1)
-    assert (ring.usage().records, source.accounting.dropped, source.closed_tickets) == (0, {"stale": 1}, {0})
-    assert source.lost_tickets == 0
 
 
 def test_time_without_an_engine_does_not_count_up_to_the_limit_of_a_start(ring: Ring, source: GroupSource):
@@ -161,19 +135,6 @@ def test_time_without_an_engine_does_not_count_up_to_the_limit_of_a_start(ring: 
     assert 0.6 < time.monotonic() - started < 30
 
 
-def test_untrainable_groups_are_dropped_by_reason_and_freed(ring: Ring, source: GroupSource):
-    put(ring, 0, [1.0, 1.0], version=5)
-    put(ring, 1, [0.0, 0.0], outcome="engine_error")
-    put(ring, 2, [1.0, 0.0], version=3)
-    source.poll(version=5)
-    put(ring, 3, [0.0, 0.0], version=5)
-    source.poll(version=5)
-    assert source.accounting.dropped == {"all_succeeded": 2, "all_failed": 2, "engine_error": 2, "stale": 2}
-    assert source.dropped_tickets == 4
-    assert ring.usage().records == 0
-    assert source.waiting_episodes() == 0
-
-
 def test_a_ready_group_that_becomes_stale_is_dropped(ring: Ring, source: GroupSource):
     put(ring, 0, [1.0, 0.0], version=4)
     source.poll(version=5)
@@ -182,42 +143,58 @@ def test_a_ready_group_that_becomes_stale_is_dropped(ring: Ring, source: GroupSo
     assert source.accounting.dropped == {"stale": 2}
 
 
-def test_a_group_with_masked_episodes_is_trained_only_if_the_rest_can_be(ring: Ring, source: GroupSource):
-    dropped: Counter[str] = Counter()
-    for ticket, (outcomes, reasons) in enumerate((
-        (("success", "engine_error", "engine_error", "engine_error"), {"few_trainable": 1, "engine_error": 3}),
-        (("success", "failure", "aborted", "browser_crashed"), {"aborted": 3, "browser_crashed": 1}),  # though fresh
-    )):  # fmt: skip
-        write(ring, *(trajectory(ticket, i, outcome=outcome, group_size=4) for i, outcome in enumerate(outcomes)))
-        source.poll(0)
-        dropped.update(reasons)
-        assert source.accounting.dropped == dropped
-        assert (source.dropped_tickets, source.waiting_episodes(), ring.usage().records) == (ticket + 1, 0, 0)
-    outcomes = ("success", "failure", "browser_error", "browser_error")
-    write(ring, *(trajectory(9, i, outcome=outcome, group_size=4) for i, outcome in enumerate(outcomes)))
-    source.close_group(*take(source, 1)[0])
-    assert source.accounting.trained == 2
-    assert source.accounting.dropped == dropped + Counter(browser_error=2)
+MIXED, FAILED, LOST = ("success", "failure"), ("failure", "failure"), ("teacher_error", "teacher_error")
+TEACHER = {"distillation": DistillationConfig(coefficient=1.0, rewards=False)}
+# Outcomes of a group at version 5, of tokens of a version, mode, settings of the trainer, and the reasons of its drop.
+GROUPS: list[tuple[tuple[str, ...], int, str, dict[str, Any], dict[str, int]]] = [
+    (MIXED, 5, "async", {}, {}),
+    (("success", "success"), 5, "async", {}, {"all_succeeded": 2}),
+    (FAILED, 5, "async", {}, {"all_failed": 2}),
+    (("engine_error", "engine_error"), 5, "async", {}, {"engine_error": 2}),
+    (("success", "engine_error", "engine_error"), 5, "async", {}, {"few_trainable": 1, "engine_error": 2}),
+    (("success", "failure", "aborted", "browser_crashed"), 5, "async", {}, {"aborted": 3, "browser_crashed": 1}),
+    (("success", "failure", "browser_error"), 5, "async", {}, {}),
+    (MIXED, 3, "async", {}, {}),
+    (MIXED, 2, "async", {}, {"stale": 2}),
+    (MIXED, 4, "one_step_off", {}, {}),
+    (MIXED, 3, "one_step_off", {}, {"stale": 2}),
+    (MIXED, 4, "sync", {}, {"stale": 2}),
+    *((("success", "success"), 5, "async", {"loss": loss_config(name)}, {}) for name in ("raft", "raft_plus_plus")),
+    *((FAILED, 5, "async", {"loss": loss_config(name)}, {"all_failed": 2}) for name in ("raft", "raft_plus_plus")),
+    (FAILED, 5, "async", TEACHER, {}),
+    (("failure", "teacher_error"), 5, "async", TEACHER, {}),
+    (LOST, 5, "async", TEACHER, {"teacher_error": 2}),
+]
 
 
-def test_a_group_of_different_tasks_is_dropped_by_name(ring: Ring, source: GroupSource):
+def test_groups_that_cannot_be_trained_are_dropped_by_reason_and_freed(ring: Ring):
+    for outcomes, version, mode, settings, dropped in GROUPS:
+        case, config = (outcomes, version, mode, settings), Config()
+        config.rollout.mode, config.rollout.max_staleness = mode, 2
+        for name, value in settings.items():
+            setattr(config.trainer, name, value)
+        source, size = sourced(ring, config), len(outcomes)
+        made = (trajectory(0, i, outcome=o, group_size=size, version=version) for i, o in enumerate(outcomes))
+        write(ring, *(replace(each, reward=float(each.outcome == "success")) for each in made))
+        source.poll(5)
+        assert source.accounting.dropped == dropped, case
+        left = 0 if dropped else size
+        assert (source.dropped_tickets, source.waiting_episodes(), ring.usage().records) == (left == 0, left, left), (
+            case
+        )
+        if not dropped:
+            (taken,) = source.wait_for_groups(5, 1, 5.0, go) or ()
+            source.close_group(*taken)
+            masked = Counter(each for each in outcomes if each not in MIXED)
+            assert (source.accounting.dropped, source.accounting.trained) == (masked, size - masked.total()), case
+    source = sourced(ring)
     for index, task_id in enumerate(("a", "a", "b")):
-        made = trajectory(0, index, reward=float(index == 0), group_size=3)
-        write(ring, replace(made, task=replace(made.task, id=task_id)))
+        each = trajectory(0, index, reward=float(index == 0), group_size=3)
+        write(ring, replace(each, task=replace(each.task, id=task_id)))
+    put(ring, 1, [1.0, 0.0], restart_epoch=1)  # of another job: not counted
     source.poll(0)
     assert source.accounting.dropped == {"several_tasks": 3}
-    assert ring.usage().records == 0
-
-
-def test_the_mode_limits_the_staleness_of_a_group(ring: Ring):
-    put(ring, 0, [1.0, 0.0], version=3)
-    put(ring, 1, [1.0, 0.0], version=4)
-    for mode, kept in (("async", 4), ("one_step_off", 2), ("sync", 0)):  # each frees what it drops
-        config = Config()
-        config.rollout.mode, config.rollout.max_staleness = mode, 2
-        source = sourced(ring, config)
-        source.poll(version=5)
-        assert source.waiting_episodes() == kept, mode
+    assert (source.waiting_episodes(), ring.usage().records) == (0, 0)
 
 
 def test_wasted_tokens_are_counted_by_reason(ring: Ring, source: GroupSource):
@@ -240,46 +217,6 @@ def test_wasted_tokens_are_counted_by_reason(ring: Ring, source: GroupSource):
     assert source.accounting.summary(5, 0)["matches"]
 
 
-def test_records_of_another_job_are_freed_and_not_counted(ring: Ring, source: GroupSource):
-    put(ring, 0, [1.0, 0.0], restart_epoch=1)
-    source.poll(version=0)
-    assert ring.usage().records == 0
-    assert source.accounting.closed_episodes == source.waiting_episodes() == 0
-
-
-def test_waiting_ends_when_the_caller_stops_it(ring: Ring, source: GroupSource):
-    assert source.wait_for_groups(0, 1, 60.0, lambda ready: False) is None
-
-
-def test_raft_keeps_groups_with_a_success_and_drops_those_without(ring: Ring, source: GroupSource):
-    for number, name in enumerate(("raft", "raft_plus_plus"), 1):
-        source.config.trainer.loss = loss_config(name)
-        put(ring, 2 * number, [1.0, 1.0])
-        put(ring, 2 * number + 1, [0.0, 0.0])
-        source.poll(0)
-        assert source.waiting_episodes() == 2 * number, name
-        assert source.accounting.dropped == {"all_failed": 2 * number}, name
-
-
-def test_group_rates_include_dropped_groups_and_reset(ring: Ring, source: GroupSource):
-    put(ring, 0, [1.0, 1.0])
-    put(ring, 1, [0.0, 0.0])
-    put(ring, 2, [1.0, 0.0])
-    put(ring, 3, [0.0, 0.0])
-    put(ring, 4, [0.0, 0.0], outcome="engine_error")
-    source.poll(0)
-    figures = source.pop_metrics()
-    assert {name: figures.pop(f"group_rate/{name}") for name in GROUP_KINDS} == {
-        "all_succeeded": 0.25, "all_failed": 0.5,
-    }  # fmt: skip
-    wanted = {
-        "rollout_success_rate": 3 / 8, f"rollout_success_rate/{trajectory().task.environment}": 3 / 8,
-        "rollout_episodes": 8, "finished_episodes": 10, "masked_rate/engine_error": 2 / 10,
-    }  # fmt: skip
-    assert {name: figures[name] for name in wanted} == wanted
-    assert source.pop_metrics() == {}
-
-
 def test_outcomes_decide_whether_a_group_is_trained_and_penalties_do_not(ring: Ring):
     config = Config()
     config.trainer.reward.length_penalty, config.trainer.reward.length_window = 1.0, 4
@@ -293,6 +230,7 @@ def test_outcomes_decide_whether_a_group_is_trained_and_penalties_do_not(ring: R
     assert source.accounting.dropped == {"all_failed": 2}
     figures = source.pop_metrics()
     assert {name: figures[f"group_rate/{name}"] for name in GROUP_KINDS} == {"all_succeeded": 0.0, "all_failed": 0.5}
+    assert source.pop_metrics() == {}
 
 
 def test_records_written_again_by_a_restarted_worker_are_duplicates(ring: Ring, source: GroupSource):
@@ -314,40 +252,20 @@ def test_records_written_again_by_a_restarted_worker_are_duplicates(ring: Ring, 
     assert source.dropped_tickets == 0
 
 
-def test_each_counted_episode_is_logged_with_its_disposition(ring: Ring, tmp_path: Path):
+def test_each_counted_episode_is_logged_and_each_complete_group_reported(ring: Ring, tmp_path: Path):
     log = EpisodeLog(tmp_path, 0)
-    source = sourced(ring, episode_log=log)
+    seen: list[tuple[int, int]] = []  # complete groups, before their drop
+    source = sourced(
+        ring, episode_log=log, on_complete=lambda group: seen.append((group.ticket, source.dropped_tickets))
+    )
     put(ring, 0, [1.0, 0.0])
     put(ring, 1, [0.0, 0.0])
     for group, sequences in take(source, 1):
         source.close_group(group, sequences)
+    write(ring, trajectory(2, 0))  # not whole
     put(ring, 0, [1.0, 0.0])
     source.poll(4)
     found = [(line["ticket"], line["disposition"], line["version"]) for line in episodes.read_lines(tmp_path)]
     assert sorted(found) == [(0, "duplicate", 4)] * 2 + [(0, "trained", 0)] * 2 + [(1, "all_failed", 0)] * 2
     assert len(found) == source.accounting.closed_episodes
-
-
-def test_on_complete_is_called_for_every_complete_group_and_before_its_drop(ring: Ring):
-    seen: list[tuple[int, int]] = []
-    source = sourced(ring, on_complete=lambda group: seen.append((group.ticket, source.dropped_tickets)))
-    write(ring, *(trajectory(0, index, outcome="blocked") for index in range(2)))  # dropped as masked
-    put(ring, 1, [1.0, 0.0])
-    write(ring, trajectory(2, 0))  # not whole
-    source.poll(0)
-    assert seen == [(0, 0), (1, 1)]
-    assert source.accounting.dropped == {"blocked": 2}
-
-
-def test_a_teacher_alone_trains_groups_of_one_outcome_and_of_one_trainable_episode(ring: Ring) -> None:
-    config = Config()
-    config.trainer.distillation.coefficient, config.trainer.distillation.rewards = 1.0, False
-    source = sourced(ring, config)
-    put(ring, 0, [0.0, 0.0])
-    put(ring, 1, [1.0, 1.0])
-    write(ring, trajectory(2, 0), trajectory(2, 1, outcome="teacher_error"))
-    put(ring, 3, [0.0, 0.0], outcome="teacher_error")
-    taken = take(source, 3)
-    assert [group.ticket for group, _ in taken] == [0, 1, 2]
-    source.poll(0)
-    assert source.accounting.dropped == {"teacher_error": 2}
+    assert seen == [(0, 0), (1, 0)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_webrl.trainer.data.batching import TrainingSample
-from megatron_webrl.trainer.data.prefix_merging import MergedSequence, merge_prefixes
+from megatron_webrl.trainer.data.prefix_merging import merge_prefixes
 from tests.trainer.growing_prompts import random_tokens, step
 
 IMAGE, VIDEO = 500, 501
@@ -39,8 +39,8 @@ def seen(count: int, *, last: bytes = b"", grid: list[int] = GRID) -> TrainingSa
     )
 
 
-def sizes(chains: list[MergedSequence]) -> list[int]:
-    return sorted(len(chain.samples) for chain in chains)
+def sizes(samples: list[TrainingSample]) -> list[int]:
+    return sorted(len(chain.samples) for chain in merge_prefixes(samples, PLACEHOLDERS))
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.randoms(use_true_random=False))
@@ -57,62 +57,31 @@ def test_steps_that_extend_each_other_become_one_sequence_in_any_order(lengths: 
         assert np.array_equal(chain.tokens[:start], sample.prompt)
 
 
-def test_a_response_right_after_a_response_is_merged() -> None:
-    first = step(random_tokens(0, 5), random_tokens(1, 3))
-    second = step(np.concatenate([first.prompt, first.response]), random_tokens(2, 4))
-    (chain,) = merge_prefixes([first, second], PLACEHOLDERS)
-    assert chain.response_positions.tolist() == [5, 6, 7, 8, 9, 10, 11]
-
-
 def test_a_step_joins_the_longest_sequence_that_it_extends() -> None:
     first, second, third = grown([2, 3, 4])
     other = step(first.prompt, np.append(first.response, np.int32(7)))  # the same prompt, another answer
-    chains = merge_prefixes([third, other, second, first], PLACEHOLDERS)
-    assert sizes(chains) == [1, 3]
+    assert sizes([third, other, second, first]) == [1, 3]
     aside = step(np.concatenate([first.prompt, first.response, random_tokens(9, 2)]), random_tokens(8, 2))
-    chains = merge_prefixes([first, aside, second, third], PLACEHOLDERS)  # two steps extend the first
-    assert sizes(chains) == [2, 2]
-    assert sum(len(chain.response_positions) for chain in chains) == sum(
-        len(s.response) for s in (first, aside, second, third)
-    )
-
-
-def test_a_broken_sequence_starts_again() -> None:
-    first, second = grown([2, 3])
+    assert sizes([first, aside, second, third]) == [2, 2]  # two steps extend the first
     later = [replace(s, prompt=np.concatenate([random_tokens(70, 5), s.prompt])) for s in grown([4, 1])]
-    assert sizes(merge_prefixes([first, second, *later], PLACEHOLDERS)) == [2, 2]
-
-
-def test_a_prompt_that_ends_within_the_previous_step_does_not_extend_it() -> None:
-    first = step(random_tokens(0, 5), random_tokens(1, 6))
-    assert sizes(
-        merge_prefixes([first, step(np.append(first.prompt, first.response[:3]), random_tokens(2, 9))], PLACEHOLDERS)
-    ) == [1, 1]
-
-
-def test_other_trajectories_and_temperatures_are_kept_apart() -> None:
-    first, second, third = grown([2, 3, 4])
-    assert sizes(merge_prefixes([first, replace(second, trajectory_id=(0, 1)), third], PLACEHOLDERS)) == [1, 2]
-    assert sizes(merge_prefixes([first, replace(second, temperature=0.5)], PLACEHOLDERS)) == [1, 1]
-
-
-def test_no_step_extends_a_response_with_a_placeholder() -> None:
-    first, second, third = grown([2, 3, 4])
-    for token in PLACEHOLDERS:
+    assert sizes([first, second, *later]) == [2, 2]  # a broken sequence starts again
+    assert sizes([first, step(np.append(first.prompt, first.response[:1]), random_tokens(2, 9))]) == [1, 1]
+    assert sizes([first, replace(second, trajectory_id=(0, 1)), third]) == [1, 2]
+    assert sizes([first, replace(second, temperature=0.5)]) == [1, 1]
+    for token in PLACEHOLDERS:  # no step extends a response with a placeholder
         response = np.array([3, token, 4], np.int32)
         odd = replace(second, response=response)
         after = replace(third, prompt=np.concatenate([odd.prompt, response, random_tokens(1, 3)]))
-        chains = merge_prefixes([first, odd, after], PLACEHOLDERS)
-        assert [chain.samples for chain in chains] == [(first, odd), (after,)]
+        assert [each.samples for each in merge_prefixes([first, odd, after], PLACEHOLDERS)] == [(first, odd), (after,)]
 
 
 def test_images_are_compared_by_content_and_grid() -> None:
-    assert sizes(merge_prefixes([seen(1), seen(2), seen(3)], PLACEHOLDERS)) == [3]
+    assert sizes([seen(1), seen(2), seen(3)]) == [3]
     (chain,) = merge_prefixes([seen(1), seen(3)], PLACEHOLDERS)
     assert chain.images == seen(3).images
     assert chain.grids.tolist() == [GRID] * 3
-    assert sizes(merge_prefixes([seen(1), seen(2, last=b"another image")], PLACEHOLDERS)) == [1, 1]
-    assert sizes(merge_prefixes([seen(1), seen(2, grid=[1, 2, 8])], PLACEHOLDERS)) == [1, 1]
+    assert sizes([seen(1), seen(2, last=b"another image")]) == [1, 1]
+    assert sizes([seen(1), seen(2, grid=[1, 2, 8])]) == [1, 1]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 3)), max_size=12))

@@ -1,118 +1,251 @@
-"""Log-probabilities and gradients do not depend on the packing."""
+"""Log-probabilities and gradients of a real model do not depend on packing, merging and common prefixes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from megatron_webrl.config.schema import Config
+from megatron_webrl.model import schedule
+from megatron_webrl.model.build import build_model, load_hf
+from megatron_webrl.model.hf_config import load_hf_config
+from megatron_webrl.model.layout import ParallelSizes
+from megatron_webrl.model.logprobs import vocab_parallel_logprobs
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.trainer.data.batching import TrainingSample
-from tests.gloo import spawn
-from tests.trainer.data import packing_ranks
+from megatron_webrl.trainer.data.packing import FlopsEstimator
+from megatron_webrl.trainer.data.sequence_packer import SequencePacker
+from megatron_webrl.trainer.main import compute_options, make_sequence_packer
+from tests.model.layout_ranks import wrap
+from tests.trainer.growing_prompts import SIZES, episode, random_tokens, step
+from tests.trainer.ranks import process_groups, results
+from tests.trajectories import screenshot
 
-OTHERS = pytest.mark.parametrize("way", [name for name in packing_ranks.WAYS if name != "one by one"])
+WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {"merge_prefixes": "none", "microbatch_multiple": 9},
+    "packed, three replicas of two rows": {"merge_prefixes": "none", "data_parallel_size": 3, "microbatch_multiple": 2},
+    "merged": {"merge_prefixes": "trajectory"},
+    "merged, one row": {"merge_prefixes": "trajectory", "max_tokens": 400},
+    "merged, more rows than samples": {
+        "merge_prefixes": "trajectory", "data_parallel_size": 2, "microbatch_multiple": 4,
+    },
+}  # fmt: skip
+TREE: dict[str, Any] = {"merge_prefixes": "all", "min_shared_tokens": 2}
+TREE_WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {"merge_prefixes": "none", "max_tokens": 1000, "microbatch_multiple": 7},
+    "merged": {"merge_prefixes": "trajectory", "max_tokens": 1000},
+    "tree": TREE | {"max_tokens": 1000},
+    "tree, two replicas": TREE | {"max_tokens": 200, "data_parallel_size": 2},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2, sequence parallel": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+    "cp2": {"context_parallel": 2, "recompute": "full"},
+    "dp2": {"data_parallel": 2, "recompute": "selective"},
+}
+
+
+def make_samples(processor: Processor) -> list[TrainingSample]:
+    """Nine steps of four episodes: three episodes grow, one step extends no other; screenshots are shared."""
+    first, second = episode(processor, 0, (6, 2, 9)), episode(processor, 1, (3, 8), images=1, advantage=-0.5)
+    third, fourth = episode(processor, 2, (5, 1, 4, 2), images=1, advantage=0.3), episode(processor, 3, (7, 7))
+    return [*first, *second, *third[:3], fourth[1]]
+
+
+def group_samples(processor: Processor) -> list[TrainingSample]:
+    """Seven steps of a group of four: the first prompt, with a screenshot, is that of all; responses branch at once.
+
+    Of two equal first responses, one is extended with another screenshot and one with its thought left out.
+    """
+    shots = [screenshot(seed, *SIZES[seed % 3]) for seed in range(3)]
+    grids = processor.grids(shots)
+    places = [np.full(int(grid.prod()) // processor.merge_size**2, processor.image_token_id) for grid in grids]
+    prompt = np.concatenate([random_tokens(1, 9), places[0], random_tokens(2, 6)]).astype(np.int32)
+    responses = [random_tokens(seed, 5) for seed in (3, 4, 4, 4)]  # the first differs from its first token on
+    responses[3] = np.append(responses[1][:3], random_tokens(5, 2))
+    steps = [
+        step(prompt, response, images=(shots[0],), grids=grids[:1], trajectory=(1, i), advantage=0.5 - i, first=100 * i)
+        for i, response in enumerate(responses)
+    ]
+    for index, kept in ((1, responses[1]), (2, responses[2][3:]), (1, responses[1][:2])):
+        longer = np.concatenate([prompt, kept, places[index], random_tokens(6, 4)]).astype(np.int32)
+        images, response = (shots[0], shots[index]), random_tokens(7 + len(steps), 6)
+        given = {"images": images, "grids": grids[[0, index]], "trajectory": (1, index), "first": 1000 * len(steps)}
+        steps.append(step(longer, response, **given))
+    return steps
+
+
+def run(platform: Any, _: Path, model: Path) -> dict[str, dict[str, Any]]:
+    """Log-probabilities, gradients, and counts of tokens and patches, for each way of packing."""
+    processor, found = Processor.load(model), {}
+    cost = FlopsEstimator.from_hf_config(load_hf_config(model))
+    with process_groups(ParallelSizes()):
+        for name, dtype, samples, ways in (
+            ("steps", "float32", make_samples(processor), WAYS),
+            ("tree", "float64", group_samples(processor), TREE_WAYS),
+        ):
+            (chunk,) = build_model(str(model), dtype=dtype, platform=platform)
+            fill(chunk)
+            found[name] = {way: _examine(chunk, processor, cost, samples, options) for way, options in ways.items()}
+    return found
+
+
+def fill(model: Any) -> None:
+    """Random weights under which activations and logits are of size one."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+            else:
+                parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+
+
+def _examine(
+    model: Any, processor: Processor, cost: FlopsEstimator, samples: list[TrainingSample], way: dict[str, Any]
+) -> dict[str, Any]:
+    options = {"data_parallel_size": 1, "max_tokens": 130, "device": torch.device("cpu"), "flops_estimator": cost} | way
+    model.zero_grad()
+    tokens = patches = 0
+    rows, marks, scores = [], [], []
+    for replica in range(options["data_parallel_size"]):
+        built = SequencePacker(processor, data_parallel_rank=replica, **options).build(samples, "per_trajectory", 10)
+        rows.append(len(built))
+        for batch in built:
+            logits, vocabulary = model(batch.inputs), model.unpadded_vocab_size
+            if logits.dtype is torch.float64:  # the trainer's function computes in float32
+                scaled = logits[:, :vocabulary] / batch.temperature
+                logprobs = scaled.log_softmax(dim=1).gather(1, batch.targets[:, None])[:, 0]
+            else:
+                logprobs, _ = vocab_parallel_logprobs(logits, batch.targets, batch.temperature, vocabulary, None)
+            (batch.weight * batch.advantage * logprobs).sum().backward()
+            real = batch.weight > 0
+            if real.any():
+                tokens, patches = tokens + batch.token_count, patches + len(batch.inputs.pixels)
+            marks.append(batch.behaviour_logprobs[real])
+            scores.append(logprobs.detach()[real])
+    order = torch.cat(marks).argsort()
+    gradients: dict[str, Tensor] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"marks": torch.cat(marks)[order], "logprobs": torch.cat(scores)[order], "gradients": gradients,
+            "tokens": tokens, "patches": patches, "rows": rows}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The folder with the results of the process."""
-    folder = tmp_path_factory.mktemp("packing")
-    spawn(packing_ranks.run, str(folder), str(tiny_model), ranks=1)
-    return folder
+def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, dict[str, Any]]:
+    """Samples -> way of packing -> its results."""
+    return results(run, tmp_path_factory.mktemp("packing"), tiny_model, ranks=1)[0]
 
 
-@pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, dict[str, Any]]:
-    """Way of packing -> its results."""
-    result: dict[str, dict[str, Any]] = torch.load(folder / "found.pt")
-    return result
+def patches(*samples: TrainingSample) -> int:
+    """Patches of all images of the steps."""
+    return sum(int(sample.grids.prod(axis=1).sum()) for sample in samples)
 
 
-@OTHERS
-def test_log_probabilities_are_those_of_samples_one_by_one(found: dict[str, dict[str, Any]], way: str) -> None:
-    alone, other = found["one by one"], found[way]
-    assert torch.equal(alone["marks"], other["marks"])
-    assert len(alone["marks"]) == len(alone["marks"].unique())
-    assert (alone["logprobs"] - other["logprobs"]).abs().max() < 1e-5
+def distinct_patches(*samples: TrainingSample) -> int:
+    """Patches of the different images."""
+    found = {image: grid for sample in samples for image, grid in zip(sample.images, sample.grids, strict=True)}
+    return sum(int(grid.prod()) for grid in found.values())
 
 
-@OTHERS
-def test_gradients_are_those_of_samples_one_by_one(found: dict[str, dict[str, Any]], way: str) -> None:
-    alone, other = found["one by one"]["gradients"], found[way]["gradients"]
-    assert alone.keys() == other.keys()
-    assert any("visual" in name for name in alone)
-    for name, gradient in alone.items():
-        assert gradient.norm() > 0
-        assert (gradient - other[name]).norm() < 1e-5 * gradient.norm(), name
+def test_log_probabilities_and_gradients_are_those_of_samples_one_by_one(found: dict[str, dict[str, Any]]) -> None:
+    for samples, ways in found.items():
+        alone = ways["one by one"]
+        exact = samples == "tree"  # in float64, but for the norms of gradients
+        whole = torch.stack([gradient.norm() for gradient in alone["gradients"].values()]).norm()
+        assert len(alone["marks"]) == len(alone["marks"].unique())
+        assert any("visual" in name for name in alone["gradients"])
+        for way, other in ways.items():
+            assert torch.equal(alone["marks"], other["marks"]), (samples, way)
+            moved = (alone["logprobs"] - other["logprobs"]) / (alone["logprobs"] if exact else 1)
+            assert moved.abs().max() < (1e-12 if exact else 1e-5), (samples, way)
+            assert alone["gradients"].keys() == other["gradients"].keys()
+            for name, gradient in alone["gradients"].items():
+                assert gradient.norm() > 0
+                difference = (gradient - other["gradients"][name]).norm()
+                assert difference < (1e-6 if exact else 1e-5) * gradient.norm(), (samples, way, name)
+                assert not exact or difference < 1e-6 * whole, (way, name)
 
 
-def test_the_numbers_of_microbatches_are_as_requested(found: dict[str, dict[str, Any]]) -> None:
-    assert {name: result["rows"] for name, result in found.items()} == {
-        "one by one": [9],
-        "packed": [3],
-        "merged": [2],
-        "merged, one row": [1],
-        "merged, two replicas": [1, 1],
-        "packed, three replicas of two rows": [2, 2, 2],
-        "merged, more rows than samples": [4, 4],
-    }
-
-
-def test_merging_computes_shared_tokens_and_encodes_shared_images_once(
+def test_what_is_merged_is_computed_once_in_as_many_microbatches_as_requested(
     found: dict[str, dict[str, Any]], tiny_model: Path
 ) -> None:
-    samples = packing_ranks.make_samples(Processor.load(tiny_model))
+    processor = Processor.load(tiny_model)
+    assert {way: result["rows"] for way, result in found["steps"].items()} == {
+        "one by one": [9], "packed, three replicas of two rows": [2, 2, 2], "merged": [2], "merged, one row": [1],
+        "merged, more rows than samples": [4, 4],
+    }  # fmt: skip
+    samples = make_samples(processor)
     last = [samples[i] for i in (2, 4, 7, 8)]  # the last step of each episode, which contains the others
     alone, merged, together = (
-        found[way] for way in ("one by one", "merged, more rows than samples", "merged, one row")
+        found["steps"][way] for way in ("one by one", "merged, more rows than samples", "merged, one row")
     )
     assert alone["tokens"] == sum(sample.length for sample in samples)
     assert merged["tokens"] == together["tokens"] == sum(sample.length for sample in last)
-    assert alone["patches"] == sum(patches(sample) for sample in samples)
-    assert merged["patches"] == sum(patches(sample) for sample in last)
-    distinct = {image: grid for sample in last for image, grid in zip(sample.images, sample.grids, strict=True)}
-    assert together["patches"] == sum(int(grid.prod()) for grid in distinct.values()) < merged["patches"]
+    assert (alone["patches"], merged["patches"]) == (patches(*samples), patches(*last))
+    assert together["patches"] == distinct_patches(*last) < merged["patches"]
 
-
-def test_steps_of_the_append_policy_score_the_same_merged_into_segments(folder: Path, tiny_model: Path) -> None:
-    found = torch.load(folder / "appended.pt")
-    alone, merged = found["one by one"], found["merged"]
-    samples = packing_ranks.appended_samples(Processor.load(tiny_model))
-    assert (alone["rows"], merged["rows"]) == ([5], [1])
-    assert alone["tokens"] == sum(sample.length for sample in samples)
-    assert merged["tokens"] == samples[2].length + samples[4].length  # the last step of each segment
-    assert merged["patches"] == sum(patches(samples[i]) for i in (2, 4))
-    assert torch.equal(alone["marks"], merged["marks"])
-    assert (alone["logprobs"] - merged["logprobs"]).abs().max() < 1e-5
-    for name, gradient in alone["gradients"].items():
-        assert (gradient - merged["gradients"][name]).norm() < 1e-5 * gradient.norm(), name
-
-
-@pytest.mark.parametrize(("dtype", "limit", "each_limit"), [("float32", 1e-6, 1e-5), ("float64", 1e-12, 1e-6)])
-def test_a_groups_common_prefix_is_computed_once_with_the_same_scores_and_gradients(
-    folder: Path, tiny_model: Path, dtype: str, limit: float, each_limit: float
-) -> None:
-    """`limit`: relative, of log-probabilities; `each_limit`: of each gradient, whose norms are float32 in any case."""
-    found = torch.load(folder / f"tree-{dtype}.pt")
-    alone, tree = found["one by one"], found["tree"]
-    samples = packing_ranks.group_samples(Processor.load(tiny_model))
+    alone, tree, samples = found["tree"]["one by one"], found["tree"]["tree"], group_samples(processor)
     assert (alone["rows"], tree["rows"]) == ([7], [1])
-    assert tree["tokens"] < found["merged"]["tokens"] < alone["tokens"] == sum(sample.length for sample in samples)
-    distinct = {image: grid for sample in samples for image, grid in zip(sample.images, sample.grids, strict=True)}
-    assert tree["patches"] == sum(int(grid.prod()) for grid in distinct.values())
-    for way in ("tree", "tree, two replicas"):
-        assert torch.equal(alone["marks"], found[way]["marks"])
-        assert (alone["logprobs"] / found[way]["logprobs"] - 1).abs().max() < limit
-        whole = torch.stack([gradient.norm() for gradient in alone["gradients"].values()]).norm()
-        for name, gradient in alone["gradients"].items():
-            difference = (gradient - found[way]["gradients"][name]).norm()
-            assert difference < 1e-6 * whole, name
-            assert difference < each_limit * gradient.norm(), name
+    merged = found["tree"]["merged"]
+    assert tree["tokens"] < merged["tokens"] < alone["tokens"] == sum(sample.length for sample in samples)
+    assert tree["patches"] == distinct_patches(*samples)
 
 
-def patches(sample: TrainingSample) -> int:
-    """Patches of all images of a step."""
-    return int(sample.grids.prod(axis=1).sum())
+def in_layouts(platform: Any, _: Path, model: Path) -> dict[str, dict[str, Any]]:
+    """Layout -> what is merged -> this rank's computed tokens, log-probabilities and gradients."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, layout in LAYOUTS.items():
+        config = Config()
+        config.model.path, config.trainer.tokens_per_microbatch = str(model), 200
+        for key, value in layout.items():
+            setattr(config.trainer, key, value)
+        with process_groups(config):
+            found[name] = {merged: _pass(config, merged, platform) for merged in ("none", "all")}
+    return found
+
+
+def _pass(config: Config, merged: str, platform: Any) -> dict[str, Any]:
+    path, trainer = config.model.path, config.trainer
+    chunks = build_model(path, dtype="float32", platform=platform, options=compute_options(config, platform))
+    load_hf(chunks, path)
+    trainer.merge_prefixes = merged
+    packer = replace(make_sequence_packer(config, platform), min_shared_tokens=2)
+    batches = packer.build(group_samples(packer.processor), "token_mean", 1)
+    scores: dict[float, float] = {}  # a token is named by its behaviour log-probability
+
+    def loss_of(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        batch, vocabulary = batches[index], chunks[-1].unpadded_vocab_size
+        logprobs, _ = vocab_parallel_logprobs(logits, batch.targets, 1.0, vocabulary, chunks[-1].pg_collection.tp)
+        scores.update(zip(batch.behaviour_logprobs.tolist(), logprobs.tolist(), strict=True))
+        loss = (batch.weight * batch.advantage * logprobs).sum()
+        return loss * len(batches) * trainer.data_parallel, {}  # Megatron averages over micro-batches and replicas
+
+    schedule.forward_backward(wrap(chunks), [batch.inputs for batch in batches], loss_of, forward_only=False)
+    gradients = {n: p.main_grad.clone() for chunk in chunks for n, p in chunk.named_parameters()}
+    return {"tokens": sum(batch.token_count for batch in batches), "scores": scores, "gradients": gradients}
+
+
+def test_a_common_prefix_is_computed_once_with_the_same_result_in_every_layout(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    ranks = results(in_layouts, tmp_path, tiny_model)
+    expected = {mark: score for rank in ranks for mark, score in rank["dp2"]["all"]["scores"].items()}
+    assert len(expected) > 20
+    for layout in LAYOUTS:
+        separate, trees = ([rank[layout][merged] for rank in ranks] for merged in ("none", "all"))
+        assert sum(rank["tokens"] for rank in trees) < 0.6 * sum(rank["tokens"] for rank in separate)
+        for one, other in zip(separate, trees, strict=True):
+            assert one["gradients"].keys() == other["gradients"].keys()
+            whole = torch.stack([gradient.norm() for gradient in one["gradients"].values()]).norm()
+            assert whole > 0
+            for name, gradient in one["gradients"].items():
+                assert (gradient - other["gradients"][name]).norm() < 1e-6 * whole, (layout, name)
+        alone, found = ({m: s for rank in each for m, s in rank["scores"].items()} for each in (separate, trees))
+        assert found == {mark: pytest.approx(score, rel=1e-6) for mark, score in alone.items()}, layout
+        assert found == {mark: pytest.approx(score, rel=1e-5) for mark, score in expected.items()}, layout

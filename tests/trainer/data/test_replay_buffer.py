@@ -13,10 +13,11 @@ from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.trainer.data import replay_buffer
-from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer, replay_probability
+from megatron_webrl.trainer.data.replay_buffer import ReplayBuffer
 from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology
 from megatron_webrl.types import Group
 from tests.trajectories import screenshot, trajectory
+from tools.bench import recorded_groups
 
 
 class _OneNode:
@@ -47,12 +48,6 @@ def batch(ticket: int, successes: int = 2) -> list[Group]:
 def names(groups: list[Group]) -> list[tuple[int, int]]:
     assert all(len(group.trajectories) == 1 for group in groups)
     return sorted((group.ticket, group.trajectories[0].index) for group in groups)
-
-
-def test_the_replay_probability_falls_with_age() -> None:
-    assert [replay_probability(age, 4, 1.0) for age in (1, 2, 3, 4)] == [1.0, 0.75, 0.5, 0.25]
-    assert [replay_probability(age, 4, 2.0) for age in (1, 2, 4)] == [1.0, 0.5625, 0.0625]
-    assert [replay_probability(age, 3, 0.0) for age in (1, 2, 3)] == [1.0, 1.0, 1.0]
 
 
 def test_the_successes_of_the_last_versions_are_replayed_complete(tmp_path: Path) -> None:
@@ -121,18 +116,31 @@ def test_files_of_removed_nodes_are_divided_and_overwritten(tmp_path: Path) -> N
     assert names(replay.sample(2)) == [(2, 0), (2, 1)]
 
 
-def test_without_versions_nothing_is_stored(tmp_path: Path) -> None:
-    replay = make(tmp_path, versions=0)
-    replay.add(batch(0), 0)
-    assert replay.sample(1) == []
-    assert not replay.folder.exists()
-
-
 def test_a_missing_version_is_skipped_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     replay = make(tmp_path)
     replay.add(batch(1), 1)
     assert names(replay.sample(2)) == [(1, 0), (1, 1)]
     path = replay.folder / "version-000001.records"
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(RecordError, match=r"version-000001\.records is truncated"):
-        replay.sample(2)
+    for read in (lambda: replay.sample(2), lambda: recorded_groups.read_groups(path)):
+        with pytest.raises(RecordError, match=r"version-000001\.records is truncated"):
+            read()
+    nothing = make(tmp_path / "none", versions=0)
+    nothing.add(batch(0), 0)
+    assert nothing.sample(1) == []
+    assert not nothing.folder.exists()
+
+
+def test_groups_are_read_back_complete_and_in_order(tmp_path: Path) -> None:
+    path = replay_buffer.group_file_path(tmp_path / "records", 7)
+    made = [replace(trajectory(ticket, i, steps=2), images=(screenshot(i),)) for ticket in (9, 4) for i in (0, 1, 2)]
+    replay_buffer.write_trajectories(path, made)
+    assert list(path.parent.iterdir()) == [path]
+    groups = recorded_groups.read_groups(path)
+    assert [(g.ticket, [t.index for t in g.trajectories]) for g in groups] == [(9, [0, 1, 2]), (4, [0, 1, 2])]
+    found = [t for group in groups for t in group.trajectories]
+    for one, other in zip(found, made, strict=True):
+        assert [bytes(image) for image in one.images] == list(other.images)
+        assert np.array_equal(one.steps[1].logprobs, other.steps[1].logprobs)
+    (tmp_path / "records" / ".version-000003.records.here.17.0123abcd.writing").touch()
+    assert replay_buffer.list_group_files(tmp_path / "records") == [(7, path)]

@@ -15,7 +15,7 @@ from megatron_webrl.model.vision_language.packed_input import partition_images
 from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.trainer.data.sequence_packer import ImageGridMismatch
 from tests.trainer.data.conftest import Build
-from tests.trainer.growing_prompts import episode, random_tokens, step
+from tests.trainer.growing_prompts import episode
 
 MERGES = ("none", "trajectory", "all")
 
@@ -44,20 +44,6 @@ def test_scores_of_a_teacher_follow_their_tokens(processor: Processor, build: Bu
     found = batch.teacher_logprobs.numpy()[np.argsort(batch.behaviour_logprobs.numpy(), kind="stable")]
     np.testing.assert_array_equal(found, np.array(wanted, np.float32)[order])
     assert build(samples)[0].teacher_logprobs is None
-
-
-def test_weights_do_not_depend_on_merging(processor: Processor, build: Build) -> None:
-    samples = [*episode(processor, 0, (6, 2)), *episode(processor, 1, (3,), advantage=-1.0)]
-    for normalizer in ("constant", "per_trajectory", "token_mean"):
-        found = []
-        for merge in MERGES:
-            rows = build(samples, normalizer, merge_prefixes=merge)
-            numbers = torch.stack(
-                [torch.cat([getattr(r, n) for r in rows]) for n in ("behaviour_logprobs", "weight", "advantage")]
-            )
-            found.append(numbers[:, numbers[0].argsort()])
-        assert torch.equal(found[0], found[1])
-        assert torch.equal(found[0], found[2])
 
 
 def test_microbatches_of_all_replicas_weigh_each_token_by_the_whole_minibatch(
@@ -177,15 +163,6 @@ def test_empty_microbatches_are_padded_with_the_shortest_sample_at_weight_zero(
     assert {batch.inputs.tokens.numel() for batch in weightless} == {samples[2].length}
     assert {batch.token_count for batch in weightless} == {0}
     assert sum(float(batch.weight.sum()) for part in parts for batch in part) == pytest.approx(8 / 4 + 3 / 2)
-
-
-def test_temperatures_share_no_microbatch(build: Build) -> None:
-    samples = [
-        step(random_tokens(i, 9), random_tokens(i, 3), temperature=1.0 - i % 2 / 4, trajectory=(i, 0)) for i in range(6)
-    ]
-    rows = build(samples)
-    assert sorted((row.temperature, len(row.targets)) for row in rows) == [(0.75, 9), (1.0, 9)]
-    assert rows[0].inputs.pixels.shape[0] == 0
 
 
 def test_context_parallel_ranks_divide_the_response_tokens(processor: Processor, build: Build) -> None:

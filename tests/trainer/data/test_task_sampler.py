@@ -1,91 +1,190 @@
-"""Task sampling through coordinator, ring, control service and checkpoint state; and its bookkeeping alone."""
+"""Task sampling through coordinator, ring, control service and checkpoint state; its bookkeeping; the block list."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from dataclasses import replace
-from itertools import product
+import random
+import secrets
+from collections import deque
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.tasks import GrowingStepsConfig, SamplerConfig, TasksConfig, tasks_config
+from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.ring.record import encode_trajectory
+from megatron_webrl.ring.ring import Ring
 from megatron_webrl.tasks.files.table import FileDigest
+from megatron_webrl.tasks.miniwob import MiniWobTaskSource
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.sampler import knowledge, samplers
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
-from megatron_webrl.trainer.data.task_sampler import TaskSampler
-from megatron_webrl.types import Group, Task
-from tests.gloo import spawn
-from tests.trainer.data import sampler_ranks
-from tests.trainer.data.groups import group
-from tests.trainer.data.sampler_ranks import SKILL
+from megatron_webrl.tasks.source import referenced_task
+from megatron_webrl.track.metrics import UpdateSeconds
+from megatron_webrl.track.mlflow_upload import MLflowTracker
+from megatron_webrl.trainer import coordinator as coordinators
+from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
+from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
+from megatron_webrl.trainer.coordinator import Coordinator
+from megatron_webrl.trainer.data import group_source, replay_buffer
+from megatron_webrl.trainer.data.task_sampler import BLOCK_LIST_FILE as FILE
+from megatron_webrl.trainer.data.task_sampler import BlockList, TaskSampler
+from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
+from megatron_webrl.trainer.telemetry import UpdateResult
+from megatron_webrl.types import Group, Task, Trajectory
+from tests.job_control import claim_tickets, connect, control_service
+from tests.trainer.multi_node.nodes import one_node_exchange
+from tests.trainer.ranks import results
+from tests.trajectories import trajectory
+from tools.bench import recorded_groups
+
+SKILL = {"click-test": 0.98, "click-tab": 0.5, "enter-text": 0.1, "focus-text": 0.8, "click-link": 0.02}
+UPDATES, GROUP, IN_FLIGHT = 12, 4, 8
+TOKEN_TOTALS = ("response_tokens", "success_tokens", "entropy", "success_entropy", "tokens")
+METRICS = dict.fromkeys((*TOKEN_TOTALS, "loss", "gradient_norm", "gradient_clipped", "learning_rate"), 1.0)
+MISMATCH = LogprobMismatch({1: LagMismatch(4, 0.2, 0.9, 1.0, 0.5)})
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("sampler")
-    spawn(sampler_ranks.run, str(folder), ranks=1, seconds=300)
-    return torch.load(folder / "found.pt", weights_only=False)
+def run(_: Any, folder: Path) -> dict[str, dict[str, Any]]:
+    """A run without interruption, and one that is resumed twice."""
+    group_source.POLL_SECONDS = 0.001
+    return {name: Run(folder, name).run(ends) for name, ends in (("whole", ()), ("resumed", (4, 8)))}
 
 
-SAMPLERS = ("curriculum", "near_target")
+class Run:
+    """One run with restarts from checkpoints, in which a coordinator and a worker alternate.
+
+    The worker runs several tickets at a time and finishes the oldest at every poll of the trainer, so the order of
+    groups does not depend on the machine. An episode succeeds at random, seeded by its task.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.config, self.folder = Config(), folder
+        self.config.run.directory, self.config.run.name, self.config.run.seed = str(folder), name, 5
+        self.config.tasks.environments, self.config.tasks.sampler.name = list(SKILL), "curriculum"
+        self.config.trainer.updates, self.config.trainer.groups_per_update = UPDATES, 3
+        # Many tickets in flight and fast estimates: a ticket that changed its state would change its task.
+        knowledge.LATEST_GROUP_WEIGHT, self.config.rollout.max_staleness = 0.8, 4
+        self.config.tracking.keep_records = True
+        self.config.run_folder.mkdir()
+        (self.config.run_folder / "config.yaml").touch()
+        self.source = MiniWobTaskSource(list(SKILL), TasksConfig(max_steps=4, sampler=self.config.tasks.sampler))
+        self.tasks: dict[int, set[str]] = {}  # ticket -> its task ids
+        self.in_flight: deque[list[Trajectory]] = deque()
+
+    def run(self, ends: Iterable[int]) -> dict[str, Any]:
+        """Run to the end, with a restart from a checkpoint after each of the versions `ends`."""
+        state, open_tickets, found = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0), [], dict[str, Any]()
+        with self.source:
+            for end in (*ends, UPDATES):
+                if state.version:
+                    (self.config.run_folder / "state.json").write_text(json.dumps(asdict(state)))
+                    read = read_trainer_state(self.config.run_folder)
+                    state = replace(read, restart_epoch=read.restart_epoch + 1)
+                    open_tickets.append(state.open_tickets)
+                state, found = self._run_until(state, end)
+        updates = [json.loads(line) for line in (self.config.run_folder / "updates.jsonl").read_text().splitlines()]
+        return found | {
+            "tasks": self.tasks, "open": open_tickets, "base": state.closed_tickets, "figures": updates[-1]["extra"],
+        }  # fmt: skip
+
+    def _run_until(self, state: TrainerState, end: int) -> tuple[TrainerState, dict[str, Any]]:
+        """Train up to version `end`, with a new control service and ring. Unfinished groups are lost."""
+        name = f"webrl-test-{secrets.token_hex(4)}"
+        with ExitStack() as stack:
+            address = stack.enter_context(control_service(self.folder))
+            ring = stack.enter_context(Ring.create_or_attach(name, 2**21, name))
+            ring.unlink()
+            control, worker, exchange = (
+                connect(address, "trainer-0"),
+                connect(address, "rollout-0"),
+                one_node_exchange(ring),
+            )
+            resume_point = make_resume_point(control, exchange, state, self.config.run_folder, True)
+            tracker = MLflowTracker(self.config)
+            coordinator = Coordinator(self.config, control, exchange, state, resume_point, tracker)
+            coordinator.open_job(state.version)
+            self.in_flight.clear()
+            for version in range(state.version, end):
+                groups = coordinator.collect(version, lambda: self._work(coordinator, worker, ring, version))  # noqa: B023
+                if version + 1 == end:
+                    with mock.patch.object(coordinators.log, "warning") as warning:
+                        coordinator.log_update(
+                            UpdateResult(end, groups, METRICS, MISMATCH, UpdateSeconds(1, 1, 1, 1, 0), {})
+                        )
+                    warned = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+                    trained = [(g.ticket, [t.index for t in g.trajectories]) for g in groups]
+                coordinator.close_update(groups, version + 1)
+            sampler = coordinator.task_sampler
+            assert sampler is not None
+            stored = recorded_groups.read_groups(replay_buffer.group_file_path(self.config.records_folder, end - 1))
+            kept = [(g.ticket, [t.index for t in g.trajectories]) for g in stored]
+            return coordinator.trainer_state(end), {
+                "rates": {name: sampler.pass_rate(name) for name in SKILL}, "kept_tasks": len(sampler.tasks),
+                "trained": trained, "kept": kept, "warned": warned,
+            }  # fmt: skip
+
+    def _work(self, coordinator: Coordinator, worker: Any, ring: Ring, version: int) -> bool:
+        """Claim tickets, and finish one if the trainer lacks groups."""
+        for claim in claim_tickets(worker, IN_FLIGHT - len(self.in_flight)):
+            self.in_flight.append(self._run_ticket(claim, version))
+        if len(coordinator.group_source._ready) < self.config.trainer.groups_per_update:
+            for each in self.in_flight.popleft():
+                ring.write(encode_trajectory(each), 10.0)
+        return False
+
+    def _run_ticket(self, claim: TicketClaim, version: int) -> list[Trajectory]:
+        task = referenced_task(self.source, claim.task)
+        self.tasks.setdefault(claim.ticket, set()).add(task.id)
+        chance, options = random.Random(task.id), {"version": version, "restart_epoch": claim.restart_epoch}
+        rewards = [float(chance.random() < SKILL[task.environment]) for _ in range(GROUP)]
+        made = [trajectory(claim.ticket, i, reward=r, group_size=GROUP, **options) for i, r in enumerate(rewards)]
+        return [replace(each, task=task) for each in made]
 
 
-def test_a_resumed_run_goes_on_with_the_tasks_of_an_uninterrupted_one(found) -> None:
-    for sampler in SAMPLERS:
-        whole, resumed = found[sampler, "whole"], found[sampler, "resumed"]
-        assert not whole["open"]
-        assert len(resumed["open"]) == 2
-        assert all(len(tickets) >= 7 for tickets in resumed["open"])  # they were in flight, and are issued again
-        assert len(whole["tasks"]) > 60
-        assert all(len(tasks) == 1 for tasks in resumed["tasks"].values())
-        for name in ("tasks", "rates", "base"):
-            assert resumed[name] == whole[name], (sampler, name)
-        versions = list(whole["versions"].values())  # of the policy at the admission of each ticket
-        assert versions == sorted(versions)
-        assert set(versions) == set(range(sampler_ranks.UPDATES))
-
-
-def test_environments_are_drawn_as_often_as_the_pass_rates_say_and_tasks_of_open_tickets_kept(found) -> None:
-    for case in product(SAMPLERS, ("whole", "resumed")):
-        drawn = Counter(found[case]["drawn"].values())
-        for name, expected in zip(SKILL, found[case]["expected"].tolist(), strict=True):
-            assert abs(drawn[name] - expected) < 5, (case, name)
-        wanted, unwanted = ("click-tab", "click-link")
-        assert drawn[wanted] > drawn[unwanted], case
-        assert 1 < found[case]["kept_tasks"] <= 15, case  # 3 groups of each of 5 updates
-
-
-def test_an_update_tells_what_the_sampler_knows(found) -> None:
-    for sampler in SAMPLERS:
-        run = found[sampler, "resumed"]
-        figures = {key: value for key, value in run["figures"].items() if key.startswith("sampler/")}
-        assert len(figures) == 3 * len(SKILL)
-        assert sum(figures[f"sampler/probability/{name}"] for name in SKILL) == pytest.approx(1)
-        assert figures["sampler/pass_rate/click-test"] > figures["sampler/pass_rate/enter-text"]
-        # The metrics are taken before the update's own groups are closed.
-        assert sum(figures[f"sampler/closed_tickets/{name}"] for name in SKILL) == run["base"] - 3
-
-
-def test_an_update_warns_of_a_trainer_far_from_the_engine_and_keeps_its_groups_where_wanted(found) -> None:
-    for sampler in SAMPLERS:
-        run = found[sampler, "whole"]
-        assert run["figures"]["logprob_mismatch/kl/lag_1"] == 0.9
-        (warning,) = run["warned"]
-        assert warning.startswith(f"update {sampler_ranks.UPDATES}: ")
-        assert "0.9 nats" in warning
-        assert len(run["trained"]) == 3
-        assert run["kept"] == run["trained"]
+def test_a_resumed_run_continues_with_the_tasks_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    (found,) = results(run, tmp_path, ranks=1)
+    whole, resumed = found["whole"], found["resumed"]
+    assert not whole["open"]
+    assert len(resumed["open"]) == 2
+    assert all(len(tickets) >= 7 for tickets in resumed["open"])  # they were in flight, and are issued again
+    assert len(whole["tasks"]) > 60
+    assert all(len(tasks) == 1 for tasks in resumed["tasks"].values())
+    for name in ("tasks", "rates", "base"):
+        assert resumed[name] == whole[name], name
+    for each in (whole, resumed):
+        assert 1 < each["kept_tasks"] <= 15  # of open tickets: 3 groups of each of 5 updates
+    figures = {key: value for key, value in resumed["figures"].items() if key.startswith("sampler/")}
+    assert len(figures) == 3 * len(SKILL)
+    assert sum(figures[f"sampler/probability/{name}"] for name in SKILL) == pytest.approx(1)
+    assert figures["sampler/pass_rate/click-test"] > figures["sampler/pass_rate/enter-text"]
+    # The metrics are taken before the update's own groups are closed.
+    assert sum(figures[f"sampler/closed_tickets/{name}"] for name in SKILL) == resumed["base"] - 3
+    # An update warns of a trainer far from the engine, and keeps its groups where wanted.
+    assert whole["figures"]["logprob_mismatch/kl/lag_1"] == 0.9
+    (warning,) = whole["warned"]
+    assert warning.startswith(f"update {UPDATES}: ")
+    assert "0.9 nats" in warning
+    assert len(whole["trained"]) == 3
+    assert whole["kept"] == whole["trained"]
 
 
 TWO = tasks_config(environments=["click-test", "click-tab"], sampler=SamplerConfig("curriculum"))
 BY_WEBSITE = tasks_config(source="webgym", train_file="train.jsonl", sampler=SamplerConfig("curriculum", per="website"))
+
+
+def group(ticket: int, environment: str, *outcomes: str, website: str = "", task_id: str = "") -> Group:
+    made = [trajectory(ticket, i, outcome=outcome, group_size=len(outcomes)) for i, outcome in enumerate(outcomes)]
+    task = replace(made[0].task, id=task_id or f"task {ticket}", environment=environment, website=website)
+    return Group(ticket, tuple(replace(each, task=task) for each in made))
 
 
 @pytest.fixture(autouse=True)
@@ -221,3 +320,77 @@ def test_a_checkpoint_of_another_training_file_is_refused(tmp_path: Path) -> Non
     opened(tmp_path, saved, files=files("moved.jsonl", "aa", "cc"))
     with pytest.raises(JobFailed, match=r"^tasks\.train_file=train\.jsonl has the digest cc, but .* aa, .* a new run"):
         opened(tmp_path, saved, files=files("train.jsonl", "cc", "bb"))
+
+
+HOUR = 3600.0
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def on_site(ticket: int, website: str, *outcomes: str) -> Group:
+    return group(ticket, "page", *outcomes, website=website)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def test_a_website_is_blocked_by_any_blocked_episode_until_its_time_is_over(tmp_path: Path) -> None:
+    blocked: dict[str, float] = {}
+    clock = Clock()
+    block_list = BlockList(blocked, tmp_path / FILE, clock)
+    block_list.record_group(on_site(3, "a.example", "success", "blocked", "failure"))
+    block_list.record_group(on_site(4, "b.example", "failure", "judge_error"))
+    clock.now += HOUR
+    block_list.record_group(on_site(5, "a.example", "blocked"))  # does not prolong it
+    block_list.record_group(on_site(6, "c.example", "blocked", "blocked"))
+    assert blocked.keys() == {"a.example", "c.example"}
+    assert block_list.pop_metrics() == {"blocked_websites": 2.0, "block_list/added": 2.0}
+    clock.now += 10.9 * HOUR
+    block_list.remove_expired()
+    assert blocked.keys() == {"a.example", "c.example"}
+    clock.now += 0.1 * HOUR
+    block_list.remove_expired()
+    assert blocked.keys() == {"c.example"}
+    assert block_list.pop_metrics() == {"blocked_websites": 1.0, "block_list/added": 0.0}
+    block_list.record_group(on_site(9, "a.example", "blocked"))
+    assert blocked.keys() == {"a.example", "c.example"}
+    assert lines(tmp_path) == [
+        {"time": 1000.0, "website": "a.example", "event": "blocked", "until": 44200.0, "ticket": 3},
+        {"time": 4600.0, "website": "c.example", "event": "blocked", "until": 47800.0, "ticket": 6},
+        {"time": 44200.0, "website": "a.example", "event": "unblocked", "until": 44200.0, "ticket": None},
+        {"time": 44200.0, "website": "a.example", "event": "blocked", "until": 87400.0, "ticket": 9},
+    ]
+
+
+def test_blocks_of_the_file_that_last_are_restored(tmp_path: Path) -> None:
+    clock = Clock()
+    block_list = BlockList({}, tmp_path / FILE, clock)
+    for ticket, website in enumerate(("early.example", "a.example", "b.example")):
+        block_list.record_group(on_site(ticket, website, "blocked"))
+        clock.now += HOUR
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"time": 1, "webs')
+    clock.now = 1000.0 + 12 * HOUR
+    older = {"b.example": 5e9}
+    restored = BlockList(older, tmp_path / FILE, clock)
+    restored.restore()
+    restored.restore()
+    assert older == {"a.example": 1000.0 + 13 * HOUR, "b.example": 5e9}
+    assert len((tmp_path / FILE).read_text().splitlines()) == 4
+
+
+def test_only_the_website_of_the_blocked_episode_is_blocked(tmp_path: Path) -> None:
+    blocked: dict[str, float] = {}
+    block_list = BlockList(blocked, tmp_path / FILE)
+    block_list.record_group(on_site(0, "", "blocked"))
+    assert not blocked
+    [first], [second] = on_site(0, "a.example", "failure").trajectories, on_site(0, "b.example", "blocked").trajectories
+    block_list.record_group(Group(0, (first, second)))
+    assert blocked.keys() == {"b.example"}

@@ -12,11 +12,15 @@ from megatron_webrl.trainer.loss.token_data import TokenData
 
 VERSION = 6
 LARGEST = -0.01  # log-probability in the examples
+COEFFICIENT, TEACHER_CLIP = 0.7, 1.0  # of the teacher, in nats
 Arrays = dict[str, np.ndarray]
 
 
 def example(seed: int, lengths: tuple[int, ...] = (9, 1, 14, 6, 3, 20)) -> Arrays:
-    """Responses of `lengths` tokens; advantage and weight are a response's, one in five weighs nothing."""
+    """Responses of `lengths` tokens; advantage and weight are a response's, one in five weighs nothing.
+
+    The teacher is up to some nats from the policy; a fifth of the tokens has none.
+    """
     rng = np.random.default_rng(seed)
     step, tokens = np.repeat(np.arange(len(lengths)), lengths), sum(lengths)
     proximal = -1 - rng.random(tokens) * 3
@@ -35,11 +39,24 @@ def example(seed: int, lengths: tuple[int, ...] = (9, 1, 14, 6, 3, 20)) -> Array
         "step_lengths": np.array(lengths, float),
         "versions": rng.integers(-1, VERSION + 1, tokens),  # -1: unknown
         "entropy": rng.random(tokens) * 2,
+        "teacher_logprobs": np.where(
+            rng.random(tokens) < 0.2, math.nan, np.minimum(proximal + rng.normal(0, 1.0, tokens), LARGEST)
+        ),
     }
 
 
 def tensors(data: Arrays) -> TokenData:
     return TokenData(**{name: torch.from_numpy(array) for name, array in data.items() if name != "current"})
+
+
+def taught(data: Arrays, config: Any) -> Arrays:
+    """The data with A + coefficient * clip(log teacher - log old), token by token."""
+    old = data["proximal_logprobs"] if config.decoupled else data["behaviour_logprobs"]
+    found = []
+    for advantage, teacher, before in zip(data["advantage"], data["teacher_logprobs"], old, strict=True):
+        extra = 0.0 if math.isnan(teacher) else min(max(teacher - before, -TEACHER_CLIP), TEACHER_CLIP)
+        found.append(advantage + COEFFICIENT * extra)
+    return data | {"advantage": np.array(found)}
 
 
 def clipped(advantage: float, ratio: float, config: Any) -> float:

@@ -1,7 +1,7 @@
 """What the loss normaliser does to the length of failures, with a tabular agent and the project's own loss functions.
 
-Some pages take WORK steps of work, after which submitting succeeds; on the others, half unless a test says otherwise,
-nothing helps, which the agent can tell. At each step the agent works, dithers or submits; its policy is a table of
+Half of the pages take WORK steps of work, after which submitting succeeds; on the others nothing helps, which the agent
+can tell. At each step the agent works, dithers or submits; its policy is a table of
 logits by state. An episode that reaches the horizon is a failure. Since E[f grad log p] = grad E[f], a weight 1/|tau|
 on failures of equal advantage A < 0 ascends E[A/|tau|]: it makes failures longer where the agent chooses when to end. A
 constant weight leaves their length alone.
@@ -27,7 +27,7 @@ WORK, HORIZON = 3, 16
 STUCK = WORK + 1  # the state of a page on which nothing helps
 WORKS, DITHERS, SUBMITS = range(3)
 GROUPS, GROUP_SIZE, UPDATES, LAST, LEARNING_RATE = 4, 8, 40, 15, 0.05
-SEEDS = range(6)
+SEEDS = range(3)
 START = np.log([[0.8, 0.1, 0.1]] * WORK + [[0.1, 0.6, 0.3], [0.1, 0.6, 0.3]])  # [states, actions]
 
 
@@ -46,12 +46,11 @@ class Outcome:
 
     success: float
     failure_steps: float
-    steps: float
 
 
-def play(policy: np.ndarray, may_end: bool, stuck: float, rng: np.random.Generator) -> Episode:
+def play(policy: np.ndarray, may_end: bool, rng: np.random.Generator) -> Episode:
     """One episode of `policy`, probabilities [states, actions]; without `may_end` a submit that fails does nothing."""
-    states, actions, state = list[int](), list[int](), STUCK if rng.random() < stuck else 0
+    states, actions, state = list[int](), list[int](), STUCK if rng.random() < 0.5 else 0
     while len(states) < HORIZON:
         states.append(state)
         actions.append(int(np.searchsorted(np.cumsum(policy[state])[:-1], rng.random(), side="right")))
@@ -87,15 +86,15 @@ def loss_of(logits: torch.Tensor, groups: Sequence[Sequence[Episode]], normalize
     return make_objective(loss_config(), None)(current, data)[0]
 
 
-def train(normalizer: str, seed: int, may_end: bool, stuck: float = 0.5) -> Outcome:
-    """Train an agent on pages of which a share is `stuck`; k is the mean length of the first batch."""
+def train(normalizer: str, seed: int, may_end: bool) -> Outcome:
+    """Train an agent; k is the mean length of the first batch."""
     rng, k = np.random.default_rng(seed), 0
     logits = torch.tensor(START, requires_grad=True)
     optimizer = torch.optim.Adam([logits], LEARNING_RATE)
     late: list[Episode] = []
     for update in range(UPDATES):
         policy = torch.softmax(logits.detach(), 1).numpy()
-        groups = [[play(policy, may_end, stuck, rng) for _ in range(GROUP_SIZE)] for _ in range(GROUPS)]
+        groups = [[play(policy, may_end, rng) for _ in range(GROUP_SIZE)] for _ in range(GROUPS)]
         episodes = [episode for group in groups for episode in group]
         k = k or round(fmean(len(episode.actions) for episode in episodes))
         if any(len({episode.success for episode in group}) == 2 for group in groups):
@@ -107,35 +106,19 @@ def train(normalizer: str, seed: int, may_end: bool, stuck: float = 0.5) -> Outc
     failures = [len(episode.actions) for episode in late if not episode.success]
     return Outcome(
         success=fmean(episode.success for episode in late),
-        failure_steps=fmean(failures) if failures else float("nan"),
-        steps=fmean(len(episode.actions) for episode in late),
+        failure_steps=fmean(failures),
     )
 
 
 def test_failures_stay_longer_per_trajectory_where_the_agent_chooses_when_to_end():
-    """Than with the constant, of which a mean over tokens has the effect."""
+    """Than with the constant; where all failures have the same length, nothing differs."""
     for seed in SEEDS:
         constant, per_trajectory = train("constant", seed, True), train("per_trajectory", seed, True)
         assert per_trajectory.failure_steps > 1.4 * constant.failure_steps, seed
-        assert per_trajectory.failure_steps > 1.4 * train("token_mean", seed, True).failure_steps, seed
-        assert per_trajectory.steps > constant.steps, seed
         assert constant.success == pytest.approx(per_trajectory.success, abs=0.1), seed
-
-
-def test_nothing_differs_where_all_failures_have_the_same_length():
-    for seed in SEEDS:
-        constant, per_trajectory = train("constant", seed, False), train("per_trajectory", seed, False)
-        assert constant.failure_steps == per_trajectory.failure_steps == HORIZON, seed
-        assert constant.success == pytest.approx(per_trajectory.success, abs=0.1), seed
-        assert per_trajectory.steps < constant.steps + 0.5, seed
-
-
-def test_per_trajectory_lengthens_nothing_where_every_page_can_be_done():
-    """Then ending is what succeeds, and every normaliser teaches it; 1/|tau| also favours short successes."""
-    for seed in SEEDS:
-        constant, per_trajectory = train("constant", seed, True, 0.0), train("per_trajectory", seed, True, 0.0)
-        assert min(constant.success, per_trajectory.success) > 0.9, seed
-        assert per_trajectory.steps < 1.05 * constant.steps, seed
+    constant, per_trajectory = train("constant", 0, False), train("per_trajectory", 0, False)
+    assert constant.failure_steps == per_trajectory.failure_steps == HORIZON
+    assert constant.success == pytest.approx(per_trajectory.success, abs=0.1)
 
 
 def test_the_loss_pushes_failures_of_equal_advantage_by_their_length_per_trajectory_only():

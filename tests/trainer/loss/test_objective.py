@@ -6,26 +6,45 @@ import math
 from collections import Counter
 from dataclasses import fields, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LOSSES, loss_config
+from megatron_webrl.trainer.loss import objective
 from megatron_webrl.trainer.loss.objective import (
     SURROGATES,
     make_objective,
     negative_log_likelihood,
+    off_policy_correction,
     policy_loss,
     reference_kl,
 )
 from megatron_webrl.trainer.loss.token_data import TokenData
-from tests.trainer.loss.by_hand import LARGEST, VERSION, beyond, by_hand, example, responses, tensors, used_weight
+from tests.trainer.loss.by_hand import (
+    COEFFICIENT,
+    LARGEST,
+    TEACHER_CLIP,
+    VERSION,
+    Arrays,
+    beyond,
+    by_hand,
+    example,
+    responses,
+    taught,
+    tensors,
+    used_weight,
+)
+from tests.trainer.ranks import results
 
-USUAL_SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "importance_weight_cap": 2.0}
-USUAL = loss_config(**USUAL_SETTINGS)
-CHANGES = [
+TEACHER = DistillationConfig(coefficient=COEFFICIENT)
+USUAL = {"clip_low": 0.2, "clip_high": 0.28, "importance_weight_cap": 2.0}
+BOUNDS = {"importance_weight_floor": 0.6, "importance_weight_cap": 1.5, "max_token_lag": 3, "kl_rejection_bound": 0.25}
+CHANGES: list[dict[str, Any]] = [
     *(
         {"name": name, "decoupled": mode != "", "importance_weight_mode": mode or "mask", "dual_clip": dual} | kl
         for name, mode, dual, kl in product(
@@ -57,18 +76,30 @@ CHANGES = [
 def variant(name: str = "grpo", **changes: Any) -> Any:
     """Settings of a loss, with those of USUAL that it has."""
     own = {each.name for each in fields(LOSSES[name])}
-    usual = {key: value for key, value in USUAL_SETTINGS.items() if key in own}
-    return loss_config(name, **usual | {key: value for key, value in changes.items() if key in own})
+    return loss_config(name, **{key: value for key, value in (USUAL | changes).items() if key in own})
 
 
-VARIANTS = [variant(**changes) for changes in CHANGES]
+PLAIN = [variant(**changes) for changes in CHANGES]
+TAUGHT = [
+    variant(name, decoupled=decoupled, kl_coefficient=kl)
+    for name in SURROGATES
+    if name != "raft_plus_plus"
+    for decoupled, kl in ((True, 0.0), (False, 0.3))
+]
+VARIANTS = [*((config, None) for config in PLAIN), *((config, TEACHER) for config in TAUGHT)]
+
+
+@pytest.fixture(autouse=True)
+def small_teacher_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective, "TEACHER_CLIP", TEACHER_CLIP)
 
 
 def test_every_loss_equals_a_computation_by_hand() -> None:
-    for config, seed in product(VARIANTS, range(5)):
+    for (config, teacher), seed in product(VARIANTS, range(5)):
         data = example(seed)
-        loss, _ = make_objective(config, None, VERSION)(torch.from_numpy(data["current"]), tensors(data))
-        assert loss.item() == pytest.approx(by_hand(data["current"], data, config), rel=1e-9), (config, seed)
+        loss, _ = make_objective(config, None, VERSION, teacher)(torch.from_numpy(data["current"]), tensors(data))
+        wanted = by_hand(data["current"], taught(data, config) if teacher else data, config)
+        assert loss.item() == pytest.approx(wanted, rel=1e-9), (config, seed)
 
 
 def test_gradients_at_the_logits_equal_finite_differences() -> None:
@@ -86,77 +117,105 @@ def test_gradients_at_the_logits_equal_finite_differences() -> None:
         return -(shares * np.log(shares)).sum(axis=1)
 
     near = chosen(logits) - data["current"]  # keep the ratios where the example has them
-    given = ("proximal_logprobs", "behaviour_logprobs", "reference_logprobs")
+    given = ("proximal_logprobs", "behaviour_logprobs", "reference_logprobs", "teacher_logprobs")
     data |= {name: np.minimum(data[name] + near, LARGEST) for name in given}
     step = 1e-6
-    for config in VARIANTS:
+    for config, teacher in VARIANTS:
         tensor = torch.from_numpy(logits).requires_grad_()
         scores = torch.log_softmax(tensor, dim=1)
         tokens = replace(tensors(data), entropy=-(scores.exp() * scores).sum(dim=1))
-        make_objective(config, None, VERSION)(scores[places, targets], tokens)[0].backward()
+        make_objective(config, None, VERSION, teacher)(scores[places, targets], tokens)[0].backward()
+        known = taught(data, config) if teacher else data
         for place in np.ndindex(*logits.shape):
             values = []
             for sign in (1, -1):
                 moved = logits.copy()
                 moved[place] += sign * step
-                values.append(by_hand(chosen(moved), data | {"entropy": entropy(moved)}, config, chosen(logits)))
+                values.append(by_hand(chosen(moved), known | {"entropy": entropy(moved)}, config, chosen(logits)))
             wanted = (values[0] - values[1]) / (2 * step)
             assert tensor.grad[place].item() == pytest.approx(wanted, abs=1e-6), (config, place)
         assert float(tensor.grad.abs().max()) > 0.01, config
 
 
-def test_metrics_count_what_the_equations_say() -> None:
-    data = example(2, (8, 3, 11, 5, 7, 2, 9, 4) * 8)
-    moved = data["current"] - data["proximal_logprobs"]
-    for name, mode in product(("grpo", "gspo"), ("mask", "truncate")):
-        config = variant(name, importance_weight_mode=mode, dual_clip=1.5, importance_weight_cap=1.5)
-        _, sums = policy_loss(torch.from_numpy(data["current"]), tensors(data), config)
-        wanted: Counter[str] = Counter()
-        for response, t in ((each, t) for each in responses(data) for t in each if data["weight"][t]):
-            ratio = np.exp(moved[response].mean() if name == "gspo" else moved[t])
-            off, advantage = used_weight(response, t, data, config), data["advantage"][t]
-            wanted["importance_weight_capped"] += beyond(response, t, data, config)[1]["importance_weight_capped"]
-            wanted["behaviour_importance_weight"] += off
-            wanted["policy_ratio"] += ratio
-            wanted["approx_kl"] += np.exp(moved[t]) - 1 - moved[t]
-            if off > 0:
-                wanted["clipped"] += (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
-                wanted["dual_clipped"] += advantage < 0 and ratio > 1.5
-        figures = {key: value.item() for key, value in sums.items()}
-        assert {key: figures[key] for key in wanted} == pytest.approx(dict(wanted)), (name, mode)
-        assert len(wanted) == 6
-        assert all(value > 0 for value in wanted.values())
-        assert figures["clipped_logprob/count"] == figures["clipped"]
-        assert set(figures) - set(wanted) == {f"clipped_logprob/{key}" for key in ("count", "sum", "squares")}
+def part_of(data: Arrays, tokens: slice) -> Arrays:
+    """The data of a context-parallel rank: its tokens, and the lengths of all responses."""
+    return {name: array if name == "step_lengths" else array[tokens] for name, array in data.items()}
 
 
-def test_on_policy_the_gradient_is_that_of_the_policy_gradient() -> None:
-    data = example(3)
-    data["behaviour_logprobs"] = data["proximal_logprobs"] = data["current"]
-    for name in SURROGATES:
+def share_responses(platform: Any, folder: Path) -> list[Any]:
+    """Loss, metrics and gradient of this rank's tokens with each loss."""
+    objective.TEACHER_CLIP = TEACHER_CLIP
+    data, group = example(4), torch.distributed.group.WORLD
+    own = part_of(data, slice(0, 20) if torch.distributed.get_rank() == 0 else slice(20, None))
+    found = []
+    for config, teacher in VARIANTS:
+        tensor = torch.from_numpy(own["current"]).requires_grad_()
+        loss, sums = make_objective(config, group, VERSION, teacher)(tensor, tensors(own))
+        loss.backward()
+        found.append((loss.item(), {name: each.item() for name, each in sums.items()}, tensor.grad))
+    return found
+
+
+def test_context_parallel_ranks_compute_the_loss_of_responses_that_they_share(tmp_path: Path) -> None:
+    """The third response, of a weight above 0, lies on both ranks."""
+    ranks, data = results(share_responses, tmp_path), example(4)
+    for (config, teacher), (one, sums, gradient), (other, more, rest) in zip(VARIANTS, *ranks, strict=True):
         tensor = torch.from_numpy(data["current"]).requires_grad_()
-        policy_loss(tensor, tensors(data), variant(name))[0].backward()
-        advantage = np.maximum(data["advantage"], 0) if name == "raft_plus_plus" else data["advantage"]
-        np.testing.assert_allclose(tensor.grad.numpy(), -data["weight"] * advantage, rtol=1e-12, err_msg=name)
+        loss, whole = make_objective(config, None, VERSION, teacher)(tensor, tensors(data))
+        loss.backward()
+        assert one + other == pytest.approx(loss.item(), rel=1e-9), config
+        torch.testing.assert_close(torch.cat([gradient, rest]), tensor.grad)
+        assert {name: sums[name] + more[name] for name in sums} == pytest.approx(
+            {name: each.item() for name, each in whole.items()}
+        ), config
 
 
-def test_without_decoupling_fresh_tokens_give_the_same_loss() -> None:
-    data = example(4)
-    data["behaviour_logprobs"] = data["proximal_logprobs"]
-    current = torch.from_numpy(data["current"])
-    with_it, without = (policy_loss(current, tensors(data), replace(USUAL, decoupled=d)) for d in (True, False))
-    assert with_it[0].item() == without[0].item()
+def test_metrics_and_weights_are_those_of_the_equations() -> None:
+    data = example(2, (8, 3, 11, 5, 7, 2, 9, 4) * 8)
+    moved, counted = data["current"] - data["proximal_logprobs"], data["weight"] > 0
+    tokens = [(response, t) for response in responses(data) for t in response]
+    configs = [
+        variant(name, importance_weight_mode=mode, dual_clip=1.5, importance_weight_cap=1.5)
+        for name, mode in product(("grpo", "gspo"), ("mask", "truncate"))
+    ]
+    configs += [
+        loss_config(importance_weight_level=level, importance_weight_mode=mode, kl_rejection_estimator=kind, **BOUNDS)
+        for level, mode, kind in product(("auto", "geometric", "product"), ("mask", "truncate"), ("k1", "k3"))
+    ]
+    for config in configs:
+        correction = off_policy_correction(tensors(data), config, None, VERSION)
+        weights = [used_weight(response, t, data, config) for response, t in tokens]
+        np.testing.assert_allclose(correction.weight.numpy(), weights, rtol=1e-9, err_msg=str(config))
+        assert torch.equal(correction.masked, correction.weight == 0)
+        _, sums = policy_loss(torch.from_numpy(data["current"]), tensors(data), config, None, VERSION)
+        figures = {key: value.item() for key, value in sums.items()}
+        for name, outside in correction.beyond.items():
+            found = [beyond(response, t, data, config)[1][name] for response, t in tokens]
+            assert outside.tolist() == found, (config, name)
+            assert 0 < figures.pop(name) == np.sum(found * counted) < np.sum(counted), (config, name)
+        wanted: Counter[str] = Counter()
+        for (response, t), off in zip(tokens, weights, strict=True):
+            if counted[t]:
+                ratio = np.exp(moved[response].mean() if config.name == "gspo" else moved[t])
+                advantage = data["advantage"][t]
+                wanted["behaviour_importance_weight"] += off
+                wanted["policy_ratio"] += ratio
+                wanted["approx_kl"] += np.exp(moved[t]) - 1 - moved[t]
+                if off > 0:
+                    high, low, dual = config.clip_high, config.clip_low, config.dual_clip or math.inf
+                    wanted["clipped"] += (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low)
+                    wanted["dual_clipped"] += advantage < 0 and ratio > dual
+        assert {key: figures.pop(key) for key in wanted} == pytest.approx(dict(wanted)), config
+        assert len(wanted) == 5
+        assert figures["clipped_logprob/count"] == wanted["clipped"]
+        assert set(figures) == {f"clipped_logprob/{key}" for key in ("count", "sum", "squares")}
+    assert set(off_policy_correction(tensors(data), loss_config()).beyond) == {"importance_weight_capped"}
 
 
 def single(current: float, **values: float) -> tuple[torch.Tensor, TokenData]:
     """One response of one token, in float32 as in training."""
-    given = {
-        "behaviour_logprobs": -1.0,
-        "proximal_logprobs": -1.0,
-        "advantage": 1.0,
-        "weight": 1.0,
-        "reference_logprobs": -1.0,
-    } | values
+    given = dict.fromkeys(("behaviour_logprobs", "proximal_logprobs", "reference_logprobs"), -1.0)
+    given |= dict.fromkeys(("advantage", "weight"), 1.0) | values
     data = {name: torch.tensor([value], dtype=torch.float32) for name, value in given.items()}
     tensor = torch.tensor([current], dtype=torch.float32, requires_grad=True)
     return tensor, TokenData(
@@ -166,7 +225,8 @@ def single(current: float, **values: float) -> tuple[torch.Tensor, TokenData]:
 
 
 def test_an_extreme_ratio_keeps_loss_and_gradient_finite() -> None:
-    for config, advantage, far in product(VARIANTS, (1.0, -1.0), (150.0, -150.0)):
+    uncapped = variant(importance_weight_level="product", importance_weight_cap=math.inf)
+    for config, advantage, far in product([*PLAIN, uncapped], (1.0, -1.0), (150.0, -150.0)):
         for moved in ({}, {"behaviour_logprobs": -1.0 - far}, {"reference_logprobs": -1.0 + far}):
             tensor, data = single(-1.0 + (far if not moved else 0.1), advantage=advantage, **moved)
             loss, sums = make_objective(config, None, VERSION)(tensor, data)
@@ -177,7 +237,7 @@ def test_an_extreme_ratio_keeps_loss_and_gradient_finite() -> None:
 
 def test_tokens_without_weight_or_advantage_have_no_gradient() -> None:
     data = example(6)
-    for config, name in product(VARIANTS, ("weight", "advantage")):
+    for config, name in product(PLAIN, ("weight", "advantage")):
         bare = replace(config, kl_coefficient=0.0, entropy_coefficient=0.0)
         nothing = tensors(data | {name: np.zeros_like(data[name])})
         tensor = torch.from_numpy(data["current"]).requires_grad_()
@@ -192,39 +252,34 @@ def test_tokens_without_weight_or_advantage_have_no_gradient() -> None:
 
 def test_nan_reaches_the_gradient() -> None:
     """The optimiser refuses such a gradient; a loss that ignored the token would hide it."""
-    for config in VARIANTS:
+    for config, teacher in VARIANTS:
         places = ["behaviour_logprobs", "advantage", "weight"]
         places += ["proximal_logprobs"] * config.decoupled + ["reference_logprobs"] * bool(config.kl_coefficient)
         for where in places:  # only what the loss looks at
-            tensor, data = single(-1.1, **{where: math.nan})
-            make_objective(config, None, VERSION)(tensor, data)[0].backward()
+            tensor, data = single(-1.1, **{where: math.nan}, **({"teacher_logprobs": -1.0} if teacher else {}))
+            make_objective(config, None, VERSION, teacher)(tensor, data)[0].backward()
             assert torch.isnan(tensor.grad).all(), (config, where)
 
 
-def test_the_reference_divergence_is_the_expectation_of_its_estimate() -> None:
-    """Over all tokens of a small vocabulary, weighted by the policy; here no ratio is beyond the limit."""
+def test_the_reference_divergence_is_its_expectation_and_pulls_no_more_than_its_limit() -> None:
+    """Over all tokens of a small vocabulary, weighted by the policy; then with ratios on both sides of the limit."""
     rng = np.random.default_rng(0)
     now, start = (values - np.log(np.exp(values).sum()) for values in rng.normal(0, 0.5, (2, 50)))
     data = example(0, (50,)) | {"weight": np.exp(now), "reference_logprobs": start}
     value, _ = reference_kl(torch.from_numpy(now), tensors(data))
     assert value.item() == pytest.approx((np.exp(now) * (now - start)).sum(), rel=1e-9)
 
-
-def test_a_token_that_the_policy_unlearned_pulls_no_more_than_the_limit() -> None:
-    """And one of which the policy is too sure pulls as the estimate says."""
     log_ratios = np.array([-40.0, -3.0, 0.0, 1.0, math.log(9.99), math.log(10.01), 5.0, 17.0, 40.0])
     data = example(0, (len(log_ratios),))
     data |= {"weight": np.full(len(log_ratios), 0.5), "reference_logprobs": data["current"] + log_ratios}
-    now = torch.from_numpy(data["current"]).requires_grad_()
-    value, metrics = reference_kl(now, tensors(data))
+    current, ratios = torch.from_numpy(data["current"]).requires_grad_(), np.exp(log_ratios)
+    value, metrics = reference_kl(current, tensors(data))
     value.backward()
-    ratios = np.exp(log_ratios)
-    exact = ratios - 1 - log_ratios
-    beyond = 9 - math.log(10) + 9 * (log_ratios - math.log(10))
-    wanted = np.where(ratios > 10, beyond, exact)
+    tangent = 9 - math.log(10) + 9 * (log_ratios - math.log(10))
+    wanted = np.where(ratios > 10, tangent, ratios - 1 - log_ratios)
     assert value.item() == pytest.approx(0.5 * wanted.sum())
     assert metrics["reference_kl"].item() == pytest.approx(wanted.sum())
-    np.testing.assert_allclose(now.grad.numpy(), -0.5 * (np.minimum(ratios, 10) - 1), atol=1e-12)
+    np.testing.assert_allclose(current.grad.numpy(), -0.5 * (np.minimum(ratios, 10) - 1), atol=1e-12)
 
 
 def test_likelihood_counts_tokens_with_positive_advantage_only() -> None:
@@ -232,8 +287,46 @@ def test_likelihood_counts_tokens_with_positive_advantage_only() -> None:
     tensor = torch.from_numpy(data["current"]).requires_grad_()
     loss, _ = negative_log_likelihood(tensor, tensors(data))
     loss.backward()
-    wanted = 0.0
-    for now, weight, advantage in zip(data["current"], data["weight"], data["advantage"], strict=True):
-        wanted -= weight * now if advantage > 0 else 0.0
-    assert loss.item() == pytest.approx(wanted)
-    np.testing.assert_array_equal(tensor.grad.numpy(), -data["weight"] * (data["advantage"] > 0))
+    weights = data["weight"] * (data["advantage"] > 0)
+    assert loss.item() == pytest.approx(-(weights * data["current"]).sum())
+    np.testing.assert_array_equal(tensor.grad.numpy(), -weights)
+
+
+def test_on_policy_a_teachers_gradient_is_that_of_the_reverse_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all tokens of a small vocabulary, weighted by the policy, without rewards."""
+    monkeypatch.setattr(objective, "TEACHER_CLIP", 100.0)
+    rng = np.random.default_rng(1)
+    logits, other = rng.normal(0, 1, (2, 40))
+    teacher = other - np.log(np.exp(other).sum())
+
+    def divergence(values: np.ndarray) -> float:
+        now = values - np.log(np.exp(values).sum())
+        return float((np.exp(now) * (now - teacher)).sum())
+
+    tensor = torch.from_numpy(logits).requires_grad_()
+    current = torch.log_softmax(tensor, dim=0)
+    now = current.detach().numpy()
+    data = example(0, (40,)) | {
+        "proximal_logprobs": now, "behaviour_logprobs": now, "advantage": np.zeros(40), "weight": np.exp(now),
+        "teacher_logprobs": teacher,
+    }  # fmt: skip
+    make_objective(loss_config(), None, VERSION, TEACHER)(current, tensors(data))[0].backward()
+    for place, moved in enumerate(np.eye(40) * 1e-5):
+        wanted = (divergence(logits + moved) - divergence(logits - moved)) / 2e-5
+        assert tensor.grad[place].item() == pytest.approx(COEFFICIENT * wanted, abs=1e-7)
+    assert float(tensor.grad.abs().max()) > 0.01
+
+
+def test_metrics_count_the_tokens_that_a_teacher_scored_missed_and_moved_too_far() -> None:
+    data = example(7)
+    _, sums = make_objective(loss_config(), None, VERSION, TEACHER)(torch.from_numpy(data["current"]), tensors(data))
+    counted, missing = data["weight"] > 0, np.isnan(data["teacher_logprobs"])
+    ratio = (data["behaviour_logprobs"] - data["teacher_logprobs"])[counted & ~missing]
+    far = np.abs(np.nan_to_num(data["teacher_logprobs"] - data["proximal_logprobs"])) > TEACHER_CLIP
+    assert sums["teacher_missing"] == (counted & missing).sum() > 0
+    assert sums["teacher_clipped"] == (counted & far).sum() > 0
+    assert (sums["teacher_kl/count"], sums["teacher_kl/sum"].item()) == (len(ratio), pytest.approx(ratio.sum()))
+    without = replace(tensors(data), teacher_logprobs=None)  # the loss is that of the rewards
+    loss, sums = make_objective(loss_config(), None, VERSION, TEACHER)(torch.from_numpy(data["current"]), without)
+    assert loss.item() == policy_loss(torch.from_numpy(data["current"]), without, loss_config())[0].item()
+    assert (sums["teacher_missing"], sums["teacher_kl/count"]) == (counted.sum(), 0)

@@ -1,4 +1,4 @@
-"""Metrics of complete groups, computed again from hand-made groups."""
+"""Metrics of complete groups and of verdicts, computed again from hand-made ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_webrl.trainer.credit.rewards import outcome_reward
-from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics
-from megatron_webrl.types import Group
+from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, verdict_metrics
+from megatron_webrl.types import Group, Verdict
 from tests.trajectories import trajectory
 
 Episode = tuple[str, int]  # outcome, steps
@@ -46,27 +46,26 @@ def chosen(metrics: dict[str, float], prefix: str) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith(prefix)}
 
 
-def test_masked_episodes_are_counted_by_reason_over_all_finished_episodes():
+def test_masked_episodes_are_counted_by_reason_and_crashes_and_successes_by_difficulty():
     metrics = metrics_of(GROUPS)
     reasons = ("aborted", "blocked", "browser_crashed", "context_overflow", "engine_error", "judge_error", "no_tokens")
     assert metrics["finished_episodes"] == 20
     assert chosen(metrics, "masked_rate") == pytest.approx(
         {"masked_rate": 7 / 20} | {f"masked_rate/{reason}": 1 / 20 for reason in reasons}
     )
-
-
-def test_blocked_and_judge_errors_have_a_rate_even_without_any():
-    assert chosen(metrics_of(GROUPS[:1]), "masked_rate") == {
-        "masked_rate": 0.0, "masked_rate/blocked": 0.0, "masked_rate/judge_error": 0.0,
-    }  # fmt: skip
-
-
-def test_crashes_and_samples_are_counted_by_difficulty():
-    assert chosen(metrics_of(GROUPS), "difficulty/") == pytest.approx({
+    assert chosen(metrics, "difficulty/") == pytest.approx({
         "difficulty/easy/episodes": 8, "difficulty/easy/crash_rate": 0.0, "difficulty/easy/success_rate": 2 / 7,
         "difficulty/medium/episodes": 4, "difficulty/medium/crash_rate": 0.0, "difficulty/medium/success_rate": 1.0,
         "difficulty/hard/episodes": 8, "difficulty/hard/crash_rate": 2 / 8, "difficulty/hard/success_rate": 0.0,
     })  # fmt: skip
+    rewards = [[t.reward for t in each.trajectories if t.trainable] for each in GROUPS]
+    variances = [np.var(values) for values in rewards if values]
+    assert metrics["group_reward_variance"] == pytest.approx(np.mean(variances))
+    assert chosen(metrics_of(GROUPS[:1]), "masked_rate") == {  # without any
+        "masked_rate": 0.0, "masked_rate/blocked": 0.0, "masked_rate/judge_error": 0.0,
+    }  # fmt: skip
+    metrics = metrics_of([group(0, ("success", 1), ("failure", 1), environment="Food & Drink / Recipes")])
+    assert metrics["rollout_success_rate/Food-Drink-Recipes"] == 0.5  # a name that MLflow accepts
 
 
 def test_finished_episodes_of_an_aborted_group_are_no_estimate_of_the_policy():
@@ -81,13 +80,31 @@ def test_finished_episodes_of_an_aborted_group_are_no_estimate_of_the_policy():
     assert not [name for name in metrics_of([aborted]) if name.startswith(estimates)]
 
 
-def test_the_reward_variance_is_the_mean_over_groups_of_the_population_variance():
-    rewards = [[t.reward for t in each.trajectories if t.trainable] for each in GROUPS]
-    wanted = np.mean([np.var(values) for values in rewards if values])
-    assert metrics_of(GROUPS)["group_reward_variance"] == pytest.approx(wanted)
-    assert wanted > 0
+def judged(outcome: str, calls: int, dollars: float, seconds: float) -> Verdict:
+    return Verdict(
+        outcome, "first(page, judge)", "rubric", calls=calls, prompt_tokens=100 * calls, response_tokens=10 * calls,
+        dollars=dollars, seconds=seconds,
+    )  # fmt: skip
 
 
-def test_a_domain_with_other_characters_makes_a_metric_name_that_mlflow_accepts():
-    metrics = metrics_of([group(0, ("success", 1), ("failure", 1), environment="Food & Drink / Recipes")])
-    assert metrics["rollout_success_rate/Food-Drink-Recipes"] == 0.5
+VERDICTS = [
+    judged("success", 4, 0.25, 2.0),
+    judged("success", 2, 0.5, 4.0),
+    judged("failure", 3, 0.0, 6.0),
+    judged("judge_error", 3, 0.25, 8.0),
+    Verdict("success", "page", seconds=0.001),
+    Verdict("browser_crashed", "none"),
+]
+
+
+def test_cost_and_outcomes_of_verdicts_are_reported_by_evaluator_and_protocol():
+    judge = "verdict/first-page-judge-rubric"
+    wanted = {
+        "episodes": 4, "rate/success": 0.5, "rate/failure": 0.25, "rate/judge_error": 0.25, "dollars_total": 1.0,
+        "calls": 3.0, "prompt_tokens": 300.0, "response_tokens": 30.0, "dollars": 0.25, "seconds": 5.0,
+    }  # fmt: skip
+    # An evaluator without a model has no cost, and an episode that was not judged is no verdict.
+    assert chosen(verdict_metrics(VERDICTS), "verdict/") == pytest.approx(
+        {f"{judge}/{name}": value for name, value in wanted.items()}
+        | {"verdict/page/episodes": 1, "verdict/page/rate/success": 1.0}
+    )

@@ -1,0 +1,210 @@
+"""Checkpoints on two gloo processes load in every parallel layout, bit for bit in their own."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_webrl.config.trainer import OptimizerConfig, TrainerConfig
+from megatron_webrl.trainer import optimizer
+from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError, check_resumable
+from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
+from tests.trainer.checkpoint.small_learner import (
+    LAYOUTS,
+    checkpoints_in,
+    make_learner,
+    save,
+    scramble,
+    state_of,
+    step,
+    tensors_of,
+)
+from tests.trainer.ranks import process_groups, results
+
+# A layout, one whose checkpoint it continues, and how that holds the optimizer's state.
+SOME = [
+    ("virtual", "virtual", "whole"), ("expert", "expert", "whole"), ("tensor", "virtual", "whole"),
+    ("virtual", "expert", "whole"), ("virtual", "virtual", "ranks"),
+]  # fmt: skip
+ALL = [
+    *((name, other, "whole") for name, other in product(LAYOUTS, LAYOUTS)),
+    *((name, name, "ranks") for name in ("tensor", "virtual", "expert")),
+]
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    """A folder in memory: writing many checkpoints to a slow disk would take long."""
+    with tempfile.TemporaryDirectory(prefix="webrl-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def across_layouts(_: Any, folder: Path, resumes: list[tuple[str, str, str]]) -> dict[Any, Any]:
+    """Each layout saves at step 2 and continues to step 5; then layouts resume from such checkpoints."""
+    found: dict[Any, Any] = {}
+    for name in sorted({other for _, other, _ in resumes}):
+        sizes = LAYOUTS[name]
+        with process_groups(sizes):
+            learner = make_learner(sizes)
+            scramble(learner)
+            for _step in range(2):
+                step(learner)
+            if (name, name, "ranks") in resumes:
+                save(checkpoints_in(folder / f"{name}-ranks", optimizer_shards="ranks"), learner, 2)
+            checkpoints = checkpoints_in(folder / f"{name}-whole")
+            draws()
+            checkpoints.start_save(learner, state_of(2))
+            found[name, "draws"] = draws()
+            for _step in range(3):  # while the checkpoint is written
+                step(learner)
+            found[name, "optimizers"] = len(learner.optimizer.optimizer.chained_optimizers)
+            found[name, "chunks"] = len(learner.chunks)
+            found[name] = tensors_of(save(checkpoints, learner, 5))
+    for resume in resumes:
+        name, other, shards = resume
+        with process_groups(LAYOUTS[name]):
+            learner = make_learner(LAYOUTS[name])
+            saved = folder / f"{other}-{shards}" / "checkpoints" / "version-000002"
+            load_learner(saved, learner)
+            found[resume, "draws"], found[resume, "rate"] = draws(), learner.optimizer.learning_rate
+            found[resume, "saved"] = [*tensors_of(saved)] if shards == "ranks" else []
+            for _step in range(3):
+                step(learner)
+            found[resume] = tensors_of(save(checkpoints_in(folder / f"{name}-from-{other}-{shards}"), learner, 5))
+    checkpoint = folder / "virtual-ranks" / "checkpoints" / "version-000002"
+    trainer = TrainerConfig(pipeline_parallel=2, virtual_pipeline=2)
+    check_resumable(checkpoint, trainer)
+    trainer.tensor_parallel = 2
+    with pytest.raises(CheckpointError, match=r"optimizer_shards=ranks and tensor size 1, not 2"):
+        check_resumable(checkpoint, trainer)
+    return found
+
+
+def draws() -> list[float]:
+    """The next number of each random number generator."""
+    with get_cuda_rng_tracker().fork():
+        named = torch.rand(()).item()
+    return [random.random(), float(np.random.rand()), torch.rand(()).item(), named]
+
+
+@pytest.mark.parametrize("resumes", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_training_resumes_in_every_layout_and_bit_for_bit_in_its_own(
+    memory: Path, resumes: list[tuple[str, str, str]]
+) -> None:
+    found, second = results(across_layouts, memory / str(len(resumes)), resumes)
+    assert (found["expert", "optimizers"], found["virtual", "chunks"]) == (2, 2)
+    assert any("experts" in key and tensor.float().std() > 0 for key, tensor in found["virtual"].items())
+    for resume in resumes:
+        name, other, shards = resume
+        there, here = found[other], found[resume]
+        assert there.keys() == here.keys(), resume
+        assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in there) * 4 == len(there)
+        for key, tensor in there.items():
+            same = torch.equal if name == other else torch.allclose
+            limits = {} if name == other else {"rtol": 1e-5, "atol": 1e-7}
+            assert same(tensor, here[key], **limits), (resume, key)
+        assert found[resume, "rate"] == found[(other, other, "whole"), "rate"]
+        if name == other and shards == "whole":
+            for rank in (found, second):
+                assert rank[resume, "draws"] == rank[name, "draws"], resume
+        if shards == "ranks":
+            assert any(key.startswith("optimizer.part0.optimizer.distributed.") for key in found[resume, "saved"])
+            assert not any(key.startswith("optimizer.state.") for key in found[resume, "saved"])
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW with state like Transformer Engine's: moments from the first step on, one count for a group."""
+
+    def __init__(self, params: Any, adam_w_mode: bool, **settings: Any) -> None:
+        assert adam_w_mode, "weight decay is decoupled from the gradient"
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            one, two = group["betas"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if len(state) == 0:
+                    state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                state["exp_avg"].lerp_(parameter.grad, 1 - one)
+                state["exp_avg_sq"].lerp_(parameter.grad.square(), 1 - two)
+                mean, square = (
+                    state[name] / (1 - beta ** group["step"]) for name, beta in (("exp_avg", one), ("exp_avg_sq", two))
+                )
+                parameter.sub_(group["lr"] * mean / (square.sqrt() + group["eps"]))
+
+
+def first_step(_: Any, folder: Path) -> dict[str, Any]:
+    """With each Adam: save before the first step, load into another learner, and take two steps with both."""
+    found: dict[str, Any] = {}
+    with process_groups(LAYOUTS["replicas"]):
+        for implementation in ("torch", "auto"):
+            if implementation == "auto":  # as if Transformer Engine were installed
+                fused = {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}
+                mock.patch.multiple(megatron_optimizer, **fused).start()
+                te = {"Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True}
+                mock.patch.multiple(distrib_optimizer, **te).start()
+            settings = OptimizerConfig(learning_rate=1e-2, clip_norm=1e9, implementation=implementation)
+            learner, other = (make_learner(LAYOUTS["replicas"], torch.bfloat16, settings) for _ in range(2))
+            scramble(learner)
+            before = [parameter.detach().clone() for parameter in learner.chunks[0].parameters()]
+            kinds = {type(part.optimizer).__name__ for part in learner.optimizer.parts}
+            first = save(checkpoints_in(folder / implementation), learner, 0)
+            unchanged = all(map(torch.equal, before, learner.chunks[0].parameters()))
+            load_learner(first, other)
+            counts = [learner.optimizer.step_count, other.optimizer.step_count]
+            for _ in range(2):
+                step(learner)
+                step(other)
+            one, two = (
+                tensors_of(save(checkpoints_in(folder / implementation / str(n)), each, 2))
+                for n, each in enumerate((learner, other))
+            )
+            found[implementation] = {
+                "kinds": kinds, "unchanged": unchanged,
+                "moments": [bool(t.any()) for name, t in tensors_of(first).items() if ".exp_avg" in name],
+                "counts": [*counts, learner.optimizer.step_count, other.optimizer.step_count],
+                "equal": [torch.equal(tensor, two[name]) for name, tensor in one.items()],
+                "trained": not torch.equal(before[0], next(learner.chunks[0].parameters())),
+            }  # fmt: skip
+    return found
+
+
+def test_a_checkpoint_before_the_first_step_loads_and_training_continues_alike(tmp_path: Path) -> None:
+    kinds = {"torch": {"AdamW"}, "auto": {"FusedAdam"}}
+    for rank in results(first_step, tmp_path):
+        for implementation, found in rank.items():
+            assert found["kinds"] == kinds[implementation]
+            assert found["unchanged"]
+            assert found["moments"], implementation
+            assert not any(found["moments"])
+            assert found["counts"] == [0, 0, 2, 2]
+            assert found["trained"]
+            assert all(found["equal"]), implementation
+
+
+def test_torch_adam_is_used_although_another_one_is_present(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(megatron_optimizer, "Adam", FusedAdam)
+    monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    with optimizer._adam("torch"):
+        assert megatron_optimizer.Adam is distrib_optimizer.Adam is torch.optim.AdamW
+        assert megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    assert megatron_optimizer.Adam is FusedAdam
+    assert not megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    with optimizer._adam("auto"):
+        assert megatron_optimizer.Adam is FusedAdam
