@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_webrl.control.client import ControlClient
-from tests.waiting import until
 
 PROGRAM = """
 import logging, sys
@@ -76,7 +75,3 @@ def service_process(
     finally:
         if service.process is not None:
             service.kill()
-
-
-def wait_for_exit(service: ServiceProcess, seconds: float = 30.0) -> None:
-    until(service.has_exited, "the exit of the control service", seconds)

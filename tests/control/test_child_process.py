@@ -1,4 +1,4 @@
-"""Real processes that die with their parent, are swept, or survive because they must."""
+"""Real processes that die with their parent, are swept, or survive because they must; their logs and restarts."""
 
 from __future__ import annotations
 
@@ -8,29 +8,64 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_webrl.control import child_process
-from megatron_webrl.control.child_process import ProcessError, is_alive, start_process, start_time, sweep_orphans
+from megatron_webrl.control.child_process import (
+    JITTER,
+    MAX_DELAY_SECONDS,
+    ChildProcess,
+    ProcessError,
+    RestartPolicy,
+    is_alive,
+    restart_delay,
+    start_process,
+    start_time,
+    sweep_orphans,
+)
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-SLEEP = "import time; time.sleep(60)"
+HEAD = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from megatron_webrl.control.child_process import *
+def note(): open(os.environ["PIDS"], "a").write(f"{os.getpid()} ")
+def spawn(code, **options): return subprocess.Popen([sys.executable, "-c", os.environ["HEAD"] + code], **options)
+"""
+NOTE_AND_SLEEP = "note(); time.sleep(60)"
+Family = list[tuple[int, int]]
 
 
-def python(code: str, **environment: str) -> subprocess.Popen[bytes]:
-    """A process that runs `code` in the checkout, with `P` as its sys.executable."""
-    head = "import os, signal, subprocess, sys, time\nfrom pathlib import Path\nP = sys.executable\n"
-    return subprocess.Popen([sys.executable, "-c", head + code], cwd=ROOT, env={**os.environ, **environment})
+class Program:
+    """Python programs that note their pids in a file; those that a failing test leaves are killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pids = folder / "pids"
+        self.environment = {**os.environ, "PIDS": str(self.pids), "HEAD": HEAD}
+
+    def start(self, code: str, **environment: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", HEAD + code], cwd=ROOT, env=self.environment | environment)
+
+    def family(self, count: int) -> Family:
+        """Pids and start times of the processes that have noted theirs."""
+        until(lambda: self.pids.exists() and len(self.pids.read_text().split()) >= count, f"{count} pids")
+        return [(pid, start_time(pid)) for pid in map(int, self.pids.read_text().split())]
 
 
-def pids_in(file: Path, count: int) -> list[tuple[int, int]]:
-    """The pids that processes appended to a file, with their start times."""
-    until(lambda: file.exists() and len(file.read_text().split()) >= count, f"{count} pids in {file}")
-    return [(pid, start_time(pid)) for pid in map(int, file.read_text().split())]
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    made = Program(tmp_path)
+    yield made
+    for pid, started in made.family(0) if made.pids.exists() else ():
+        if is_alive(pid, started):
+            os.kill(pid, signal.SIGKILL)
 
 
 def swept() -> set[int]:
@@ -38,20 +73,14 @@ def swept() -> set[int]:
     return {int(name.split("(")[-1].rstrip(")")) for name in sweep_orphans()}
 
 
-@pytest.fixture
-def cleared():
-    """Kills at the end what a failing test would leave behind."""
-    left: list[tuple[int, int]] = []
-    yield left
-    for pid, started in left:
-        if is_alive(pid, started):
-            os.kill(pid, signal.SIGKILL)
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
-def test_a_process_is_named_by_pid_and_start_time_and_a_zombie_counts_as_dead() -> None:
-    assert is_alive(os.getpid(), start_time(os.getpid()))
+def test_a_process_is_named_by_pid_and_start_time_and_a_zombie_counts_as_dead(program: Program) -> None:
     assert not is_alive(os.getpid(), start_time(os.getpid()) + 1)
-    child = python("time.sleep(60)")
+    child = program.start("time.sleep(60)")
     started = start_time(child.pid)
     assert is_alive(child.pid, started)
     child.kill()
@@ -61,23 +90,13 @@ def test_a_process_is_named_by_pid_and_start_time_and_a_zombie_counts_as_dead() 
     assert start_time(child.pid) == 0
 
 
-def test_child_and_grandchild_die_when_their_launcher_is_killed(tmp_path: Path, cleared) -> None:
-    log = tmp_path / "pids"
-    role = (
-        "import os, subprocess, sys\nfrom pathlib import Path\n"
-        "from megatron_webrl.control.child_process import start_process\n"
-        f"start_process([sys.executable, '-c', {SLEEP!r}], Path(sys.argv[1]), os.environ, 'inner')\n"
-        "import psutil, time\nprint(os.getpid(), psutil.Process().children()[0].pid, flush=True)\ntime.sleep(60)"
-    )
-    launcher = python(
-        "from megatron_webrl.control.child_process import start_process\n"
-        f"start_process([P, '-c', {role!r}, {str(tmp_path / 'inner')!r}], Path({str(log)!r}), os.environ, 'outer')\n"
-        "time.sleep(60)"
-    )
-    cleared += (family := pids_in(log, 2))
+def test_child_and_grandchild_die_when_their_launcher_is_killed(program: Program, tmp_path: Path) -> None:
+    start = "start_process([sys.executable, '-c', os.environ['HEAD'] + {!r}], Path({!r}), os.environ, 'role')\n"
+    inner = f"note()\n{start.format(NOTE_AND_SLEEP, str(tmp_path / 'inner'))}time.sleep(60)"
+    launcher = program.start(start.format(inner, str(tmp_path / "outer")) + "time.sleep(60)")
+    family = program.family(2)
     assert all(is_alive(*process) for process in family)
-    launcher.kill()
-    launcher.wait()
+    end(launcher)
     until(lambda: not any(is_alive(*process) for process in family), "role and its own role dead")
 
 
@@ -87,95 +106,50 @@ def test_a_role_has_its_own_session_its_log_its_environment_and_its_exit_code(tm
     role = start_process([sys.executable, "-c", code], tmp_path / "logs" / "role.log", {"A": "b"}, "trainer")
     assert role.wait(20) == 7
     assert (tmp_path / "logs" / "role.log").read_text() == f"True {os.getpid()}:{start_time(os.getpid())} trainer\n"
-
-
-def test_a_missing_program_ends_and_a_wrong_thread_is_refused(tmp_path: Path) -> None:
     missing = start_process(["no-such-program"], tmp_path / "log", os.environ, "rollout")
     assert missing.wait(20) == 1
     assert "no-such-program" in missing.describe_end()
-    errors: list[ProcessError] = []
-
-    def elsewhere() -> None:
-        with pytest.raises(ProcessError, match="main thread") as caught:
-            start_process([sys.executable], tmp_path / "log", os.environ, "rollout")
-        errors.append(caught.value)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join(20)
-    assert len(errors) == 1
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ProcessError, match="main thread"):  # it would die with it
+        pool.submit(start_process, [sys.executable], tmp_path / "log", os.environ, "rollout").result(20)
 
 
-def test_die_with_parent_ends_a_process_whose_parent_is_already_gone() -> None:
-    child = python(
-        "from megatron_webrl.control.child_process import die_with_parent\n"
-        "die_with_parent(parent=1 << 22)\ntime.sleep(60)"
-    )
-    assert child.wait(20) == -signal.SIGKILL
-
-
-def test_die_with_parent_sends_the_signal_that_was_asked_for(tmp_path: Path, cleared) -> None:
-    log = tmp_path / "pids"
+def test_die_with_parent_sends_the_signal_that_was_asked_for_to_a_late_child_too(program: Program) -> None:
+    assert program.start("die_with_parent(parent=1 << 22); time.sleep(60)").wait(20) == -signal.SIGKILL
     child = (
-        "import os, signal, time\nfrom pathlib import Path\n"
-        "from megatron_webrl.control.child_process import die_with_parent\n"
-        f"signal.signal(signal.SIGUSR1, lambda *_: (Path({str(tmp_path / 'signalled')!r}).touch(), os._exit(0)))\n"
-        f"die_with_parent(signal.SIGUSR1)\nPath({str(log)!r}).write_text(str(os.getpid()))\n"
-        "time.sleep(60)"
+        "signal.signal(signal.SIGUSR1, lambda *_: (Path(os.environ['PIDS'] + '-signalled').touch(), os._exit(0)))\n"
+        f"die_with_parent(signal.SIGUSR1); {NOTE_AND_SLEEP}"
     )
-    parent = python(f"subprocess.Popen([P, '-c', {child!r}])\ntime.sleep(60)")
-    cleared += pids_in(log, 1)
-    parent.kill()
-    parent.wait()
-    until((tmp_path / "signalled").exists, "signal in the child")
+    parent = program.start(f"spawn({child!r}); time.sleep(60)")
+    program.family(1)
+    end(parent)
+    until(program.pids.with_name("pids-signalled").exists, "signal in the child")
 
 
-def test_a_subreaper_ends_even_those_whose_parent_is_gone_and_that_ignore_sigterm(tmp_path: Path, cleared) -> None:
-    log, result = tmp_path / "pids", tmp_path / "result"
-    stubborn = (
-        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"open({str(log)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(60)"
-    )
-    gone = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
-    launcher = python(
-        "from megatron_webrl.control.child_process import *\n"
-        "from megatron_webrl.control.child_process import _POLL_SECONDS\nbecome_subreaper()\n"
-        f"subprocess.run([P, '-c', {gone!r}], check=True)\n"
-        f"role = start_process([P, '-c', {SLEEP!r}], Path({str(tmp_path / 'log')!r}), os.environ, 'role')\n"
-        f"log = Path({str(log)!r})\n"
-        "while not (log.exists() and log.read_text()): time.sleep(_POLL_SECONDS)\n"
+def test_a_subreaper_ends_even_those_whose_parent_is_gone_and_that_ignore_sigterm(
+    program: Program, tmp_path: Path
+) -> None:
+    stubborn = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {NOTE_AND_SLEEP}"
+    gone = f"spawn({stubborn!r}, start_new_session=True)"
+    launcher = program.start(
+        "become_subreaper()\n"
+        f"spawn({gone!r}).wait()\n"
+        f"role = start_process(['sleep', '60'], Path({str(tmp_path / 'log')!r}), os.environ, 'role')\n"
+        "log = Path(os.environ['PIDS'])\n"
+        "while not (log.exists() and log.read_text()): time.sleep(0.02)\n"
         "hurried = kill_descendants(0.0, [role])\n"
         "left = kill_descendants(2.0, [role])\n"
-        "import psutil\nchildren = psutil.Process().children()\n"
-        f"Path({str(result)!r}).write_text(f'{{len(hurried)}} {{left}} {{role.returncode}} {{children}}')\n"
+        "children = psutil.Process().children()\n"
+        f"Path({str(tmp_path / 'result')!r}).write_text(f'{{len(hurried)}} {{left}} {{role.returncode}} {{children}}')"
     )
-    cleared += (orphan := pids_in(log, 1))
+    [orphan] = program.family(1)
     assert launcher.wait(30) == 0
-    assert result.read_text() == f"2 [] {-signal.SIGTERM} []"  # all reaped; the role's exit code is kept
-    assert not is_alive(*orphan[0])
+    # All are reaped, and the role's exit code is kept.
+    assert (tmp_path / "result").read_text() == f"2 [] {-signal.SIGTERM} []"
+    assert not is_alive(*orphan)
 
 
-HOLDER = (  # holds a named semaphore, which only the resource tracker can remove after a SIGKILL
-    "import multiprocessing, os, time\n"
-    "lock = multiprocessing.get_context('spawn').Lock()\n"
-    "open({log!r}, 'a').write(f'{{os.getpid()}} {{lock._semlock.name}} ')\n"
-    "time.sleep(60)"
-)
-
-
-def holder(tmp_path: Path) -> tuple[int, Path]:
-    """Pid of a process started from HOLDER, and its semaphore's file."""
-    log = tmp_path / "held"
-    until(lambda: log.exists() and len(log.read_text().split()) == 2, "semaphore made")
-    pid, name = log.read_text().split()
-    return int(pid), Path("/dev/shm/sem." + name.removeprefix("/"))
-
-
-def test_a_subreaper_reaps_what_was_handed_to_it_and_roles_keep_their_exit_codes() -> None:
+def test_a_subreaper_reaps_what_was_handed_to_it_and_roles_keep_their_exit_codes(tmp_path: Path) -> None:
     code = """
-import subprocess, time
-import psutil
-from megatron_webrl.control.child_process import become_subreaper, reap
 become_subreaper()
 role = subprocess.Popen(["sh", "-c", "exit 7"])
 subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.1 & sleep 60 &"], check=True)
@@ -187,77 +161,73 @@ while len(psutil.Process().children()) > 1 and time.monotonic() < deadline:
 print(left.name(), role.returncode)
 left.kill()
 """
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60, check=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + code], stdout=subprocess.PIPE, timeout=60, check=True, text=True
+    )
     assert done.stdout == "sleep 7\n"
 
 
-def test_a_killed_group_leaves_no_semaphore_behind(tmp_path: Path) -> None:
-    code = HOLDER.format(log=str(tmp_path / "held"))
-    role = start_process([sys.executable, "-c", code], tmp_path / "log", os.environ, "worker")
-    _, semaphore = holder(tmp_path)
+HOLDER = (  # holds a named semaphore, which only the resource tracker can remove after a SIGKILL
+    "import multiprocessing\n"
+    "lock = multiprocessing.get_context('spawn').Lock()\n"
+    "Path(os.environ['PIDS'] + '-name').write_text(lock._semlock.name)\n" + NOTE_AND_SLEEP
+)
+
+
+@pytest.mark.parametrize("swept_later", [False, True])
+def test_neither_a_killed_group_nor_a_sweep_leaves_a_semaphore_behind(
+    program: Program, tmp_path: Path, swept_later: bool
+) -> None:
+    if swept_later:
+        run = program.start(f"spawn({HOLDER!r}, env=os.environ | owner_environment()); time.sleep(60)")
+    else:
+        role = start_process([sys.executable, "-c", HEAD + HOLDER], tmp_path / "log", program.environment, "worker")
+    [(pid, _)] = program.family(1)
+    name = program.pids.with_name("pids-name").read_text()
+    semaphore = Path("/dev/shm/sem." + name.removeprefix("/"))
     assert semaphore.exists()
-    child_process.kill_process_group(role.pid)
-    assert role.wait(5) == -signal.SIGKILL
+    if swept_later:
+        end(run)
+        assert semaphore.exists()
+        assert pid in swept()
+    else:
+        child_process.kill_process_group(role.pid)
+        assert role.wait(5) == -signal.SIGKILL
     assert not semaphore.exists()
 
 
-def test_a_sweep_leaves_no_semaphore_behind(tmp_path: Path, cleared) -> None:
-    code = HOLDER.format(log=str(tmp_path / "held"))
-    run = python(
-        "from megatron_webrl.control.child_process import owner_environment\n"
-        f"subprocess.Popen([P, '-c', {code!r}], env={{**os.environ, **owner_environment()}})\ntime.sleep(60)"
+def test_orphans_of_a_killed_run_are_swept_with_their_children_and_nothing_else(program: Program) -> None:
+    browser = (
+        f"spawn({NOTE_AND_SLEEP!r}, env={{name: os.environ[name] for name in ('PIDS', 'HEAD')}}); {NOTE_AND_SLEEP}"
     )
-    pid, semaphore = holder(tmp_path)
-    cleared.append((pid, start_time(pid)))
-    run.kill()
-    run.wait()
-    assert semaphore.exists()
-    assert pid in swept()
-    assert not semaphore.exists()
-
-
-def test_orphans_of_a_killed_run_are_swept_with_their_children_and_nothing_else(tmp_path: Path, cleared) -> None:
-    log = tmp_path / "pids"
-    note = f"open({str(log)!r}, 'a').write(f'{{os.getpid()}} ')"
-    leaf = f"import os, time\n{note}\ntime.sleep(60)"
-    browser = f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {leaf!r}], env={{}})\n{leaf}"
-    run = python(
-        "from megatron_webrl.control.child_process import owner_environment\n"
-        "environment = {**os.environ, **owner_environment()}\n"
-        f"subprocess.Popen([P, '-c', {browser!r}], env=environment, start_new_session=True)\n"
-        "time.sleep(60)"
+    run = program.start(
+        f"spawn({browser!r}, env=os.environ | owner_environment(), start_new_session=True); time.sleep(60)"
     )
-    cleared += (family := pids_in(log, 2))
+    family = program.family(2)
     family_pids = {pid for pid, _ in family}
-    alive = python("time.sleep(60)", **child_process.owner_environment())
-    foreign = python("time.sleep(60)")
+    others = [program.start("time.sleep(60)", **child_process.owner_environment()), program.start("time.sleep(60)")]
     try:
         assert not swept() & family_pids  # the owner lives
-        run.kill()
-        run.wait()
+        end(run)
         assert all(is_alive(*process) for process in family)
-        assert swept() & {*family_pids, alive.pid, foreign.pid} == family_pids
+        assert swept() & {*family_pids, *(each.pid for each in others)} == family_pids
         assert not any(is_alive(*process) for process in family)
-        assert alive.poll() is None
-        assert foreign.poll() is None
-        assert not swept() & family_pids
+        assert [each.poll() for each in others] == [None, None]
     finally:
-        for process in (alive, foreign):
-            process.kill()
-            process.wait()
+        for each in others:
+            end(each)
 
 
-def test_a_sweep_from_within_an_orphaned_family_spares_itself_its_ancestors_and_children(tmp_path: Path) -> None:
-    dead = python("")
+def test_a_sweep_from_within_an_orphaned_family_spares_itself_its_ancestors_and_children(
+    program: Program, tmp_path: Path
+) -> None:
+    dead = program.start("")
     owner = f"{dead.pid}:{start_time(dead.pid)}"
     dead.wait()
-    child = python(
-        "inner = subprocess.Popen([P, '-c', 'input()'], stdin=subprocess.PIPE)\n"
-        "from megatron_webrl.control.child_process import sweep_orphans\n"
-        "sweep = 'from megatron_webrl.control.child_process import sweep_orphans; sweep_orphans()'\n"
-        "code = subprocess.call([P, '-c', sweep])\n"
-        "alone = sweep_orphans()\n"
-        f"Path({str(tmp_path / 'result')!r}).write_text(f'{{alone}}')\ninner.kill()\n",
+    child = program.start(
+        "inner = spawn('input()', stdin=subprocess.PIPE)\n"
+        "assert not spawn('sweep_orphans()').wait()\n"
+        f"Path({str(tmp_path / 'result')!r}).write_text(str(sweep_orphans()))\ninner.kill()",
         **{child_process.OWNER_VARIABLE: owner},
     )
     assert child.wait(20) == 0
@@ -269,9 +239,8 @@ def test_scratch_folders_of_dead_processes_are_swept_and_those_of_live_ones_stay
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = child_process.make_scratch_folder()
-    code = "from megatron_webrl.control import child_process; (child_process.make_scratch_folder() / 'socket').touch()"
-    code += "; child_process.make_scratch_folder()"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    code = "(make_scratch_folder() / 'socket').touch(); make_scratch_folder()"
+    subprocess.run([sys.executable, "-c", HEAD + code], check=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     dead = [folder.name for folder in tmp_path.iterdir() if folder != mine]
     assert len(dead) == 2
     with monkeypatch.context() as elsewhere:  # another node with the same TMPDIR
@@ -281,3 +250,98 @@ def test_scratch_folders_of_dead_processes_are_swept_and_those_of_live_ones_stay
     (tmp_path / "webrl-other-1").mkdir()
     assert child_process.sweep_scratch() == sorted(dead)
     assert sorted(tmp_path.iterdir()) == sorted([mine, others, tmp_path / "webrl-other-1"])
+
+
+# -- logs ---------------------------------------------------------------------------------------------
+
+
+def child(log: Path, code: str) -> ChildProcess:
+    return start_process([sys.executable, "-u", "-c", code], log, os.environ, "child")
+
+
+def test_a_rotated_log_keeps_every_line_of_a_child_and_of_its_own_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "MAX_LOG_BYTES", 40_000)
+    code = (
+        "import os, subprocess, sys\n"
+        "inner = 'import os\\nfor n in range(2000): os.write(1, b\"inner %d\\\\n\" % n)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', inner])\n"
+        "for n in range(6000): os.write(1, b'outer %d\\n' % n)\n"
+        "child.wait(); print('the end')"
+    )
+    log = tmp_path / "logs" / "child.log"
+    assert child(log, code).wait(60) == 0
+    files = [log.with_name(f"{log.name}.{number}") for number in (3, 2, 1)] + [log]
+    found = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+    assert found[-1] == "the end"
+    assert [line for line in found if line.startswith("inner")] == [f"inner {n}" for n in range(2000)]
+    assert [line for line in found if line.startswith("outer")] == [f"outer {n}" for n in range(6000)]
+    assert log.with_name("child.log.1").stat().st_size < 40_000 + 2**16
+
+
+def test_a_log_keeps_a_number_of_files_and_its_last_line_is_that_of_the_same_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "MAX_LOG_BYTES", 1000)
+    log = tmp_path / "child.log"
+    lives = []
+    for code in (*(f"print('ERROR of life {life}'); print('{'x' * 1000}')" for life in range(6)), ""):
+        lives.append(child(log, code))
+        lives[-1].wait(60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["child.log", *(f"child.log.{n}" for n in (1, 2, 3))]
+    assert [each.last_line() for each in lives] == [*(f"ERROR of life {life}" for life in range(6)), "none"]
+
+
+def test_a_child_runs_on_while_its_log_cannot_be_written_and_the_lost_bytes_are_counted(tmp_path: Path) -> None:
+    folder, marker = tmp_path / "logs", tmp_path / "marker"
+    folder.touch()  # in place of the folder
+    line = "import os, pathlib, time\nos.write(1, b'lost' * 1000 + b'\\n')"
+    wait = f"while not pathlib.Path({str(marker)!r}).exists(): time.sleep(0.01)"
+    process = child(folder / "child.log", f"{line}\n{wait}\nprint('written')")
+    until(lambda: process.last_line() == ("lost" * 1000)[:500], "its first line")
+    folder.unlink()
+    marker.touch()
+    assert process.wait(60) == 0
+    written = (folder / "child.log").read_text()
+    assert written == "ERROR 4001 bytes of output were lost: the log was not writable\nwritten\n"
+
+
+def test_a_child_of_a_dead_child_neither_holds_up_its_parent_nor_the_log(tmp_path: Path) -> None:
+    code = "import subprocess, sys\nsubprocess.Popen(['sleep', '60'])\nprint('done')"
+    process = child(tmp_path / "log", code)
+    assert process.wait(20) == 0
+    assert (tmp_path / "log").read_text() == "done\n"
+    child_process.kill_process_group(process.pid)
+    until(lambda: process._pipe.closed, "the end of the log")
+
+
+# -- restarts -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0.0, 100.0), max_size=60), st.integers(0, 5), st.floats(1.0, 300.0))
+def test_no_window_holds_more_restarts_than_the_budget_and_a_refusal_has_a_full_window(
+    pauses: list[float], budget: int, window: float
+) -> None:
+    policy, now, granted = RestartPolicy(budget, window), 1000.0, list[float]()
+    for pause in pauses:
+        now += pause
+        recent = [time for time in granted if now - time < window]
+        restart_at = policy.next_restart(now)
+        assert (restart_at is None) == (len(recent) >= budget)
+        if restart_at is not None:
+            granted.append(now)
+            assert now <= restart_at <= now + MAX_DELAY_SECONDS
+            assert restart_at == now or recent
+            assert policy.used == len(recent) + 1
+        assert policy.used <= budget
+
+
+@given(st.integers(1, 10_000), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_delays_grow_to_a_limit_and_chance_takes_off_a_bounded_share(number: int, chance: float, other: float) -> None:
+    longest = restart_delay(number, 0.0)
+    assert longest <= restart_delay(number + 1, 0.0) <= MAX_DELAY_SECONDS
+    assert longest * (1 - JITTER) <= restart_delay(number, chance) <= longest
+    assert (restart_delay(1, chance), restart_delay(2, 0.0)) == (0.0, 1.0)
+    if number > 1 and abs(chance - other) > 1e-6:
+        assert restart_delay(number, chance) != restart_delay(number, other)

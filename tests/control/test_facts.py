@@ -1,4 +1,4 @@
-"""Facts of a server: what an answer has, and what a change costs the event loop."""
+"""What a server says of facts and of the liveness of roles; what clients take of several servers' answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 from starlette.requests import Request
 
-from megatron_webrl.control.facts import FactFeed
+from megatron_webrl.control.connection import Connection
+from megatron_webrl.control.facts import FactFeed, FactFollower
 from megatron_webrl.control.journal import Journal
+from megatron_webrl.control.liveness import MAX_EPISODES, VIEW_SECONDS, Liveness
 from megatron_webrl.control.server import ControlService
 from megatron_webrl.control.state import JobState
 
@@ -58,3 +60,58 @@ async def test_claims_that_wait_get_each_new_item_once(tmp_path: Path) -> None:
     claimed = await asyncio.gather(*claims)
     assert sorted(item for items in claimed for item, *_ in items) == list(range(100))
     assert await again == claimed[0]
+
+
+def test_older_news_change_nothing_whichever_server_they_come_from(tmp_path: Path) -> None:
+    changes: list[object] = []
+    follower = FactFollower(
+        Connection(tmp_path / "none", "rollout-0"),
+        on_answer=lambda new, revision: changes.extend(value for _, value, _ in new),
+    )
+
+    def answer(revision: int, changed: int, value: int, **fields: object) -> dict[str, object]:
+        return {"revision": revision, "interval": 1.0, "facts": {"offer": [changed, value], **fields}}
+
+    request = follower.request(["offer"])
+    assert (request["keys"], request["new"], request["revision"]) == (["offer"], ["offer"], 0)
+    follower.merge(request, answer(7, 7, 2))
+    follower.merge(follower.request(), answer(5, 5, 1))  # of a relay
+    assert (follower.facts, changes, follower.request()["revision"]) == ({"offer": (7, 2)}, [2], 7)
+    early = follower.request()
+    follower.merge(follower.request(["stop"]), answer(9, 9, 3, stop=[8, None]))
+    follower.merge(early, answer(12, 9, 3))  # says nothing of changes of the other fact
+    assert (follower.facts["offer"], follower.request()["revision"], changes) == ((9, 3), 9, [2, 3, None])
+
+
+def test_a_late_report_of_an_ended_process_does_not_undo_the_clearing_of_its_role() -> None:
+    liveness = Liveness(10.0)
+    liveness.report("rollout-0", 1.0, {"sender": "first", "progress": "1:1"})
+    liveness.clear("rollout-0")
+    liveness.report("rollout-0", 1.5, {"sender": "first", "progress": "1:2"})
+    assert liveness.to_json(2.0)["rollout-0"]["cleared"]
+    assert liveness.silent_roles(12.0) == {"rollout-0": True}
+    liveness.report("rollout-0", 12.0, {"sender": "second"})
+    assert liveness.silent_roles(13.0) == {}
+    assert liveness.silent_roles(60.0) == {}  # a pause of the service
+    found = [liveness.silent_roles(float(now)) for now in range(61, 71)]
+    assert found == [{}] * 9 + [{"rollout-0": False}]
+
+
+def test_a_job_is_looked_at_until_its_last_viewer_stops_asking_and_only_living_workers_are_shown() -> None:
+    liveness = Liveness(20.0)
+    assert liveness.viewed(0.0) is None
+    liveness.look(0.0, [f"rollout-0/{number}" for number in range(MAX_EPISODES)])
+    liveness.look(1.0, ["rollout-0/0", "rollout-1/new"])
+    kept = {f"rollout-0/{number}" for number in range(MAX_EPISODES) if number != 1}
+    assert liveness.viewed(1.0) == {"episodes": sorted({*kept, "rollout-1/new"})}  # those asked for last count
+    liveness.look(6.0, [])
+    assert liveness.viewed(VIEW_SECONDS + 1) == {"episodes": ["rollout-0/0", "rollout-1/new"]}
+    assert liveness.viewed(VIEW_SECONDS + 2) == {"episodes": []}
+    assert liveness.viewed(VIEW_SECONDS + 7) is None
+    for role in ("rollout-0", "rollout-1", "rollout-2", "trainer-0"):
+        liveness.report(role, 0.0, {"sender": role} | ({"rollouts": f"[{role}]"} if role != "trainer-0" else {}))
+    assert liveness.rollouts(1.5)["rollout-0"] == (1.5, "[rollout-0]")
+    liveness.clear("rollout-1")  # its supervisor restarts it
+    liveness.report("rollout-2", 2.0, {"sender": "rollout-2"})  # nobody looks
+    assert sorted(liveness.rollouts(2.0)) == ["rollout-0"]
+    assert not liveness.rollouts(21.0)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
 
 from megatron_webrl.control import journal as journals
 from megatron_webrl.control.journal import Journal, JournalError, restore
+from megatron_webrl.control.server import ControlService
 from megatron_webrl.control.state import JobState
+from megatron_webrl.util import atomic_file
 
 
 def write(path: Path, state: JobState, requests: range) -> None:
@@ -91,10 +95,34 @@ def test_what_is_appended_during_a_sync_needs_another_one(
     asyncio.run(append())
 
 
-@pytest.mark.parametrize("line", [b"[]\n", b"nonsense\n", b'["a", 1, [["explode"]]]\n', b"{}\n"])
-def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
-    path, state = tmp_path / "journal", JobState()
-    write(path, state, range(1, 3))
-    path.write_bytes(path.read_bytes() + line + b'["a", 3, []]\n')
-    with pytest.raises(JournalError, match=f"{path}, line 3: "):
-        restore(path)
+async def test_a_request_is_answered_when_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+    monkeypatch.setattr(atomic_file, "fsync", folders.append)
+    service = ControlService(JobState(), Journal(tmp_path / "journal"), "job", 60.0)
+    assert folders == [tmp_path]  # a new file's name
+    started, released = threading.Event(), threading.Event()
+
+    def sync(descriptor: int) -> None:
+        started.set()
+        assert released.wait(30)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    body = {"stream": "a", "number": 1, "commands": [["put", "key", 1]]}
+    request = Request({"type": "http"})
+    answers = [asyncio.create_task(service.handlers["POST /sync"](body, request)) for _ in range(2)]  # is sent again
+    assert await asyncio.to_thread(started.wait, 30)
+    assert len((tmp_path / "journal").read_bytes().splitlines()) == 2  # the start of the service, and the request
+    await asyncio.sleep(0.05)
+    assert not any(answer.done() for answer in answers)
+    released.set()
+    assert [json.loads(answer)["replies"] for answer in await asyncio.gather(*answers)] == [[None]] * 2
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for line in (b"[]\n", b"nonsense\n", b'["a", 1, [["explode"]]]\n', b"{}\n"):
+        path.unlink(missing_ok=True)
+        write(path, JobState(), range(1, 3))
+        path.write_bytes(path.read_bytes() + line + b'["a", 3, []]\n')
+        with pytest.raises(JournalError, match=f"{path}, line 3: "):
+            restore(path)

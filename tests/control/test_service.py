@@ -5,11 +5,10 @@ from __future__ import annotations
 import http.client
 import os
 import random
-import signal
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,9 @@ import pytest
 from megatron_webrl.control.client import Claimer, ControlClient, TicketClaim
 from megatron_webrl.control.connection import ControlAddress, JobEnded, JobFailed
 from megatron_webrl.control.state import TICKETS
-from tests.control.service_process import ServiceProcess, service_process, wait_for_exit
+from tests.control.service_process import ServiceProcess, service_process
 from tests.job_control import claim_tickets, tickets
 from tests.waiting import until
-
-SHUTDOWN = "server.LINGER_SECONDS = 0.2"
 
 
 @pytest.fixture
@@ -59,15 +56,20 @@ def test_each_ticket_is_claimed_once_although_the_service_is_killed_again_and_ag
     assert (queue["claimed"], len(queue["open"]), len(unfinished)) == (300, 150, 150)
 
 
-def test_a_restarted_worker_finds_its_unfinished_claims(service: ServiceProcess) -> None:
+def test_a_restarted_worker_finds_its_unfinished_claims_and_its_earlier_instance_has_ended(
+    service: ServiceProcess,
+) -> None:
     service.connect("trainer-0").start_ticket_epoch(0, 0, tickets(range(5, 12)))
     first, other = service.connect("rollout-0"), service.connect("rollout-1")
     assert [claim.ticket for _ in range(3) for claim in claim_tickets(first, 1)] == [5, 6, 7]
     assert [claim.ticket for claim in claim_tickets(other, 1)] == [8]
     first.close_ticket(6)
     assert first.register_instance() == 1
+    assert not other.instance_has_ended("rollout-0.1")
     again = service.connect("rollout-0")
     assert again.register_instance() == 2
+    assert other.instance_has_ended("rollout-0.1")
+    assert not other.instance_has_ended("rollout-0.2")
     assert [claim.ticket for claim in again.unfinished_claims()] == [5, 7]
     again.give_up_worker("rollout-1", "it failed too often")
     assert [claim.ticket for claim in claim_tickets(again, 1)] == [8]
@@ -92,26 +94,6 @@ def test_a_claim_waits_for_a_ticket_and_a_claimer_waits_in_the_background(servic
     until(lambda: open_tickets() == 4, "the claimer's next claim")
     until(lambda: claimer.put_back() or open_tickets() == 3, "its return")  # type: ignore[func-returns-value]
     assert worker.claim("tickets", "rollout-1", 1)[0][0] == 5 - third
-    worker.close()
-
-
-def test_a_role_with_a_heartbeat_sees_changes_without_requests(service: ServiceProcess) -> None:
-    trainer, worker = service.connect("trainer-0"), service.connect("rollout-0")
-    worker.start_heartbeat()
-    assert worker.get_json("weights/offer") is None
-    for version in range(20):
-        trainer.put_json("weights/offer", {"version": version})
-        until(lambda: worker.get_json("weights/offer") == {"version": version}, "the offer")  # noqa: B023
-    service.kill()
-    service.start()
-    trainer.put_json("weights/offer", {"version": 99})
-    until(lambda: worker.get_json("weights/offer") == {"version": 99}, "an offer after the restart")
-    trainer.request_stop("preempted")
-    until(worker.stop_requested, "the stop")
-    trainer.request_stop()
-    until(lambda: worker.requested_outcome() == "stopped", "the user's stop, which replaces others")
-    trainer.request_stop("preempted")
-    assert trainer.requested_outcome() == "stopped"
     worker.close()
 
 
@@ -141,34 +123,18 @@ def test_a_silent_role_is_lost_unless_it_is_restarted(tmp_path: Path) -> None:
         watcher.close()
 
 
-def test_a_pause_of_the_service_is_not_the_silence_of_a_role(tmp_path: Path) -> None:
-    with service_process(tmp_path, heartbeat_timeout_seconds=2.0) as service:
-        worker, launcher = service.connect("rollout-0"), service.connect("launcher")
-        worker.start_heartbeat()
-        service.signal(signal.SIGSTOP)
-        time.sleep(3.0)  # longer than the timeout
-        service.signal(signal.SIGCONT)
-        for _ in range(20):
-            assert not launcher.is_lost("rollout-0")
-        service.kill()
-        service.start()
-        assert not launcher.is_lost("rollout-0")
-        worker.close()
-
-
-def test_an_instance_has_ended_once_its_role_registers_another(service: ServiceProcess) -> None:
-    worker, control = service.connect("rollout-0"), service.connect("trainer-0")
-    assert worker.register_instance() == 1
-    assert not control.instance_has_ended("rollout-0.1")
-    assert worker.register_instance() == 2
-    assert control.instance_has_ended("rollout-0.1")
-    assert not control.instance_has_ended("rollout-0.2")
-
-
-def test_the_first_outcome_counts_and_reaches_every_role(service: ServiceProcess) -> None:
+def test_the_first_outcome_counts_and_a_users_stop_replaces_others(service: ServiceProcess) -> None:
     one, other = service.connect("a"), service.connect("b")
     other.start_heartbeat()
     other.check_job()
+    one.request_stop("preempted")
+    until(other.stop_requested, "the stop")
+    service.kill()
+    service.start()
+    one.request_stop()
+    until(lambda: other.requested_outcome() == "stopped", "the user's stop, after a restart of the service")
+    one.request_stop("preempted")
+    assert one.requested_outcome() == "stopped"
     one.end_job("failed: a: broken")
     other.end_job("finished")
     for control in (one, other):
@@ -178,7 +144,7 @@ def test_the_first_outcome_counts_and_reaches_every_role(service: ServiceProcess
 
 
 def test_a_clean_end_is_no_failure_and_keep_alive_delays_the_exit(tmp_path: Path) -> None:
-    with service_process(tmp_path, before=SHUTDOWN) as service:
+    with service_process(tmp_path, before="server.LINGER_SECONDS = 0.2") as service:
         trainer = service.connect("trainer-0")
         with trainer.keep_alive():
             trainer.end_job("finished")
@@ -186,25 +152,33 @@ def test_a_clean_end_is_no_failure_and_keep_alive_delays_the_exit(tmp_path: Path
                 trainer.check_job()
             time.sleep(1.0)  # longer than it stays by itself
             assert not service.has_exited()
-        wait_for_exit(service)
+        until(service.has_exited, "the exit of the control service", 30.0)
 
 
-def test_a_timed_out_wait_names_its_object(service: ServiceProcess) -> None:
-    with pytest.raises(JobFailed, match="a waited 0 s for the manifest"):
-        service.connect("a").wait_for_key("weights/manifest", 0.2, "the manifest")
-
-
-def test_a_service_that_does_not_answer_is_an_error_that_names_it(service: ServiceProcess, tmp_path: Path) -> None:
-    with pytest.raises(
-        JobFailed, match=r"a cannot reach the control service within 1 s: .*missing\.json does not name"
-    ):
+def test_a_wait_and_a_service_that_does_not_answer_are_errors_that_name_them(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
+    with pytest.raises(JobFailed, match=r"a cannot reach the control service within 1 s: .*missing\.json"):
         ControlClient(tmp_path / "missing.json", "a", connect_seconds=1.0)
     control = service.connect("a", lost_seconds=1.0)
     control.start_heartbeat()
-    control.get_json("never")
+    with pytest.raises(JobFailed, match="a waited 0 s for the manifest"):
+        control.wait_for_key("never", 0.2, "the manifest")
     service.kill()
     with pytest.raises(JobFailed, match=r"a lost the control service at 127\.0\.0\.1:\d+: no answer within 1 s"):
         control.wait_for_key("never", 20, "nothing")
+
+
+def post(service: ServiceProcess, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> int:
+    """The status of a request, by default with the token."""
+    address = ControlAddress.read(service.address)
+    assert address is not None
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
+    given = {"Authorization": f"Bearer {address.token}"} if headers is None else headers
+    connection.request("POST" if body else "GET", path, body, dict(given))
+    status = connection.getresponse().status
+    connection.close()
+    return status
 
 
 def test_a_request_without_the_token_is_refused_and_the_token_is_for_the_user_alone(service: ServiceProcess) -> None:
@@ -213,41 +187,22 @@ def test_a_request_without_the_token_is_refused_and_the_token_is_for_the_user_al
     assert stat.S_IMODE(service.address.stat().st_mode) == 0o600
     assert stat.S_IMODE((service.folder / "journal").stat().st_mode) == 0o600
     for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {address.token[:-1]}"}):
-        for method, path in (("GET", "/status"), ("POST", "/sync"), ("GET", "/unknown")):
-            connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
-            connection.request(method, path, b"{}", headers)
-            assert connection.getresponse().status == 401
-            connection.close()
+        for path, body in (("/status", b""), ("/sync", b"{}"), ("/unknown", b"")):
+            assert post(service, path, body, headers) == 401
     assert service.process is not None
     assert address.token not in service.log + Path(f"/proc/{service.process.pid}/cmdline").read_text()
     assert address.token not in (service.folder / "journal").read_text()
 
 
-NO_REQUESTS = (b"", b"[]", b"null", b"\xff", b'{"stream": "a"')
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        *(("/sync", body) for body in NO_REQUESTS),
-        ("/sync", b'{"stream": 1, "number": "x", "commands": [["get", []]]}'),
-        ("/sync", b'{"stream": "a", "number": 1, "commands": [[]]}'),
-        ("/sync", b'{"stream": "a", "number": 1, "commands": [["claim"]], "wait": 1}'),
-        ("/sync", b'{"session": "a", "keys": 3}'),
-    ],
-)
-def test_a_request_that_is_none_is_refused(service: ServiceProcess, path: str, body: bytes) -> None:
-    address = ControlAddress.read(service.address)
-    assert address is not None
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
-    connection.request("POST", path, body, {"Authorization": f"Bearer {address.token}"})
-    response = connection.getresponse()
-    assert response.status == 400, response.read()
-    connection.close()
-    service.connect("a").put_json("key", 1)
-
-
-def test_a_role_that_dies_within_a_request_leaves_no_error(service: ServiceProcess) -> None:
+def test_a_request_that_is_none_is_refused_and_one_that_is_cut_leaves_no_error(service: ServiceProcess) -> None:
+    for body in (
+        b"[]", b"null", b"\xff", b'{"stream": "a"',
+        b'{"stream": 1, "number": "x", "commands": [["get", []]]}',
+        b'{"stream": "a", "number": 1, "commands": [[]]}',
+        b'{"stream": "a", "number": 1, "commands": [["claim"]], "wait": 1}',
+        b'{"session": "a", "keys": 3}',
+    ):  # fmt: skip
+        assert post(service, "/sync", body) == 400, body
     address = ControlAddress.read(service.address)
     assert address is not None
     connection = http.client.HTTPConnection(address.host, address.port, timeout=10)

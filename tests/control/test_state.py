@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megatron_webrl.control import state as states
 from megatron_webrl.control.client import ticket_limit
 from megatron_webrl.control.state import TICKETS, CommandError, JobState
 
@@ -136,27 +137,30 @@ Job.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestJob = Job.TestCase
 
 
-def test_an_unknown_command_changes_nothing() -> None:
+def test_an_unknown_command_a_wrong_argument_and_a_query_change_nothing() -> None:
     state = JobState()
     for commands in ([["put", "key", 1], ["remove_everything"]], [["put", "key", 1], "put"]):
         with pytest.raises(CommandError, match="unknown command"):
             state.apply("a", 1, commands)
-    assert state.facts == {}
+    assert state.query([["get", ["a"]]]) == [[None]]
+    assert state == JobState()
     assert state.apply("a", 1, [["put", "key", 1]]) == [None]
     with pytest.raises(CommandError, match="request 0 of a is older than its last, 1"):
         state.apply("a", 0, [["put", "key", 2]])
+    for command in (["put", "key"], ["add", "key", "1"], ["append", "a", [3]], ["claim", 1, 2]):
+        [reply] = JobState().apply("a", 1, [command])
+        assert reply["error"].startswith(f"{command[0]}: ")
 
 
-@pytest.mark.parametrize("command", [["put", "key"], ["add", "key", "1"], ["append", "a", [3]], ["claim", 1, 2]])
-def test_a_command_with_wrong_arguments_is_answered_with_an_error(command: list[Any]) -> None:
-    [reply] = JobState().apply("a", 1, [command])
-    assert reply["error"].startswith(f"{command[0]}: ")
-
-
-def test_a_query_changes_nothing() -> None:
+def test_the_stream_that_was_silent_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "MAX_STREAMS", 3)
     state = JobState()
-    assert state.query([["get", ["a"]]]) == [[None]]
-    assert state == JobState()
+    for stream, number in (("a", 1), ("b", 1), ("c", 1), ("a", 2), ("d", 1)):
+        state.apply(stream, number, [["add", stream, 1]])
+    assert [state.request_count(stream) for stream in "abcd"] == [2, 0, 1, 1]
+    for stream, number in (("a", 2), ("c", 1), ("d", 1)):  # sent again: with the reply that they had, and no effect
+        assert state.apply(stream, number, [["add", stream, 1]]) == [number]
+    assert state.facts == {"a": 2, "b": 1, "c": 1, "d": 1}
 
 
 def test_the_results_of_a_queue_are_read_once_each() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -12,8 +14,8 @@ import psutil
 import pytest
 from rich.console import Console
 
+from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
-from megatron_webrl.config.schema import Config
 from megatron_webrl.control import child_process
 from megatron_webrl.launch import first_node, local
 from megatron_webrl.launch.first_node import FirstNode
@@ -26,7 +28,8 @@ from tests.job_control import connect, control_service
 ENDS, FAILS, HANGS = ["true"], ["false"], ["sleep", "600"]
 
 
-def made(config: Config, out: io.StringIO) -> FirstNode:
+def made(folder: Path, out: io.StringIO) -> FirstNode:
+    config = parse_config(None, [f"run.directory={folder}", "run.name=here", "model.platform=cpu"])
     return FirstNode(config, place_processes(config), ConsoleOutput(config, Console(file=out, width=200)))
 
 
@@ -47,9 +50,8 @@ def test_a_worker_that_does_not_exit_cannot_fail_a_job_that_has_ended(
     for name in ("EXIT_GRACE_SECONDS", "FAILED_EXIT_GRACE_SECONDS"):
         monkeypatch.setattr(first_node, name, 1.0)
     out = io.StringIO()
-    config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "model.platform=cpu"])
-    config.run_folder.mkdir()
-    node = made(config, out)
+    node = made(tmp_path, out)
+    node.config.run_folder.mkdir()
     try:
         for name, command in (("control", HANGS), ("rollout-0", worker), ("trainer-0", trainer)):
             node.start(name, command, dict(os.environ), tmp_path / f"{name}.log")
@@ -66,8 +68,7 @@ def test_a_worker_that_does_not_exit_cannot_fail_a_job_that_has_ended(
 @pytest.mark.parametrize("trained", [False, True])
 def test_an_interrupt_before_the_first_update_saves_a_warm_start(tmp_path: Path, trained: bool) -> None:
     out = io.StringIO()
-    config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "model.platform=cpu"])
-    node = made(config, out)
+    node = made(tmp_path, out)
     node.signals.notice_signal = signal.SIGINT
     with control_service(tmp_path) as address:
         node._control = control = connect(address, "host")
@@ -133,23 +134,22 @@ def test_a_job_runs_on_this_machine_until_a_role_or_its_user_ends_it(
     assert psutil.Process().children() == children
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gpu", "problem", "expected"),
-    [
-        ((), True, "", "cluster.gpus_per_node=0: trainer and engines take this machine's first GPU"),
-        ((), True, "torch is built for CPUs", ""),
-        ((), False, "", ""),
-        (("evaluation.only=true",), True, "", ""),
-        (("model.platform=cuda",), True, "", ""),
-        (("cluster.gpus_per_node=1",), True, "", ""),
-        (("cluster.gpus_per_node=1",), False, "", "no GPU on this machine: all roles compute on its cores"),
-    ],
-)
-def test_a_job_says_which_devices_it_takes_unasked(
-    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], gpu: bool, problem: str, expected: str
+def test_a_control_service_that_cannot_start_is_named_in_the_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local.gpus, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(local.gpus, "find_cuda_problem", lambda: problem)
-    warning = local._device_warning(parse_config(None, list(overrides)))
-    assert warning.startswith(expected)
-    assert bool(warning) == bool(expected)
+    out = io.StringIO()
+    node = made(tmp_path, out)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(first_node, "LOCAL_PORT", taken.getsockname()[1])
+        assert local.run_here(node.config, Console(file=out, width=1000)) == 1
+    outcome = summary.read_summary(node.config.run_folder)["outcome"]
+    assert outcome.startswith("failed: control exited with code 2; last log line: ")
+    assert "Address already in use" in outcome
+    assert f"state:      {outcome}; " in out.getvalue()
+    assert [(event.role, event.event) for event in events.read_events(node.config.run_folder)] == [
+        ("job", "started"), ("control", "started"), ("job", "ended"),
+    ]  # fmt: skip
+    assert main(["status", str(node.config.run_folder), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert f"{report['state']}: {report['reason']}" == outcome
+    assert [(role["name"], role["state"]) for role in report["roles"]] == [("control", "failed")]

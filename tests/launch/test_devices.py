@@ -1,7 +1,8 @@
-"""The environment of roles on GPU nodes: of ranks and engines, of a job on this machine and of a Slurm job."""
+"""GPUs, shared memory and the environment of roles on GPU nodes."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.launch import gpus
+from megatron_webrl.launch import gpus, local
+from megatron_webrl.launch.gpus import NvidiaSmiError, query_gpus
 from megatron_webrl.launch.node import Node
 from megatron_webrl.launch.roles import CACHE_VARIABLES, gpu_environment, make_cache_folder, process_specs
+from megatron_webrl.launch.run_folder import sweep_engine_segments
 from megatron_webrl.placement.placement import RoleName, place_processes
 
 ROOT = Path(__file__).parents[2]
@@ -23,29 +26,56 @@ def made(*overrides: str) -> Config:
     return parse_config(None, list(overrides))
 
 
-def test_trainer_ranks_get_expandable_segments_and_engines_do_not(tmp_path: Path) -> None:
+def test_visible_gpus_are_read_from_nvidia_smi_and_its_failures_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def install(text: str) -> None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NvidiaSmiError, match="nvidia-smi is not installed"):
+        query_gpus("memory.total")
+    install("echo '0, GPU-aa, 81559'; echo '1, GPU-ab, 40960'")
+    for visible, sizes in (
+        (None, ["81559", "40960"]), ("1", ["40960"]), ("GPU-ab,0", ["40960", "81559"]), ("MIG-1,MIG-2", ["81559"] * 2),
+    ):  # fmt: skip
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [row[0] for row in query_gpus("memory.total")] == sizes
+    for program, words in (("echo 'no handle' >&2; exit 15", "failed: no handle"), ("exit 0", "lists no GPU")):
+        install(program)
+        with pytest.raises(NvidiaSmiError, match=words):
+            query_gpus("memory.total")
+
+
+def test_only_segments_of_engines_that_no_process_maps_are_removed(tmp_path: Path) -> None:
+    free, mapped = (f"vllm_dist_0af3-tp-[0-1]-cpushm_{number}" for number in (0, 1))
+    for name in (free, mapped, "vllm_dist_0af3", "webrl-run-0"):
+        (tmp_path / name).write_bytes(b"x" * 4096)
+    with open(tmp_path / mapped, "r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert sweep_engine_segments(tmp_path) == [free]
+        assert sorted(os.listdir(tmp_path)) == ["vllm_dist_0af3", mapped, "webrl-run-0"]
+    assert sweep_engine_segments(tmp_path) == [mapped]
+
+
+def test_trainer_ranks_get_expandable_segments_engines_do_not_and_inherited_variables_are_kept(tmp_path: Path) -> None:
     inherited = {"TMPDIR": str(tmp_path)}
+    assert gpu_environment(made(), "trainer", inherited) == {}
+    assert gpu_environment(made(*GPUS), "control", inherited) == {}
+    assert not list(tmp_path.iterdir())
+    assert gpu_environment(made("model.platform=cuda"), "rollout", inherited)
     trainer, rollout = (gpu_environment(made(*GPUS), role, inherited) for role in ("trainer", "rollout"))
     assert trainer.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
     caches = tmp_path / f"webrl-cache-{os.getuid()}"
     assert rollout == trainer == {name: str(caches / part) for name, part in CACHE_VARIABLES.items()}
     assert gpu_environment(made(*GPUS), "rollout", inherited) == rollout  # kept for the next run
     assert len(rollout) == len(set(rollout.values())) == 4
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_inherited_variables_are_kept(tmp_path: Path, name: str) -> None:
-    given = {name: "max_split_size_mb:512", "TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": "/raid/triton"}
-    added = gpu_environment(made(*GPUS), "trainer", given)
-    assert sorted(added) == ["FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"]
-
-
-def test_roles_without_gpus_get_nothing(tmp_path: Path) -> None:
-    inherited = {"TMPDIR": str(tmp_path)}
-    assert gpu_environment(made(), "trainer", inherited) == {}
-    assert gpu_environment(made(*GPUS), "control", inherited) == {}
-    assert not list(tmp_path.iterdir())
-    assert gpu_environment(made("model.platform=cuda"), "rollout", inherited)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        given = {name: "max_split_size_mb:512", "TRITON_CACHE_DIR": "/raid/triton", **inherited}
+        added = gpu_environment(made(*GPUS), "trainer", given)
+        assert sorted(added) == ["FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"]
 
 
 def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
@@ -61,8 +91,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
     assert "VLLM_CACHE_ROOT" not in gpu_environment(made(*GPUS), "trainer", {"TMPDIR": str(tmp_path)})
 
 
-@pytest.mark.parametrize("role", ["trainer", "rollout"])
-@pytest.mark.parametrize("first_host", ["", "127.0.0.1"])
+@pytest.mark.parametrize(("role", "first_host"), [("trainer", ""), ("rollout", "127.0.0.1")])
 def test_a_node_starts_roles_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: RoleName, first_host: str
 ) -> None:
@@ -82,7 +111,7 @@ def test_a_node_starts_roles_with_it(
     assert ("MASTER_PORT" in process.environment) == bool(first_host)
 
 
-@pytest.mark.parametrize("platform", ["auto", "cuda"])
+@pytest.mark.parametrize("platform", ["auto", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_a_job_on_a_machine_with_gpus_does_not_compute_on_its_cores_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], platform: str
 ) -> None:
@@ -99,3 +128,21 @@ def test_a_job_on_a_machine_with_gpus_does_not_compute_on_its_cores_unasked(
     assert "torch cannot use a GPU" in error
     assert error.endswith("; or set model.platform=cpu to compute on the cores\n")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_says_which_devices_it_takes_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, one = "cluster.gpus_per_node=0: trainer and engines take this machine's first GPU", "cluster.gpus_per_node=1"
+    for overrides, gpu, problem, expected in (
+        ((), True, "", first),
+        ((), True, "torch is built for CPUs", ""),
+        ((), False, "", ""),
+        (("evaluation.only=true",), True, "", ""),
+        (("model.platform=cuda",), True, "", ""),
+        ((one,), True, "", ""),
+        ((one,), False, "", "no GPU on this machine: all roles compute on its cores"),
+    ):
+        monkeypatch.setattr(local.gpus, "has_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(local.gpus, "find_cuda_problem", lambda problem=problem: problem)
+        warning = local._device_warning(made(*overrides))
+        assert warning.startswith(expected), (overrides, gpu, problem)
+        assert bool(warning) == bool(expected), (overrides, gpu, problem)
