@@ -165,7 +165,7 @@ def near_answer(goal: WebsiteGoal) -> str:
     except ValueError:
         pass
     named = [each.answer for each in website_goals(goal.host).values() if each.kind == goal.kind]
-    return next((other for other in named if other != answer), f"New {answer}")
+    return next((other for other in named if other != answer and not other[:1].isdigit()), f"New {answer}")
 
 
 def turn(move: HighLevelAction) -> HighLevelAction:
