@@ -13,11 +13,14 @@ from megatron_webrl.trainer.checkpoint.checkpoint_state import ForkedTask, Forke
 from tests.waiting import until
 
 
-def test_a_task_returns_more_than_a_pipe_holds_and_is_no_zombie_before_anybody_asks_for_it() -> None:
-    task = ForkedTask(lambda: [1] * 2**18, timeout_seconds=60)
-    until(lambda: not psutil.pid_exists(task.pid), "the child to be reaped", 30)
-    assert task.done
-    assert task.result() == [1] * 2**18
+def test_a_task_returns_more_than_a_pipe_holds_and_a_finished_one_is_no_zombie() -> None:
+    large, small = ForkedTask(lambda: [1] * 2**18, timeout_seconds=60), ForkedTask(lambda: 1, timeout_seconds=60)
+    until(lambda: not psutil.pid_exists(small.pid), "the child to be reaped before anybody asks for it", 30)
+    assert small.done
+    assert small.result() == 1
+    until(lambda: large.done, "the result", 30)
+    assert large.result() == [1] * 2**18
+    assert not psutil.pid_exists(large.pid)
 
 
 def test_what_fails_is_killed_or_late_says_so_in_one_line_and_is_gone() -> None:
