@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import signal
 import subprocess
@@ -45,11 +44,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path | None]:
 
 
 @pytest.fixture
-def job(small_disk: Path | None, tmp_path: Path, tiny_model: Path) -> Iterator[Job]:
+def job(small_disk: Path | None, job: Job) -> Job:
     """A job whose mount namespace has the small disk."""
-    job = Job(tmp_path, tiny_model, name=f"disks{os.getpid()}")
-    yield job
-    job.close()
+    return job
 
 
 def fill(disk: Path, job: Job) -> None:
@@ -66,14 +63,14 @@ def fill(disk: Path, job: Job) -> None:
     job.until(three_updates, "three updates with a full disk")
     filler.unlink()
     wanted = reported_update(job)
-
-    def written() -> bool:
-        with suppress(ValueError):  # half a line
-            return len(job.updates()) >= wanted
-        return False
-
-    job.until(written, "updates that are written late")
+    job.until(lambda: written_updates(job) >= wanted, "updates that are written late")
     assert any(each in trainer_log(job) for each in ("updates.jsonl cannot be written", "bytes of output were lost"))
+
+
+def written_updates(job: Job) -> int:
+    with suppress(ValueError):  # half a line
+        return len(job.updates())
+    return 0
 
 
 def trainer_log(job: Job) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,22 +67,15 @@ class Job:
         return self.folder / "runs" / self.name
 
     def start(
-        self,
-        *overrides: str,
-        program: Sequence[str] = ("-m", "megatron_webrl"),
-        config: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        terminal: Terminal | None = None,
+        self, *overrides: str, environment: Mapping[str, str] | None = None, terminal: Terminal | None = None
     ) -> None:
-        """Start `webrl train`; `program`: arguments of Python that take its place; `config`: another configuration.
-
-        `environment`: variables to add. `terminal`: to run on, in place of a log; it is the process's own.
+        """Start `webrl train`; `environment`: variables to add. `terminal`: to run on, in place of a log; it is the
+        process's own.
         """
-        path = config or self.folder / "config.yaml"
-        if config is None:
-            path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(self.model)}}))
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(self.model)}}))
         run = (f"run.name={self.name}", f"run.directory={self.folder / 'runs'}")
-        command = self._command(*program, "train", str(path), *run, *overrides)
+        command = self._command("train", str(path), *run, *overrides)
         variables = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
         variables |= environment or {}
         with (self.folder / "out.log").open("wb") as output:
@@ -120,7 +114,7 @@ class Job:
 
     def status(self) -> tuple[int, dict[str, Any]]:
         """Exit code and report of `webrl status`."""
-        command = self._command("-m", "megatron_webrl", "status", str(self.run_folder), "--json")
+        command = self._command("status", str(self.run_folder), "--json")
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=False)
         return done.returncode, json.loads(done.stdout)
 
@@ -130,7 +124,8 @@ class Job:
             space = space_of(self.holder.pid, "mnt")
             mine = [p for p in psutil.process_iter() if space_of(p.pid, "mnt") == space and p.pid != self.holder.pid]
             return [process for process in mine if _alive(process)]
-        return owned(self.process.pid if self.process else 0)
+        mark = f"{self.process.pid if self.process else 0}:"
+        return [p for p in psutil.process_iter() if _mark(p).startswith(mark) and _alive(p)]
 
     def shared_memory(self) -> list[Path]:
         """Everything in the job's /dev/shm, else its rings."""
@@ -148,14 +143,17 @@ class Job:
         return None
 
     def _command(self, *arguments: str) -> list[str]:
-        """A command of Python in the job's namespace."""
+        """A `webrl` command in the job's namespace."""
         inside = ["nsenter", f"--mount=/proc/{self.holder.pid}/ns/mnt", f"--wd={os.getcwd()}"] if self.holder else []
-        return [*inside, sys.executable, *arguments]
+        return [*inside, sys.executable, "-m", "megatron_webrl", *arguments]
 
 
-def owned(launcher: int) -> list[psutil.Process]:
-    """Processes that carry the launcher's mark in their environment, zombies left out."""
-    return [p for p in psutil.process_iter() if _mark(p).startswith(f"{launcher}:") and _alive(p)]
+def make_run(folder: Path, checkpoint: Path, **settings: Any) -> Path:
+    """Make the folder of a run with a checkpoint; `settings`: of its config.yaml."""
+    shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name)
+    (folder / "checkpoints" / "latest").write_text(checkpoint.name)
+    (folder / "config.yaml").write_text(yaml.safe_dump({**SETTINGS, **settings}))
+    return folder
 
 
 def assert_nothing_left(job: Job) -> None:

@@ -14,7 +14,7 @@ from tests.launch.slurm.virtual_slurm import Cluster, free_ports
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "launch" / "slurm"
 PAYLOAD = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_payload.py')}"
-"""In the place of a job's programs: it checks where it is, and leaves."""
+"""In the place of a job's programs."""
 
 
 def submit(

@@ -37,13 +37,12 @@ from megatron_webrl.launch.run_folder import control_address_path, wait_for_cont
 from megatron_webrl.launch.slurm.prepare import plan_processes, read_launches
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.model import parameter_counts
-from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_megatron
-from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.evaluations import EvaluationResult
 from megatron_webrl.track.run_lock import LaunchLost, start_launch
 from tests.job_control import connect
 from tests.launch.slurm.slurm_jobs import ROOT, SCRIPTS
+from tests.launch.whole_jobs import make_run
 from tests.tiny_settings import SETTINGS
 from tests.waiting import until
 
@@ -61,23 +60,15 @@ def model_8b(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, tiny_model: Path) -> Config:
+def prepared(tmp_path: Path, checkpoint: Path) -> Config:
     """An evaluation of a run's checkpoint on two nodes, as `prepare-eval` leaves it."""
-    return prepare(tmp_path, tiny_model)
-
-
-def prepare(folder: Path, model: Path, *overrides: str) -> Config:
-    version = folder / "trained" / "checkpoints" / "version-000007"
-    version.parent.mkdir(parents=True, exist_ok=True)
-    hf_to_megatron(model, version, ParallelSizes(), ConversionOptions())
-    (version / "state.json").write_text('{"version": 7}')
-    settings = {**SETTINGS, "run": {"name": "trained", "directory": str(folder)}}
-    (folder / "trained" / "config.yaml").write_text(yaml.safe_dump(settings))
+    run = make_run(tmp_path / "trained", checkpoint, run={"name": "trained", "directory": str(tmp_path)})
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = ["node", "prepare-eval", str(version), f"cluster.base_port={port}", *overrides]
-    assert main([*command, "--episodes", "2", "--nodes", "2", "--json", str(folder / "result.json")]) == 0
-    return parse_config(folder / "trained-evaluation-version-000007" / "config.yaml")
+        port = f"cluster.base_port={probe.getsockname()[1]}"
+    version = str(run / "checkpoints" / checkpoint.name)
+    command = ["node", "prepare-eval", version, port, "--episodes", "2", "--nodes", "2"]
+    assert main([*command, "--json", str(tmp_path / "result.json")]) == 0
+    return parse_config(tmp_path / "trained-evaluation-version-000007" / "config.yaml")
 
 
 def model_folder(config: Config) -> Path:
@@ -91,30 +82,25 @@ def evaluation(model: Path, nodes: int, *arguments: str) -> Config:
     return parse_evaluation_config(EvaluatedCheckpoint.resolve(model), arguments, nodes)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-@pytest.mark.parametrize("resolved", [False, True])
-def test_engines_use_every_gpu_of_every_node_whatever_the_training_job_had(
-    model_8b: Path, tmp_path: Path, nodes: int, resolved: bool
-) -> None:
-    """`resolved`: the file is the config.yaml of the run, which names the training job's numbers."""
-    path = FOUR
-    if resolved:
-        path = str(tmp_path / "config.yaml")
-        sizes = {"rollout": {"engines": 16}, "trainer": {"data_parallel": 8}}
-        content = yaml.safe_load(Path(FOUR).read_text())
-        Path(path).write_text(yaml.safe_dump({**content, **{name: content[name] | sizes[name] for name in sizes}}))
-    config = evaluation(model_8b, nodes, path)
-    assert (config.cluster.nodes, config.rollout.engines, config.trainer_world_size) == (nodes, 8 * nodes, 0)
-    placement = plan_processes(config)
-    assert placement.rings == ()
-    for node in range(nodes):
-        here = placement.on_node(node)
-        assert [process.name for process in here] == [f"rollout-{8 * node + gpu}" for gpu in range(8)]
-        assert [process.devices for process in here] == [(gpu,) for gpu in range(8)]
-        assert sorted(core for process in here for core in process.cores) == list(range(112))
-        assert process_specs(config, placement, node, ["trainer"], "n1:29500", {}, "") == []
-        specs = process_specs(config, placement, node, ["rollout"], "n1:29500", {}, "")
-        assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == [str(gpu) for gpu in range(8)]
+def test_engines_use_every_gpu_of_every_node_whatever_the_training_job_had(model_8b: Path, tmp_path: Path) -> None:
+    resolved = tmp_path / "config.yaml"  # of the run, which names the training job's numbers
+    content = yaml.safe_load(Path(FOUR).read_text())
+    content["rollout"] |= {"engines": 16}
+    content["trainer"] |= {"data_parallel": 8}
+    resolved.write_text(yaml.safe_dump(content))
+    for path, nodes in ((FOUR, 4), (str(resolved), 1), (str(resolved), 2)):
+        config = evaluation(model_8b, nodes, path)
+        assert (config.cluster.nodes, config.rollout.engines, config.trainer_world_size) == (nodes, 8 * nodes, 0)
+        placement = plan_processes(config)
+        assert placement.rings == ()
+        for node in range(nodes):
+            here = placement.on_node(node)
+            assert [process.name for process in here] == [f"rollout-{8 * node + gpu}" for gpu in range(8)]
+            assert [process.devices for process in here] == [(gpu,) for gpu in range(8)]
+            assert sorted(core for process in here for core in process.cores) == list(range(112))
+            assert process_specs(config, placement, node, ["trainer"], "n1:29500", {}, "") == []
+            specs = process_specs(config, placement, node, ["rollout"], "n1:29500", {}, "")
+            assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == [str(gpu) for gpu in range(8)]
 
 
 def test_an_engine_larger_than_a_node_has_followers_or_is_refused_in_one_line(model_8b: Path) -> None:
@@ -137,17 +123,8 @@ def test_nodes_without_gpus_have_an_engine_each(tiny_model: Path, tmp_path: Path
     assert evaluation(tiny_model, 2, str(path), "rollout.engines=4").rollout.engines == 4
     assert evaluation(tiny_model, 2, str(path), "rollout.pipeline_parallel=2").rollout.engines == 1
     assert evaluation(tiny_model, 1, str(path)).rollout.engines == 2  # on one machine, those of the configuration
-
-
-def test_a_run_with_a_file_of_demonstrations_is_evaluated(tiny_model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
     path.write_text("trainer: {warm_start: {demonstrations: 5, demonstrations_file: gone.records}}\n")
     assert evaluation(tiny_model, 1, str(path)).trainer.warm_start.demonstrations_file == ""
-
-
-def test_a_training_job_refuses_a_configuration_without_a_trainer(prepared: Config) -> None:
-    with pytest.raises(ConfigError, match=r"evaluation.only=true runs no trainer; evaluate with `webrl eval`"):
-        load_config(prepared.run_folder / "config.yaml")
 
 
 def test_a_dry_run_shows_every_process_of_an_evaluation(model_8b: Path, tmp_path: Path) -> None:
@@ -268,60 +245,24 @@ def test_the_first_node_collects_the_episodes_of_all_workers(host: Host, tmp_pat
     assert json.loads((host.config.run_folder / "summary.json").read_text())["outcome"] == "finished"
 
 
-def test_the_folder_of_a_running_evaluation_is_refused_until_its_end(
+def test_an_evaluation_that_is_stopped_stores_no_result_and_its_folder_is_refused_until_then(
     host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, again = host.config.run_folder, ["node", "prepare-eval", str(tmp_path / "trained"), "--nodes", "2"]
-    (tmp_path / "trained" / "checkpoints" / "latest").write_text("version-000007")
     settings = (folder / "config.yaml").read_text()
     assert main(again) == 2
     assert f"run.name={folder.name}: a job runs in {folder}, its control service at " in capsys.readouterr().err
     assert model_folder(host.config).is_dir()
     assert (folder / "config.yaml").read_text() == settings
+    until(lambda: evaluations.current_request(host.control) is not None, host.output.read_text)
     assert main(["node", "stop", str(folder / "config.yaml")]) == 0
     assert host.process.wait(120) == 1, host.output.read_text()
-    assert main(again) == 0
-    assert (folder.with_name(f"{folder.name}.1") / "summary.json").is_file()
-
-
-def test_an_evaluation_with_missing_episodes_stores_its_results_and_fails(tmp_path: Path, tiny_model: Path) -> None:
-    host = Host(prepare(tmp_path, tiny_model, "evaluation.timeout_seconds=3"))
-    try:
-        until(lambda: evaluations.current_request(host.control) is not None, host.output.read_text)
-        request = evaluations.current_request(host.control)
-        assert request is not None
-        workers = "rollout-0", "rollout-1"
-        for worker in workers:
-            assert connect(host.address, worker).register_instance() == 1
-        for worker in workers:
-            [[episode, *_]] = host.control.claim(evaluations.queue_name(request), f"{worker}.1", 1)
-        evaluations.submit_result(host.control, request, host.result(episode, worker), episode)
-        assert host.process.wait(120) == 1, host.output.read_text()
-    finally:
-        child_process.terminate_tree(host.process, 30.0)
-    said = host.output.read_text()
-    outcome = f"failed: {2 * TASKS - 1} of {2 * TASKS} episodes are missing after 3 s (evaluation.timeout_seconds)"
-    assert "success of episodes with a verdict" in said  # the table
-    assert f"job: {outcome}; raise it, or lower evaluation.episodes\n" in said
-    assert json.loads((host.config.run_folder / "summary.json").read_text())["outcome"].startswith(outcome)
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert (found["evaluation"]["missing"], len(found["episodes"])) == (2 * TASKS - 1, 1)
-
-
-@pytest.mark.parametrize(("end", "outcome"), [("signal", "interrupted by SIGTERM"), ("stop", "stopped")])
-def test_an_evaluation_that_ends_early_says_why_and_stores_no_result(
-    host: Host, tmp_path: Path, end: str, outcome: str
-) -> None:
-    until(lambda: evaluations.current_request(host.control) is not None, host.output.read_text)
-    if end == "signal":
-        host.process.send_signal(signal.SIGTERM)
-    else:
-        assert main(["node", "stop", str(host.config.run_folder / "config.yaml")]) == 0
-    assert host.process.wait(120) == 1, host.output.read_text()
-    assert f"job: {outcome}\n" in host.output.read_text()
-    assert json.loads((host.config.run_folder / "summary.json").read_text())["outcome"] == outcome
+    assert "job: stopped\n" in host.output.read_text()
+    assert json.loads((folder / "summary.json").read_text())["outcome"] == "stopped"
     assert not (tmp_path / "result.json").exists()
     assert not model_folder(host.config).exists()
+    assert main(again) == 0
+    assert (folder.with_name(f"{folder.name}.1") / "summary.json").is_file()
 
 
 def test_a_lost_first_node_leaves_the_weights_of_its_successor(host: Host, tmp_path: Path) -> None:
@@ -350,22 +291,23 @@ def test_a_conversion_that_ends_after_a_takeover_does_not_name_the_model(prepare
     assert settings.read_text() == before
 
 
-def test_a_checkpoint_is_converted_into_the_folder_that_all_nodes_read(prepared: Config, tmp_path: Path) -> None:
-    settings = prepared.run_folder / "config.yaml"
-    assert prepared.model.path == str(tmp_path / "trained" / "checkpoints" / "version-000007" / "hf")
-    assert main(["node", "convert", str(settings)]) == 0
-    converted = Path(parse_config(settings).model.path)
-    assert converted == model_folder(prepared)
-    assert {"config.json", "model.safetensors"} <= {path.name for path in converted.iterdir()}
-
-
-def test_a_damaged_checkpoint_ends_the_job_with_one_line(
+def test_a_checkpoint_is_converted_into_the_folder_that_all_nodes_read_and_a_damaged_one_ends_the_job(
     prepared: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [file, *_] = (tmp_path / "trained" / "checkpoints" / "version-000007" / "megatron").glob("*.distcp")
+    settings, version = prepared.run_folder / "config.yaml", tmp_path / "trained" / "checkpoints" / "version-000007"
+    with pytest.raises(ConfigError, match=r"evaluation.only=true runs no trainer; evaluate with `webrl eval`"):
+        load_config(settings)
+    before = settings.read_text()
+    assert prepared.model.path == str(version / "hf")
+    assert main(["node", "convert", str(settings)]) == 0
+    assert parse_config(settings).model.path == str(model_folder(prepared))
+    assert {"config.json", "model.safetensors"} <= {path.name for path in model_folder(prepared).iterdir()}
+    shutil.rmtree(model_folder(prepared))
+    settings.write_text(before)
+    [file, *_] = (version / "megatron").glob("*.distcp")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     capsys.readouterr()
-    assert main(["node", "convert", str(prepared.run_folder / "config.yaml")]) == 2
+    assert main(["node", "convert", str(settings)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     outcome = json.loads((prepared.run_folder / "summary.json").read_text())["outcome"]

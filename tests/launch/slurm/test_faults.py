@@ -1,7 +1,7 @@
 """A training job on two of four virtual nodes continues after a fault of the cluster.
 
-`test_node_job.py` and `tests/launch/test_job_failures.py` kill its processes, `test_requeue.py` and `test_machines.py`
-preempt it, `test_stalled_disk.py` and `tests/launch/test_failing_disks.py` take its file system.
+`tests/launch/test_job_failures.py` kills the processes of a job on one node, `test_requeue.py` ends jobs early,
+`test_node_step.py` and `tests/launch/test_failing_disks.py` take their file system.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import pytest
 import yaml
 
 from megatron_webrl.control import child_process
-from megatron_webrl.track import summary
+from megatron_webrl.launch import watchdog
+from megatron_webrl.track import episodes, events, summary
 from tests.finished_runs import run_problems
-from tests.launch.slurm.slurm_jobs import ROOT, leftovers_on, log, overrides, submit
+from tests.launch.slurm.slurm_jobs import ROOT, leftovers_on, log, overrides, rings, submit
 from tests.launch.slurm.virtual_slurm import END_STATES, Cluster, virtual_slurm, why_not
 from tests.tiny_settings import SETTINGS
 from tests.waiting import until
@@ -84,11 +85,8 @@ def lose_node(job: Job) -> None:
 
 def cut_link(job: Job) -> None:
     """The network card of a node is down."""
-    job.cluster.cut("n2")
-    try:
+    with job.cluster.cut("n2"):
         time.sleep(CUT_SECONDS)
-    finally:
-        job.cluster.mend("n2")
 
 
 def kill_control(job: Job) -> None:
@@ -121,29 +119,83 @@ def fill_shared_memory(job: Job) -> None:
         subprocess.run([*inside, "remount,size=50%", "/dev/shm"], check=True)
 
 
-@pytest.mark.parametrize("fault", [lose_node, cut_link, kill_control, fill_shared_memory])
+def kill_rank(job: Job) -> None:
+    """A trainer rank is killed: the ranks of both nodes start again, and the workers stay."""
+    workers = [job.process(*role) for role in ROLES[2:]]
+    ranks = [job.process(*role) for role in ROLES[:2]]
+    assert ranks[1] is not None
+    ranks[1].kill()
+    until(lambda: None not in (again := [job.process(*role) for role in ROLES[:2]]) and not {*again} & {*ranks},
+          lambda: f"other ranks: {log(job.folder)}", 300)  # fmt: skip
+    assert [job.process(*role) for role in ROLES[2:]] == workers
+
+
+def give_notice(job: Job) -> None:
+    """Slurm signals that the job will end soon: it saves, is requeued and resumes."""
+    job.cluster.run("scancel", "--batch", "--signal=USR1", job.id)
+    until(lambda: int(job.cluster.show(job.id)["Restarts"]), lambda: f"a requeue: {log(job.folder)}", JOB_SECONDS)
+
+
+def submit_job(cluster: Cluster, folder: Path, *settings: str, options: tuple[str, ...] = ()) -> Job:
+    own = {**SETTINGS, "model": {"path": str(ROOT / "models" / "quickstart")}}
+    own["trainer"] = {**SETTINGS["trainer"], "updates": UPDATES, "checkpoint": {"every": 1}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(own))
+    number = submit(
+        cluster, folder, "train_cpu.sh", *overrides(folder, "run"), *settings, CONFIG=str(folder / "config.yaml"),
+        PREFLIGHT="0", MLFLOW_TRACKING_URI="", options=("--nodes=2", *options),
+    )  # fmt: skip
+    job = Job(cluster, folder, number)
+    until(lambda: job.version() >= 2, lambda: f"two updates: {log(folder)}", JOB_SECONDS)
+    return job
+
+
+def check_end(job: Job, *nodes: str) -> None:
+    """The job ends with all its updates and tickets, and leaves nothing on these nodes."""
+    until(lambda: job.state() in END_STATES, lambda: f"the end: {log(job.folder)}", JOB_SECONDS)
+    assert job.state() == "COMPLETED", log(job.folder)
+    until(lambda: not any(leftovers_on(job.cluster, node) for node in nodes), "all processes and files to go", 30)
+    assert run_problems(job.run, UPDATES, OPEN_TICKETS_AT_END) == []
+
+
+@pytest.mark.parametrize("fault", [lose_node, cut_link, kill_control, fill_shared_memory, kill_rank, give_notice])
 def test_a_job_goes_on_after_a_fault_of_the_cluster(fault: Callable[[Job], None], tmp_path: Path) -> None:
-    settings = {**SETTINGS, "model": {"path": str(ROOT / "models" / "quickstart")}}
-    settings["trainer"] = {**SETTINGS["trainer"], "updates": UPDATES, "checkpoint": {"every": 1}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    lost = fault is lose_node
+    lost, requeued = fault is lose_node, fault in (lose_node, give_notice)
     with virtual_slurm(4, namespaces=True, shared=[tmp_path], slurmd_seconds=SLURMD_SECONDS) as cluster:
-        number = submit(
-            cluster, tmp_path, "train_cpu.sh", *overrides(tmp_path, "run"), CONFIG=str(tmp_path / "config.yaml"),
-            PREFLIGHT="0", MLFLOW_TRACKING_URI="",
-            options=("--nodes=2", "--nodelist=n1,n2") if not lost else ("--nodes=2", "--requeue"),
-        )  # fmt: skip
-        job = Job(cluster, tmp_path, number)
-        until(lambda: job.version() >= 2, lambda: f"two updates: {log(tmp_path)}", JOB_SECONDS)
+        job = submit_job(cluster, tmp_path, options=("--requeue",) if lost else ("--nodelist=n1,n2",))
         started = job.started()
         fault(job)
         last = job.version()
         until(lambda: job.version() > last, lambda: f"an update after the fault: {log(tmp_path)}", JOB_SECONDS)
-        assert lost or job.started() == started
-        until(lambda: job.state() in END_STATES, lambda: f"the end: {log(tmp_path)}", JOB_SECONDS)
-        assert job.state() == "COMPLETED", log(tmp_path)
-        assert int(cluster.show(number)["Restarts"]) == lost
-        nodes = [node for node in NODES if not lost or node != "n2"]
-        until(lambda: not any(leftovers_on(cluster, node) for node in nodes), "all processes and files to go", 30)
-    assert run_problems(job.run, UPDATES, OPEN_TICKETS_AT_END) == []
-    assert fault is not kill_control or re.search(r"starting it again \(restart 3 of 30 an hour\)", log(tmp_path))
+        assert requeued or fault is kill_rank or job.started() == started
+        check_end(job, *(node for node in NODES if not lost or node != "n2"))
+        assert int(cluster.show(job.id)["Restarts"]) == requeued
+    said = {
+        kill_control: r"starting it again \(restart 3 of 30 an hour\)",
+        give_notice: rf"launch 2 of job {job.id}, resuming from version-0000\d\d; the previous launch ended: pre",
+    }
+    assert re.search(said.get(fault, ""), log(tmp_path))
+    restarts = [
+        restart["role"] for restart in summary.read_summary(job.run)["restarts"] if restart["role"] != "control"
+    ]
+    assert restarts == ["trainer-1"] * (fault is kill_rank)
+
+
+def test_an_engine_that_spans_two_machines_is_restarted_when_its_follower_is_killed(tmp_path: Path) -> None:
+    part = "rollout-0.follower-1"
+    with virtual_slurm(2, namespaces=True, shared=(tmp_path,)) as cluster:
+        job = submit_job(cluster, tmp_path, "rollout.engines=1", "rollout.pipeline_parallel=2")
+        assert [len(rings("run", cluster.path(node, "/dev/shm"))) for node in ("n1", "n2")] == [1, 1]
+        watchdog.request_stack_dump(job.run, "a test wants to see them")
+        file = job.run / "logs" / "node-1" / f"{part}.log"
+        until(lambda: "-- stacks of VLLM" in file.read_text(), lambda: file.read_text()[-2000:], 60)
+        follower = job.process("n2", part)
+        assert follower is not None
+        follower.kill()
+        check_end(job, "n1", "n2")
+    found = summary.read_summary(job.run)
+    assert sorted(restart["role"] for restart in found["restarts"]) == ["rollout-0", part]
+    assert "engine 0 is dead: " in log(tmp_path)
+    assert max(update["logprob_mismatch_max"] or 0.0 for update in found["updates"]) <= 1e-3
+    assert {line["worker"] for line in episodes.read_lines(job.run)} == {"rollout-0.1", "rollout-0.2"}
+    started = {event.role: event.host for event in events.read_events(job.run) if event.event == events.STARTED}
+    assert (started["rollout-0"], started[part]) == ("n1", "n2")

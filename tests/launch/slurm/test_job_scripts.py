@@ -58,9 +58,9 @@ def calls(folder: Path) -> list[list[str]]:
     return [shlex.split(line) for line in (folder / "calls").read_text().splitlines()]
 
 
-def run_until_preempted(script: str, folder: Path, environment: dict[str, str]) -> list[list[str]]:
-    """The calls of srun of a job that gets the notice of its end once it runs."""
-    job = subprocess.Popen(["bash", str(SCRIPTS / script), "run.name=contained"], cwd=ROOT, env=environment)
+def run_until_preempted(folder: Path, environment: dict[str, str]) -> list[list[str]]:
+    """The calls of srun of a job that gets the notice of its end once it runs, and is requeued."""
+    job = subprocess.Popen(["bash", str(SCRIPTS / "train_nodes.sh"), "run.name=contained"], cwd=ROOT, env=environment)
     try:
         until(lambda: sum("trainer" in call or "rollout" in call for call in calls(folder)) == 2, "both steps", 60)
         job.send_signal(signal.SIGUSR1)
@@ -68,14 +68,20 @@ def run_until_preempted(script: str, folder: Path, environment: dict[str, str]) 
     finally:
         job.kill()
     assert (folder / "calls.requeued").exists()
+    assert next(call for call in calls(folder) if "stop" in call)[-1] == "--preempted"
     return calls(folder)
+
+
+def run(script: str, environment: dict[str, str]) -> int:
+    job = ["bash", str(SCRIPTS / script), "run.name=contained"]
+    return subprocess.run(job, cwd=ROOT, env=environment, timeout=60, check=False).returncode
 
 
 def test_every_step_of_a_job_uses_the_container_that_the_first_one_made(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     given = {"CONTAINER": "nvcr.io#nvidia/pytorch:26.01-py3", "MOUNTS": "/data:/data"}
-    first, *steps = run_until_preempted("train_nodes.sh", tmp_path, environment | given)
+    first, *steps = run_until_preempted(tmp_path, environment | given)
     assert first[-1] == "true"  # on all nodes, before two steps can start on one of them
     assert "--nodelist=n1,n2,n3" in first
     found = [" ".join(step[step.index("megatron_webrl") + 1 :][:2]) for step in steps]
@@ -85,21 +91,15 @@ def test_every_step_of_a_job_uses_the_container_that_the_first_one_made(
         assert "--container-name=webrl-4711:no_exec" in call
         assert "--container-image=nvcr.io#nvidia/pytorch:26.01-py3" in call
         assert f"--container-mounts={ROOT}:{ROOT},/data:/data" in call
-    assert next(step for step in steps if "stop" in step)[-1] == "--preempted"
 
 
-def test_a_job_without_a_container_makes_none(tmp_path: Path, environment: dict[str, str]) -> None:
-    found = run_until_preempted("train_nodes.sh", tmp_path, environment)
-    assert found[0][found[0].index("node") + 1] == "prepare"
-    assert not [word for call in found for word in call if word.startswith("--container")]
-
-
-def test_a_job_saves_and_is_requeued_although_slurm_does_not_answer_at_first(
+def test_a_job_without_a_container_is_requeued_although_slurm_does_not_answer_at_first(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    found = run_until_preempted("train_nodes.sh", tmp_path, environment | {"SILENT": "1"})
-    assert next(call for call in found if "stop" in call)[-1] == "--preempted"
+    found = run_until_preempted(tmp_path, environment | {"SILENT": "1"})
     assert (tmp_path / "calls.asked").exists()
+    assert found[0][found[0].index("node") + 1] == "prepare"
+    assert not [word for call in found for word in call if word.startswith("--container")]
 
 
 @pytest.mark.parametrize(("step", "code"), [("prepare", 143), ("choose", 76)])
@@ -107,24 +107,18 @@ def test_a_job_that_is_preempted_before_its_start_is_requeued(
     tmp_path: Path, environment: dict[str, str], step: str, code: int
 ) -> None:
     """The signal ends the steps of the job, too; without a report of a check no node can be chosen."""
-    given = {"DIES_AT": step, "CODE": str(code), "SLURM_RESTART_COUNT": "1"}
-    job = ["bash", str(SCRIPTS / "train_nodes.sh"), "run.name=contained"]
-    preempted = environment | given | {"PREEMPT_TIME": "2026-01-01T00:00:00"}
-    assert subprocess.run(job, cwd=ROOT, env=preempted, timeout=60, check=False).returncode == 0
-    assert (tmp_path / "calls.requeued").exists()
-    (tmp_path / "calls.requeued").unlink()
+    given = environment | {"DIES_AT": step, "CODE": str(code), "SLURM_RESTART_COUNT": "1"}
+    requeued = tmp_path / "calls.requeued"
+    assert run("train_nodes.sh", given | {"PREEMPT_TIME": "2026-01-01T00:00:00"}) == 0
+    requeued.unlink()
     held = code == 76  # too few good nodes
-    assert subprocess.run(job, cwd=ROOT, env=environment | given, timeout=60, check=False).returncode == code * (
-        not held
-    )
-    assert (tmp_path / "calls.requeued").exists() == held
+    assert run("train_nodes.sh", given) == (0 if held else code)
+    assert requeued.exists() == held
 
 
 def test_a_job_whose_browsers_all_end_is_requeued(tmp_path: Path, environment: dict[str, str]) -> None:
     components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-3]", "SLURM_JOB_NODELIST_HET_GROUP_1": "b[1-3]"}
-    given = components | {"DIES_AT": "browsers", "CODE": "1"}
-    job = ["bash", str(SCRIPTS / "train_split.sh"), "run.name=contained"]
-    assert subprocess.run(job, cwd=ROOT, env=environment | given, timeout=60, check=False).returncode == 0
+    assert run("train_split.sh", environment | components | {"DIES_AT": "browsers", "CODE": "1"}) == 0
     assert (tmp_path / "calls.requeued").exists()
     [servers] = [call for call in calls(tmp_path) if "browsers" in call and "node" in call]
     assert "--kill-on-bad-exit=0" in servers

@@ -1,4 +1,4 @@
-"""How jobs end early on a real Slurm of virtual nodes, and what starts again: by signal, by time, by the user."""
+"""How jobs end early on a real Slurm of virtual nodes, and what starts again; evaluations on two nodes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,18 +18,21 @@ from megatron_webrl.checks.report import failed, write_json
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.launch.evaluation import MODEL_PREFIX
 from megatron_webrl.launch.run_folder import config_path, report_folder
 from megatron_webrl.launch.signals import is_notice
 from megatron_webrl.launch.slurm import prepare
 from megatron_webrl.launch.slurm.commands import TOO_FEW_NODES_EXIT_CODE
 from megatron_webrl.launch.slurm.prepare import resume_overrides
+from megatron_webrl.track import evaluations, events
 from megatron_webrl.util import atomic_file
-from tests.launch.slurm.slurm_jobs import ROOT, log, overrides, submit
+from tests.job_control import connect
+from tests.launch.slurm.slurm_jobs import PAYLOAD, ROOT, log, overrides, rings, submit
 from tests.launch.slurm.virtual_slurm import Cluster, virtual_slurm, why_not
+from tests.launch.whole_jobs import make_run
 from tests.waiting import until
 
 on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-WAITING = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_waiting.py')}"
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +46,20 @@ def five() -> Iterator[Cluster]:
         yield cluster
 
 
+def processes(folder: Path) -> list[psutil.Process]:
+    """The processes with this folder in their command lines."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and str(folder) in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def outcome(folder: Path) -> str:
+    return json.loads((folder / "summary.json").read_text())["outcome"]
+
+
 class Waiting:
     """A job on one node that makes no update until it is ended."""
 
@@ -51,7 +69,7 @@ class Waiting:
         self.run_folder = folder / self.name
         self.job = submit(
             cluster, folder, "train_cpu.sh", *overrides(folder, self.name), *settings, options=("--nodes=1",),
-            STUB_COMMAND=f"{WAITING} {kind}", PREFLIGHT="0", **environment,
+            STUB_COMMAND=f"{PAYLOAD} {kind}", PREFLIGHT="0", **environment,
         )  # fmt: skip
 
     @property
@@ -60,7 +78,7 @@ class Waiting:
 
     @property
     def outcome(self) -> str:
-        return json.loads((self.run_folder / "summary.json").read_text())["outcome"]
+        return outcome(self.run_folder)
 
     def until_it_runs(self) -> None:
         until(lambda: self.log.count("started ") >= 2, lambda: f"both steps to start: {self.log}", 90)
@@ -69,16 +87,9 @@ class Waiting:
         self.cluster.run("scancel", "--batch", "--signal=USR1", self.job)
 
     def process(self, *words: str) -> psutil.Process:
-        """The Python process of this job with all of these words in its command line."""
-        for process in psutil.process_iter(["cmdline"]):
-            line = process.info["cmdline"] or []
-            if (
-                str(self.run_folder) in " ".join(line)
-                and "python" in line[0]
-                and all(any(word in part for part in line) for word in words)
-            ):
-                return process
-        raise AssertionError(f"{self.name} has no process {words}: {self.log}")
+        """The Python process of this job with these words in its command line."""
+        found = [(process.cmdline(), process) for process in processes(self.run_folder)]
+        return next(process for line, process in found if "python" in line[0] and {*words} < {*line})
 
     def restarts(self) -> int:
         return int(self.cluster.show(self.job)["Restarts"])
@@ -100,37 +111,36 @@ def test_a_signalled_job_saves_and_resumes_and_a_stopped_one_does_not(five: Clus
     subprocess.run(stop, check=True, timeout=60)
     five.run("scancel", cancelled.job)
 
-    assert five.wait(signalled.job, 120) == "COMPLETED", signalled.log
-    assert (signalled.restarts(), signalled.outcome) == (1, "finished")
-    assert "job: SIGUSR1: the job will end; 7200 s left for a checkpoint" in signalled.log
-    assert "job: stop requested (preempted): the job ends after the current update, with a checkpoint" in signalled.log
-    assert "job: state:      preempted; " in signalled.log
-    message = (
-        f"job: launch 2 of job {signalled.job}, resuming from version-000001; the previous launch ended: preempted"
+    def check_requeued(job: Waiting, *messages: str) -> None:
+        assert five.wait(job.job, 120) == "COMPLETED", job.log
+        assert (job.restarts(), job.outcome) == (1, "finished")
+        for message in messages:
+            assert message in job.log, job.log
+
+    check_requeued(
+        signalled,
+        "job: SIGUSR1: the job will end; 7200 s left for a checkpoint",
+        "job: stop requested (preempted): the job ends after the current update, with a checkpoint",
+        f"job: launch 2 of job {signalled.job}, resuming from version-000001; the previous launch ended: preempted",
     )
-    assert message in signalled.log
     assert parse_config(signalled.run_folder / "config.yaml").run.resume
-
-    assert five.wait(late.job, 120) == "COMPLETED", late.log
-    assert (late.restarts(), late.outcome) == (1, "finished")
-    assert "job: no checkpoint in time after SIGUSR1: resuming from the last one; requeueing the job" in late.log
-    assert "the previous launch ended: failed: no checkpoint in time after SIGUSR1" in late.log
-    assert f"launch 2 of job {late.job}, starting over, no checkpoint is complete" in late.log
-    assert f"renamed the earlier run of this name to {late.run_folder}.1" in late.log
+    check_requeued(
+        late,
+        "job: no checkpoint in time after SIGUSR1: resuming from the last one; requeueing the job",
+        "the previous launch ended: failed: no checkpoint in time after SIGUSR1",
+        f"launch 2 of job {late.job}, starting over, no checkpoint is complete",
+        f"renamed the earlier run of this name to {late.run_folder}.1",
+    )
     assert [start.restart_count for start in prepare.read_launches(late.run_folder)] == [0, 1]
-
     assert five.wait(stopped.job, 60) == "COMPLETED", stopped.log
     assert (stopped.restarts(), stopped.outcome) == (0, "stopped")
-
     assert five.wait(cancelled.job, 60) == "CANCELLED", cancelled.log
     assert cancelled.restarts() == 0
-
     assert five.wait(without_checkpoint.job, 120) == "FAILED", without_checkpoint.log
     assert without_checkpoint.restarts() == 2
-    message = f"failed: job {without_checkpoint.job} was launched 2 times from no checkpoint and made no newer one "
-    message += "(run.max_trainer_restarts=1)"
-    assert without_checkpoint.outcome.startswith(message)
-    assert message.removeprefix("failed: ") in without_checkpoint.log
+    message = f"job {without_checkpoint.job} was launched 2 times from no checkpoint and made no newer one"
+    assert without_checkpoint.outcome.startswith(f"failed: {message}")
+    assert message in without_checkpoint.log
 
 
 @on_slurm
@@ -138,26 +148,100 @@ def test_a_signalled_job_saves_and_resumes_and_a_stopped_one_does_not(five: Clus
 def test_a_job_that_lost_its_host_or_a_supervisor_is_requeued_and_one_that_failed_is_not(
     five: Cluster, tmp_path: Path
 ) -> None:
-    host = Waiting(five, tmp_path / "host", STEP_EXIT_SECONDS="3")
-    supervisor = Waiting(five, tmp_path / "supervisor", STEP_EXIT_SECONDS="3")
-    failed = Waiting(five, tmp_path / "failed", "--fail-trainer-0", "run.max_trainer_restarts=0", STEP_EXIT_SECONDS="3")
+    limit = {"STEP_EXIT_SECONDS": "3"}
+    host, supervisor = (Waiting(five, tmp_path / name, **limit) for name in ("host", "supervisor"))
+    failed = Waiting(five, tmp_path / "failed", "--fail-trainer-0", "run.max_trainer_restarts=0", **limit)
     for job in (host, supervisor):
         job.until_it_runs()
     host.process("node", "control").kill()
     supervisor.process("node", "rollout").kill()
-
-    assert five.wait(host.job, 180) == "COMPLETED", host.log
-    assert (host.restarts(), host.outcome) == (1, "finished")
+    for job, reason in (
+        (host, "without a summary: it was killed, or a node was lost"),
+        (supervisor, "failed: infrastructure: the rollout step ended with code 137"),
+    ):
+        assert five.wait(job.job, 180) == "COMPLETED", job.log
+        assert (job.restarts(), job.outcome) == (1, "finished")
+        assert f"the previous launch ended: {reason}" in job.log, job.log
     assert host.log.count("job: the infrastructure failed; requeueing the job") == 1
-    assert "the previous launch ended: without a summary: it was killed, or a node was lost" in host.log, host.log
-
-    assert five.wait(supervisor.job, 180) == "COMPLETED", supervisor.log
-    assert (supervisor.restarts(), supervisor.outcome) == (1, "finished")
-    assert "the previous launch ended: failed: infrastructure: the rollout step ended with code 137" in supervisor.log
-
     assert five.wait(failed.job, 120) == "FAILED", failed.log
     assert failed.restarts() == 0
     assert failed.outcome.startswith("failed: trainer-0 exited with code 1; last log line: it fails on purpose")
+
+
+@pytest.fixture
+def trained(tmp_path: Path, checkpoint: Path) -> Path:
+    """The folder of a run on one node, with a checkpoint."""
+    return make_run(tmp_path / f"trained{os.getpid()}", checkpoint, model={"path": "gone"})
+
+
+def evaluate(cluster: Cluster, run: Path, *arguments: str, **environment: str) -> str:
+    """Submit an evaluation of a run on both nodes; returns the number of the job."""
+    return submit(
+        cluster, run.parent, "eval.sh", str(run), *overrides(run.parent, run.name), *arguments,
+        options=("--nodes=2",), PREFLIGHT="0", MLFLOW_TRACKING_URI="", **environment,
+    )  # fmt: skip
+
+
+def folder_of(trained: Path, job: str) -> Path:
+    return trained.with_name(f"{trained.name}-evaluation-version-000007-{job}")
+
+
+def has_result_of(worker: str, folder: Path) -> bool:
+    """Whether an instance of a worker has finished an episode of the running evaluation."""
+    if not (folder / "control.json").is_file():
+        return False
+    control = connect(folder / "control.json", "test")
+    request = evaluations.current_request(control)
+    if request is None:  # with screenshots, then blank images
+        return False
+    with suppress(ValueError):  # withdrawn since
+        values = control.run("read_queue", evaluations.queue_name(request))["values"]
+        return any(result["worker"] == worker for _, result in values)
+    return False
+
+
+@on_slurm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_checkpoint_is_evaluated_on_two_nodes_although_a_worker_is_killed(five: Cluster, trained: Path) -> None:
+    """Only real engines and browsers show that both nodes act with the converted weights."""
+    result = trained.parent / "result.json"
+    job = evaluate(five, trained, "evaluation.blank_images=true", "--episodes", "30", "--json", str(result))
+    folder = folder_of(trained, job)
+    until(lambda: any(folder.glob(f"{MODEL_PREFIX}*/config.json")), lambda: f"weights: {log(trained.parent)}", 300)
+    until(lambda: has_result_of("rollout-1.1", folder), lambda: f"an episode of node 1: {log(trained.parent)}", 900)
+    (worker,) = [process for process in processes(folder) if process.cmdline()[-1] == "rollout-1"]
+    worker.kill()
+    assert five.wait(job, 600) == "COMPLETED", log(trained.parent)
+    found, said = json.loads(result.read_text()), log(trained.parent)
+    assert found["checkpoint"] == str(trained / "checkpoints" / "version-000007")
+    for name in ("evaluation", "blank_images"):
+        assert (found[name]["versions"], found[name]["missing"]) == ([7, 7], 0)
+    assert sorted(each["index"] for each in found["episodes"]) == list(range(60))  # of two environments
+    assert "node 1 (" in said
+    assert "restarting rollout-1 (restart 1 of 6 within an hour)" in said
+    assert f"job: results: {result}" in said
+    workers = {json.loads(line)["worker"] for path in (folder / "evaluations").iterdir() for line in path.open()}
+    assert {"rollout-0.1", "rollout-1.1"} <= workers
+    assert [event.role for event in events.read_events(folder) if event.event == events.RESTARTED] == ["rollout-1"]
+    assert outcome(folder) == "finished"
+    assert not any(folder.glob(f"{MODEL_PREFIX}*"))
+    assert not rings(trained.name)
+    until(lambda: not processes(folder), lambda: f"{processes(folder)} to end", 30)
+
+
+@on_slurm
+@pytest.mark.slow
+def test_a_cancelled_evaluation_leaves_no_process_and_no_weights(five: Cluster, trained: Path) -> None:
+    job = evaluate(five, trained, STUB_COMMAND=PAYLOAD)
+    folder = folder_of(trained, job)
+    until(lambda: log(trained.parent).count("started rollout-") == 2, lambda: f"workers: {log(trained.parent)}", 200)
+    assert any(folder.glob(f"{MODEL_PREFIX}*/config.json"))
+    five.run("scancel", job)
+    assert five.wait(job, 60) == "CANCELLED", log(trained.parent)
+    until(lambda: not processes(folder), lambda: f"{processes(folder)} to end", 60)
+    assert outcome(folder) == "interrupted by SIGTERM"
+    assert not any(folder.glob(f"{MODEL_PREFIX}*"))
 
 
 def test_too_few_good_nodes_have_an_exit_code_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,12 +260,6 @@ def test_too_few_good_nodes_have_an_exit_code_of_their_own(tmp_path: Path, capsy
     assert capsys.readouterr().out == "n1 n3\n"
 
 
-def test_only_an_announced_end_is_a_notice() -> None:
-    assert is_notice(signal.SIGUSR1, {})
-    assert not is_notice(signal.SIGTERM, {})  # no job of Slurm
-    assert not is_notice(signal.SIGINT, {"SLURM_JOB_ID": "1"})
-
-
 def test_launches_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "run.max_trainer_restarts=1"])
     latest = config.run_folder / "checkpoints" / "latest"
@@ -192,6 +270,8 @@ def test_launches_are_counted_by_job_and_checkpoint(tmp_path: Path) -> None:
         prepare.write_launches(config.run_folder, begun)
         return begun[-1].message
 
+    assert (is_notice(signal.SIGUSR1, {}), is_notice(signal.SIGTERM, {})) == (True, False)  # no job of Slurm
+    assert not is_notice(signal.SIGINT, {"SLURM_JOB_ID": "1"})
     assert prepare.record_launch(config, {}) == []
     assert start("7", 0) == ""
     assert "launch 2 of job 7, starting over" in start("7", 1)

@@ -1,9 +1,9 @@
 """Virtual nodes on one Linux machine, isolated like separate machines by namespaces.
 
-A node has its own host name, address, /etc/hosts, /dev/shm, /tmp and process ids. Its network card is one end of a veth
-pair; the other end is a port of the cluster's bridge. The bridge lies in a network namespace of the cluster, made by
-`enter_network`, so that names and addresses of two clusters never conflict; it disappears with its last process. Nodes
-share the file system except /tmp, of which they share only the folders in `shared`.
+A node has its own host name, address, /etc/hosts, /dev/shm, /tmp, process ids and monotonic clock. Its network card is
+one end of a veth pair; the other end is a port of the cluster's bridge. The bridge lies in a network namespace of the
+cluster, made by `enter_network`, so that names and addresses of two clusters never conflict; it disappears with its
+last process. Nodes share the file system except /tmp, of which they share only the folders in `shared`.
 
 `python -I -S tests/launch/slurm/virtual_nodes.py ...` is process 1 of a node: it sets the node up,
 runs the node's daemon, and reaps orphans. When it ends, the kernel kills every other process of the node.
@@ -61,8 +61,12 @@ def command(
     # Fails at once for unknown names; an unreachable name server would take seconds.
     (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
     places = [str(path.absolute()) for path in shared]
+    clock = ["--time", f"--monotonic={number * 100_000}"]
+    if subprocess.run(["unshare", *clock, "true"], stderr=subprocess.DEVNULL, check=False).returncode:
+        clock = []  # an old kernel
     return [
         *("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"),
+        *clock,
         *(sys.executable, "-I", "-S", str(Path(__file__).absolute()), name, address(number), str(folder)),
         *(":".join(places), *daemon),
     ]

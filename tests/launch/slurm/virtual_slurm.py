@@ -6,7 +6,7 @@ ends; tests use the context manager `virtual_slurm`. Needs root, and Debian's pa
 nothing.
 
 With `namespaces` the nodes are isolated like separate machines (tests/launch/slurm/virtual_nodes.py): links can be
-cut, nodes can be lost and return. Without, they differ only in their ports, and a node's processes are the children of
+cut, and nodes can be lost. Without, they differ only in their ports, and a node's processes are the children of
 its slurmd.
 """
 
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,11 @@ class Cluster:
     @property
     def prefix(self) -> list[str]:
         """What a command of a user of this cluster begins with (namespaces): it runs in the cluster's network."""
-        return virtual_nodes.within(int((self.folder / "ready").read_text())) if self.namespaces else []
+        return virtual_nodes.within(self._main_process) if self.namespaces else []
+
+    @property
+    def _main_process(self) -> int:
+        return int((self.folder / "ready").read_text())
 
     @property
     def environment(self) -> dict[str, str]:
@@ -99,18 +103,6 @@ class Cluster:
             time.sleep(0.25)
         return state
 
-    def node_state(self, node: str) -> str:
-        """What slurmctld says of a node: idle, allocated, down, ... without the marks it adds."""
-        return self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").rstrip("*~#!%$@^-+")
-
-    def wait_node(self, node: str, states: Collection[str], seconds: float) -> str:
-        """Wait for a node to be in one of these states. Raises AssertionError if it is not within `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (state := self.node_state(node)) not in states:
-            assert time.monotonic() < deadline, f"node {node} is {state} after {seconds:.0f} s, not {states}"
-            time.sleep(0.25)
-        return state
-
     # -- with namespaces --------------------------------------------------------------------------
 
     def first_process(self, node: str) -> int:
@@ -131,17 +123,14 @@ class Cluster:
         """A path of a running node, as this machine sees it: path("n1", "/dev/shm")."""
         return Path(f"/proc/{self.first_process(node)}/root{path}")
 
-    def on(self, node: str) -> list[str]:
-        """What a command begins with that is to run on a node as root; Slurm knows nothing of it."""
-        return ["nsenter", f"--target={self.first_process(node)}", "--all", "--wd=/"]
-
-    def cut(self, node: str) -> None:
-        """Pull a node's cable out."""
-        virtual_nodes.set_link(int((self.folder / "ready").read_text()), node, up=False)
-
-    def mend(self, node: str) -> None:
-        """Plug it in again."""
-        virtual_nodes.set_link(int((self.folder / "ready").read_text()), node, up=True)
+    @contextmanager
+    def cut(self, node: str) -> Iterator[None]:
+        """A node's cable is pulled out."""
+        virtual_nodes.set_link(self._main_process, node, up=False)
+        try:
+            yield
+        finally:
+            virtual_nodes.set_link(self._main_process, node, up=True)
 
     def kill_node(self, node: str) -> None:
         """End everything on a node at once, with its memory and its /tmp, as when its power fails."""
@@ -153,12 +142,6 @@ class Cluster:
         while left := virtual_nodes.members(space):
             assert time.monotonic() < deadline, f"{node} still has processes {left}"
             time.sleep(0.02)
-
-    def start_node(self, node: str) -> None:
-        """Start a node that is off; returns when slurmctld knows it as idle."""
-        assert not self.first_process(node), f"node {node} is on"
-        (self.folder / "switched-on" / node).touch()
-        self.wait_node(node, ("idle",), START_SECONDS)
 
 
 @contextmanager
@@ -234,10 +217,7 @@ def main() -> int:
         enter = " ".join(virtual_nodes.within(os.getpid())) + " bash; then " if options.namespaces else ""
         sys.stdout.write(f"up; use it with: {enter}export SLURM_CONF={folder}/slurm.conf\n")
         sys.stdout.flush()
-        while not ended.wait(0.1):
-            for switch in (folder / "switched-on").iterdir():
-                switch.unlink()
-                _start_node(folder, int(switch.name.removeprefix("n")), options.nodes, shared)
+        ended.wait()
     finally:
         left = child_process.kill_descendants(20.0)
     return 1 if left else 0
@@ -245,18 +225,18 @@ def main() -> int:
 
 def _start(folder: Path, nodes: int, gpus: int, cores: int, shared: Sequence[Path], slurmd_seconds: int) -> None:
     """Start all daemons; the nodes in namespaces if they have `shared` folders."""
-    for name in ("munge", "state", "spool", "switched-on"):
+    for name in ("munge", "state", "spool"):
         (folder / name).mkdir(mode=0o755, exist_ok=True)
     folder.chmod(0o755)
     for number in range(gpus):
         os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     key, sock = folder / "munge" / "key", folder / "munge" / "socket"
     subprocess.run(["mungekey", "--create", f"--keyfile={key}"], env={**os.environ, "PATH": _path()}, check=True)
-    names = f"n[1-{nodes}]" if nodes > 1 else "n1"
+    listed = f"n[1-{nodes}]" if nodes > 1 else "n1"
     (folder / "slurm.conf").write_text(
-        _configuration(folder, sock, nodes, names, gpus, cores, bool(shared), slurmd_seconds)
+        _configuration(folder, sock, nodes, listed, gpus, cores, bool(shared), slurmd_seconds)
     )
-    (folder / "gres.conf").write_text(f"NodeName={names} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" if gpus else "")
+    (folder / "gres.conf").write_text(f"NodeName={listed} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" if gpus else "")
     munge = folder / "munge"
     _daemon(folder, "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={sock}",
             f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed")  # fmt: skip
@@ -265,20 +245,16 @@ def _start(folder: Path, nodes: int, gpus: int, cores: int, shared: Sequence[Pat
         assert time.monotonic() < deadline, "munged did not start"
         time.sleep(0.02)
     _daemon(folder, "slurmctld", "-c", "-D", "-f", str(folder / "slurm.conf"))
-    for number in range(1, nodes + 1):
-        _start_node(folder, number, nodes, shared)
-
-
-def _start_node(folder: Path, number: int, nodes: int, shared: Sequence[Path]) -> None:
-    name = f"n{number}"
-    slurmd = ["slurmd", "-D", "-f", str(folder / "slurm.conf"), "-N", name]
-    if not shared:
-        _daemon(folder, *slurmd, log=f"slurmd-{name}")
-        return
-    names, own = [f"n{each}" for each in range(1, nodes + 1)], _files(folder, name)
-    command = virtual_nodes.command(name, number, names, shared, own, slurmd)
-    (own / "holder").write_text(str(holder := _daemon(folder, *command, log=f"slurmd-{name}")))
-    virtual_nodes.connect(name, holder)
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    for number, name in enumerate(names, 1):
+        slurmd = ["slurmd", "-D", "-f", str(folder / "slurm.conf"), "-N", name]
+        if not shared:
+            _daemon(folder, *slurmd, log=f"slurmd-{name}")
+            continue
+        own = _files(folder, name)
+        command = virtual_nodes.command(name, number, names, shared, own, slurmd)
+        (own / "holder").write_text(str(holder := _daemon(folder, *command, log=f"slurmd-{name}")))
+        virtual_nodes.connect(name, holder)
 
 
 def _files(folder: Path, node: str) -> Path:
@@ -323,15 +299,12 @@ def _daemon(folder: Path, program: str, *arguments: str, log: str = "") -> int:
 
 
 def _await_nodes(cluster: Cluster, ended: threading.Event) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not ended.is_set():
-        done = subprocess.run(
-            ["sinfo", "-h", "-o", "%D %T"], env=cluster.environment, capture_output=True, text=True, check=False
-        )
-        if done.stdout.split() == [str(cluster.nodes), "idle"]:
-            return
-        assert time.monotonic() < deadline, f"the nodes are not idle: {done.stdout}{done.stderr}"
-        time.sleep(0.2)
+    command, deadline = ["sinfo", "-h", "-o", "%D %T"], time.monotonic() + START_SECONDS
+    said = ""
+    while not ended.is_set() and said.split() != [str(cluster.nodes), "idle"]:
+        assert time.monotonic() < deadline, f"the nodes are not idle: {said}"
+        said = subprocess.run(command, env=cluster.environment, stdout=subprocess.PIPE, text=True, check=False).stdout
+        time.sleep(0.1)
 
 
 def free_ports(count: int) -> int:
