@@ -88,7 +88,7 @@ def test_what_is_refused_is_one_line_and_exit_code_2(
         (there, "moe", ["--ep", "8"], "expert_parallel=8 does not divide num_experts=4"),
         (there, "dense", ["--ep", "2"], "expert_parallel=2 needs a mixture of experts"),
         (there, "dense", ["--pp", "9"], "exceed 4 layers"),
-        (there, "nothing", [], "holds no readable config.json"),
+        (there, "nothing", [], "nothing is not a folder"),
         (back, "dense", [], "dense is no checkpoint: it holds no megatron/.metadata"),
     ):
         assert tool.main([str(models / source), str(tmp_path / "out"), *options]) == 2
