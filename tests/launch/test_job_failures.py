@@ -101,7 +101,7 @@ def kill_trainer(job: Job) -> int:
     assert version % 2 == 0
     assert adopted >= 1
     assert in_flight + adopted <= 4
-    job.until(lambda: len(job.updates()) > version, "an update of the other trainer")
+    another_update(job)
     assert {each.pid for each in worker.children()} >= engine
     return lost
 
