@@ -129,7 +129,7 @@ async def test_an_engine_whose_trainer_is_killed_is_complete_or_paused_and_joins
                 lambda: found.engine.version == 0 and not found.engine.partially_updated, "complete weights"
             )
             before = len(found.answers)
-            await stage.until(lambda: len(found.answers) >= before + 10, "answers")
+            await stage.until(lambda: len(found.answers) >= before + 20, "answers")  # some have no text to check
             assert not found.errors
             assert check_answers(found, folders, model, newest=60) >= 10
     finally:
