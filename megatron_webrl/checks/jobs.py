@@ -25,6 +25,7 @@ from megatron_webrl.config.tasks import tasks_config
 from megatron_webrl.config.trainer import CheckpointConfig, TrainerConfig
 from megatron_webrl.launch.local import run_here
 from megatron_webrl.launch.validation import check_config
+from megatron_webrl.track.summary import read_summary
 
 SECTION = "engine"
 UPDATES = 3
@@ -84,7 +85,7 @@ def judge_job(config: Config) -> Iterator[CheckResult]:
     Differences of log-probabilities are those of the worst update, under the same weights. The largest one is shown
     only: of thousands of tokens in bfloat16 one may differ by a quarter. So are all with an fp8 cache.
     """
-    summary = json.loads((config.run_folder / "summary.json").read_text())
+    summary = read_summary(config.run_folder)
     updates = [json.loads(line) for line in (config.run_folder / "updates.jsonl").read_text().splitlines()]
     extra, cuda = [each["extra"] for each in updates], config.model.platform == "cuda"
     yield at_least(SECTION, "updates of a whole job", len(updates), UPDATES)

@@ -60,16 +60,12 @@ def merge_config(file: DictConfig, overrides: Sequence[str], place: str) -> Conf
 def _choose_variants(config: Any, file: Any, given: Any, prefix: str) -> None:
     """Make each section that has variants the one that is named; `file` loses defaults of another one."""
     for spec in dataclasses.fields(config):
-        name, in_file, in_given = spec.name, _section(file, spec.name), _section(given, spec.name)
-        for settings in (file, given) if dataclasses.is_dataclass(getattr(config, name)) else ():
-            value = settings.get(name) if settings is not None else None
-            if value is not None and not isinstance(value, DictConfig):
-                inner = dataclasses.fields(getattr(config, name))[0].name
-                raise ConfigError(
-                    f"{prefix}{name}={value} is a section, not a setting; set {prefix}{name}.{inner}, ..."
-                )
+        name, section = spec.name, getattr(config, spec.name)
+        if not dataclasses.is_dataclass(section):
+            continue
+        first = f"{prefix}{name}.{dataclasses.fields(section)[0].name}"
+        in_file, in_given = _section(file, name, first), _section(given, name, first)
         if choice := spec.metadata.get("variants"):
-            section = getattr(config, name)
             if in_file is not None and in_file.get(choice.key) is not None:
                 section = choice.make(prefix + name, in_file[choice.key])
             if in_given is not None and in_given.get(choice.key) is not None:
@@ -80,14 +76,15 @@ def _choose_variants(config: Any, file: Any, given: Any, prefix: str) -> None:
                         in_file.pop(key, None)
                 section = other
             setattr(config, name, section)
-        if dataclasses.is_dataclass(getattr(config, name)):
-            _choose_variants(getattr(config, name), in_file, in_given, f"{prefix}{name}.")
+        _choose_variants(section, in_file, in_given, f"{prefix}{name}.")
 
 
-def _section(settings: Any, name: str) -> Any:
-    """A section of what was given, DictConfig; None without one."""
-    found = settings.get(name) if isinstance(settings, DictConfig) else None
-    return found if isinstance(found, DictConfig) else None
+def _section(settings: DictConfig | None, name: str, first: str) -> DictConfig | None:
+    """A section of what was given; None without one. `first`: a setting of it. Raises ConfigError for a plain value."""
+    found = settings.get(name) if settings is not None else None
+    if found is not None and not isinstance(found, DictConfig):
+        raise ConfigError(f"{first.rpartition('.')[0]}={found} is a section, not a setting; set {first}, ...")
+    return found
 
 
 def resolve_cluster_sizes(config: Config) -> None:

@@ -31,6 +31,7 @@ from megatron_webrl.control import child_process
 from megatron_webrl.control.child_process import RestartPolicy, SupervisedProcess, restart_delay
 from megatron_webrl.control.client import RELAY_VARIABLE, ControlClient
 from megatron_webrl.control.connection import ControlLost, JobFailed
+from megatron_webrl.control.journal import DAMAGED_EXIT_CODE
 from megatron_webrl.launch import run_folder
 from megatron_webrl.launch.roles import ProcessSpec, process_specs, role_environment
 from megatron_webrl.launch.signals import SignalListener
@@ -316,8 +317,6 @@ class Node:
 
         After SIGTERM it is not started again: who ends a job's processes sends that to all of them.
         """
-        from megatron_webrl.control.journal import DAMAGED_EXIT_CODE
-
         if role.process.poll() in (-signal.SIGTERM, DAMAGED_EXIT_CODE) or not role.schedule_restart():
             self.journal.add(role.name, events.FAILED, failure, role.log)
             return failed_outcome(failure, infrastructure=True)
