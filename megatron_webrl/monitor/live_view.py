@@ -113,6 +113,8 @@ class LiveRollouts:
             answer = query(self._folder / FILE, request=lambda connection, limit: connection.rollouts(names, limit))
             self._asked_at, now = time.monotonic(), time.time()
             error = answer if isinstance(answer, str) else ""
+            if error and (self._folder / "summary.json").is_file():
+                error = "the run has ended"
             try:
                 rows = {} if isinstance(answer, str) else read_reports(answer["workers"], now)
             except (ValueError, TypeError) as cause:

@@ -14,9 +14,10 @@ export function chart(title, series, format, axis = { name: "policy version", fo
   const [x0, x1] = range(all.map(([x]) => x)), [y0, y1] = range(all.map(([, y]) => y));
   const x = (value) => LEFT + ((value - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - y0) / (y1 - y0)) * (HEIGHT - TOP - BOTTOM);
-  const levels = [y0, (y0 + y1) / 2, y1].map((value) => [
+  const heights = [y0, (y0 + y1) / 2, y1], alike = new Set(heights.map((value) => format(value))).size < heights.length;
+  const levels = heights.map((value) => [
     svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }),
-    svg("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, format(value)),
+    svg("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, alike ? value.toPrecision(6) : format(value)),
   ]);
   const ends = [[x0, "start"], [x1, "end"]].map(([value, anchor]) => svg("text", { x: x(value), y: HEIGHT - BOTTOM + 16, "text-anchor": anchor }, axis.format(value)));
   const name = svg("text", { x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, axis.name);
