@@ -173,7 +173,7 @@ class WeightSyncer:
             if time.monotonic() > deadline:
                 names = ", ".join(missing)
                 raise JobFailed(f"{names} started no engine within {seconds:.0f} s (run.startup_timeout_seconds)")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(10 * _POLL_SECONDS)  # engines that start need the processor
 
     def _active(self, workers: Sequence[str]) -> list[str]:
         return [worker for worker in workers if worker not in self._given_up]
