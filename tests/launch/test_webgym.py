@@ -17,7 +17,7 @@ from megatron_webrl.types import BLOCKED, JUDGE_ERROR, TRAINABLE_OUTCOMES
 from tests.documented_blocks import blocks_run_by, command_environment
 from tests.waiting import started, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).parents[2]
 PORT = "8017"  # of the judge, in the document and in the configuration

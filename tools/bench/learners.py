@@ -183,8 +183,8 @@ class TransformersLearner:
 VARIANTS: dict[str, Any] = {
     "packed sequences, Megatron": PackedLearner,
     "transformers, one by one": lambda task: TransformersLearner(task, 1, "random"),
-    "transformers, padded": lambda task: TransformersLearner(task, task.batch, "random"),
-    "transformers, padded, sorted by length": lambda task: TransformersLearner(task, task.batch, "length"),
+    "transformers, padded": lambda task: TransformersLearner(task, task.padded_batch, "random"),
+    "transformers, padded, sorted by length": lambda task: TransformersLearner(task, task.padded_batch, "length"),
 }
 PREFIX_VARIANTS: dict[str, Any] = {
     "all common prefixes once": lambda task: PackedLearner(task, "all"),

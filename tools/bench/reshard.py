@@ -19,11 +19,15 @@ import multiprocessing
 import os
 import platform
 import statistics
+import tempfile
+import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_webrl.control.server import serve as serve_control
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import TransferPlan
 from tools.arguments import make_bench_parser, write_json
@@ -42,7 +46,11 @@ class RankProcesses:
         context.set_forkserver_preload(PRELOAD)
         limit = timedelta(seconds=SECONDS)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self.task = ReshardBenchConfig(self.store.port, width, layers, vocabulary, types)
+        self.folder = tempfile.TemporaryDirectory()
+        control = Path(self.folder.name, "control.json")
+        service = ("127.0.0.1", 0, "bench", control, control.with_suffix(".journal"), SECONDS)
+        threading.Thread(target=serve_control, args=service, daemon=True).start()
+        self.task = ReshardBenchConfig(self.store.port, control, width, layers, vocabulary, types)
         start = context.Barrier(RANKS)
         self.connections, self.processes = [], []
         for rank in range(RANKS):

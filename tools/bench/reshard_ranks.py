@@ -6,12 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_webrl.control.connection import Connection
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes, replica_ranks
 from megatron_webrl.model.parameter_map import shard_ranges
@@ -35,6 +37,7 @@ class ReshardBenchConfig:
     """Settings of all ranks. `dtype_names`: of trainer parameters, of messages, of engine parameters."""
 
     port: int
+    control: Path  # file with the address of the control service
     width: int
     layers: int
     vocabulary: int
@@ -80,6 +83,7 @@ class BenchRank:
     def __init__(self, task: ReshardBenchConfig, rank: int) -> None:
         self.task, self.rank = task, rank
         self.store: Any = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=timedelta(seconds=SECONDS))
+        self.control = Connection(task.control, f"rank-{rank}", SECONDS)
         self.plan = task.plan()
         self.staging = torch.ones(self.plan.max_message_bytes, dtype=torch.uint8)
         self.transfers = 0
@@ -137,7 +141,7 @@ class TrainerRank(BenchRank):
     def join_engine(self, engine: int, rank: int, senders: tuple[int, ...]) -> TransferLink:
         """The link to an engine."""
         size = len(senders) + ENGINES[engine].ranks
-        return join_link(self.store, f"engine-{engine}", rank, size, SECONDS, "gloo", senders=senders)
+        return join_link(self.control, f"engine-{engine}", rank, size, SECONDS, "gloo", senders=senders)
 
     def sync(self) -> None:
         """Transfer by plan."""
@@ -208,7 +212,7 @@ class EngineRank(BenchRank):
         self.tensors = {name: torch.zeros(shape, dtype=task.dtypes[2]) for name, shape in shapes.items()}
         senders = self.plan.senders(engine)
         rank, size = len(senders) + receiver, len(senders) + ENGINES[engine].ranks
-        self.link = join_link(self.store, f"engine-{engine}", rank, size, SECONDS, "gloo", senders=senders)
+        self.link = join_link(self.control, f"engine-{engine}", rank, size, SECONDS, "gloo", senders=senders)
         self.messages = self.plan.messages(engine, receiver=receiver)
         traffic = {pair: size for pair, size in self.plan.bytes_by_pair(engine).items() if pair[1] == receiver}
         self.raw_buffers = self.make_buffers(traffic)
@@ -256,7 +260,7 @@ class EngineRank(BenchRank):
         ]
 
 
-def serve(requests: Connection, start: Any, task: ReshardBenchConfig, rank: int) -> None:
+def serve(requests: Pipe, start: Any, task: ReshardBenchConfig, rank: int) -> None:
     """Body of a rank: run each requested method when all ranks are ready; send its times and result."""
     torch.set_num_threads(1)
     side: TrainerRank | EngineRank
