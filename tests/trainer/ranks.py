@@ -136,7 +136,7 @@ def _groups(model: str, count: int, words: tuple[int, ...]) -> tuple[Group, ...]
 def _trajectory(processor: Any, ticket: int, index: int, words: int) -> Trajectory:
     rng = np.random.default_rng((ticket, index))
     steps = 1 + (ticket + index) % 2
-    images = tuple(screenshot(100 * ticket + 10 * index + i, 160, 224) for i in range(steps))
+    images = tuple(screenshot(100 * ticket + 10 * index + i, 96, 128) for i in range(steps))
     success = index == ticket % 2
     return Trajectory(
         ticket=ticket, index=index, group_size=2, restart_epoch=0,

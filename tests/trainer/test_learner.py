@@ -1,4 +1,4 @@
-"""The learner on two gloo processes: tensor-parallel 2, then two replicas, with a tiny Qwen3-VL and images."""
+"""The learner on two gloo processes, two replicas of a tiny Qwen3-VL with images."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ from tests.trainer.ranks import (
     weights_of,
 )
 
-SIZES = pytest.mark.parametrize("size", [2, 1])
-Found = dict[tuple[int, int], dict[str, Any]]
 
-
-def examine(platform: Platform, folder: Path, model: Path) -> dict[int, dict[str, Any]]:
-    """By tensor-parallel size: updates, a resume, single steps, and measurements of tokens."""
-    found: dict[int, dict[str, Any]] = {}
-    for size in (2, 1):
-        config = make_config(model, folder, tensor_parallel=size, data_parallel=2 // size)
-        with process_groups(config):
-            found[size] = _resume(config, platform, folder / f"run-{size}") | _single_steps(config, platform)
+def examine(platform: Platform, folder: Path, model: Path) -> dict[str, Any]:
+    """Of two replicas: updates, a resume, single steps, and measurements of tokens; and a step of a tensor-parallel."""
+    config = make_config(model, folder, data_parallel=2)
+    with process_groups(config):
+        found = _resume(config, platform, folder / "run") | _single_steps(config, platform)
+    config = make_config(model, folder, tensor_parallel=2, epochs=1, minibatches=1)
+    with process_groups(config):
+        packer = main.make_sequence_packer(config, platform)
+        one = packer.build(batching.make_samples(make_groups(config))[:1], "token_mean", 10)
+        objective = make_objective(config.trainer.loss, None)
+        found["one sample, no replicas"], _ = make_learner(config, platform).train_step(one, None, objective)
     return found
 
 
@@ -74,9 +75,7 @@ def _resume(config: Config, platform: Platform, run: Path) -> dict[str, Any]:
     assert packer.prefetcher is not None
     found["held"], found["jobs"] = packer.prefetcher.used_bytes, packer.prefetcher.started_images
     packer.close()
-    if config.trainer.tensor_parallel == 1:
-        found |= _schedules(config, platform, checkpoint)
-    return found
+    return found | _schedules(config, platform, checkpoint)
 
 
 def _schedules(config: Config, platform: Platform, checkpoint: Path) -> dict[str, Any]:
@@ -96,15 +95,13 @@ def _schedules(config: Config, platform: Platform, checkpoint: Path) -> dict[str
 
 
 def _single_steps(config: Config, platform: Platform) -> dict[str, Any]:
-    """One minibatch, one epoch; then a replica without samples, and a gradient that is not finite."""
+    """A replica without samples, a whole batch in one step, and a gradient that is not finite."""
     config.trainer.epochs = config.trainer.minibatches = 1
     learner, packer = make_learner(config, platform), main.make_sequence_packer(config, platform)
     objective, samples = make_objective(config.trainer.loss, None), batching.make_samples(make_groups(config))
-    found: dict[str, Any] = {"all": update(learner, config, platform)}
     one = packer.build(samples[:1], "token_mean", 10)
-    found["one sample"], _ = learner.train_step(one, None, objective)
-    if config.trainer.tensor_parallel > 1:
-        return found
+    found: dict[str, Any] = {"one sample": learner.train_step(one, None, objective)[0]}
+    found["all"] = update(learner, config, platform)
     found["small gradient"], _ = learner.train_step(packer.build(samples[:1], "constant", 1000), None, objective)
     rows = packer.build(samples, "token_mean", 10)
     found["tokens"] = _tokens(learner, rows, objective)
@@ -144,35 +141,27 @@ def _mismatch(rows: list[Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Found:
-    """(tensor-parallel size, rank) -> observations of that rank."""
-    ranks = results(examine, tmp_path_factory.mktemp("learner"), tiny_model)
-    return {(size, rank): each[size] for rank, each in enumerate(ranks) for size in (2, 1)}
+def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[dict[str, Any]]:
+    """Observations of each rank."""
+    return results(examine, tmp_path_factory.mktemp("learner"), tiny_model)
 
 
-def of_tokens(found: Found, part: str) -> tuple[Any, dict[str, np.ndarray]]:
+def of_tokens(found: list[dict[str, Any]], part: str) -> tuple[Any, dict[str, np.ndarray]]:
     """A part of the first of two replicas, and the arrays of both."""
-    ranks = [found[1, rank][part] for rank in (0, 1)]
+    ranks = [rank[part] for rank in found]
     arrays = [name for name, value in ranks[0].items() if isinstance(value, np.ndarray)]
     return ranks[0], {name: np.concatenate([rank[name] for rank in ranks]) for name in arrays}
 
 
-def test_an_update_does_not_depend_on_the_layout_of_the_ranks(found: Found):
-    two, replicas = found[2, 0], found[1, 0]
-    for part in ("first", "second", "one sample"):  # the last leaves a replica without samples
-        (metrics, mismatch), (expected, other) = (
-            each[part] if part != "one sample" else (each[part], two["first"][1]) for each in (two, replicas)
-        )
-        assert metrics == {name: pytest.approx(value, rel=1e-3, abs=1e-6) for name, value in expected.items()}, part
-        assert mismatch.tokens == other.tokens > 0
-        assert mismatch.largest == pytest.approx(other.largest, rel=1e-3)
-    assert largest_difference(two["weights"], replicas["weights"]) < 1e-5
-    for size in (1, 2):
-        assert found[size, 0]["first"] == found[size, 1]["first"]
+def test_a_replica_without_samples_changes_no_step(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        expected = rank["one sample, no replicas"]
+        assert rank["one sample"] == {key: pytest.approx(each, rel=1e-3, abs=1e-6) for key, each in expected.items()}
+        assert rank["first"] == found[0]["first"]
 
 
-def test_an_update_counts_its_tokens_operations_and_clipped_gradients(found: Found):
-    replicas = found[1, 0]
+def test_an_update_counts_its_tokens_operations_and_clipped_gradients(found: list[dict[str, Any]]) -> None:
+    replicas = found[0]
     (metrics, _), (single, gap) = replicas["first"], replicas["all"]
     assert metrics["gradient_norm"] > 0
     assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
@@ -196,30 +185,29 @@ def test_an_update_counts_its_tokens_operations_and_clipped_gradients(found: Fou
     assert replicas["unchanged"]  # by a gradient that is not finite
 
 
-@SIZES
-def test_training_resumes_from_a_checkpoint_bit_for_bit_and_with_prefetched_images(found: Found, size: int):
-    result = found[size, 0]
+def test_training_resumes_from_a_checkpoint_bit_for_bit_and_with_prefetched_images(found: list[dict[str, Any]]) -> None:
+    result = found[0]
     assert result["second"] == result["second again"]
     assert result["rate"] == result["rate again"]
     assert result["changes"] == []
     assert largest_difference(result["weights"], result["weights again"]) == 0
     assert (result["state"].open_tickets, result["state"].episode_log_bytes) == ((5,), 77)
-    for rank in (0, 1):
-        assert found[size, rank]["held"] == 0 < found[size, rank]["jobs"]
+    for rank in found:
+        assert rank["held"] == 0 < rank["jobs"]
 
 
-def test_a_resume_continues_the_configured_schedule_and_names_what_has_changed(found: Found):
-    resumed, fresh = found[1, 0]["changed rates"]
-    assert resumed == fresh != found[1, 0]["rate again"]
-    assert [change.split(", now ")[1] for change in found[1, 0]["other changes"]] == [
+def test_a_resume_continues_the_configured_schedule_and_names_what_has_changed(found: list[dict[str, Any]]) -> None:
+    resumed, fresh = found[0]["changed rates"]
+    assert resumed == fresh != found[0]["rate again"]
+    assert [change.split(", now ")[1] for change in found[0]["other changes"]] == [
         "0.006", "0.0006", "linear", "1", "49"
     ]  # fmt: skip
-    rates = found[1, 0]["rates"]
+    rates = found[0]["rates"]
     assert len(set(rates)) == len(rates)
-    assert found[1, 0]["first"][0]["learning_rate"] == pytest.approx(np.mean(rates))
+    assert found[0]["first"][0]["learning_rate"] == pytest.approx(np.mean(rates))
 
 
-def test_statistics_of_tokens_are_those_of_all_ranks_and_micro_batches(found: Found):
+def test_statistics_of_tokens_are_those_of_all_ranks_and_micro_batches(found: list[dict[str, Any]]) -> None:
     first, arrays = of_tokens(found, "tokens")
     metrics, counted = first["metrics"], arrays["weight"] > 0
     current, behaviour, succeeded = (arrays[name] for name in ("current", "behaviour_logprobs", "succeeded"))
@@ -238,7 +226,7 @@ def test_statistics_of_tokens_are_those_of_all_ranks_and_micro_batches(found: Fo
         assert {key: metrics[f"{name}/{key}"] for key in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-4)
 
 
-def test_the_mismatch_of_each_version_lag_is_that_of_all_ranks_without_padding(found: Found):
+def test_the_mismatch_of_each_version_lag_is_that_of_all_ranks_without_padding(found: list[dict[str, Any]]) -> None:
     first, arrays = of_tokens(found, "mismatch")
     lags = np.minimum(7 - arrays["versions"], 4)
     assert not arrays["counted"].all()
@@ -250,7 +238,7 @@ def test_the_mismatch_of_each_version_lag_is_that_of_all_ranks_without_padding(f
         assert [measured.mean, measured.kl, measured.largest, measured.beyond] == pytest.approx(wanted, abs=1e-5)
 
 
-def test_a_mean_mismatch_under_the_same_weights_and_a_divergence_at_any_lag_are_alarms():
+def test_a_mean_mismatch_under_the_same_weights_and_a_divergence_at_any_lag_are_alarms() -> None:
     far, near = LagMismatch(10, 0.2, 0.02, 1.5, 0.5), LagMismatch(10, 0.01, 0.4, 0.1, 0.0)
     diverged = LagMismatch(10, 0.01, 0.6, 1.5, 0.5)
     for by_lag, words in (
