@@ -34,10 +34,9 @@ def choose_platform(asked: str) -> tuple[str, str]:
     """The platform for "auto", "cpu" or "cuda", and why torch cannot use CUDA although it is chosen."""
     from megatron_webrl.launch import gpus
 
-    problem = "" if asked == "cpu" else gpus.find_cuda_problem()
-    if asked == "cpu" or (asked == "auto" and problem and not gpus.has_gpu()):
+    if asked == "cpu" or (asked == "auto" and not gpus.has_gpu()):
         return "cpu", ""
-    return "cuda", problem
+    return "cuda", gpus.find_cuda_problem()
 
 
 def check_gpu(request: GpuCheckRequest, console: Console) -> list[CheckResult]:
