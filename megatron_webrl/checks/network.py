@@ -229,6 +229,7 @@ class NodeNetwork:
         `passed`: whether the node passed its own checks; else it has no links.
         """
         self.index, self.count = self.nodes.index(self.name), self.gpus or self.processes
+        self.heard = set(range(len(self.nodes)))  # nodes that node 0 waits for
         try:
             warm_up()
             self.store = self._join()
@@ -315,15 +316,22 @@ class NodeNetwork:
         return store
 
     def _gather(self, stage: str, value: Any) -> dict[int, Any]:
-        """The values of all nodes at a stage, as node 0 collects them; without nodes silent for GATHER_SECONDS."""
+        """The values of all nodes at a stage, as node 0 collects them; without nodes silent for GATHER_SECONDS.
+
+        No later stage waits for such a node.
+        """
         self.store.set(f"{stage}/{self.index}", json.dumps(value))
         if not self.index:
             keys = [f"{stage}/{node}" for node in range(len(self.nodes))]
-            self._wait_for(keys, GATHER_SECONDS)
+            self._wait_for([keys[node] for node in self.heard], GATHER_SECONDS)
             found = {n: json.loads(self.store.get(key)) for n, key in enumerate(keys) if self.store.check([key])}
+            self.heard.intersection_update(found)
             self.store.set(f"{stage}/all", json.dumps(found))
         self.store.wait([f"{stage}/all"], timedelta(seconds=GATHER_SECONDS + LINK_SECONDS))
-        return {int(node): content for node, content in json.loads(self.store.get(f"{stage}/all")).items()}
+        values = {int(node): content for node, content in json.loads(self.store.get(f"{stage}/all")).items()}
+        if self.index not in values:
+            raise CheckFailed(f"did not wait for this node, which was silent for {GATHER_SECONDS:.0f} s")
+        return values
 
     def _leave(self) -> None:
         """Report this node as done; node 0 waits until all nodes that joined are done, within a limit."""

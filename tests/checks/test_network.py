@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,6 @@ def test_a_node_far_below_the_median_of_all_is_slow() -> None:
 # -- processes and nodes ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _shared_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "warm_up", lambda: None)  # the tests' own fork server has imported torch
-
-
 def together(*work: Callable[[], Any], seconds: float = 50.0) -> list[Any]:
     """The results of functions that run at the same time."""
     results: list[Any] = [None] * len(work)
@@ -109,18 +105,19 @@ def test_speed_is_measured_and_a_device_without_memory_is_a_local_fault() -> Non
     assert "memory" in link.error
 
 
-@pytest.mark.parametrize(("number", "says"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "not finish")])
 def test_a_process_that_dies_or_hangs_is_a_local_fault_and_its_peer_reports_an_error(
-    number: signal.Signals, says: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(network, "KILL_MARGIN_SECONDS", 2.0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = (Rank(store.port, f"fault {number}", rank, 2, seconds=3.0) for rank in range(2))
-    [[good], [bad]] = together(lambda: all_reduce([first]), lambda: all_reduce([Stopped(second, number)]))
-    assert bad.local
-    assert says in bad.error
-    assert good.error
-    assert not good.local
+    signals = {signal.SIGKILL: "killed by SIGKILL", signal.SIGSTOP: "not finish"}
+    pairs = [[Rank(store.port, f"{number}", rank, 2, seconds=3.0) for rank in range(2)] for number in signals]
+    ranks = [pair[0] for pair in pairs] + [Stopped(pair[1], n) for pair, n in zip(pairs, signals, strict=True)]
+    *good, dead, stopped = [link for [link] in together(*(partial(all_reduce, [rank]) for rank in ranks))]
+    for bad, says in zip((dead, stopped), signals.values(), strict=True):
+        assert bad.local
+        assert says in bad.error
+    assert all(link.error and not link.local for link in good)
 
 
 class Stopped(Rank):
@@ -180,6 +177,9 @@ def test_an_absent_first_node_fails_the_network_and_another_one_is_no_member(
     found = together(lambda: by_name(first.check(True)), lambda: by_name(third.check(True)))
     assert found[0]["link n3"].value > 0
     assert found[1]["all-reduce of all"].value > 0
+    [line] = second.check(True)  # too late
+    assert (line.name, line.status) == ("network", "failed")
+    assert "did not wait for this node" in line.note
 
 
 def test_reports_are_written_for_the_choice_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
