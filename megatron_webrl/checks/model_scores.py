@@ -162,7 +162,8 @@ def score_megatron(job: ScoringJob) -> Iterator[Scores]:
     load_hf(chunks, config.model.path)
     wrapped = wrap_ddp(chunks) if job.gradients else chunks
     config.trainer.tokens_per_microbatch = job.longest
-    microbatches = make_sequence_packer(config, platform).build(job.samples, "token_mean", 1, passes=2)
+    passes = 2 if platform.name == "cuda" else 1  # the first pass compiles kernels
+    microbatches = make_sequence_packer(config, platform).build(job.samples, "token_mean", 1, passes)
 
     def scored(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         group, vocabulary = parallel_state.get_tensor_model_parallel_group(), chunks[-1].unpadded_vocab_size
@@ -171,7 +172,7 @@ def score_megatron(job: ScoringJob) -> Iterator[Scores]:
         return len(microbatches) * (values * microbatches[index].weight).sum(), {"logprobs": values.detach()}
 
     inputs, results, started = [each.inputs for each in microbatches], list[dict[str, Tensor]](), 0.0
-    for _ in range(2):  # the first pass compiles kernels
+    for _ in range(passes):
         for chunk in wrapped:
             chunk.eval()
             if job.gradients:
