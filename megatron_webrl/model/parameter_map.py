@@ -63,11 +63,6 @@ class ParameterMapping:
             object.__setattr__(self, "tensor_shape", self.shape)
             object.__setattr__(self, "part_index", tuple(slice(0, size) for size in self.shape))
 
-    @property
-    def is_whole_tensor(self) -> bool:
-        """Whether the part is the whole tensor, not transposed."""
-        return self.tensor_shape == self.shape and not self.transposed
-
     def tensor_index(self, shard_range: ShardRange) -> tuple[int | slice, ...]:
         """Index in the whole tensor of a range of the part. The indexed data are transposed if the mapping is."""
         axes = [axis for axis, part in enumerate(self.part_index) if isinstance(part, slice)]
