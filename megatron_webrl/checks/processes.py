@@ -52,6 +52,7 @@ def run_processes(
             for rank, argument in enumerate(arguments):
                 ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(arguments))}
                 variables = {**os.environ, **(environment or {}), **ranks, **child_process.owner_environment()}
+                Path(folder, f"{rank}.log").touch()  # the process may end before it opens it
                 connection, remote = context.Pipe(duplex=False)
                 job = pickle.dumps(argument)  # its import may read variables
                 process = context.Process(target=_run, args=(function, job, variables, folder, remote))

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from megatron_webrl.checks import network
 from megatron_webrl.checks.model import screenshot
 from megatron_webrl.model.processor import Processor
 from tests import forks
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _fork_server() -> None:
-    """Processes of checks start from a server that has imported torch."""
+@pytest.fixture(autouse=True)
+def _fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of checks start from the server of the tests, which has imported torch."""
     forks.context()
+    monkeypatch.setattr(network, "warm_up", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from megatron_webrl.checks.report import failed, measured, write_json
+from megatron_webrl.checks.gpu import check_environment, check_gpu, choose_platform
+from megatron_webrl.checks.network import check_links
+from megatron_webrl.checks.report import GpuCheckRequest, failed, measured, skipped, write_json
 from megatron_webrl.cli import main
+from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch import gpus
 
 ROOT = Path(__file__).parents[2]
@@ -33,21 +39,14 @@ def names(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(each["section"], each["name"]): each for each in report["results"]}
 
 
-def test_the_environment_the_nodes_and_the_links_pass_on_the_cpu(tmp_path: Path) -> None:
-    node = tmp_path / "n1.json"
-    write_json(node, [measured("n1", "link n2", 1.25, "GiB/s")])
-    sections = [word for name in ("environment", "nodes", "links") for word in ("--section", name)]
-    code, report = run(tmp_path, "--node-report", str(node), *sections)
+@pytest.mark.slow
+def test_all_sections_pass_on_the_cpu(tmp_path: Path, tiny_model: Path) -> None:
+    code, report = run(tmp_path, "--section", "environment", "--section", "links")
     assert code == 0, report["summary"]
     found = names(report)
-    assert {section for section, _ in found} == {"environment", "installation", "roles", "nodes", "links"}
-    assert found["nodes", "n1: link n2"]["value"] == 1.25
+    assert {section for section, _ in found} == {"environment", "installation", "roles", "links"}
     assert found["links", "pair 0-1"]["value"] > found["links", "pair 0-1"]["limit"] > 0
     assert all(each["note"] for each in report["results"] if each["status"] == "skipped")
-
-
-@pytest.mark.slow
-def test_the_layers_of_a_model_and_a_whole_job_pass_on_the_cpu(tmp_path: Path, tiny_model: Path) -> None:
     code, report = run(tmp_path, "--section", "model", f"model.path={tiny_model}", "rollout.max_model_len=480")
     assert code == 0, report["summary"]
     found = names(report)
@@ -65,51 +64,63 @@ def test_the_layers_of_a_model_and_a_whole_job_pass_on_the_cpu(tmp_path: Path, t
     assert job["parameters written in place"]["value"] > 0
 
 
-def test_faults_of_links_nodes_and_models_fail_the_check_and_are_named(tmp_path: Path) -> None:
-    bad, broken = tmp_path / "n2.json", tmp_path / "n3.json"
+def test_reports_of_nodes_are_part_of_the_check_and_faults_fail_it_by_name(tmp_path: Path) -> None:
+    good, bad, broken = tmp_path / "n1.json", tmp_path / "n2.json", tmp_path / "n3.json"
+    write_json(good, [measured("n1", "link n2", 1.25, "GiB/s")])
     write_json(bad, [failed("n2", "link", "0.1 GiB/s with n1")])
     broken.write_text("{")
-    for arguments, summary, note in (
-        (["--section", "links", "--timeout-seconds", "0.5"], "links", "0.5 s (--timeout-seconds"),
-        (["--section", "model", "model.path=/nowhere"], "model", "/nowhere"),
-        (["--section", "nodes", "--node-report", str(bad)], "nodes: n2: link", "0.1 GiB/s"),
-        (["--section", "nodes", "--node-report", str(broken)], "nodes: n3", ""),
-        (["--section", "links", "--min-link-gib-per-second", "100000"], "links: pair 0-1", "slow"),
+    code, report = run(tmp_path, "--section", "nodes", "--node-report", str(good))
+    assert (code, names(report)["nodes", "n1: link n2"]["value"]) == (0, 1.25)
+    reports = [f"--node-report={file}" for file in (bad, broken)]
+    for arguments, faults in (
+        (["--section=links", "--timeout-seconds=0.5"], {"links: its process": "0.5 s (--timeout-seconds"}),
+        (["--section=model", "model.path=/nowhere"], {"model: ": "/nowhere"}),
+        (["--section=nodes", *reports], {"nodes: n2: link": "0.1 GiB/s", "nodes: n3": str(broken)}),
     ):
         code, report = run(tmp_path, *arguments)
         assert code == 1
-        assert summary in report["summary"]
-        assert note in " ".join(each["note"] for each in report["results"] if each["status"] == "failed")
+        notes = " ".join(each["note"] for each in report["results"] if each["status"] == "failed")
+        for name, note in faults.items():
+            assert name in report["summary"]
+            assert note in notes
 
 
-def test_a_gpu_that_torch_cannot_use_fails_the_driver_and_skips_what_computes_on_it(
+def test_a_slow_link_fails() -> None:
+    request = GpuCheckRequest(parse_config(None), "cpu", ("links",), min_link_gib_per_second=1e5)
+    [pair] = check_links(request)
+    assert (pair.name, pair.status, pair.limit) == ("pair 0-1", "failed", 1e5)
+    assert 0 < pair.value < 1e5
+    [pair] = check_links(replace(request, min_link_gib_per_second=0.0))
+    assert (pair.status, pair.limit) == ("passed", pytest.approx(pair.value / 2, rel=1e-2))
+
+
+def test_the_platform_is_the_configured_one_unless_the_command_names_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    device = tmp_path / "nvidiactl"
-    device.touch()
-    monkeypatch.setattr(gpus, "DEVICE_FILES", (device,))
-    file = tmp_path / "report.json"
-    sections = [word for name in ("environment", "model", "engine") for word in ("--section", name)]
-    assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--json", str(file), *sections]) == 1
-    report = json.loads(file.read_text())
-    assert report["platform"] == "cuda"
-    found = names(report)
-    driver = found["environment", "driver"]
-    assert (driver["status"], "torch cannot use a GPU" in driver["note"]) == ("failed", True)
-    assert {found[section, "all"]["status"] for section in ("model", "engine")} == {"skipped"}
-    assert found["model", "all"]["note"] == driver["note"]
-    assert "no GPU on this machine" not in capsys.readouterr().out
-
-
-def test_the_platform_is_the_configured_one_unless_the_command_names_one(capsys: pytest.CaptureFixture[str]) -> None:
     """On a machine without a GPU, as that of the tests."""
     nodes = ("--section", "nodes")
     assert main(["check", "gpu", "configs/tiny_1gpu.yaml", *nodes]) == 0
     assert "no GPU on this machine: all sections compute on its cores" in capsys.readouterr().out
-    assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--section", "model", "model.platform=cuda"]) == 1
-    assert "torch cannot use a GPU" in " ".join(capsys.readouterr().out.split())
     assert main(["check", "gpu", "configs/tiny_1gpu.yaml", *nodes, "--platform=cpu", "model.platform=cuda"]) == 0
     assert "no GPU" not in capsys.readouterr().out
+    assert main(["check", "gpu", "configs/tiny_1gpu.yaml", "--section", "model", "model.platform=cuda"]) == 1
+    assert "torch cannot use a GPU" in " ".join(capsys.readouterr().out.split())
+    device = tmp_path / "nvidiactl"
+    device.touch()
+    monkeypatch.setattr(gpus, "DEVICE_FILES", (device,))
+    for asked, problem, platform in (("auto", "", "cuda"), ("auto", "no driver", "cuda"), ("cpu", "no driver", "cpu")):
+        monkeypatch.setattr(gpus, "find_cuda_problem", lambda problem=problem: problem)
+        assert choose_platform(asked) == (platform, problem if platform == "cuda" else ""), (asked, problem)
+
+
+def test_a_gpu_that_torch_cannot_use_fails_the_driver_and_skips_what_computes_on_it() -> None:
+    sections = ("environment", "model", "engine")
+    request = GpuCheckRequest(parse_config(None), "cuda", sections, "no driver", timeout_seconds=0.1)
+    assert next(check_environment(request)) == failed("environment", "driver", "no driver")
+    console = Console(file=io.StringIO())
+    assert check_gpu(request, console)[-2:] == [skipped(name, "all", "no driver") for name in ("model", "engine")]
+    alone = check_gpu(replace(request, sections=("model",)), console)
+    assert alone == [failed("model", "all", "no driver")]
 
 
 @pytest.mark.parametrize(
