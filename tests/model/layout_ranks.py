@@ -41,23 +41,20 @@ GROUPS: dict[str, tuple[int, list[Case]]] = {
     "one-rank": (1, [Case({}, ("sparse", "hybrid tied"), recompute="full"), Case({}, ("hybrid sparse",))]),
     "tensor": (
         2,
-        [
-            Case({"tensor": 2}, ("dense", "hybrid tied"), sequence_parallel=False),
-            Case({"tensor": 2}, ("tied", "hybrid sparse")),
-        ],
+        [Case({"tensor": 2}, ("dense",), sequence_parallel=False), Case({"tensor": 2}, ("tied", "hybrid sparse"))],
     ),
     "pipeline": (
         2,
         [
-            Case({"pipeline": 2}, ("sparse tied", "hybrid tied")),
+            Case({"pipeline": 2}, ("hybrid tied",)),
             Case({"pipeline": 2, "virtual": 2}, ("dense",), recompute="selective"),
         ],
     ),
-    "context-data": (2, [Case({"context": 2}, ("dense", "sparse")), Case({}, ("tied",))]),
+    "context-data": (2, [Case({"context": 2}, ("sparse",)), Case({}, ("tied",))]),
     "experts": (
         2,
         [
-            Case({"expert": 2}, ("sparse", "hybrid sparse")),
+            Case({"expert": 2}, ("hybrid sparse",)),
             Case({"tensor": 2, "expert_tensor": 2}, ("sparse tied",), recompute="selective"),
         ],
     ),
@@ -68,6 +65,10 @@ GROUPS: dict[str, tuple[int, list[Case]]] = {
         [
             Case({"tensor": 2}, ("dense", "sparse"), recompute="full"),
             Case({"pipeline": 2, "virtual": 2}, ("sparse",)),
+            Case({"tensor": 2}, ("hybrid tied",), sequence_parallel=False),
+            Case({"pipeline": 2}, ("sparse tied",)),
+            Case({"context": 2}, ("dense",)),
+            Case({"expert": 2}, ("sparse",)),
             Case({}, ("sparse tied", "hybrid")),
             Case({"tensor": 2, "expert": 2}, ("sparse", "hybrid sparse")),
         ],

@@ -95,6 +95,7 @@ except MissingLibraryError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_transformer_engine_that_does_not_import_counts_as_absent(tmp_path: Path) -> None:
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)

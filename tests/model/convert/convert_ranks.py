@@ -19,7 +19,7 @@ LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
     "pipeline": (ParallelSizes(pipeline=2), ["hybrid"]),
     "virtual": (ParallelSizes(pipeline=2, virtual=2), ["tied"]),
     "expert": (ParallelSizes(expert=2), ["moe"]),
-    "expert tensor": (ParallelSizes(tensor=2, expert_tensor=2), ["moe", "hybrid moe"]),
+    "expert tensor": (ParallelSizes(tensor=2, expert_tensor=2), ["hybrid moe"]),
 }
 TRAINED = ("dense", "hybrid moe")
 VERSION = 5

@@ -36,6 +36,7 @@ with FakeTensorMode(), torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_half_precision_on_cuda_takes_the_variable_length_kernel():
     """In a process of its own: the CPU platform of the tests redirects CUDA tensors to the CPU."""
     done = subprocess.run([sys.executable, "-c", FAKE_CALL], capture_output=True, text=True, timeout=120, check=False)
