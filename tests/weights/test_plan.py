@@ -33,7 +33,7 @@ from tests.weights import layouts
 STAGING = 2**16
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(150, marks=pytest.mark.slow)])
 def test_every_element_arrives_once_from_a_near_and_little_loaded_rank_in_one_order_at_both_ends(examples: int) -> None:
     settings(max_examples=examples)(given(layouts.cases())(check_plan))()
 
