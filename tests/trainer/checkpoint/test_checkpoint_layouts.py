@@ -34,10 +34,7 @@ from tests.trainer.checkpoint.small_learner import (
 from tests.trainer.ranks import process_groups, results
 
 # A layout, one whose checkpoint it continues, and how that holds the optimizer's state.
-SOME = [
-    ("virtual", "virtual", "whole"), ("expert", "expert", "whole"), ("tensor", "virtual", "whole"),
-    ("virtual", "expert", "whole"), ("virtual", "virtual", "ranks"),
-]  # fmt: skip
+SOME = [("virtual", "virtual", "whole"), ("virtual", "virtual", "ranks"), ("tensor", "expert", "whole")]
 ALL = [
     *((name, other, "whole") for name, other in product(LAYOUTS, LAYOUTS)),
     *((name, name, "ranks") for name in ("tensor", "virtual", "expert")),
@@ -66,7 +63,7 @@ def across_layouts(_: Any, folder: Path, resumes: list[tuple[str, str, str]]) ->
             checkpoints = checkpoints_in(folder / f"{name}-whole")
             draws()
             checkpoints.start_save(learner, state_of(2))
-            found[name, "draws"] = draws()
+            found[name, "draws"], found[name, "rate"] = draws(), learner.optimizer.learning_rate
             for _step in range(3):  # while the checkpoint is written
                 step(learner)
             found[name, "optimizers"] = len(learner.optimizer.optimizer.chained_optimizers)
@@ -115,7 +112,7 @@ def test_training_resumes_in_every_layout_and_bit_for_bit_in_its_own(
             same = torch.equal if name == other else torch.allclose
             limits = {} if name == other else {"rtol": 1e-5, "atol": 1e-7}
             assert same(tensor, here[key], **limits), (resume, key)
-        assert found[resume, "rate"] == found[(other, other, "whole"), "rate"]
+        assert found[resume, "rate"] == found[other, "rate"]
         if name == other and shards == "whole":
             for rank in (found, second):
                 assert rank[resume, "draws"] == rank[name, "draws"], resume
@@ -171,18 +168,20 @@ def first_step(_: Any, folder: Path) -> dict[str, Any]:
             for _ in range(2):
                 step(learner)
                 step(other)
-            one, two = (
-                tensors_of(save(checkpoints_in(folder / implementation / str(n)), each, 2))
-                for n, each in enumerate((learner, other))
-            )
+            one, two = ([*each.chunks[0].parameters(), *_moments(each)] for each in (learner, other))
             found[implementation] = {
                 "kinds": kinds, "unchanged": unchanged,
                 "moments": [bool(t.any()) for name, t in tensors_of(first).items() if ".exp_avg" in name],
                 "counts": [*counts, learner.optimizer.step_count, other.optimizer.step_count],
-                "equal": [torch.equal(tensor, two[name]) for name, tensor in one.items()],
+                "equal": [torch.equal(*both) for both in zip(one, two, strict=True)],
                 "trained": not torch.equal(before[0], next(learner.chunks[0].parameters())),
             }  # fmt: skip
     return found
+
+
+def _moments(learner: Any) -> list[torch.Tensor]:
+    states = [values for part in learner.optimizer.parts for values in part.optimizer.state.values()]
+    return [values[name] for values in states for name in ("exp_avg", "exp_avg_sq")]
 
 
 def test_a_checkpoint_before_the_first_step_loads_and_training_continues_alike(tmp_path: Path) -> None:

@@ -201,9 +201,9 @@ def _late_writer(learner: Any, folder: Path) -> str | None:
 
 
 def _names(learner: Any, folder: Path) -> tuple[list[str], str, list[str]]:
-    """Save versions 1 to 4, keeping two; then version 4 again."""
+    """Save versions 2 to 4, keeping two; then version 4 again."""
     checkpoints = checkpoints_in(folder, keep=2)
-    for version in range(1, 5):
+    for version in range(2, 5):
         save(checkpoints, learner, version)
     stay = names_in(folder)
     again = save(checkpoints_in(folder, keep=2), learner, 4)

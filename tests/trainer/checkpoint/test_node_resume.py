@@ -41,6 +41,8 @@ from tests.trainer.data.test_task_sampler import METRICS
 from tests.trainer.multi_node.nodes import Member, group, make_rings
 from tools.bench import recorded_groups
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 120.0
 UPDATES, GROUPS, SAVED, KILLED, AHEAD = 12, 3, 2, 4, 2
 """The state of version SAVED is saved. From version KILLED on the rank of node 1 dies in the first update with groups
@@ -153,7 +155,7 @@ def run_trainer(folder: Path, address: Path, names: list[str], resumed: bool) ->
     assert codes == ([0, 0] if resumed else [1, -signal.SIGKILL])
 
 
-@pytest.fixture(scope="module", params=[pytest.param("resumed", marks=pytest.mark.slow), "restarted"])
+@pytest.fixture(scope="module", params=["resumed", "restarted"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Two attempts of one run: record counts of the rings in between and at the end, and the run's files."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -206,14 +206,16 @@ def in_layouts(platform: Any, _: Path, model: Path) -> dict[str, dict[str, Any]]
         for key, value in layout.items():
             setattr(config.trainer, key, value)
         with process_groups(config):
-            found[name] = {merged: _pass(config, merged, platform) for merged in ("none", "all")}
+            options = compute_options(config, platform)
+            chunks = build_model(model, dtype="float32", platform=platform, options=options)
+            load_hf(chunks, model)
+            wrapped = wrap(chunks)
+            found[name] = {merged: _pass(config, wrapped, merged, platform) for merged in ("none", "all")}
     return found
 
 
-def _pass(config: Config, merged: str, platform: Any) -> dict[str, Any]:
-    path, trainer = config.model.path, config.trainer
-    chunks = build_model(path, dtype="float32", platform=platform, options=compute_options(config, platform))
-    load_hf(chunks, path)
+def _pass(config: Config, wrapped: list[Any], merged: str, platform: Any) -> dict[str, Any]:
+    chunks, trainer = [each.module for each in wrapped], config.trainer
     trainer.merge_prefixes = merged
     packer = replace(make_sequence_packer(config, platform), min_shared_tokens=2)
     batches = packer.build(group_samples(packer.processor), "token_mean", 1)
@@ -226,7 +228,9 @@ def _pass(config: Config, merged: str, platform: Any) -> dict[str, Any]:
         loss = (batch.weight * batch.advantage * logprobs).sum()
         return loss * len(batches) * trainer.data_parallel, {}  # Megatron averages over micro-batches and replicas
 
-    schedule.forward_backward(wrap(chunks), [batch.inputs for batch in batches], loss_of, forward_only=False)
+    for each in wrapped:
+        each.zero_grad_buffer()
+    schedule.forward_backward(wrapped, [batch.inputs for batch in batches], loss_of, forward_only=False)
     gradients = {n: p.main_grad.clone() for chunk in chunks for n, p in chunk.named_parameters()}
     return {"tokens": sum(batch.token_count for batch in batches), "scores": scores, "gradients": gradients}
 

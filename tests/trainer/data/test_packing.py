@@ -89,20 +89,6 @@ def test_sequences_that_share_large_images_are_packed_together() -> None:
     assert encoded <= 20  # of 16 images; 64 one by one
 
 
-def test_overlapping_windows_are_packed_full_and_encode_less() -> None:
-    chains = [
-        chain(3000 + 250 * (episode % 9), images=tuple(b"%d/%d" % (episode, first + i) for i in range(4)), grid=50)
-        for episode in range(100)
-        for first in range(episode % 12)
-    ]
-    parts = pack_sequences(chains, COST, 16384, 4)
-    rows = [row for part in parts for row in part]
-    assert sum(c.length for c in chains) >= 0.95 * 16384 * len(rows)
-    assert sum(costs(chains, rows)) < 0.92 * sum(COST.packed_flops(c) for c in chains)
-    loads = [sum(costs(chains, part)) for part in parts]
-    assert max(loads) <= 1.01 * sum(loads) / 4
-
-
 def test_replicas_compute_equal_costs_at_the_same_time() -> None:
     chains = web_agent_chains(400)
     parts = pack_sequences(chains, COST, 16384, 4)

@@ -129,18 +129,3 @@ def test_a_missing_version_is_skipped_and_a_damaged_one_is_refused(tmp_path: Pat
     nothing.add(batch(0), 0)
     assert nothing.sample(1) == []
     assert not nothing.folder.exists()
-
-
-def test_groups_are_read_back_complete_and_in_order(tmp_path: Path) -> None:
-    path = replay_buffer.group_file_path(tmp_path / "records", 7)
-    made = [replace(trajectory(ticket, i, steps=2), images=(screenshot(i),)) for ticket in (9, 4) for i in (0, 1, 2)]
-    replay_buffer.write_trajectories(path, made)
-    assert list(path.parent.iterdir()) == [path]
-    groups = recorded_groups.read_groups(path)
-    assert [(g.ticket, [t.index for t in g.trajectories]) for g in groups] == [(9, [0, 1, 2]), (4, [0, 1, 2])]
-    found = [t for group in groups for t in group.trajectories]
-    for one, other in zip(found, made, strict=True):
-        assert [bytes(image) for image in one.images] == list(other.images)
-        assert np.array_equal(one.steps[1].logprobs, other.steps[1].logprobs)
-    (tmp_path / "records" / ".version-000003.records.here.17.0123abcd.writing").touch()
-    assert replay_buffer.list_group_files(tmp_path / "records") == [(7, path)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,25 +12,11 @@ import torch
 
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.packed_input import partition_images
-from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.trainer.data.sequence_packer import ImageGridMismatch
 from tests.trainer.data.conftest import Build
 from tests.trainer.growing_prompts import episode
 
 MERGES = ("none", "trajectory", "all")
-
-
-def test_a_merged_sequence_scores_each_span_with_its_own_numbers(processor: Processor, build: Build) -> None:
-    samples = episode(processor, 0, (6, 2, 9))
-    (batch,) = build(samples[::-1])
-    assert batch.token_count == samples[-1].length
-    assert batch.inputs.cu_seqlens.tolist() == [0, batch.token_count]
-    assert batch.targets.tolist() == np.concatenate([s.response for s in samples]).tolist()
-    assert batch.behaviour_logprobs.tolist() == np.concatenate([s.behaviour_logprobs for s in samples]).tolist()
-    assert batch.versions.tolist() == np.concatenate([s.versions for s in samples]).tolist()
-    assert torch.equal(batch.inputs.tokens[batch.inputs.scored_positions + 1], batch.targets)
-    assert torch.allclose(batch.weight, torch.tensor(1 / 3))
-    assert len(batch.inputs.grids) == 4
 
 
 def test_scores_of_a_teacher_follow_their_tokens(processor: Processor, build: Build) -> None:
@@ -82,39 +68,6 @@ def test_each_token_has_its_step_index_on_every_context_parallel_rank(processor:
                 assert len(sample.response) == length
                 steps += 1
         assert steps == len(samples), merge
-
-
-def test_positions_and_images_equal_those_of_the_samples(processor: Processor, build: Build) -> None:
-    samples = [episode(processor, ticket, (4, 3))[-1] for ticket in range(3)]
-    (batch,) = build(samples)
-    starts = batch.inputs.cu_seqlens.tolist()
-    occurrence = 0
-    for start, end in pairwise(starts):
-        inside = (batch.inputs.scored_positions >= start) & (batch.inputs.scored_positions < end)
-        (sample,) = (s for s in samples if s.behaviour_logprobs[0] in batch.behaviour_logprobs[inside])
-        whole = torch.from_numpy(np.concatenate([sample.prompt, sample.response]))
-        grids = torch.from_numpy(sample.grids.astype(np.int64))
-        expected = mrope_position_ids(whole, grids, processor.image_token_id, processor.merge_size)
-        assert torch.equal(batch.inputs.position_ids[:, start:end], expected)
-        for image, grid in zip(sample.images, sample.grids, strict=True):
-            assert batch.inputs.image_indices is not None
-            place = int(batch.inputs.image_indices[occurrence])
-            assert batch.inputs.grids[place].tolist() == grid.tolist()
-            first = int(batch.inputs.grids[:place].prod(dim=1).sum())
-            assert torch.equal(batch.inputs.pixels[first : first + int(grid.prod())], processor.pixels([image])[0])
-            occurrence += 1
-    assert len(batch.inputs.grids) == occurrence - 1  # two episodes begin with the same screenshot
-
-
-def test_a_placeholder_in_a_response_is_text(processor: Processor, build: Build) -> None:
-    (first,) = episode(processor, 0, (5,))
-    odd = replace(first, response=np.array([30, processor.image_token_id, 31, 32, 33], np.int32))
-    (plain,), (batch,) = (build([sample]) for sample in (first, odd))
-    assert torch.equal(plain.inputs.position_ids, batch.inputs.position_ids)
-    assert plain.inputs.image_token_positions is not None
-    assert batch.inputs.image_token_positions is not None
-    assert torch.equal(plain.inputs.image_token_positions, batch.inputs.image_token_positions)
-    assert batch.targets.tolist() == odd.response.tolist()
 
 
 def test_tensor_parallel_ranks_divide_the_images(processor: Processor, build: Build) -> None:

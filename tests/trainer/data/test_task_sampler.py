@@ -47,16 +47,16 @@ from tests.trajectories import trajectory
 from tools.bench import recorded_groups
 
 SKILL = {"click-test": 0.98, "click-tab": 0.5, "enter-text": 0.1, "focus-text": 0.8, "click-link": 0.02}
-UPDATES, GROUP, IN_FLIGHT = 12, 4, 8
+UPDATES, GROUP, IN_FLIGHT = 8, 4, 8
 TOKEN_TOTALS = ("response_tokens", "success_tokens", "entropy", "success_entropy", "tokens")
 METRICS = dict.fromkeys((*TOKEN_TOTALS, "loss", "gradient_norm", "gradient_clipped", "learning_rate"), 1.0)
 MISMATCH = LogprobMismatch({1: LagMismatch(4, 0.2, 0.9, 1.0, 0.5)})
 
 
 def run(_: Any, folder: Path) -> dict[str, dict[str, Any]]:
-    """A run without interruption, and one that is resumed twice."""
+    """A run without interruption, and one that is resumed."""
     group_source.POLL_SECONDS = 0.001
-    return {name: Run(folder, name).run(ends) for name, ends in (("whole", ()), ("resumed", (4, 8)))}
+    return {name: Run(folder, name).run(ends) for name, ends in (("whole", ()), ("resumed", (4,)))}
 
 
 class Run:
@@ -154,9 +154,9 @@ def test_a_resumed_run_continues_with_the_tasks_of_an_uninterrupted_one(tmp_path
     (found,) = results(run, tmp_path, ranks=1)
     whole, resumed = found["whole"], found["resumed"]
     assert not whole["open"]
-    assert len(resumed["open"]) == 2
+    assert len(resumed["open"]) == 1
     assert all(len(tickets) >= 7 for tickets in resumed["open"])  # they were in flight, and are issued again
-    assert len(whole["tasks"]) > 60
+    assert len(whole["tasks"]) > 35
     assert all(len(tasks) == 1 for tasks in resumed["tasks"].values())
     for name in ("tasks", "rates", "base"):
         assert resumed[name] == whole[name], name

@@ -70,7 +70,7 @@ def names() -> Iterator[list[str]]:
 
 def updates(platform: Any, folder: Path, model: Path, names: Sequence[str], layout: Layout) -> dict[str, Any]:
     """An update with groups from two rings, and one with the same groups from memory."""
-    config = make_config(model, folder, image_workers=int(layout.nodes == (0, 1)), **layout.trainer)
+    config = make_config(model, folder, epochs=1, image_workers=int(layout.nodes == (0, 1)), **layout.trainer)
     config.cluster.nodes, rank = 2, torch.distributed.get_rank()
     with process_groups(config):
         if rank == 0:
