@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from megatron_webrl.control.child_process import die_with_parent
@@ -64,3 +65,11 @@ def exit_code(pid: int, seconds: float = 60.0) -> int:
         assert time.monotonic() < deadline, f"process {pid} did not end within {seconds:g} s"
         time.sleep(0.001)
     return os.waitstatus_to_exitcode(ended[1])
+
+
+def run_apart(function: Callable[..., None], *arguments: str) -> None:
+    """Run a function of a module in a process of its own, which forks many times faster than one with all imports."""
+    code = f"import sys; from {function.__module__} import {function.__name__} as run; run(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -12,41 +12,46 @@ import pytest
 from megatron_webrl.ring.ring import HOLDER_OFFSET, Ring, RingUsage
 from megatron_webrl.ring.segment import RingError
 from tests.ring.support import CAPACITY, RUN, check, kill, killed_at_line, payload
-from tests.waiting import exit_code, fork, until
+from tests.waiting import exit_code, fork, run_apart, until
 
 
-def test_a_writer_killed_before_any_line_leaves_the_complete_record_or_nothing(ring: Ring, name: str) -> None:
-    line, visible = 0, []
-    while True:
-        line += 1
-        died = killed_at_line(line, lambda: Ring.attach(name), lambda r: r.write([payload(line, 20_000)], 1))  # noqa: B023
-        found = ring.committed()
-        assert [check(ring.read(sequence)) for sequence in found] == [line] * len(found)
-        ring.acknowledge(found)
-        assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
-        visible.append(len(found))
-        if not died:
-            break
+def kill_writer(name: str) -> None:
+    line, visible, died = 0, [], True
+    with Ring.create_or_attach(name, CAPACITY, RUN) as ring:
+        while died:
+            line += 1
+            died = killed_at_line(line, lambda: Ring.attach(name), lambda r: r.write([payload(line, 20_000)], 1))  # noqa: B023
+            found = ring.committed()
+            assert [check(ring.read(sequence)) for sequence in found] == [line] * len(found)
+            ring.acknowledge(found)
+            assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
+            visible.append(len(found))
     assert line > 60
     assert visible == sorted(visible)  # from nothing to the whole record at one line
-    assert visible[0] == 0
-    assert visible[-1] == 1
+    assert (visible[0], visible[-1]) == (0, 1)
 
 
-def test_a_reader_killed_before_any_line_of_acknowledging_leaves_each_record_complete_or_freed(
-    ring: Ring, name: str
-) -> None:
+def test_a_writer_killed_before_any_line_leaves_the_complete_record_or_nothing(name: str) -> None:
+    run_apart(kill_writer, name)
+
+
+def kill_reader(name: str) -> None:
     line, died = 0, True
-    while died:
-        line += 1
-        sequences = [ring.write([payload(number, 15_000)], 1) for number in range(4)]
-        died = killed_at_line(line, lambda: Ring.attach(name), lambda r: r.acknowledge(sequences[1:3]))  # noqa: B023
-        left = ring.committed()
-        assert [check(ring.read(sequence)) for sequence in left] == [sequence - sequences[0] for sequence in left]
-        assert {sequences[0], sequences[3]} <= set(left)
-        ring.acknowledge(sequences)
-        assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
+    with Ring.create_or_attach(name, CAPACITY, RUN) as ring:
+        while died:
+            line += 1
+            sequences = [ring.write([payload(number, 15_000)], 1) for number in range(4)]
+            died = killed_at_line(line, lambda: Ring.attach(name), lambda r: r.acknowledge(sequences[1:3]))  # noqa: B023
+            left = ring.committed()
+            assert [check(ring.read(sequence)) for sequence in left] == [sequence - sequences[0] for sequence in left]
+            assert {sequences[0], sequences[3]} <= set(left)
+            ring.acknowledge(sequences)
+            assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
     assert line > 40
+
+
+def test_a_reader_killed_before_any_line_of_acknowledging_leaves_each_record_complete_or_freed(name: str) -> None:
+    run_apart(kill_reader, name)
 
 
 def test_space_that_a_writer_has_reserved_is_its_own_until_it_is_killed(ring: Ring, name: str) -> None:

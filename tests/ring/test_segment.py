@@ -23,7 +23,7 @@ from megatron_webrl.ring.segment import (
     try_lifetime_lock,
 )
 from tests.ring.support import CAPACITY, PREFIX, RUN, kill, killed_at_line
-from tests.waiting import exit_code, fork
+from tests.waiting import exit_code, fork, run_apart
 
 
 def test_a_segment_is_swept_once_no_process_has_it(name: str) -> None:
@@ -41,7 +41,7 @@ def test_a_segment_is_swept_once_no_process_has_it(name: str) -> None:
     assert sweep_segments(PREFIX) == []
 
 
-def test_a_segment_whose_creator_was_killed_before_any_line_can_be_used_or_swept(name: str) -> None:
+def kill_creator(name: str) -> None:
     def killed(line: int) -> bool:
         return killed_at_line(line, lambda: name, lambda n: Ring.create_or_attach(n, CAPACITY, RUN).write([b"x"], 1))
 
@@ -52,10 +52,14 @@ def test_a_segment_whose_creator_was_killed_before_any_line_can_be_used_or_swept
                 ring.acknowledge(ring.committed())
                 assert ring.usage().bytes_used == 0
         left = [name] if (SHM_FOLDER / name).exists() else []
-        assert sweep_segments(PREFIX) == left
+        assert sweep_segments(name) == left
         assert not (SHM_FOLDER / name).exists()
         line += 1
     assert line > 100
+
+
+def test_a_segment_whose_creator_was_killed_before_any_line_can_be_used_or_swept(name: str) -> None:
+    run_apart(kill_creator, name)
 
 
 def test_processes_that_create_a_ring_at_once_get_the_same_ring(name: str) -> None:

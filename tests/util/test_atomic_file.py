@@ -6,7 +6,6 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from megatron_webrl.ring.record import RecordFileWriter, read_record_file
 from megatron_webrl.util import atomic_file, history
 from tests.file_faults import FileFaults, file_size_limit, run_forked
+from tests.waiting import run_apart
 
 
 def names(folder: Path) -> set[str]:
@@ -92,38 +92,39 @@ def append_line(path: Path, content: bytes) -> None:
     grown.sync()
 
 
-@pytest.mark.parametrize(
-    ("write", "read"),
-    [
-        (atomic_file.write_bytes, lambda path: path.read_bytes()),
-        (write_records, lambda path: next(read_record_file(path))),
-        (append_line, lambda path: [b"old", *(line["text"].encode() for line in history.read(path))][-1]),
-    ],
-    ids=["file", "records", "history"],
-)
-@pytest.mark.parametrize("replaced", [True, False])
-def test_a_power_failure_leaves_all_or_nothing_and_after_the_return_all(
-    write: Callable[[Path, bytes], None], read: Callable[[Path], bytes], replaced: bool
-):
+WAYS = {
+    "file": (atomic_file.write_bytes, lambda path: path.read_bytes()),
+    "records": (write_records, lambda path: next(read_record_file(path))),
+    "history": (append_line, lambda path: [b"old", *(line["text"].encode() for line in history.read(path))][-1]),
+}
+
+
+def lose_power(way: str) -> None:
+    (write, read), new = WAYS[way], b"new" * 1000
+    for replaced in (True, False):
+        for at, seed in product(range(1, 20), range(4)):
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # an fsync takes no time there
+                folder, returned = Path(memory, "folder"), Path(memory, "returned")
+                folder.mkdir()
+                if replaced:
+                    write(folder / "state", b"old")
+
+                def crash(folder: Path = folder, returned: Path = returned, at: int = at, seed: int = seed) -> None:
+                    with FileFaults(folder, at, power_loss=True, seed=seed) as faults:
+                        write(folder / "state", new)
+                        returned.touch()
+                        faults.crash()
+
+                assert run_forked(crash) == -signal.SIGKILL
+                found = read(folder / "state") if (folder / "state").exists() else b"old"
+                done = returned.exists()
+            assert found == new if done else found in (b"old", new)
+            if done and seed == 3:
+                break
+        assert 3 < at < 19
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_power_failure_leaves_all_or_nothing_and_after_the_return_all(way: str):
     """Content is on disk before the name, and the name before the return."""
-    new = b"new" * 1000
-    for at, seed in product(range(1, 20), range(4)):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # an fsync takes no time there
-            folder, returned = Path(memory, "folder"), Path(memory, "returned")
-            folder.mkdir()
-            if replaced:
-                write(folder / "state", b"old")
-
-            def crash(folder: Path = folder, returned: Path = returned, at: int = at, seed: int = seed) -> None:
-                with FileFaults(folder, at, power_loss=True, seed=seed) as faults:
-                    write(folder / "state", new)
-                    returned.touch()
-                    faults.crash()
-
-            assert run_forked(crash) == -signal.SIGKILL
-            found = read(folder / "state") if (folder / "state").exists() else b"old"
-            done = returned.exists()
-        assert found == new if done else found in (b"old", new)
-        if done and seed == 3:
-            break
-    assert 3 < at < 19
+    run_apart(lose_power, way)
