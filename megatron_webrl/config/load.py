@@ -49,12 +49,23 @@ def merge_config(file: DictConfig, overrides: Sequence[str], place: str) -> Conf
         given = OmegaConf.from_dotlist(list(overrides))
         config = Config()
         _choose_variants(config, file, given, "")
-        merged = OmegaConf.merge(OmegaConf.structured(config), file, given)
+        merged = OmegaConf.merge(_schema(config), file, given)
         found = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error, place)) from error
     assert isinstance(found, Config)
     return found
+
+
+_SCHEMAS: dict[str, DictConfig] = {}  # by the defaults
+
+
+def _schema(defaults: Config) -> DictConfig:
+    """OmegaConf's form of the defaults, made once, as that takes a tenth of a second. Merging copies it."""
+    key = repr(defaults)
+    if key not in _SCHEMAS:
+        _SCHEMAS[key] = OmegaConf.structured(defaults)
+    return _SCHEMAS[key]
 
 
 def _choose_variants(config: Any, file: Any, given: Any, prefix: str) -> None:
