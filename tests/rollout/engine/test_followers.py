@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import re
 import socket
@@ -139,42 +138,7 @@ async def test_an_engine_over_two_nodes_updates_fails_with_a_follower_and_restar
         stage.close()
 
 
-@pytest.mark.soak
-async def test_an_engine_over_two_nodes_restarts_as_a_whole_when_either_side_was_killed(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    stage = Stage(tmp_path, spanning(tmp_path, tiny_model))
-    control = stage.connect("rollout-0")
-    stage.start_trainer([tiny_model] * 3)
-    try:
-        async with follower_process(stage) as role:
-            for version, how in enumerate(("vLLM's rank", "the follower", "the worker's vLLM", "nobody")):
-                async with started(stage, control) as (engine, followers, instance_id):
-                    weights = WeightClient(stage.config, control, engine, instance_id)
-                    await weights.poll()  # announces the engine
-                    stage.control.put_json(f"go/{version}", True)
-                    await take(version, weights, stage)
-                    assert await gap(engine, tiny_model) < TOLERANCE, how
-                    if how == "vLLM's rank":
-                        rank_of(role).kill()
-                    elif how == "the follower":
-                        role.process.kill()
-                        role.process.wait()
-                        control.clear_heartbeat(FOLLOWER)
-                        role.restart()
-                    elif how == "the worker's vLLM":
-                        for core in multiprocessing.active_children():
-                            core.kill()
-                    if how in ("vLLM's rank", "the follower"):
-                        assert FOLLOWER in await failure_of(followers)
-                        with pytest.raises(EngineDeadError, match=FOLLOWER):
-                            await engine.generate(None, prompt(engine, 0), [])
-            stage.kill_trainer()
-    finally:
-        control.close()
-        stage.close()
-
-
+@pytest.mark.slow  # a role with all its imports, and two starts of its rank
 async def test_a_follower_reports_ranks_that_do_not_start_waits_for_the_next_start_and_ends_with_the_job(
     tiny_model: Path, tmp_path: Path
 ) -> None:

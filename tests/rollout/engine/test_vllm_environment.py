@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_webrl.rollout.engine.vllm_environment import (
     engine_config,
     engine_environment,
 )
+from megatron_webrl.util.torchvision_shim import SITECUSTOMIZE_FOLDER
 from megatron_webrl.weights.vllm_worker import LOAD_FORMAT
 from tests.rollout.engine.engines import configuration
 
@@ -47,6 +49,12 @@ def test_an_engine_computes_the_tokens_of_a_server_and_the_requests_of_its_episo
     assert vision.mm_encoder_tp_mode == "data"  # the vision tower is whole on every rank
     config = replace(config, evaluation=replace(config.evaluation, every=5))
     assert engine_config(config, 0).scheduler_config.max_num_seqs == 22
+
+
+def test_the_processes_of_an_engine_end_with_this_one(config: Config) -> None:
+    environment = engine_environment(config)  # util/_site/sitecustomize.py reads it
+    assert environment["PYTHONPATH"].split(":")[0] == str(SITECUSTOMIZE_FOLDER)
+    assert environment["WEBRL_ENGINE_PARENT"] == str(os.getpid())
 
 
 def test_an_engine_in_float32_on_a_gpu_multiplies_in_float32(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
