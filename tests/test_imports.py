@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -52,9 +53,15 @@ def names_of(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def imported_names(path: Path) -> Iterator[str]:
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
+def imported_names(path: Path) -> list[str]:
     """Dotted names that a file imports, inside functions too."""
-    return names_of(ast.walk(ast.parse(path.read_text())))
+    return list(names_of(nodes_of(path)))
 
 
 def module_name(path: Path) -> str:
@@ -123,7 +130,7 @@ def test_roles_import_vllm_neither_as_a_trainer_nor_before_their_environment_is_
             assert name.partition(".")[0] != "vllm", (role, sorted(seen))
             if name in files and name not in seen:
                 seen.add(name)
-                waiting.extend(names_of(ast.parse(files[name].read_text()).body))
+                waiting.extend(names_of(nodes_of(files[name])[0].body))  # type: ignore[attr-defined]
         assert len(seen) > 30, role
 
 
@@ -135,7 +142,7 @@ def test_the_root_of_the_package_holds_a_few_modules():
 def calls() -> Iterator[tuple[str, str, ast.Call]]:
     """File of the package, dotted name of the function, and node of each call."""
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call):
                 yield str(path.relative_to(PACKAGE)), ast.unparse(node.func), node
 
