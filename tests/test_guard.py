@@ -12,14 +12,13 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]
 LEAVES_PROCESSES = """
-import os, subprocess, time
+import os, subprocess, sys, time
 from pathlib import Path
 from megatron_webrl.control import child_process
-from tests.guard import SNAPSHOT_SECONDS
+from tests import guard
 
-def test_leaves_processes():
-    folder = Path({folder!r})
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True, env={{}})
+def leave_processes(folder):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
     orphan = ["sh", "-c", "sleep 600 >/dev/null & echo $!"]
     started = subprocess.run(orphan, start_new_session=True, stdout=subprocess.PIPE, check=True, timeout=30)
     role = child_process.start_process(
@@ -27,18 +26,19 @@ def test_leaves_processes():
     )
     while not (folder / "role.log").read_text().strip():
         time.sleep(0.01)
-    time.sleep(2 * SNAPSHOT_SECONDS)
+    time.sleep(1.5 * guard.SNAPSHOT_SECONDS)
     pids = child.pid, int(started.stdout), role.pid, int((folder / "role.log").read_text())
     (folder / "part").write_text(" ".join(map(str, pids)))
     (folder / "part").rename(folder / "pids")
     time.sleep(600)
+
+guard.start()
+leave_processes(Path(sys.argv[1]))
 """
 
 
 def test_every_process_of_a_killed_test_run_ends(tmp_path: Path) -> None:
-    (tmp_path / "test_inner.py").write_text(LEAVES_PROCESSES.format(folder=str(tmp_path)))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
-    command += ["--rootdir", str(tmp_path), str(tmp_path / "test_inner.py")]
+    command = [sys.executable, "-c", LEAVES_PROCESSES, str(tmp_path)]
     with (tmp_path / "output").open("wb") as output:
         run = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stdout=output, stderr=subprocess.STDOUT)
     left: list[tuple[int, int]] = []
