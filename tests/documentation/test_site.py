@@ -34,6 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow  # builds the site
 def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
     for path in site.rglob("*.html"):
         loaded = LOADED.findall(path.read_text())
@@ -47,6 +48,7 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r'@import|url\(http|href="http', path.read_text()), path.name
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page_shows_the_version_and_can_be_searched(site: Path) -> None:
     assert {path.stem for path in PAGES.glob("*.md")} <= {path.stem for path in site.rglob("*.html")}
     front = (site / "index.html").read_text()

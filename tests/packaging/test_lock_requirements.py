@@ -128,6 +128,7 @@ def test_no_two_wheels_of_a_gpu_lock_own_one_file(python: str, tmp_path: Path) -
     assert shared.keys() <= {"build_backend.py"}, shared
 
 
+@pytest.mark.slow
 def test_wheels_that_own_the_same_files_are_found(tmp_path: Path) -> None:
     shared = files_with_two_owners(["cuda-bindings==13.5.0", "cuda-python==12.6.2.post1"], "3.12", tmp_path)
     assert len(shared) > 20
