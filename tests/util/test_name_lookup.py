@@ -16,19 +16,19 @@ from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.client import JudgeClient, RequestFailed, Spending
 from megatron_webrl.util import network
 
-network.LOOKUP_SECONDS = 2.0
+network.LOOKUP_SECONDS = 1.0
 FAILURES = []
 
 async def judge(client):
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
     try:
-        await client.complete("verdict", body, 0, asyncio.get_running_loop().time() + 3, Spending())
+        await client.complete("verdict", body, 0, asyncio.get_running_loop().time() + 1.5, Spending())
     except RequestFailed as error:
         FAILURES.append(error.name)
 
 async def lease(client):
     try:
-        await client.request("GET", "http://browsers.black-hole.test:8700", "/state", seconds=3)
+        await client.request("GET", "http://browsers.black-hole.test:8700", "/state", seconds=1.5)
     except Exception as error:
         FAILURES.append(type(error).__name__)
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlflow.utils.validation import _validate_metric_name
 
+from megatron_webrl import cli
 from megatron_webrl.control import child_process
 from megatron_webrl.track.events import EventLog, read_events
 from megatron_webrl.util.text import (
@@ -35,10 +36,6 @@ thread.start()
 thread.join()
 raise ValueError("of the program: canary-token")
 """
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_messages_and_metric_names_have_the_form_that_their_readers_accept() -> None:
@@ -74,12 +71,13 @@ def test_printable_text_keeps_all_but_the_characters_that_act(text: str) -> None
         assert shown == text
 
 
-def test_a_refused_command_line_sends_nothing_to_the_terminal(tmp_path: Path) -> None:
+def test_a_refused_command_line_sends_nothing_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "run.yaml"
     config.write_text('browser: {executable: "\\e]0;owned\\a"}\n')
-    done = python("-m", "megatron_webrl", "browsers", "serve", str(config))
-    assert done.returncode == 2
-    assert "browser.executable=\\x1b]0;owned\\x07 is not an executable file" in done.stderr
+    assert cli.main(["browsers", "serve", str(config)]) == 2
+    assert "browser.executable=\\x1b]0;owned\\x07 is not an executable file" in capsys.readouterr().err
 
 
 def test_values_of_secret_variables_are_removed_from_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +118,8 @@ def test_a_record_and_an_exception_that_nothing_catches_are_logged_without_secre
     assert line.startswith("of ***\nTraceback")
     assert line.endswith("ValueError: in ***")
     monkeypatch.setenv("A_TOKEN", "canary-token")
-    done = python("-c", UNCAUGHT)
+    command = [sys.executable, "-c", UNCAUGHT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "test CRITICAL root: uncaught exception in Thread-1" in done.stderr
     assert "of a thread: ***" in done.stderr

@@ -39,14 +39,6 @@ def python(code: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_shim_imports_nothing_heavy_takes_effect_once_and_lets_torchvision_import() -> None:
-    code = (
-        "before = list(sys.meta_path); torchvision_shim.install(); "
-        "print(before == sys.meta_path, 'torch' in sys.modules, 'numpy' in sys.modules); import torchvision"
-    )
-    assert python(SHIM + code) == "True False False"
-
-
 @pytest.mark.parametrize(
     ("torch", "hidden"), [("'2.13.0+cpu'\ncuda: str = None", True), ("'2.13.0'\ncuda: str = '13.0'", False)]
 )
@@ -59,10 +51,16 @@ def test_a_companion_built_for_cuda_is_hidden_only_beside_cpu_torch(tmp_path: Pa
     assert python(SHIM + code, PYTHONPATH=f"{tmp_path}:{ROOT}") == f"{hidden} False"
 
 
-def test_a_subprocess_has_the_shim_and_the_environments_own_sitecustomize(tmp_path: Path) -> None:
+def test_a_subprocess_has_the_shim_once_without_heavy_imports_and_the_environments_own_sitecustomize(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.own_site_ran = True")
-    code = "import sys, torchvision; print(sys.own_site_ran)"
-    assert python(code, PYTHONPATH=f"{SITE}:{tmp_path}") == "True"
+    code = (
+        "import sys; from megatron_webrl.util.torchvision_shim import install; install(); before = [*sys.meta_path]; "
+        "install(); print(sys.own_site_ran, before == sys.meta_path, {'torch', 'numpy'} & {*sys.modules}); "
+        "import torchvision"
+    )
+    assert python(code, PYTHONPATH=f"{SITE}:{tmp_path}") == "True True set()"
 
 
 def test_a_spawned_process_dies_with_its_killed_parent_also_if_that_is_gone_already(tmp_path: Path) -> None:
