@@ -24,6 +24,7 @@ from megatron_webrl.control.connection import Connection, ControlLost
 log = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 5.0  # of a request that waits
+RELEASED_WAIT_SECONDS = 0.1  # the same while the server ends
 REQUESTS_PER_SECOND = 1000  # of those that wait: with more of them, heartbeats are less frequent
 RELAY_SECONDS = 2.0  # for the relay to answer, beyond the time that the request may wait for
 RELAY_PAUSE_SECONDS = 10.0  # without an answer, until the relay is asked again
@@ -43,6 +44,7 @@ class FactFeed:
         self.facts: dict[str, tuple[int, Json]] = {}
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)  # by key
         self._sessions: dict[str, asyncio.Event] = {}  # requests that wait
+        self._max_wait_seconds = MAX_WAIT_SECONDS
         self._encoded: tuple[object, bytes] = (None, b"")  # facts of the last answer: most others have the same
 
     def put(self, key: str, value: Json) -> None:
@@ -57,6 +59,12 @@ class FactFeed:
                 event.set()
         self.revision = max(self.revision, revision)
 
+    def release(self) -> None:
+        """Answer the requests that wait, and let none wait for long any more, before the server ends."""
+        self._max_wait_seconds = RELEASED_WAIT_SECONDS
+        for event in self._sessions.values():
+            event.set()
+
     async def wait(self, body: Body) -> None:
         """Wait until the sender lacks a change, or follows another fact, as long as it asks."""
         session, keys = str(body.get("session")), body.get("keys", ())
@@ -69,7 +77,7 @@ class FactFeed:
             self._waiting[key].add(event)
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(min(seconds, self._max_wait_seconds)):
                     await event.wait()
         finally:
             for key in keys:

@@ -79,6 +79,7 @@ class ControlService:
             while key in self.state.facts and time.monotonic() - since < limit and "shutdown" not in self.state.facts:
                 self._watch(time.monotonic())
                 await asyncio.sleep(TICK_SECONDS / 2)
+        self._feed.release()
 
     async def _sync(self, body: Body, request: Request) -> bytes:
         replies: list[Any] = []

@@ -41,6 +41,15 @@ async def test_an_answer_has_the_changes_since_the_last_one_and_the_values_of_ne
     assert facts() == (101, {"c": [100, None]})
 
 
+async def test_the_end_of_a_server_keeps_no_request_waiting() -> None:
+    feed, body = FactFeed(), {"session": "s", "keys": ["a"], "revision": 0, "wait": 5.0}
+    waiting = asyncio.create_task(feed.wait(body))
+    await asyncio.sleep(0)
+    feed.release()
+    await asyncio.wait_for(waiting, 1.0)
+    await asyncio.wait_for(feed.wait(body), 1.0)
+
+
 async def test_claims_that_wait_get_each_new_item_once(tmp_path: Path) -> None:
     service = ControlService(JobState(), Journal(tmp_path / "journal"), "job", 60.0)
 
