@@ -25,7 +25,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.local import run_here
 from megatron_webrl.launch.roles import process_specs
 from megatron_webrl.placement.cores import format_cores, parse_cores
-from megatron_webrl.placement.placement import Placement, place_processes, ring_name, visible_devices
+from megatron_webrl.placement.placement import place_processes, visible_devices
 from megatron_webrl.placement.prediction import StartEstimate
 
 ROOT = Path(__file__).parents[2]
@@ -132,11 +132,6 @@ def test_groups_of_megatrons_own_order_lie_inside_nodes_wherever_they_fit(config
         stage, copies = dense.get_ranks("tp-cp"), dense.get_ranks("tp-cp-pp")
     assert inside(stage) == config.cluster.nodes * (share // len(stage[0]))
     assert inside(copies) == config.cluster.nodes * (share // len(copies[0]))
-
-
-def test_a_replica_of_two_stages_fills_a_node_although_its_ranks_do_not_follow_each_other() -> None:
-    found = place_processes(made(*EIGHT, "cluster.nodes=4", "trainer.tensor_parallel=2", "trainer.pipeline_parallel=2"))
-    assert [ring.ranks for ring in found.rings] == [(0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13), (6, 7, 14, 15)]
 
 
 def test_an_engine_larger_than_its_share_of_a_node_is_cut_between_stages() -> None:
@@ -318,19 +313,3 @@ def test_placing_and_estimating_need_no_torch() -> None:
     command = [sys.executable, "-c", code, str(ROOT / "configs" / "235b_a22b_32node.yaml")]
     ended = subprocess.run(command, check=True, timeout=120, capture_output=True, cwd=ROOT, text=True)
     assert ended.stdout.splitlines()[-1] == "0 False"
-
-
-def test_a_role_that_the_placement_does_not_have_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("{}\n")
-    (tmp_path / "placement.json").write_text(json.dumps(place_processes(made()).to_json()))
-    command = [sys.executable, "-m", "megatron_webrl", "role", str(tmp_path), "rollout-1"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, "rollout-1 is not a process of" in ended.stderr) == (2, True)
-
-
-def test_each_node_has_a_ring_of_the_name_that_the_placement_draws_and_writes() -> None:
-    config = made("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2")
-    placement = place_processes(config)
-    assert [ring.name for ring in placement.rings] == [ring_name(config, node) for node in (0, 1)]
-    assert len({ring.name for ring in placement.rings}) == 2
-    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement

@@ -89,25 +89,6 @@ def test_a_stopped_process_with_the_lock_is_named_after_the_limit(ring: Ring, na
     assert ring.write([b"x"], 1) == 0
 
 
-def test_records_outlive_their_processes_and_a_restarted_reader_finds_the_unacknowledged(name: str) -> None:
-    def write() -> None:
-        with Ring.create_or_attach(name, CAPACITY, RUN) as mine:
-            for number in range(6):
-                mine.write([payload(number, 5000)], 1)
-
-    def read_some() -> None:
-        mine = Ring.attach(name)
-        for sequence in mine.committed():
-            check(mine.read(sequence))
-        mine.acknowledge([1, 2])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert exit_code(fork(write)) == 0
-    assert exit_code(fork(read_some)) == -signal.SIGKILL
-    with Ring.create_or_attach(name, CAPACITY, RUN) as restarted:
-        assert [check(restarted.read(sequence)) for sequence in restarted.committed()] == [0, 3, 4, 5]
-
-
 def test_several_writers_and_readers_transfer_every_record_once_and_intact(ring: Ring, name: str, tmp_path) -> None:
     writers, readers, each = 3, 2, 150
 

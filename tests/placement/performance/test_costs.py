@@ -120,17 +120,6 @@ def test_less_recomputation_is_faster_and_recomputed_operations_do_not_count() -
     assert 0 < two.mfu <= one.mfu < 1
 
 
-def test_seconds_are_inverse_to_the_rates() -> None:
-    rates = replace(H100, collective_seconds=0.0)
-    names = ("products", "attention", "vision_attention", "grouped", "memory", "nvlink", "network")
-    half = replace(rates, **{name: getattr(rates, name) / 2 for name in names})
-    config = made("trainer.tensor_parallel=2", "trainer.expert_parallel=2")
-    description = parameter_counts.config_sections("30B-A3B")
-    fast, slow = (predict_training(config, description, each, LENGTHS) for each in (rates, half))
-    assert slow.train_seconds == pytest.approx(2 * fast.train_seconds)
-    assert {name: pytest.approx(2 * seconds) for name, seconds in fast.parts.items()} == slow.parts
-
-
 def test_a_pipelines_bubble_is_that_of_its_ramp() -> None:
     overrides = ("trainer.pipeline_parallel=2", "trainer.epochs=1", "trainer.loss.name=raft",
                  "trainer.train_vision=false")  # fmt: skip
