@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from megatron_webrl.browser.server.local_servers import LocalServers
+from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.rollout import ContextConfig, RolloutConfig
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
+from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.rollout import demonstrations as module
@@ -25,7 +31,6 @@ from megatron_webrl.rollout.demonstrations import (
     FIRST_DEMONSTRATION_TICKET,
     GENERIC_SLOT,
     MEMORY_SLOTS,
-    ScriptedGenerator,
     extend_memory,
     memory_text,
     write_demonstrations,
@@ -34,18 +39,34 @@ from megatron_webrl.types import Action, Trajectory
 from tests.rollout.conversations import observation_of, response_of, texts
 from tests.waiting import started, until
 
+BROWSER = BrowserConfig(width=640, height=480, screenshot="png", actions=["drag", "select_option"])
 
-def config_for(model: Path, folder: Path, environments: list[str], max_new_tokens: int = 64) -> Config:
-    return Config(
-        run=RunConfig(directory=str(folder / "runs")),
-        model=ModelConfig(path=str(model)),
-        rollout=RolloutConfig(
-            max_model_len=1024, max_new_tokens=max_new_tokens, operation_timeout_seconds=20,
-            context=ContextConfig(history_turns=1, compact=True),
-        ),
-        tasks=tasks_config(environments=environments, max_steps=4),
-        browser=BrowserConfig(width=160, height=210, screenshot="png"),
-    )  # fmt: skip
+
+@pytest.fixture(scope="module")
+def config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
+    """Of recordings with a browser server of all tests."""
+    servers = LocalServers(Config(browser=BROWSER), sessions=8)
+    try:
+        servers.start()
+        until(servers.poll_addresses, "the browser server", 120)
+        os.environ[TOKEN_VARIABLE] = servers.token
+        yield Config(
+            run=RunConfig(directory=str(tmp_path_factory.mktemp("runs"))),
+            model=ModelConfig(path=str(tiny_model)),
+            rollout=RolloutConfig(
+                max_model_len=2048, max_new_tokens=128, operation_timeout_seconds=20,
+                context=ContextConfig(history_turns=1, compact=True),
+            ),
+            browser=replace(BROWSER, servers=",".join(servers.addresses())),
+        )  # fmt: skip
+    finally:
+        servers.close()
+
+
+def of_tasks(config: Config, *environments: str, source: str = "miniwob") -> Config:
+    """The configuration with these tasks, and a warm start of its own."""
+    tasks = tasks_config(source=source, environments=list(environments), max_steps=4)
+    return replace(config, tasks=tasks, trainer=TrainerConfig())
 
 
 async def recorded(config: Config, count: int, path: Path) -> list[Trajectory]:
@@ -55,13 +76,9 @@ async def recorded(config: Config, count: int, path: Path) -> list[Trajectory]:
     return [decode_trajectory(record) for record in read_record_file(path)]
 
 
-async def test_the_requested_number_of_successes_is_recorded(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_requested_number_of_successes_is_recorded(config: Config, tmp_path: Path) -> None:
     for source, environments in (("miniwob", {"click-test", "enter-text"}), ("sites", {"wiki-look-up", "forms-vote"})):
-        config = config_for(tiny_model, tmp_path, sorted(environments))
-        config.tasks.source = source
-        if source == "sites":
-            config.browser.width, config.browser.height = 640, 480
-        found = await recorded(config, 4, tmp_path / f"{source}.rec")
+        found = await recorded(of_tasks(config, *sorted(environments), source=source), 4, tmp_path / f"{source}.rec")
         assert [each.outcome for each in found] == ["success"] * 4
         assert {each.ticket - FIRST_DEMONSTRATION_TICKET for each in found} == set(range(4))
         assert {each.task.environment for each in found} == environments
@@ -74,36 +91,35 @@ async def test_the_requested_number_of_successes_is_recorded(tiny_model: Path, t
 
 
 async def test_extra_actions_are_demonstrated_if_enabled_and_what_has_no_script_is_refused(
-    tiny_model: Path, tmp_path: Path
+    config: Config, tmp_path: Path
 ) -> None:
     path = tmp_path / "demonstrations.rec"
     for environments, words in (
         (["drag-circle", "choose-list"], "choose-list needs select_option; .*browser.actions"),
         (["click-test", "book-flight"], "demonstrations=4, but book-flight of tasks.environments"),
     ):
-        config = config_for(tiny_model, tmp_path, environments, max_new_tokens=128)
-        config.trainer.warm_start.demonstrations, config.browser.actions = 4, ["drag"]
+        refused = of_tasks(replace(config, browser=replace(config.browser, actions=["drag"])), *environments)
+        refused.trainer.warm_start.demonstrations = 4
         with pytest.raises(ConfigError, match=words):
-            await write_demonstrations(config, 4, path)
-    config.tasks.environments, config.browser.actions = ["drag-circle", "choose-list"], ["drag", "select_option"]
-    found = await recorded(config, 4, path)
+            await write_demonstrations(refused, 4, path)
+    found = await recorded(of_tasks(config, "drag-circle", "choose-list"), 4, path)
     assert [each.outcome for each in found] == ["success"] * 4
     kinds = {step.action.kind for each in found for step in each.steps if step.action}
     assert {"drag", "left_click"} <= kinds <= {"drag", "left_click", "select_option"}
 
 
 async def test_too_many_failures_raise_and_leave_no_file(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
-    config = config_for(tiny_model, tmp_path, ["click-test"], max_new_tokens=4)
+    config = replace(of_tasks(config, "click-test"), rollout=replace(config.rollout, max_new_tokens=4))
     with pytest.raises(RuntimeError, match=r"3 scripted episodes failed, more than 2; last: .*: engine_error"):
         await write_demonstrations(config, 5, tmp_path / "file")
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert not list(tmp_path.iterdir())
 
 
-async def test_with_premature_submits_failed_episodes_are_recorded_too(tiny_model: Path, tmp_path: Path) -> None:
-    config = config_for(tiny_model, tmp_path, ["circle-center", "click-test", "click-button-sequence"])
+async def test_with_premature_submits_failed_episodes_are_recorded_too(config: Config, tmp_path: Path) -> None:
+    config = of_tasks(config, "circle-center", "click-test", "click-button-sequence")
     config.trainer.warm_start.premature_submit_probability = 0.5
     found = await recorded(config, 18, tmp_path / "some.rec")
     premature = [each for each in found if each.outcome == "failure"]
@@ -114,14 +130,13 @@ async def test_with_premature_submits_failed_episodes_are_recorded_too(tiny_mode
     assert {len(each.steps) for each in found if each.outcome == "success"} == {1, 2}
 
 
-@pytest.mark.parametrize(
-    ("number", "ignored"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # a command with all its imports and browsers
+@pytest.mark.parametrize(("number", "ignored"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_signal_ends_the_command_and_leaves_no_partial_file(
-    tiny_model: Path, tmp_path: Path, number: signal.Signals, ignored: bool
+    config: Config, tmp_path: Path, number: signal.Signals, ignored: bool
 ) -> None:
     """Also of a command that nohup, cron or a script in the background has started with SIGINT `ignored`."""
-    config, folder = config_for(tiny_model, tmp_path, ["click-test"]), tmp_path / "out"
+    config, folder = replace(of_tasks(config, "click-test"), browser=BROWSER), tmp_path / "out"
     config.trainer.warm_start.demonstrations = 100_000
     save_config(config, tmp_path / "config.yaml")
     folder.mkdir()
@@ -141,28 +156,6 @@ def test_a_signal_ends_the_command_and_leaves_no_partial_file(
 WORK = [Action("left_click", coordinate=(20 * n, 500)) for n in range(1, 4)]
 SUBMIT = Action("left_click", coordinate=(500, 900))
 COMPACT = ContextConfig(history_turns=1, compact=True, response_format="memory_compact")
-
-
-class Page:
-    """A page that needs the actions of WORK in turn, then SUBMIT."""
-
-    def __init__(self) -> None:
-        self.left = list(WORK)
-
-    async def demonstration(self, premature_submit: bool = False) -> Action:
-        return self.left.pop(0) if self.left and not premature_submit else SUBMIT
-
-
-async def test_a_premature_submit_comes_before_the_work(processor: Processor) -> None:
-    bare = ContextConfig(history_turns=1, compact=True)
-    settings, context = RolloutConfig(context=bare, max_new_tokens=64), make_context(processor, bare, 1000)
-    context.start_episode("Work.", observation_of(0))
-    prompt = context.build_prompt()
-    for probability, actions in ((0.0, [*WORK, SUBMIT]), (1.0, [SUBMIT])):
-        script, page = ScriptedGenerator(processor, settings, premature_submit_probability=probability), Page()
-        for action in actions:
-            answer = await script.generate(page, prompt.token_ids, context.screenshots)  # type: ignore[arg-type]
-            assert answer.text == format_response(action, bare)
 
 
 def test_a_scripted_memory_only_grows_and_holds_useful_and_generic_slots() -> None:

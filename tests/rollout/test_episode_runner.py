@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from megatron_webrl.browser.server.local_servers import local_servers
-from megatron_webrl.browser.server.protocol import TOKEN_VARIABLE
+from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.control.child_process import ProcessError
 from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.judge.budget import LocalMeter
@@ -37,9 +35,9 @@ from tests.waiting import started, until
 
 
 @pytest.fixture
-def config(tmp_path: Path, tiny_model: Path) -> Config:
-    config = config_for()
-    config.run, config.model = RunConfig(directory=str(tmp_path)), ModelConfig(path=str(tiny_model))
+def config(tmp_path: Path, tiny_model: Path, shared_browsers: BrowserConfig) -> Config:
+    run, model = RunConfig(directory=str(tmp_path)), ModelConfig(path=str(tiny_model))
+    config = replace(config_for(), run=run, model=model, browser=shared_browsers)
     config.tasks = tasks_config(environments=["click-test"], max_steps=3)
     config.rollout = replace(config.rollout, groups_in_flight=1, group_size=2, max_new_tokens=64, max_model_len=4096)
     return config
@@ -58,22 +56,13 @@ async def play(config: Config, tickets: range) -> list[Trajectory]:
         return [await episodes.run_try(generator, episodes.new_try(drawn(episodes, t), 0)) for t in tickets]
 
 
-async def test_other_servers_give_the_same_episodes_as_local_ones(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config.browser.processes = 2
-    own = await play(config, range(2))
-    logs = sorted(path.name for path in (config.run_folder / "logs").iterdir())
-    assert logs == ["rollout-0-browsers-0.log", "rollout-0-browsers-1.log"]
-    assert not server_processes()
-    config.browser.processes = 1
-    async with local_servers(config, 2) as nodes:
-        monkeypatch.setenv(TOKEN_VARIABLE, nodes.token)
-        config.browser.servers = ",".join(nodes.addresses())
-        others = await play(config, range(2))
-        config.browser.marks = True
-        with pytest.raises(ConfigError, match=r"has browser.marks=False instead of True"):
-            await play(config, range(1))
+async def test_other_servers_give_the_same_episodes_as_local_ones(config: Config) -> None:
+    others, before = await play(config, range(2)), server_processes()
+    own = await play(replace(config, browser=config_for().browser), range(2))
+    assert [path.name for path in (config.run_folder / "logs").iterdir()] == ["rollout-0-browsers-0.log"]
+    assert server_processes() == before
+    with pytest.raises(ConfigError, match=r"has browser.marks=False instead of True"):
+        await play(replace(config, browser=replace(config.browser, marks=True)), range(1))
     assert [each.outcome for each in others] == ["success"] * 2
     for one, other in zip(own, others, strict=True):
         assert (one.task, one.instruction, one.images) == (other.task, other.instruction, other.images)
@@ -113,12 +102,6 @@ async def test_a_training_episode_is_scored_by_the_teacher_after_its_verdict(
     assert failed.verdict.outcome == "success"
 
 
-async def test_a_server_that_cannot_start_is_one_error(config: Config) -> None:
-    config.browser.executable = "/bin/true"
-    with pytest.raises(ProcessError, match=r"rollout-0-browsers-0 exited with code 1.*/bin/true does not start"):
-        await play(config, range(1))
-
-
 async def test_the_end_of_the_job_ends_what_a_worker_waits_for(tmp_path: Path) -> None:
     with control_service(tmp_path) as address:
         control = connect(address, "rollout-0")
@@ -131,6 +114,7 @@ async def test_the_end_of_the_job_ends_what_a_worker_waits_for(tmp_path: Path) -
         control.close()
 
 
+@pytest.mark.slow  # a worker with all its imports
 def test_the_end_of_the_job_ends_a_worker_whose_engine_starts(tmp_path: Path, tiny_model: Path) -> None:
     config = parse_config(
         None, [f"model.path={tiny_model}", "model.platform=cpu", f"run.directory={tmp_path}", "run.name=here"]

@@ -26,8 +26,8 @@ Play = Callable[[int, Episode], Awaitable[Trajectory]]
 class ScriptedRunner:
     """Runs the test's function as an episode, and ends it at its deadline, as the agent does."""
 
-    def __init__(self, play: Play, judged: asyncio.Event | None) -> None:
-        self.play, self.judged, self.config = play, judged, Config(rollout=SETTINGS)
+    def __init__(self, play: Play) -> None:
+        self.play, self.config = play, Config(rollout=SETTINGS)
 
     def new_try(self, claim: TicketClaim, index: int) -> Episode:
         return Episode(SETTINGS, LiveRollout(trajectory().task, ticket=claim.ticket, index=index))
@@ -38,8 +38,6 @@ class ScriptedRunner:
             async with deadline.scope(deadline.timeout_seconds):
                 played = await self.play(index, episode)
             on_acted()
-            if self.judged is not None:
-                await self.judged.wait()
             return played
         except DeadlineExpired as expired:
             return trajectory(CLAIM.ticket, index, outcome=expired.outcome, group_size=SETTINGS.group_size)
@@ -50,33 +48,15 @@ STEP = trajectory(steps=1).steps[0]
 CLAIM = TicketClaim(7, TaskReference("task", "click-test", 0, 3), restart_epoch=0)
 
 
-def group_of(play: Play, load: EngineLoad | None = None, judged: asyncio.Event | None = None) -> GroupRun:
-    """A group whose verdicts wait for `judged`."""
-    runner: Any = ScriptedRunner(play, judged)
+def group_of(play: Play) -> GroupRun:
+    runner: Any = ScriptedRunner(play)
     generator: Any = None
-    return GroupRun(runner, generator, CLAIM, load or EngineLoad())
+    return GroupRun(runner, generator, CLAIM, EngineLoad())
 
 
 async def result(group: GroupRun) -> list[Trajectory]:
     async with asyncio.timeout(LIMIT):
         return await group.run()
-
-
-async def test_a_group_that_waits_for_verdicts_acts_no_more() -> None:
-    async def play(index: int, episode: Episode) -> Trajectory:
-        return trajectory(7, index, reward=1.0)
-
-    load, judged = EngineLoad(), asyncio.Event()
-    group = group_of(play, load, judged)
-    running = asyncio.create_task(result(group))
-    assert group.is_acting
-    async with asyncio.timeout(LIMIT):
-        while group.is_acting:
-            await asyncio.sleep(0)
-    assert (group.has_running_episodes, load.counts["episodes"], running.done()) == (True, 0, False)
-    judged.set()
-    assert len(await running) == 3
-    assert (group.has_running_episodes, group.is_acting) == (False, False)
 
 
 async def test_an_infrastructure_fault_is_retried_once_and_is_one_episode_and_no_other_outcome_is() -> None:

@@ -81,16 +81,6 @@ def test_thoughts_are_split_off_with_or_without_their_tags() -> None:
         assert split_thinking(response) == (thoughts, answer), response
 
 
-def test_only_a_tool_call_after_the_last_thought_counts() -> None:
-    last = Action("wait")
-    for response in (
-        f"<think>a</think> b {CALL} c</think> ", f"<think>a <think>b</think> {CALL}</think>",
-        f"{CALL} <think>c</think>", "<think>a <tool_call>{ b</think>", f"I try {CALL}\nor so.</think>\n\n",
-    ):  # fmt: skip
-        assert parse_tool_call(response + format_tool_call(last)).action == last, response
-        assert parse_tool_call(response).format_error == "no_tool_call", response
-
-
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 PIECES = st.sampled_from([*TAGS, "Memory: ", "Action: ", "\n", "x", "{", '"', '["', CALL, QUOTING])
 RESPONSES = st.lists(PIECES).map("".join)

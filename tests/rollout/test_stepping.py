@@ -75,40 +75,6 @@ async def test_all_generate_then_all_act_and_the_next_round_waits_for_a_late_epi
     assert set(timeline.events[18:]) == {"a!", "b!"}
 
 
-@pytest.mark.parametrize("where", ["generating", "waiting to act", "waiting to generate", "acting", "with an error"])
-async def test_an_aborted_episode_does_not_block_the_others(where: str) -> None:
-    timeline, never, answers = Timeline(Lockstep(LIMIT)), asyncio.Event(), [asyncio.Event(), asyncio.Event()]
-
-    async def breaking_off() -> None:
-        with timeline.stepping.register_episode() as stepper:
-            await timeline.together()
-            if where == "with an error":
-                async with stepper.generation_phase():
-                    raise ValueError("no answer")
-            if where == "waiting to generate":
-                with timeline.stepping.register_episode():  # a third one that is not there: no round can begin
-                    await timeline.turn(stepper, "b", None)
-            await timeline.turn(stepper, "b", never if where == "generating" else None)
-            await never.wait()
-
-    other = asyncio.create_task(timeline.agent("a", 2, answers))
-    broken = asyncio.create_task(breaking_off())
-    if where in ("generating", "waiting to act"):
-        await timeline.until(lambda: {"+a", "+b"} <= set(timeline.events))
-    elif where == "acting":
-        answers[0].set()
-        await timeline.until(lambda: "a!" in timeline.events and "-b" in timeline.events)
-    await idle()
-    broken.cancel()
-    for answer in answers:
-        answer.set()
-    async with asyncio.timeout(LIMIT):
-        await other
-    assert timeline.events.count("a!") == 2
-    with pytest.raises(ValueError if where == "with an error" else asyncio.CancelledError):
-        await broken
-
-
 async def test_no_wait_exceeds_the_limit_and_missing_episodes_rejoin() -> None:
     timeline, back = Timeline(Lockstep(0.2)), asyncio.Event()
 

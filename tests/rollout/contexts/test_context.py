@@ -128,29 +128,6 @@ def test_a_smaller_limit_drops_steps_then_summary_lines_but_never_the_screenshot
     assert all(count == 0 for count, window in zip(omitted, windows, strict=True) if window > 1)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    steps=st.lists(st.tuples(st.text(max_size=60), st.text(max_size=30), st.booleans()), max_size=6),
-    limit=st.integers(1, 900),
-    rounds=st.integers(1, 4),
-)
-def test_every_prompt_fits_and_has_a_placeholder_for_each_image(
-    processor: Processor, steps: list[tuple[str, str, bool]], limit: int, rounds: int
-) -> None:
-    context = SlidingContext(processor, ContextConfig(history_turns=rounds, compact=True), limit)
-    context.start_episode("task", observation_of())
-    for shade, (response, title, valid) in enumerate(steps):
-        action, error = (Action("answer", text=response), None) if valid else (None, "bad_json")
-        context.add_step(response_of(processor, response), action, error, observation_of(shade, title))
-    try:
-        prompt = context.build_prompt()
-    except ContextOverflow:
-        return
-    assert (prompt.token_ids == processor.image_token_id).sum() == len(prompt.image_indices)
-    assert len(expanded(processor, context, prompt)) <= limit
-    assert prompt.image_indices[-1] == len(context.screenshots) - 1
-
-
 def test_the_list_of_elements_is_cut_and_the_rest_counted() -> None:
     """The largest element list of a session must not push the task out of the prompt."""
     options = tuple(f"{number} {'o' * 78}" for number in range(20))

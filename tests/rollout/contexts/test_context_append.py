@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.contexts import MAX_ELEMENT_LIST_CHARS, AppendContext, ContextOverflow, Prompt
+from megatron_webrl.rollout.contexts import (
+    MAX_ELEMENT_LIST_CHARS,
+    AppendContext,
+    ContextOverflow,
+    Prompt,
+    PromptContext,
+    make_context,
+)
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset, format_tool_call
 from megatron_webrl.trainer.data.prefix_merging import MergedSequence, merge_prefixes
@@ -49,7 +56,7 @@ def extends(before: Prompt, answer: Generation, after: Prompt) -> bool:
 
 
 def sequences_of(
-    processor: Processor, context: AppendContext, prompts: list[Prompt], answers: list[Generation]
+    processor: Processor, context: PromptContext, prompts: list[Prompt], answers: list[Generation]
 ) -> list[MergedSequence]:
     """The training sequences of these steps."""
     samples = []
@@ -158,16 +165,17 @@ def test_element_lists_stay_in_past_turns_up_to_their_total_limit(processor: Pro
     assert all("[12] combobox" in texts(processor, prompt)[-1] for prompt in prompts[1:])
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(st.tuples(st.text(max_size=60), st.text(max_size=30), st.booleans(), st.booleans()), max_size=8),
     limit=st.integers(1, 900),
-    rounds=st.integers(2, 4),
+    window=st.sampled_from([("sliding", 1), ("sliding", 3), ("append", 2), ("append", 4)]),
 )
 def test_every_prompt_fits_and_extends_or_begins_a_segment_and_segments_are_sequences(
-    processor: Processor, steps: list[tuple[str, str, bool, bool]], limit: int, rounds: int
+    processor: Processor, steps: list[tuple[str, str, bool, bool]], limit: int, window: tuple[str, int]
 ) -> None:
-    context = context_of(processor, rounds, limit)
+    policy, rounds = window
+    context = make_context(processor, ContextConfig(policy=policy, history_turns=rounds, compact=True), limit)
     context.start_episode("task", observation_of())
     prompts: list[Prompt] = []
     answers: list[Generation] = []
@@ -179,12 +187,13 @@ def test_every_prompt_fits_and_extends_or_begins_a_segment_and_segments_are_sequ
             break
         tokens = processor.encode_response(text)
         answers.append(response_of(processor, text, tokens[:-1] if cut and len(tokens) > 1 else tokens))
-        action = Action("answer", text=text) if valid else None
+        action, before = Action("answer", text=text) if valid else None, list(context.screenshots)
         context.add_step(answers[-1], action, None if valid else "bad_json", observation_of(shade, title))
         prompt = prompts[-1]
         assert (prompt.token_ids == processor.image_token_id).sum() == len(prompt.image_indices) <= rounds
         assert len(expanded(processor, context, prompt)) <= limit
+        assert prompt.image_indices[-1] == len(before) - 1
         if len(prompts) == 1 or not extends(prompts[-2], answers[-2], prompt):
             segments += 1
-            assert len(prompt.image_indices) == 1
+            assert policy == "sliding" or len(prompt.image_indices) == 1
     assert len(sequences_of(processor, context, prompts, answers)) == segments
