@@ -75,6 +75,24 @@ async def test_all_generate_then_all_act_and_the_next_round_waits_for_a_late_epi
     assert set(timeline.events[18:]) == {"a!", "b!"}
 
 
+async def test_an_episode_that_is_aborted_while_it_acts_does_not_block_the_others() -> None:
+    timeline = Timeline(Lockstep(LIMIT))
+
+    async def breaking_off() -> None:
+        with timeline.stepping.register_episode() as stepper:
+            await timeline.together()
+            await timeline.turn(stepper, "b", None)
+            await asyncio.Event().wait()
+
+    other, broken = asyncio.create_task(timeline.agent("a", 2)), asyncio.create_task(breaking_off())
+    await timeline.until(lambda: "a!" in timeline.events)
+    await idle()
+    assert timeline.events.count("+a") == 1
+    broken.cancel()
+    async with asyncio.timeout(LIMIT / 2):
+        await other
+
+
 async def test_no_wait_exceeds_the_limit_and_missing_episodes_rejoin() -> None:
     timeline, back = Timeline(Lockstep(0.2)), asyncio.Event()
 
