@@ -109,8 +109,8 @@ def test_weight_transfer_takes_only_pure_data_from_the_model():
 
 
 def test_a_node_starts_without_torch():
-    modules = "megatron_webrl.launch.node, megatron_webrl.launch.local, megatron_webrl.launch.slurm.prepare"
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    modules = [f"megatron_webrl.launch.{name}" for name in ("evaluation", "local", "node", "slurm.prepare")]
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

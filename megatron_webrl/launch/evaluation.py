@@ -29,7 +29,7 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.roles import webrl_command
 from megatron_webrl.launch.run_folder import check_ended, config_path
 from megatron_webrl.launch.slurm.prepare import describe_processes, prepare_job
-from megatron_webrl.model.convert.conversion import HF_FOLDER, ConversionOptions, find_checkpoint, megatron_to_hf
+from megatron_webrl.model.convert.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
 from megatron_webrl.track import evaluations, tables
 from megatron_webrl.track.evaluations import (
@@ -97,6 +97,8 @@ class EvaluatedCheckpoint:
 
         before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
+            from megatron_webrl.model.convert.conversion import ConversionOptions, megatron_to_hf  # torch
+
             megatron_to_hf(self.path, folder, SHARD_BYTES, ConversionOptions())
         except ValueError as error:
             raise ConfigError(str(error)) from error

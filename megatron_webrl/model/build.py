@@ -14,7 +14,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 from megatron_webrl.model.compute_options import ComputeOptions, LayerImplementation, MissingLibraryError
-from megatron_webrl.model.convert.hf_files import LoadError, open_hf_model
+from megatron_webrl.model.convert.checkpoint_folder import LoadError
+from megatron_webrl.model.convert.hf_files import open_hf_model
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.model.parameter_map import to_megatron

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.convert.atomic_folder import atomic_folder, check_free_space
+from megatron_webrl.model.convert.checkpoint_folder import HF_FOLDER, MEGATRON_FOLDER, LoadError, find_checkpoint
 from megatron_webrl.model.convert.dist_checkpoint_files import (
     MODEL_KEY_PREFIXES,
     UNSTACKED_LAYER_KEY,
@@ -35,7 +36,6 @@ from megatron_webrl.model.convert.hf_files import (
     DTYPE_NAMES,
     HFModel,
     HFTensor,
-    LoadError,
     TensorSpec,
     bitwise_equal,
     copy_metadata,
@@ -48,8 +48,6 @@ from megatron_webrl.model.convert.hf_files import (
 from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.layout import ParallelSizes, check_parallel_sizes, expert_rank, pipeline_stages
 from megatron_webrl.model.parameter_map import ParameterMapping, from_megatron, parameter_shapes, to_megatron
-
-MEGATRON_FOLDER, HF_FOLDER = "megatron", "hf"
 
 ProgressFactory = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 """Makes a progress bar from (label, total bytes); the context yields a callback for bytes done."""
@@ -137,16 +135,6 @@ def megatron_to_hf(source: Path, target: Path, shard_bytes: int, options: Conver
             with open_hf_model(out, hf_config) as model:
                 _compare(model, weights, kept, total, options)
     return ConversionSummary(len(specs), total)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at a path: the path itself, or the one named by its file `latest`. Raises LoadError."""
-    pointer = path / "latest"
-    found = path / pointer.read_text().strip() if pointer.is_file() else path
-    for needed in (Path(MEGATRON_FOLDER, ".metadata"), Path(HF_FOLDER, "config.json")):
-        if not (found / needed).is_file():
-            raise LoadError(f"{found} is no checkpoint: it holds no {needed}")
-    return found
 
 
 class CheckpointWeights:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_webrl.model.convert.hf_files import LoadError
+from megatron_webrl.model.convert.checkpoint_folder import LoadError
 from megatron_webrl.model.parameter_map import (
     EXPERT_INFIX,
     LAYER_PREFIX,

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_webrl.model.architectures import PASSTHROUGH_PREFIXES, is_passthrough, parameter_mappings
+from megatron_webrl.model.convert.checkpoint_folder import LoadError
 from megatron_webrl.model.parameter_map import ExpertFormat, ParameterMapping
 from megatron_webrl.util import atomic_file
 from megatron_webrl.util.text import first_line
@@ -49,10 +50,6 @@ INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 OUTPUT_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.language_model.embed_tokens.weight"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class LoadError(ValueError):
-    """Stored tensors do not match the model. The message names the tensor and its file."""
 
 
 @dataclass(frozen=True)
