@@ -154,9 +154,9 @@ requeue() {
     trap '' USR1 TERM
     case $(job_field JobState) in "" | RUNNING) ;; *) exit 1 ;; esac # it was cancelled
     log "$1; requeueing the job"
-    for _ in 1 2 3 4 5; do
+    for pause in 1 2 4 5 0; do
         scontrol requeue "$SLURM_JOB_ID" && exit 0
-        sleep 3
+        sleep $pause
     done
     log "requeue failed: submit the job again with run.resume=true"
     exit 1
