@@ -23,6 +23,7 @@ from megatron_webrl.control.connection import Connection, ControlLost
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_SECONDS = 1.0  # between two requests of a role
 MAX_WAIT_SECONDS = 5.0  # of a request that waits
 RELEASED_WAIT_SECONDS = 0.1  # the same while the server ends
 REQUESTS_PER_SECOND = 1000  # of those that wait: with more of them, heartbeats are less frequent
@@ -87,7 +88,7 @@ class FactFeed:
 
     def answer(self, body: Body, replies: Sequence[Json] = ()) -> bytes:
         """An answer with the changes that the sender lacks."""
-        interval = max(1.0, len(self._sessions) / REQUESTS_PER_SECOND)
+        interval = max(HEARTBEAT_SECONDS, len(self._sessions) / REQUESTS_PER_SECOND)
         content = {"replies": replies, "revision": self.revision, "interval": interval}
         news = tuple(self._news(body))
         if self._encoded[0] != (news, self.revision):
@@ -121,7 +122,7 @@ class FactFollower:
         """`on_answer` is called with the changes of each answer, and the revision up to which all are known then."""
         self.facts: dict[str, tuple[int, Json]] = {}
         self.revision = 0  # all changes up to it are known
-        self.interval = 1.0  # seconds between two requests
+        self.interval = HEARTBEAT_SECONDS
         self.relay_answers = 0
         self._service, self._on_answer = service, on_answer
         self._relay: Connection | None = None
