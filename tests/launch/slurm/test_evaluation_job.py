@@ -190,6 +190,12 @@ class Host:
         wait_for_control_address(path, 90, lambda: self.process.poll() and self.output.read_text())
         self.address, self.control = path, connect(path, "test")
 
+    def wait(self) -> int:
+        """Its exit code once the job has ended; the control service does not wait for roles to read that."""
+        until(self.control.job_end, self.output.read_text, 120)
+        self.control.shutdown()
+        return self.process.wait(60)
+
     def serve(self, worker: str, instances: int = 1) -> None:
         """Run episodes as a worker does. With two instances the first is lost with its first episode."""
         control = connect(self.address, worker)
@@ -231,7 +237,7 @@ def test_the_first_node_collects_the_episodes_of_all_workers(host: Host, tmp_pat
     ]
     for thread in workers:
         thread.start()
-    assert host.process.wait(120) == 0, host.output.read_text()
+    assert host.wait() == 0, host.output.read_text()
     said = host.output.read_text()
     found: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
     assert found["checkpoint"] == str(tmp_path / "trained" / "checkpoints" / "version-000007")
@@ -256,7 +262,7 @@ def test_an_evaluation_that_is_stopped_stores_no_result_and_its_folder_is_refuse
     assert (folder / "config.yaml").read_text() == settings
     until(lambda: evaluations.current_request(host.control) is not None, host.output.read_text)
     assert main(["node", "stop", str(folder / "config.yaml")]) == 0
-    assert host.process.wait(120) == 1, host.output.read_text()
+    assert host.wait() == 1, host.output.read_text()
     assert "job: stopped\n" in host.output.read_text()
     assert json.loads((folder / "summary.json").read_text())["outcome"] == "stopped"
     assert not (tmp_path / "result.json").exists()
@@ -275,7 +281,7 @@ def test_a_lost_first_node_leaves_the_weights_of_its_successor(host: Host, tmp_p
     successor.mkdir()
     host.address.write_bytes(address)
     host.process.send_signal(signal.SIGTERM)
-    assert host.process.wait(120) == 1
+    assert host.wait() == 1
     assert successor.is_dir()
 
 
