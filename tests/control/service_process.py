@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_webrl.control.client import ControlClient
 
+FREQUENT_HEARTBEATS = "from megatron_webrl.control import facts; facts.HEARTBEAT_SECONDS = 0.2"
 PROGRAM = """
 import logging, sys
 from pathlib import Path

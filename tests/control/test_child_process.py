@@ -78,18 +78,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def test_a_process_is_named_by_pid_and_start_time_and_a_zombie_counts_as_dead(program: Program) -> None:
-    assert not is_alive(os.getpid(), start_time(os.getpid()) + 1)
-    child = program.start("time.sleep(60)")
-    started = start_time(child.pid)
-    assert is_alive(child.pid, started)
-    child.kill()
-    until(lambda: not is_alive(child.pid, started), "child dead")
-    assert start_time(child.pid) == started  # not yet reaped
-    child.wait()
-    assert start_time(child.pid) == 0
-
-
 def test_child_and_grandchild_die_when_their_launcher_is_killed(program: Program, tmp_path: Path) -> None:
     start = "start_process([sys.executable, '-c', os.environ['HEAD'] + {!r}], Path({!r}), os.environ, 'role')\n"
     inner = f"note()\n{start.format(NOTE_AND_SLEEP, str(tmp_path / 'inner'))}time.sleep(60)"
@@ -146,25 +134,6 @@ def test_a_subreaper_ends_even_those_whose_parent_is_gone_and_that_ignore_sigter
     # All are reaped, and the role's exit code is kept.
     assert (tmp_path / "result").read_text() == f"2 [] {-signal.SIGTERM} []"
     assert not is_alive(*orphan)
-
-
-def test_a_subreaper_reaps_what_was_handed_to_it_and_roles_keep_their_exit_codes(tmp_path: Path) -> None:
-    code = """
-become_subreaper()
-role = subprocess.Popen(["sh", "-c", "exit 7"])
-subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.1 & sleep 60 &"], check=True)
-deadline = time.monotonic() + 20
-while len(psutil.Process().children()) > 1 and time.monotonic() < deadline:
-    reap([role])
-    time.sleep(0.01)
-[left] = psutil.Process().children()
-print(left.name(), role.returncode)
-left.kill()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", HEAD + code], stdout=subprocess.PIPE, timeout=60, check=True, text=True
-    )
-    assert done.stdout == "sleep 7\n"
 
 
 HOLDER = (  # holds a named semaphore, which only the resource tracker can remove after a SIGKILL

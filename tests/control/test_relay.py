@@ -14,17 +14,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from megatron_webrl.control import facts
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.relay import Relay
-from tests.control.service_process import ServiceProcess, service_process
+from tests.control.service_process import FREQUENT_HEARTBEATS, ServiceProcess, service_process
 from tests.job_control import claim_tickets, tickets
 from tests.waiting import started, until
 
-TIMEOUT_SECONDS = 6.0  # of heartbeats: longer than a client waits for a relay
+TIMEOUT_SECONDS = 2.0  # of frequent heartbeats: longer than a client waits for a relay
 RELAY = """
 import signal, sys
 from pathlib import Path
 from megatron_webrl.control.relay import start_relay
+exec(sys.argv[2])
 print(start_relay(Path(sys.argv[1]), "node-0"), flush=True)
 signal.pause()
 """
@@ -63,10 +67,11 @@ class Node:
 
 
 @contextmanager
-def node(folder: Path, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[Node]:
+def node(folder: Path, timeout_seconds: float = 60.0, before: str = "") -> Iterator[Node]:
+    """`before`: statements at the start of both processes."""
     with (
-        service_process(folder, timeout_seconds) as service,
-        started([sys.executable, "-c", RELAY, str(service.address)]) as relay,
+        service_process(folder, timeout_seconds, before) as service,
+        started([sys.executable, "-c", RELAY, str(service.address), before]) as relay,
     ):
         assert relay.stdout is not None
         yield Node(service, relay, int(relay.stdout.readline()))
@@ -113,7 +118,7 @@ def test_a_change_of_a_fact_that_was_just_read_arrives_at_once(tmp_path: Path) -
 
 
 def test_a_role_that_its_relay_does_not_hear_is_lost_and_not_reported_after_an_outage(tmp_path: Path) -> None:
-    with node(tmp_path) as here:
+    with node(tmp_path, TIMEOUT_SECONDS, FREQUENT_HEARTBEATS) as here:
         watcher, neighbour = here.service.connect("trainer-0"), here.connect("rollout-1")
         watcher.start_heartbeat()
         with here.role_process("rollout-0") as process:
@@ -124,7 +129,7 @@ def test_a_role_that_its_relay_does_not_hear_is_lost_and_not_reported_after_an_o
             process.wait()
             killed = time.monotonic()
             until(lambda: watcher.is_lost("rollout-0"), "its loss")
-        assert TIMEOUT_SECONDS - 1.5 < time.monotonic() - killed < TIMEOUT_SECONDS + 4.0
+        assert TIMEOUT_SECONDS - 0.5 < time.monotonic() - killed < TIMEOUT_SECONDS + 4.0
         assert not watcher.is_lost("rollout-1")
         watcher.clear_heartbeat("rollout-0")
         until(lambda: not watcher.is_lost("rollout-0"), "its restart")
@@ -133,16 +138,20 @@ def test_a_role_that_its_relay_does_not_hear_is_lost_and_not_reported_after_an_o
             here.service.kill()
             process.kill()
             process.wait()
-        time.sleep(3.0)  # an outage of several heartbeats
+        time.sleep(1.0)  # an outage of several heartbeats
         here.service.start()
         until(lambda: "rollout-1" in watcher.role_reports(), "the living role")
-        assert watcher.role_reports().get("rollout-0", {"silent_seconds": 9.0})["silent_seconds"] > 2.0
+        assert watcher.role_reports().get("rollout-0", {"silent_seconds": 9.0})["silent_seconds"] > 0.6
         for control in (watcher, neighbour):
             control.close()
 
 
-def test_roles_ask_the_service_while_their_relay_does_not_answer(tmp_path: Path) -> None:
-    with node(tmp_path) as here:
+def test_roles_ask_the_service_while_their_relay_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "RELAY_SECONDS", 0.7)
+    monkeypatch.setattr(facts, "RELAY_PAUSE_SECONDS", 1.0)
+    with node(tmp_path, TIMEOUT_SECONDS, FREQUENT_HEARTBEATS) as here:
         watcher, role = here.service.connect("trainer-0"), here.connect("rollout-0")
         watcher.start_heartbeat()
         assert role.get_json("weights/offer") is None
@@ -168,7 +177,7 @@ def test_roles_ask_the_service_while_their_relay_does_not_answer(tmp_path: Path)
 
 def test_a_role_that_has_claimed_knows_all_facts_from_before_the_claim(tmp_path: Path) -> None:
     """The relay is stopped for a part of the claims, and the service is killed once."""
-    with node(tmp_path, 60.0) as here:
+    with node(tmp_path) as here:
         trainer, worker = here.service.connect("trainer-0"), here.connect("rollout-0")
         trainer.start_ticket_epoch(0, 0, {})
         assert worker.get_json("index") is None
@@ -189,8 +198,8 @@ async def test_a_relay_answers_a_role_that_lacks_nothing_after_its_wait_only(tmp
     with service_process(tmp_path) as service:
         relay, answers = Relay(service.address, "node-0"), 0
         threading.Thread(target=relay.follow, daemon=True).start()
-        body = {"session": "rollout-0", "keys": ["end", "offer"], "wait": 1.0, "roles": {"rollout-0": (0.0, {})}}
-        deadline = time.monotonic() + 3.0
+        body = {"session": "rollout-0", "keys": ["end", "offer"], "wait": 0.3, "roles": {"rollout-0": (0.0, {})}}
+        deadline = time.monotonic() + 0.9
         while time.monotonic() < deadline:
             body["revision"] = json.loads(await relay.sync(body))["revision"]
             answers += 1

@@ -13,10 +13,8 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.launch import gpus, local
 from megatron_webrl.launch.gpus import NvidiaSmiError, query_gpus
-from megatron_webrl.launch.node import Node
-from megatron_webrl.launch.roles import CACHE_VARIABLES, gpu_environment, make_cache_folder, process_specs
+from megatron_webrl.launch.roles import CACHE_VARIABLES, gpu_environment, make_cache_folder
 from megatron_webrl.launch.run_folder import sweep_engine_segments
-from megatron_webrl.placement.placement import RoleName, place_processes
 
 ROOT = Path(__file__).parents[2]
 GPUS = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
@@ -89,26 +87,6 @@ def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
     assert make_cache_folder(tmp_path) is None
     assert make_cache_folder(tmp_path / "missing") is None
     assert "VLLM_CACHE_ROOT" not in gpu_environment(made(*GPUS), "trainer", {"TMPDIR": str(tmp_path)})
-
-
-@pytest.mark.parametrize(("role", "first_host"), [("trainer", ""), ("rollout", "127.0.0.1")])
-def test_a_node_starts_roles_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: RoleName, first_host: str
-) -> None:
-    for name in (*CACHE_VARIABLES, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    config = made(*GPUS, f"run.directory={tmp_path}", "run.name=run", "model.platform=cuda")
-    node = Node(config, 0)
-    node.start_all(process_specs(config, place_processes(config), 0, [role], first_host, stub_command="true"))
-    (process,) = node.roles
-    assert process.process.wait(60) == 0
-    assert process.environment["VLLM_CACHE_ROOT"] == str(tmp_path / f"webrl-cache-{os.getuid()}" / "vllm")
-    assert process.environment["TMPDIR"] != str(tmp_path)
-    assert ("PYTORCH_CUDA_ALLOC_CONF" in process.environment) == (role == "trainer")
-    assert process.environment["CUDA_VISIBLE_DEVICES"] == ("3" if role == "trainer" else "5")
-    assert ("MASTER_PORT" in process.environment) == bool(first_host)
 
 
 @pytest.mark.parametrize("platform", ["auto", pytest.param("cuda", marks=pytest.mark.slow)])

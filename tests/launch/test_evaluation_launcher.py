@@ -7,10 +7,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,8 +21,8 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.evaluation import CheckpointEvaluation, EvaluatedCheckpoint, parse_evaluation_config
 from megatron_webrl.launch.first_node import FirstNode
 from megatron_webrl.launch.local import run_here
-from megatron_webrl.launch.run_folder import prepared_run_folder
-from megatron_webrl.placement.placement import place_processes
+from megatron_webrl.model.convert import conversion
+from megatron_webrl.model.convert.hf_files import write_hf_model
 from megatron_webrl.track import evaluations
 from tests.file_faults import FileFaults
 from tests.job_control import connect, control_service
@@ -32,9 +32,13 @@ EVALUATION = {"episodes": 2, "skip": 1, "after": True, "temperature": 1.0, "blan
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path, checkpoint: Path) -> Path:
+def run_folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     run = {"name": "trained", "directory": str(tmp_path / "runs")}
-    return make_run(tmp_path / "runs" / "trained", checkpoint, model={"path": "gone"}, run=run, evaluation=EVALUATION)
+    tracking = {"uri": f"sqlite:///{tmp_path_factory.getbasetemp()}/mlflow.db"}  # a new one takes seconds
+    return make_run(
+        tmp_path / "runs" / "trained", checkpoint, model={"path": "gone"}, run=run, evaluation=EVALUATION,
+        tracking=tracking,
+    )  # fmt: skip
 
 
 def scratch_folders() -> set[Path]:
@@ -42,26 +46,21 @@ def scratch_folders() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob(f"webrl-{os.getpid()}-*"))
 
 
-SIGNALLED_WHILE_IT_CONVERTS = """
-import os, runpy, signal, sys
+def test_a_signal_during_the_conversion_leaves_no_weights(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, written = scratch_folders(), []
 
-def signal_at_first_weights(event, arguments):
-    if event == "open" and "/model" in str(arguments[0]) and str(arguments[0]).endswith((".safetensors", ".writing")):
-        signal.raise_signal(number.pop()) if number else None
+    def write_and_signal(folder: Path, *arguments: Any) -> None:
+        write_hf_model(folder, *arguments)
+        written.extend(folder.glob("*.safetensors"))
+        signal.raise_signal(signal.SIGTERM)
 
-number = [signal.SIGTERM]
-sys.addaudithook(signal_at_first_weights)
-runpy.run_module("megatron_webrl", run_name="__main__", alter_sys=True)
-"""
-
-
-def test_a_signal_during_the_conversion_leaves_no_weights(run_folder: Path, tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    command = [sys.executable, "-c", SIGNALLED_WHILE_IT_CONVERTS, "eval", str(run_folder)]
-    done = subprocess.run(command, env={**os.environ, "TMPDIR": str(scratch)}, timeout=120, check=False)
-    assert done.returncode == 128 + signal.SIGTERM
-    assert not list(scratch.glob("webrl-*"))
+    monkeypatch.setattr(conversion, "write_hf_model", write_and_signal)
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(run_folder)])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert written
+    assert scratch_folders() == before
+    assert not any(path.exists() for path in written)
 
 
 def run_without_workers(
@@ -106,44 +105,20 @@ def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monke
     assert json.loads((config.run_folder / "summary.json").read_text())["outcome"] == last
 
 
-@pytest.mark.parametrize("name", ["report.json", "gone/report.json"])
 def test_results_for_which_the_disk_has_no_room_are_printed_before_the_error(
-    run_folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    checkpoint, report = EvaluatedCheckpoint.resolve(run_folder), tmp_path / name
+    checkpoint, report = EvaluatedCheckpoint.resolve(run_folder), tmp_path / "report.json"
     config = parse_evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5"])
     evaluation = CheckpointEvaluation(config, checkpoint, report)
     code, output = run_without_workers(monkeypatch, config, evaluation, disk_fault=1)
     assert code == 1
     path = config.run_folder / "evaluations.jsonl"
-    problems = f"{path} cannot be written: No space left on device"
-    if name == "report.json":
-        assert json.loads(report.read_text())["evaluation"]["missing"] == 4
-        assert f"results: {report}" in output
-    else:
-        problems += f"; {report} cannot be written: No such file or directory"
-        assert "results: " not in output
+    assert json.loads(report.read_text())["evaluation"]["missing"] == 4
+    assert f"results: {report}" in output
     assert "sampled" in output
-    assert output.splitlines()[-1] == f"failed: {problems}"
+    assert output.splitlines()[-1] == f"failed: {path} cannot be written: No space left on device"
     assert "mlflow.json cannot be written: [Errno 28]" in caplog.text
-
-
-def test_the_folder_of_a_running_evaluation_is_left_alone(run_folder: Path, capsys: pytest.CaptureFixture[str]):
-    checkpoint = EvaluatedCheckpoint.resolve(run_folder)
-    config = parse_evaluation_config(checkpoint, [])
-    folder, renamed = config.run_folder, config.run_folder.with_name(f"{config.run_folder.name}.1")
-    folder.mkdir()
-    before = scratch_folders()
-    with control_service(folder):
-        assert main(["eval", str(run_folder)]) == 2
-        assert f"run.name={folder.name}: a job runs in {folder}, its control service at" in capsys.readouterr().err
-        with pytest.raises(ConfigError, match=r"wait for its end, or choose another run\.name"):
-            run_here(config, Console(file=StringIO()), CheckpointEvaluation(config, checkpoint))
-        assert scratch_folders() == before
-        assert not renamed.exists()
-    with prepared_run_folder(config, place_processes(config), lambda message: None):
-        pass
-    assert renamed.is_dir()
 
 
 def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(

@@ -11,7 +11,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.track.live_rollouts import LiveRollout, RolloutTable, RunningEpisodes
 from megatron_webrl.types import Trajectory
-from tests.control.service_process import ServiceProcess, service_process
+from tests.control.service_process import FREQUENT_HEARTBEATS, ServiceProcess, service_process
 
 POLL_SECONDS = 0.05
 
@@ -43,7 +43,7 @@ class Worker:
 @asynccontextmanager
 async def live_job(config: Config, workers: Sequence[str] = ("rollout-0",)) -> AsyncIterator[list[Worker]]:
     """The workers of a job in the run's folder, until the end of the context."""
-    with service_process(config.run_folder, 60.0) as service:
+    with service_process(config.run_folder, 60.0, FREQUENT_HEARTBEATS) as service:
         made = [_connect(service, name) for name in workers]
         tasks = [asyncio.create_task(each.run(config)) for each in made]
         try:
