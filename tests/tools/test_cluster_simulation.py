@@ -78,21 +78,6 @@ def test_a_shared_server_gives_everybody_the_same() -> None:
     assert [core_rate(4)(count) for count in (1, 4, 8)] == [1, 1, 0.5]
 
 
-def test_a_job_that_leaves_makes_room() -> None:
-    clock, found = SimulatedClock(), []
-    server = ProcessorSharingServer(clock, engine_rate(1.0))
-    server.submit(2.0, lambda: found.append(clock.now))
-    other = server.submit(9.0, lambda: found.append(clock.now))
-    clock.call_at(1.0, lambda: server.cancel(other))
-    clock.run_until(lambda: bool(found))
-    assert found == [2.5]
-    assert (server.count, server.busy_seconds, server.job_seconds, server.work_done) == (0, 2.5, 3.5, 2.5)
-    server.cancel(other)
-    assert server.count == 0
-    with pytest.raises(RuntimeError, match="no event is scheduled"):
-        clock.run_until(lambda: False)
-
-
 @pytest.mark.parametrize("agents", [1, 12])
 def test_a_closed_network_has_the_throughput_of_mean_value_analysis(agents: int) -> None:
     """A processor-sharing server and a delay: exact for any distribution (Reiser and Lavenberg 1980)."""
@@ -146,17 +131,6 @@ def test_engines_stand_still_while_they_take_weights_and_go_slower_beside_traini
     assert still.updates_per_hour == pytest.approx(3600 / 12, rel=0.03)  # each request meets one pause
     slower = simulate(replace(given, overlap=0.5), alone, [UpdateTimes(4.0 / 15, 0.0, 0.0)])
     assert slower.updates_per_hour == pytest.approx(3600 / 12, rel=0.03)  # and 4 s at half the speed
-
-
-def test_in_step_everybody_waits_for_the_slowest() -> None:
-    one = EpisodeWork(1.0, (StepWork(1.0, 1.0, 1, 1), StepWork(2.0, 3.0, 1, 1)))
-    other = EpisodeWork(4.0, (StepWork(2.0, 2.0, 1, 1), StepWork(1.0, 1.0, 1, 1)))
-    work, given = RecordedWorkload([GroupWork((one, other))]), SimulationSettings("sync", 1, 1, 1, updates=3)
-    free = simulate(given, work, [UpdateTimes(0.0, 0.0, 0.0)])
-    assert free.updates_per_hour == pytest.approx(3600 / 10)
-    step = simulate(replace(given, stepping="lockstep"), work, [UpdateTimes(0.0, 0.0, 0.0)])
-    # The reset of 4, rounds of 2 and 2, actions of 2 and of 3.
-    assert step.updates_per_hour == pytest.approx(3600 / 13)
 
 
 @pytest.mark.parametrize(

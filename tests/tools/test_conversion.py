@@ -31,20 +31,27 @@ INTERVAL = 0.002  # seconds between two looks at a process
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of "dense", "tied", "moe" and of "large", whose largest tensor is 64 MiB of 330."""
+    """Folder of "dense", "tied" and "moe"."""
     folder = tmp_path_factory.mktemp("tools")
     hf_folders.write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def large(models: Path) -> Path:
+    """A model whose largest tensor is 64 MiB of 330."""
+    folder = models / "large"
     description = tiny.configuration(tiny.Shape(layers=16))
     text = description.text_config
     text.vocab_size, text.hidden_size, text.intermediate_size = 32768, 1024, 2048
     description.vision_config.out_hidden_size = 1024
-    description.save_pretrained(folder / "large")
-    shapes = {entry.hf_param: entry.tensor_shape for entry in parameter_mappings(load_hf_config(folder / "large"))}
+    description.save_pretrained(folder)
+    shapes = {entry.hf_param: entry.tensor_shape for entry in parameter_mappings(load_hf_config(folder))}
     weights = {
         name: torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
         for name, shape in shapes.items()
     }
-    save_file(weights, folder / "large/model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -102,15 +109,17 @@ def test_what_is_refused_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.slow
-def test_an_interrupt_leaves_nothing_and_a_kill_nothing_that_looks_complete(models: Path, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_nothing_and_a_kill_nothing_that_looks_complete(
+    models: Path, large: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "out"
-    process = _start("hf_to_megatron", models / "large", target)
+    process = _start("hf_to_megatron", large, target)
     _wait_for(process, target)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=SECONDS)
     assert (process.returncode, error) == (130, "hf_to_megatron: interrupted; nothing was written\n")
     assert not list(tmp_path.iterdir())
-    process = _start("hf_to_megatron", models / "large", target)
+    process = _start("hf_to_megatron", large, target)
     left = _wait_for(process, target)
     process.kill()
     process.communicate(timeout=SECONDS)
@@ -134,9 +143,9 @@ def _peak(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.slow
-def test_memory_grows_by_less_than_twice_the_largest_tensor(models: Path, tmp_path: Path) -> None:
+def test_memory_grows_by_less_than_twice_the_largest_tensor(models: Path, large: Path, tmp_path: Path) -> None:
     largest, other = 64 * MIB, 32 * MIB  # `other`: Python's own memory, which differs from run to run
-    size = (models / "large/model.safetensors").stat().st_size
+    size = (large / "model.safetensors").stat().st_size
     assert size > 2 * largest + other + 150 * MIB
     out = {name: tmp_path / name for name in ("tied", "large")}
     options = ["--tp", "2", "--pp", "2", "--verify"]

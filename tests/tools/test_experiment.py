@@ -20,7 +20,7 @@ def jobs_of(name: str, folder: Path, quick: bool) -> runner.Jobs:
     return runner.Jobs(runner.Experiment.load(name), folder, [], quick, Console())
 
 
-@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("quick", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", runner.names())
 def test_the_settings_of_every_arm_are_valid_and_no_two_arms_are_the_same(name: str, quick: bool, tmp_path: Path):
     jobs = jobs_of(name, tmp_path, quick)

@@ -134,6 +134,7 @@ async def judged(folder: Path, episodes: list[Trajectory]) -> list[str]:
         return [(await evaluator.evaluate(episode)).outcome for episode in episodes]
 
 
+@pytest.mark.slow
 def test_recorded_episodes_are_judged_as_labelled(folder: Path, tmp_path: Path) -> None:
     records, labels = tmp_path / "judged.records", tmp_path / "judged.jsonl"
     arguments = ["--tasks", str(folder), "--out", str(records), "--labels", str(labels), "--episodes", str(EPISODES)]

@@ -76,15 +76,6 @@ def test_the_loss_of_a_batch_is_that_of_its_parts(tiny_model: Path, tmp_path: Pa
     assert torch.allclose(whole, torch.stack(parts).sum(dim=0), rtol=1e-5)
 
 
-def test_pixels_come_back_as_they_were(tiny_model: Path, tmp_path: Path):
-    processor = Processor.load(str(tiny_model))
-    held = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (224, 160, 3), np.uint8)).save(held, "PNG")
-    exact, _ = processor.pixels([held.getvalue()])
-    stored = pretraining.image_patches(processor, processor.patchifier, held.getvalue())
-    assert torch.allclose(processor.normalize_patches(stored), exact, atol=1e-6)
-
-
 def test_what_cannot_be_used_is_named(tiny_model: Path, tmp_path: Path):
     with pytest.raises(SystemExit, match=r"pretrain_tiny_model: .*absent"):
         pretraining.main([str(tiny_model), str(tmp_path / "absent"), str(tmp_path / "out")])
