@@ -17,6 +17,7 @@ from playwright.async_api import Browser, Page, async_playwright
 
 from megatron_webrl.browser.chromium import find_chromium, use_sandbox
 from megatron_webrl.config.schema import Config
+from megatron_webrl.monitor import live_view
 from megatron_webrl.track.live_rollouts import ACTING, JUDGING, WAITING_FOR_MODEL
 from megatron_webrl.types import Trajectory
 from tests.monitor.live_job import Worker, live_job
@@ -76,8 +77,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[Con
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def address(runs: list[Config]) -> AsyncIterator[str]:
-    async with serve(*runs) as (address, _):
-        yield address
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live_view, "POLL_SECONDS", 0.05)
+        async with serve(*runs) as (address, _):
+            yield address
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -129,14 +132,14 @@ async def open_episode(page: Page, words: str) -> str:
     return page.url.rpartition("/")[2]
 
 
-async def looks(page: Page) -> AsyncIterator[None]:
+async def looks(page: Page) -> AsyncIterator[dict[str, int]]:
     """Show the page in light colours on a desk, and in dark ones on a phone, each from its first script on."""
     for scheme, viewport in LOOKS:
         await page.emulate_media(color_scheme=scheme)
         await page.set_viewport_size(viewport)
         await page.reload()
         await page.locator("h1").wait_for()
-        yield
+        yield viewport
 
 
 async def check_accessible(page: Page) -> None:
@@ -236,9 +239,10 @@ async def test_runs_are_compared_with_the_keyboard_alone(page: Page) -> None:
 
 
 async def test_the_pages_are_accessible_and_fit(page: Page) -> None:
-    async for _ in looks(page):
+    async for viewport in looks(page):
         number = await open_episode(page, "click")
-        for place in ("", "compare", "episodes?sort=steps&outcome=success", f"episode/{number}", f"group/{number}"):
+        others = ("compare", "episodes?sort=steps&outcome=success", f"group/{number}")
+        for place in ("", f"episode/{number}", *(others if viewport["width"] < 500 else ())):
             await go(page, f"#/{place}")
             await check_accessible(page)
 

@@ -28,7 +28,6 @@ from megatron_webrl.monitor.roles import RoleStatus, role_rows
 from megatron_webrl.monitor.status import (
     RunStatus,
     find_run,
-    print_final_report,
     read_status,
     render_status,
 )
@@ -109,31 +108,20 @@ def test_a_running_job_is_reported_from_its_control_service(config: Config) -> N
     assert (again.state, again.status, again.restarts) == ("starting", "", 1)  # not of its earlier instance
 
 
-def test_a_probe_leaves_no_trace_in_the_job(config: Config) -> None:
-    with control_service(config.run_folder) as address:
-        control = connect(address, "test")
-        control.start_ticket_epoch(0, 0, tickets(range(3)))
-        reports, journal = control.role_reports(), (config.run_folder / "control.journal").read_bytes()
-        assert journal
-        assert read_status(config.run_folder).state == "running"
-        assert (config.run_folder / "control.journal").read_bytes() == journal
-        assert control.role_reports() == reports == {}
-
-
 def test_a_silent_role_is_named(tmp_path: Path) -> None:
-    config = make_run(tmp_path, "run.heartbeat_timeout_seconds=5")
+    config = make_run(tmp_path, "run.heartbeat_timeout_seconds=2")
     begin(config)
     with control_service(config.run_folder) as address:
         trainer, worker = connect(address, "trainer-0"), connect(address, "rollout-0")
         send_heartbeat(trainer)
-        until(lambda: trainer.role_reports()["trainer-0"]["silent_seconds"] > 5, "its silence")
+        until(lambda: trainer.role_reports()["trainer-0"]["silent_seconds"] > 2, "its silence")
         send_heartbeat(worker)
         found = by_name(read_status(config.run_folder))
     assert [found[name].state for name in ("control", "trainer-0", "trainer-1", "rollout-0")] == [
         "running", "silent", "starting", "running",
     ]  # fmt: skip
-    assert 5 < (found["trainer-0"].heartbeat_age_seconds or 0) < 60
-    assert (found["rollout-0"].heartbeat_age_seconds or 0) < 5
+    assert 2 < (found["trainer-0"].heartbeat_age_seconds or 0) < 60
+    assert (found["rollout-0"].heartbeat_age_seconds or 0) < 2
     assert found["trainer-1"].heartbeat_age_seconds is None
 
 
@@ -179,8 +167,7 @@ def test_a_service_that_does_not_answer_is_told_from_one_of_another_job_and_a_ki
 
     process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    assert "does not respond (no answer within 2 s)" in str(control_probe.query(path, seconds=2.0))
-    assert "no answer within 0.8 s" in read_status(config.run_folder).reason
+    assert "does not respond (no answer within 0.8 s)" in read_status(config.run_folder).reason
     assert time.monotonic() - began < 10
     process.send_signal(signal.SIGCONT)
     assert isinstance(control_probe.query(path, seconds=60.0), dict)
@@ -353,37 +340,6 @@ def test_a_status_of_32_nodes_fits_a_terminal(tmp_path: Path) -> None:
             assert text in whole
     assert "last log line: number 19 [here.log]" in whole
     assert "number 11" not in whole
-
-
-def report_lines(folder: Path, outcome: str) -> list[str]:
-    """The final report as lines of a log."""
-    out = StringIO()
-    print_final_report(folder, outcome, Console(file=out, width=120))
-    return [stripped for line in out.getvalue().splitlines() if (stripped := line.rstrip())]
-
-
-def test_the_final_report_has_the_lines_of_the_status_unfolded(tmp_path: Path) -> None:
-    made = make_run(tmp_path)
-    (line,) = report_lines(made.run_folder, "preempted")
-    assert line.startswith("preempted; newest checkpoint: none; no summary: [Errno 2]")
-    begin_job(made, 3600)
-    journal = EventLog(made.run_folder)
-    journal.add("rollout-0", events.STARTED)
-    journal.add("rollout-0", events.RESTARTED, "rollout-0 killed by SIGKILL; last log line: none")
-    train(made, 3)
-    accounting = {"finished": 120, "trained": 90, "dropped": {"stale": 6}, "waiting": 24, "rolled_back": 0}
-    summary.write_summary(made.run_folder, "finished", accounting | {"matches": True, "tokens": {}})
-    journal.add(events.JOB, events.ENDED, "finished")
-    logged = report_lines(made.run_folder, "finished")
-    lines = dict(line.split(":", 1) for line in logged if line.split(":", 1)[0].isalpha())
-    assert lines["state"].strip().startswith("finished; 20")
-    assert lines["episodes"].strip() == "120 finished = 90 trained + 6 dropped (stale 6) + 24 waiting = 120: matches"
-    assert lines["restarts"].strip() == "rollout-0 1"
-    assert lines["speed"].strip().startswith("100.0 updates/h")
-    assert any("restarted" in line and "killed by SIGKILL" in line for line in logged)
-    outcome = "failed: trainer-0 exited with code 1; last log line: " + "no more memory " * 30
-    summary.ensure_written(made.run_folder, outcome)
-    assert any(outcome in line for line in report_lines(made.run_folder, outcome))
 
 
 def test_the_exit_code_tells_a_healthy_run_from_others(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
@@ -12,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from megatron_webrl.tasks.miniwob import all_environments
 from megatron_webrl.track import evaluations, summary, tables
 from megatron_webrl.track.evaluations import (
     GAINS,
@@ -191,33 +188,3 @@ def test_the_gain_that_needs_the_screenshot_is_a_difference_of_differences_over_
     assert seeing_gain(before, after, before_blank, []) is None
     # Without any difference by seeing, the two gains cancel in every task.
     assert seeing_gain(before, after, before, after)["interval"] == [0.0, 0.0]
-
-
-def test_tables_of_the_longest_names_fit_a_terminal(tmp_path: Path):
-    known = sorted(all_environments(), key=len)
-    names = [*known[-7:], known[0]]
-    for number, name in enumerate(evaluations.NAMES):
-        kind, _, variant = name.partition("_")
-        rng = np.random.default_rng(number)
-        results = [
-            result(i, "success" if i < 30 else str(rng.choice(["success", "failure"])), environment=names[i % 8])
-            for i in range(240)
-        ]
-        request = replace(REQUEST, kind=kind, variant=variant, version=int(kind == "after"), tasks=240, temperature=1.0)
-        EvaluationLog(tmp_path).append(aggregate_results(request, results, 1.0), results)
-    evaluation = evaluations.summarise(tmp_path, 1)
-    out = io.StringIO()
-    console = Console(file=out, width=100)
-    console.print(tables.evaluation_table([evaluation[name] for name in evaluations.NAMES]))
-    for line in tables.gain_lines(evaluation):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    assert max(map(len, out.getvalue().splitlines())) <= 100
-    assert "…" not in out.getvalue()
-    for name in known[-7:]:
-        [row] = [line for line in out.getvalue().splitlines() if f" {name} " in line]  # in one line
-        assert row.count("%") == 6
-    assert [line.partition(":")[0] for line in out.getvalue().splitlines()[-4:]] == [
-        "gain of the run", "gain with blank images", "gain that needs the screenshot", "not failed at the first step",
-    ]  # fmt: skip
-    line_of_text = tables.format_difference("gain", {"mean": 0.25, "interval": [0.1, 0.4], "tasks": 60})
-    assert line_of_text == "gain: +25.0 points, 95 % interval +10.0 to +40.0 (bootstrap, 60 tasks)"
