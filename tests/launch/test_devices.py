@@ -89,7 +89,8 @@ def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
     assert "VLLM_CACHE_ROOT" not in gpu_environment(made(*GPUS), "trainer", {"TMPDIR": str(tmp_path)})
 
 
-@pytest.mark.parametrize("platform", ["auto", pytest.param("cuda", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["auto", "cuda"])
 def test_a_job_on_a_machine_with_gpus_does_not_compute_on_its_cores_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], platform: str
 ) -> None:
