@@ -20,7 +20,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control import child_process, facts
 from megatron_webrl.control.child_process import SupervisedProcess
-from megatron_webrl.control.client import ControlClient, TicketClaim
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import ControlLost, JobEnded, JobFailed
 from megatron_webrl.launch import watchdog
 from megatron_webrl.launch.first_node import role_line
@@ -30,12 +30,11 @@ from megatron_webrl.launch.run_folder import control_address_path, write_job
 from megatron_webrl.launch.watchdog import HangDetector, StackDumper
 from megatron_webrl.monitor.roles import CONTROL
 from megatron_webrl.placement.placement import place_processes
-from megatron_webrl.rollout.group import TicketClaims
 from megatron_webrl.track import events
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.types import is_infrastructure_failure
 from megatron_webrl.util.disk_faults import INFRASTRUCTURE_EXIT_CODE
-from tests.job_control import claim_tickets, connect, control_service, start, tickets
+from tests.job_control import connect, control_service, start
 from tests.waiting import started, until
 
 ROOT = Path(__file__).parents[2]
@@ -254,33 +253,6 @@ def test_a_role_that_waits_for_a_dead_file_system_ends_the_job_although_it_canno
             "failed: infrastructure: rollout-0 runs 1 s after SIGKILL, in a call to a file system"
         )
         assert here.node.poll_failures() is None
-
-
-def test_the_unfinished_tickets_of_a_worker_given_up_are_run_once_by_the_others(tmp_path: Path) -> None:
-    with control_service(tmp_path) as address:
-        trainer = connect(address, "trainer-0")
-        lost, *others = (connect(address, f"rollout-{number}") for number in range(3))
-        trainer.start_ticket_epoch(0, 0, tickets(range(6)))
-        assert [claim.ticket for claim in claim_tickets(lost, 6)] == [0, 1, 2, 3, 4, 5]
-        lost.close_ticket(1)
-        first, second = (TicketClaims(each, 2) for each in others)
-        assert first.claim(4) + second.claim(4) == []  # all are claimed
-        trainer.give_up_worker("rollout-0", "it failed")
-        found: dict[TicketClaims, list[TicketClaim]] = {first: [], second: []}
-
-        def claim(count: int) -> bool:
-            for claims, mine in found.items():
-                mine += claims.claim(count - len(mine))
-            return sum(map(len, found.values())) == 5
-
-        until(lambda: claim(3), "the tickets of the worker")
-        assert sorted(each.ticket for mine in found.values() for each in mine) == [0, 2, 3, 4, 5]
-        again = TicketClaims(others[1], 2)  # another instance of rollout-2 finds what it had taken over
-        assert {each.ticket for each in again.claim(4)} == {each.ticket for each in found[second]}
-        trainer.issue_tickets(tickets(range(6, 12)))  # the instances of rollout-2 may take some
-        later: list[TicketClaim] = []
-        until(lambda: later.extend(first.claim(1)) or later, "a later ticket")  # type: ignore[func-returns-value]
-        assert later[0].ticket in range(6, 12)
 
 
 def test_nothing_waits_for_a_control_service_that_has_exited_after_the_end_of_the_job(tmp_path: Path) -> None:
