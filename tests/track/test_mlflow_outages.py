@@ -1,4 +1,4 @@
-"""Uploads to a real MLflow server that is away, hangs, rejects, or is another one; and from a disk that fails."""
+"""Uploads to an MLflow that is away, hangs, rejects, or is another one; and from a disk that fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import logging
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,21 @@ from megatron_webrl.track.evaluations import EvaluationLog, EvaluationRequest, a
 from megatron_webrl.track.metrics import UPDATES_FILE
 from megatron_webrl.track.mlflow_upload import STATE_FILE, MLflowTracker, Uploader, UploadState, count_unsent
 from tests.file_faults import FileFaults
-from tests.track.mlflow_server import MLflowServer, black_hole, mlflow_server
+from tests.track.mlflow_server import black_hole, mlflow_server
 from tests.waiting import until
 
 UPDATES = 40
 
 
 @pytest.fixture(scope="module")
-def some_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MLflowServer]:
-    with mlflow_server(tmp_path_factory.mktemp("mlflow") / "server", start=False) as server:
-        yield server
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of MLflow; a new one takes seconds."""
+    return tmp_path_factory.mktemp("mlflow") / "mlflow.db"
 
 
 @pytest.fixture
-def server(some_server: MLflowServer) -> MLflowServer:
-    """The server of the module, started."""
-    if some_server.process is None:
-        some_server.start()
-    return some_server
+def store(database: Path) -> str:
+    return f"sqlite:///{database}"
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +55,8 @@ def make_config(folder: Path, uri: str) -> Config:
 
 
 @pytest.fixture
-def config(tmp_path: Path, server: MLflowServer) -> Config:
-    return make_config(tmp_path, server.uri)
+def config(tmp_path: Path, store: str) -> Config:
+    return make_config(tmp_path, store)
 
 
 def log_updates(config: Config, versions: range, time_of_first: float = 1e9) -> None:
@@ -77,7 +73,8 @@ def update_line(version: int, finished_at: float = 1e9, **metrics: float) -> dic
 
 
 def wait_until_sent(tracker: MLflowTracker) -> None:
-    until(lambda: not tracker.uploader.pending(), lambda: f"all entries in MLflow: {tracker.error}")
+    """Wait until MLflow has all entries, and the run's folder says so."""
+    until(lambda: not count_unsent(tracker.config.run_folder), lambda: f"all entries in MLflow: {tracker.error}")
 
 
 def upload(config: Config, uri: str) -> int:
@@ -99,14 +96,15 @@ def check_run(uri: str, run_id: str | None, status: str = "FINISHED") -> list[st
     return [each.path for each in MlflowClient(uri).list_artifacts(run.info.run_id)]
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_costs_no_time_and_gets_everything_once_it_answers(
-    tmp_path: Path, some_server: MLflowServer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    server = some_server
-    server.stop()
-    config = make_config(tmp_path, server.uri)
-    with caplog.at_level(logging.INFO, "megatron_webrl"):
-        tracker = MLflowTracker(config)
+    with (
+        caplog.at_level(logging.INFO, "megatron_webrl"),
+        mlflow_server(tmp_path / "server", start=False) as server,
+    ):
+        tracker = MLflowTracker(config := make_config(tmp_path, server.uri))
         log_updates(config, range(1, UPDATES))
         until(lambda: tracker.error is not None, "a refused connection", 30)
         server.start()
@@ -118,14 +116,14 @@ def test_a_server_that_fails_costs_no_time_and_gets_everything_once_it_answers(
         server.resume()
         wait_until_sent(tracker)
         tracker.close("FINISHED")
-    assert history(server.uri, tracker.run_id) == list(range(1, 2 * UPDATES))  # each once
-    assert check_run(server.uri, tracker.run_id) == ["config.yaml"]
+        assert history(server.uri, tracker.run_id) == list(range(1, 2 * UPDATES))  # each once
+        assert check_run(server.uri, tracker.run_id) == ["config.yaml"]
     assert caplog.text.count("does not answer; the files of the run wait for it") == 2
     assert caplog.text.count("answers again") == 2
 
 
 def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_rest_later(
-    tmp_path: Path, server: MLflowServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
     monkeypatch.setattr(mlflow_upload, "END_SECONDS", 1.0)
@@ -142,16 +140,16 @@ def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_r
         assert f"send them with: webrl upload {config.run_folder}" in caplog.text
         assert upload(config, uri) == 1
         assert f"{UPDATES + 1} of {UPDATES + 1} entries wait for the next webrl upload" in capsys.readouterr().err
-    assert upload(config, server.uri) == 0
+    assert upload(config, store) == 0
     assert f"{UPDATES + 1} entries sent" in capsys.readouterr().out
     state = UploadState.load(config.run_folder)
     assert state is not None
-    assert history(server.uri, state.run_id) == list(range(1, UPDATES))
+    assert history(store, state.run_id) == list(range(1, UPDATES))
     assert count_unsent(config.run_folder) == 0
 
 
 def test_a_restarted_trainer_continues_the_run_and_sends_what_replaces_rolled_back_updates_alone(
-    config: Config, server: MLflowServer
+    config: Config, store: str
 ):
     first = MLflowTracker(config)
     log_updates(config, range(1, 7))
@@ -165,13 +163,13 @@ def test_a_restarted_trainer_continues_the_run_and_sends_what_replaces_rolled_ba
     first.close("FAILED")  # of a process that had read the file before it was cut off
     wait_until_sent(first)
     third = MLflowTracker(config)
-    until(lambda: MlflowClient(server.uri).get_run(str(first.run_id)).info.status == "RUNNING", "a run that continues")
+    until(lambda: MlflowClient(store).get_run(str(first.run_id)).info.status == "RUNNING", "a run that continues")
     third.close("KILLED")
     again = Uploader(config)
     again.state = UploadState(again.state.key)  # as if MLflow's answers had been lost, the run's id among them
     again.send()  # changes nothing
     assert first.run_id == third.run_id == again.state.run_id
-    points = MlflowClient(server.uri).get_metric_history(str(first.run_id), "reward")
+    points = MlflowClient(store).get_metric_history(str(first.run_id), "reward")
     assert sorted((point.step, point.timestamp > 1.5e12) for point in points) == [
         *((step, False) for step in (1, 2, 3)), (4, False), (4, True), (5, False), (5, True), (6, False), (6, True),
         (7, True),
@@ -179,10 +177,10 @@ def test_a_restarted_trainer_continues_the_run_and_sends_what_replaces_rolled_ba
 
 
 def test_a_resume_with_another_store_sends_the_whole_run_there(
-    config: Config, tmp_path: Path, server: MLflowServer, caplog: pytest.LogCaptureFixture
+    config: Config, tmp_path: Path, database: Path, store: str, caplog: pytest.LogCaptureFixture
 ):
     config.tracking.experiment = "of both stores"
-    shutil.copy(server.folder / "server.db", tmp_path / "other.db")  # a new database takes seconds
+    shutil.copy(database, tmp_path / "other.db")
     first = MLflowTracker(config)
     log_updates(config, range(1, 4))
     wait_until_sent(first)
@@ -196,11 +194,11 @@ def test_a_resume_with_another_store_sends_the_whole_run_there(
     assert history(config.tracking.uri, second.run_id) == [1, 2, 3, 4, 5]
     check_run(config.tracking.uri, second.run_id)
     assert caplog.text.count(f"other.db, another store, lacks run {first.run_id}: a new run gets all of") == 1
-    assert upload(config, server.uri) == 0
+    assert upload(config, store) == 0
     assert history(config.tracking.uri, first.run_id) == [1, 2, 3, 4, 5]
 
 
-def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(config: Config, server: MLflowServer):
+def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(config: Config, store: str):
     killed = MLflowTracker(config)
     updates = summary.open_updates(config.run_folder)
     metrics = {"steps_mean": 1.0, "staleness_max": 0, "staleness_mean": 0.0}
@@ -211,8 +209,8 @@ def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(config: Co
     for _ in range(2):  # once for each launch that fails
         summary.ensure_written(config.run_folder, "failed: trainer-0 killed by SIGKILL")
     assert count_unsent(config.run_folder) == 1
-    assert upload(config, server.uri) == 0
-    assert "summary.json" in check_run(server.uri, killed.run_id, "FAILED")
+    assert upload(config, store) == 0
+    assert "summary.json" in check_run(store, killed.run_id, "FAILED")
 
 
 def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -225,7 +223,7 @@ def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.
     assert f"{STATE_FILE} cannot be written: [Errno 30]" in caplog.text
 
 
-def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(config: Config, server: MLflowServer):
+def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(config: Config, store: str):
     tracker = MLflowTracker(config)
     updates, evaluations = summary.open_updates(config.run_folder), EvaluationLog(config.run_folder)
     updates.append(update_line(1))
@@ -238,12 +236,12 @@ def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(config: Confi
     updates.sync()
     evaluations.history.sync()
     tracker.close("FINISHED")
-    assert history(server.uri, tracker.run_id) == [1, 2, 3]
-    assert history(server.uri, tracker.run_id, "evaluation/missing") == [3]
+    assert history(store, tracker.run_id) == [1, 2, 3]
+    assert history(store, tracker.run_id, "evaluation/missing") == [3]
 
 
 def test_lines_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the_rest(
-    config: Config, server: MLflowServer, caplog: pytest.LogCaptureFixture
+    config: Config, store: str, caplog: pytest.LogCaptureFixture
 ):
     updates = summary.open_updates(config.run_folder)
     updates.append(update_line(1), update_line(2, **{"a metric?": 1.0}), update_line(3))
@@ -252,7 +250,7 @@ def test_lines_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the_r
     updates.append({"strange": 1}, update_line(4))
     uploader = Uploader(config)
     uploader.send()
-    assert history(server.uri, uploader.state.run_id) == [1, 3, 4]
+    assert history(store, uploader.state.run_id) == [1, 3, 4]
     assert (uploader.rejected, uploader.pending()) == (2, 0)
     for reason in ("a metric?", "has a broken line", "KeyError"):
         assert reason in caplog.text
