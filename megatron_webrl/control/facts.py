@@ -125,6 +125,7 @@ class FactFollower:
         self.interval = HEARTBEAT_SECONDS
         self.relay_answers = 0
         self._service, self._on_answer = service, on_answer
+        self._followed: dict[str, None] = {}  # keys, also those whose first value is under way
         self._relay: Connection | None = None
         if relay_port:
             self._relay = Connection(service.address_file, service.role, RELAY_SECONDS, relay_port=relay_port)
@@ -148,8 +149,9 @@ class FactFollower:
 
     def request(self, new: Sequence[str] = ()) -> dict[str, Any]:
         """The fields of a request that concern facts."""
-        with self._lock:
-            keys = list(dict.fromkeys([*self.facts, *new]))
+        with self._lock:  # the next request of another thread, too, waits for changes of the new ones
+            self._followed |= dict.fromkeys(new)
+            keys = list(self._followed)
         return {"session": self._session, "keys": keys, "new": list(new), "revision": self.revision}
 
     def merge(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
@@ -163,7 +165,7 @@ class FactFollower:
                     if known is None or value != known[1]:
                         changed.append((key, value, revision))
             self.interval = answer["interval"]
-            if len(request["keys"]) == len(self.facts):  # otherwise another thread follows more facts since
+            if len(request["keys"]) == len(self._followed):  # otherwise another thread follows more facts since
                 self.revision = max(self.revision, answer["revision"])
             self._on_answer(changed, self.revision)
 

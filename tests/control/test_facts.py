@@ -83,6 +83,7 @@ def test_older_news_change_nothing_whichever_server_they_come_from(tmp_path: Pat
 
     request = follower.request(["offer"])
     assert (request["keys"], request["new"], request["revision"]) == (["offer"], ["offer"], 0)
+    assert follower.request()["keys"] == ["offer"]  # another thread's request waits for its changes, too
     follower.merge(request, answer(7, 7, 2))
     follower.merge(follower.request(), answer(5, 5, 1))  # of a relay
     assert (follower.facts, changes, follower.request()["revision"]) == ({"offer": (7, 2)}, [2], 7)
