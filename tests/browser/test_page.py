@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -116,14 +117,22 @@ async def pool(site: FramedSite) -> AsyncIterator[BrowserPool]:
         mock.patch("megatron_webrl.browser.page.observer.MAX_MARKS", 20),
         mock.patch("megatron_webrl.browser.session.MAX_TABS", 3),
     ):
-        async with pool_on(site, marks=True, actions=list(OPTIONAL_ACTION_KINDS)) as pool:
+        async with pool_on(site, 2, marks=True, actions=list(OPTIONAL_ACTION_KINDS)) as pool:
             yield pool
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def session(pool: BrowserPool) -> AsyncIterator[Session]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(pool: BrowserPool) -> AsyncIterator[Session]:
     async with pool.session() as session:
         yield session
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def session(shared: Session) -> AsyncIterator[Session]:
+    """One session for all tests, because opening one takes as long as most tests."""
+    yield shared
+    for page in shared.page.context.pages[1:]:
+        await page.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -395,8 +404,11 @@ async def test_a_window_that_opens_after_the_observation_does_not_take_the_actio
     assert (seen.title, len(seen.tabs)) == ("Other", 2)
 
 
-async def test_an_action_that_is_not_enabled_is_refused_by_name(site: FolderSite) -> None:
-    async with pool_on(site, actions=["hover"]) as pool, pool.session() as session:
+async def test_an_action_that_is_not_enabled_is_refused_by_name(
+    pool: BrowserPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_settings", replace(pool._settings, marks=False, actions=["hover"]))
+    async with pool.session() as session:
         gym = await Gym.open(session)
         assert gym.seen.tabs == ()
         for action, error in (
