@@ -284,22 +284,22 @@ async def test_chromium_reads_the_same_through_the_proxy_as_h11_in_the_original(
     more = b"Access-Control-Allow-Origin: *\r\nAccess-Control-Expose-Headers: x\r\n"
     script = """async url => { try { const r = await fetch(url, {cache: 'no-store'});
         return [r.status, await r.text(), r.headers.get('x')]; } catch (error) { return null; } }"""
-    async with async_playwright() as playwright:
+    responses = {}
+    for number, raw in enumerate([*REWRITTEN.values(), *REFUSED.values()]):
+        first, end, rest = raw.partition(b"\n")
+        responses[f"/{number}"] = first + end + more * bool(end) + rest
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(responses[(await head_of(reader)).split(" ")[1]])
+
+    async with async_playwright() as playwright, Server(handle) as server:
         browser = await playwright.chromium.launch(
             executable_path=find_chromium(), args=launch_arguments(9), chromium_sandbox=False
         )
-        for name, raw in {**REWRITTEN, **REFUSED}.items():
-            first, end, rest = raw.partition(b"\n")
-            response = first + end + more * bool(end) + rest
-            async with sending(response) as server, open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as net:
-                context = await browser.new_context(proxy=proxy_settings(net.port))
-                page = await context.new_page()
-                seen = await page.evaluate(script, "http://a.test/")
-                await context.close()
-            meant = read_with_h11(response)
-            if meant is None:
-                assert seen is None, name
-            else:
-                shown = dict(meant.headers).get(b"x")
-                assert seen == [200, meant.body.decode(), shown and shown.decode()], name
+        async with open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as network:
+            page = await browser.new_page(proxy=proxy_settings(network.port))
+            for path, response in responses.items():
+                seen, meant = await page.evaluate(script, f"http://a.test{path}"), read_with_h11(response)
+                shown = meant and dict(meant.headers).get(b"x")
+                assert seen == (meant and [200, meant.body.decode(), shown and shown.decode()]), response
         await browser.close()

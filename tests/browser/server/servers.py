@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -38,11 +35,3 @@ def server_processes() -> list[psutil.Process]:
 def browser_of(server: psutil.Process) -> psutil.Process:
     """The Chromium of a server: neither the shell script that started it nor one of its helpers."""
     return psutil.Process(browser_pids("browser", server.pid)[0])
-
-
-async def until(condition: Callable[[], object], what: str, seconds: float = LIMIT) -> None:
-    """Wait for a condition, in asyncio."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        await asyncio.sleep(0.02)

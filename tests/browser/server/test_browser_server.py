@@ -86,14 +86,15 @@ async def test_an_episode_from_lease_to_release(http: Http) -> None:
     assert gone.json == {"error": "the lease has been released", "outcome": None}
 
 
-async def test_a_thousand_simultaneous_lease_requests_get_a_lease_or_busy(http: Http) -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_simultaneous_lease_requests_get_a_lease_or_busy(http: Http, count: int) -> None:
     started = time.monotonic()
     patient = aiohttp.ClientTimeout(total=300)
     answers = await asyncio.gather(
-        *(http("POST", "/v1/leases", json={"seconds": 300}, timeout=patient) for _ in range(1000))
+        *(http("POST", "/v1/leases", json={"seconds": 300}, timeout=patient) for _ in range(count))
     )
-    print(f"1000 lease requests at a time: {time.monotonic() - started:.2f} s")  # noqa: T201
-    assert Counter(answer.status for answer in answers) == {201: 3, protocol.STATUS_BUSY: 997}
+    print(f"{count} lease requests at a time: {time.monotonic() - started:.2f} s")  # noqa: T201
+    assert Counter(answer.status for answer in answers) == {201: 3, protocol.STATUS_BUSY: count - 3}
     for answer in answers:
         if answer.status == 201:
             assert (await http("DELETE", f"/v1/leases/{answer.json['id']}")).status == 204
@@ -106,8 +107,8 @@ async def test_a_thousand_simultaneous_lease_requests_get_a_lease_or_busy(http: 
 async def test_a_lease_expires_unless_it_is_renewed_or_at_work(http: Http) -> None:
     busy = await http.lease(seconds=1)
     await http.reset(busy, "click-test")
-    step = asyncio.create_task(http("POST", f"/v1/leases/{busy}/step", json={"kind": "wait", "time": 2.5}))
-    renewed, left = await http.lease(seconds=1.5), await http.lease(seconds=1.5)
+    step = asyncio.create_task(http("POST", f"/v1/leases/{busy}/step", json={"kind": "wait", "time": 1.8}))
+    renewed, left = await http.lease(seconds=1.2), await http.lease(seconds=1.2)
 
     async def over() -> bool:
         assert (await http("POST", f"/v1/leases/{renewed}/renew")).status == 200
@@ -119,11 +120,11 @@ async def test_a_lease_expires_unless_it_is_renewed_or_at_work(http: Http) -> No
         assert (await http("DELETE", f"/v1/leases/{lease}")).status == 204
     answer = await http("POST", f"/v1/leases/{left}/step", json={"kind": "wait"})
     assert answer.status == protocol.STATUS_LEASE_EXPIRED
-    assert "neither used nor renewed for 1.5 s" in answer.json["error"]
+    assert "neither used nor renewed for 1.2 s" in answer.json["error"]
 
 
 async def test_a_client_that_ends_during_a_step_blocks_its_lease_no_longer_than_the_lifetime(http: Http) -> None:
-    lease = await http.lease(seconds=2)
+    lease = await http.lease(seconds=1)
     await http.reset(lease, "click-test")
     acting = await http.begin_waiting(lease)
     acting.cancel()  # its connection closes, as that of a killed process
@@ -198,6 +199,7 @@ async def test_a_killed_browser_is_a_failure_with_its_outcome_and_the_lease_cont
     await http("DELETE", f"/v1/leases/{lease}")
 
 
+@pytest.mark.slow
 async def test_health_follows_the_browser(server: Server, http: Http) -> None:
     assert (await http("GET", "/healthz")).status == 200
     browser = browser_of(psutil.Process(server.process.pid))
@@ -299,7 +301,7 @@ class Requests:
         requests.delete(f"{self.url}/{lease}", timeout=LIMIT)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
+@pytest.mark.parametrize("count", [40, pytest.param(5000, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
 def test_generated_requests_get_declared_responses(server: Server, count: int) -> None:
     sent, seed = Requests(server.url), 0
     while sum(map(Counter.total, sent.statuses.values())) < count:  # some operations have few cases in a round

@@ -47,6 +47,7 @@ def test_an_environment_of_a_server_passes_gymnasiums_checks(servers: LocalServe
         check_env(env)
 
 
+@pytest.mark.slow
 def test_an_environment_without_servers_starts_a_local_server() -> None:
     before = server_processes()
     with closing(gymnasium.make("webrl/miniwob.click-test-v0", width=160, height=210)) as env:

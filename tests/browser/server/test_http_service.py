@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -29,10 +31,11 @@ from megatron_webrl.browser.server.server_main import (
 from megatron_webrl.cli import main
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.http.access import client_context, server_context
+from megatron_webrl.types import Action
 from tests.browser.browser_processes import alive_pids
-from tests.browser.server.conftest import LIMIT, ROOT, SMALL, Http, Server, browser_server
+from tests.browser.server.conftest import LIMIT, ROOT, Http, Server, browser_server
 from tests.browser.server.servers import click_task
-from tests.waiting import until
+from tests.waiting import exit_code, fork, until
 
 TOKEN = secrets.token_urlsafe(24)
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -79,12 +82,15 @@ def test_every_group_above_this_process_counts(tmp_path: Path, mount: str, line:
     ]
 
 
-def test_too_few_open_files_are_refused() -> None:
-    serve = [sys.executable, "-m", "megatron_webrl", "browsers", "serve", "--port", "0", "--sessions", "20", *SMALL]
-    command = ["bash", "-c", 'ulimit -n 150; exec "$@"', "bash", *serve]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "--sessions=20 needs 164 open files of a process, but ulimit -Hn is 150; raise it" in done.stderr
+def test_too_few_open_files_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    def serve() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150))
+        assert main(["browsers", "serve", "--port", "0", "--sessions", "20"]) == 2
+
+    assert exit_code(fork(serve)) == 0
+    error = capfd.readouterr().err
+    assert "--sessions=20 needs 164 open files of a process, but ulimit -Hn is 150; raise it" in error
+    assert error.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
@@ -137,33 +143,6 @@ async def test_pages_reach_neither_the_server_nor_anything_else_of_this_machine(
         assert (bad.status, bad.json["error"].startswith(error)) == (400, True)
 
 
-async def test_a_server_has_the_assumed_needs_counts_refused_requests_and_ends_without_a_process_left(
-    client: aiohttp.ClientSession,
-) -> None:
-    sessions = 4
-    with browser_server("browser.max_requests=6", sessions=sessions) as server:
-        http = Http(client, server.url)
-        for number in range(sessions):
-            lease = await http.lease()
-            assert (await http.reset(lease, "click-test", number)).status == 200
-        below = server.children()
-        processes = [psutil.Process(server.process.pid), *below]
-        tasks, files = sum(each.num_threads() for each in processes), max(each.num_fds() for each in processes)
-        assert 0.7 * tasks < TASKS_OF_SERVER + TASKS_PER_SESSION * sessions < 1.1 * tasks
-        assert 0.7 * files < FILES_OF_PROCESS + FILES_PER_SESSION * sessions < 1.3 * files
-        state = (await http("GET", f"/v1/leases/{lease}")).json
-        assert state["refused_requests"] == {}
-        for number in range(6):  # pages that no cache holds
-            url = f"{state['url']}?{number}"
-            await http("POST", f"/v1/leases/{lease}/step", json={"kind": "navigate", "url": url})
-        assert (await http("GET", f"/v1/leases/{lease}")).json["refused_requests"]["requests"] >= 1
-        acting = await http.begin_waiting(lease, 2)
-        server.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(server.process.wait, LIMIT) == 0
-        until(lambda: not alive_pids(process.pid for process in below), "no process left")
-        await asyncio.gather(acting, return_exceptions=True)
-
-
 class TlsFiles(NamedTuple):
     certificate: Path
     key: Path
@@ -181,34 +160,50 @@ def authority(folder: Path) -> tuple[Path, TlsFiles]:
     return folder / "ca.pem", files
 
 
-async def test_a_server_works_with_tls_beside_stalled_handshakes_and_refuses_clients_without_it(
+async def test_a_server_with_tls_has_the_assumed_needs_counts_refused_requests_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ca, files = authority(tmp_path / "server")
     tls = ("--tls-certificate", str(files.certificate), "--tls-key", str(files.key))
     environment = {"WEBRL_BROWSERS_TOKEN": TOKEN, "WEBRL_BROWSERS_CA": str(ca)}
-    with browser_server(*tls, sessions=1, **environment) as server:
+    sessions = 3
+    with browser_server(*tls, "browser.max_requests=6", sessions=sessions, **environment) as server:
         scheme, port = urlsplit(server.url).scheme, urlsplit(server.url).port
         assert scheme == "https"
         stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        async with BrowserClient(server.url) as browsers:
+        async with BrowserClient(server.url) as browsers, AsyncExitStack() as stack:
             await browsers.wait_until_ready(LIMIT)
-            async with browsers.session() as session:
-                assert (await session.reset(click_task())).instruction
-        for _, writer in stalled:
-            writer.close()
-        other, _ = authority(tmp_path / "other")
-        monkeypatch.setenv("WEBRL_BROWSERS_CA", str(other))
-        async with BrowserClient(server.url) as browsers:
-            with pytest.raises(ServerUnreachable, match="certificate"):
-                await browsers.wait_until_ready(0.5)
-        async with aiohttp.ClientSession() as plain:
-            with pytest.raises(aiohttp.ClientError):
-                await plain.get(f"http://127.0.0.1:{port}/healthz")
-        server.process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(server.process.wait, LIMIT) == 0
+            used = [await stack.enter_async_context(browsers.session()) for _ in range(sessions)]
+            seen = (await asyncio.gather(*(session.reset(click_task()) for session in used)))[0]
+            processes = [psutil.Process(server.process.pid), *server.children()]
+            tasks, files_open = (
+                sum(each.num_threads() for each in processes), max(each.num_fds() for each in processes)
+            )  # fmt: skip
+            assert 0.7 * tasks < TASKS_OF_SERVER + TASKS_PER_SESSION * sessions < 1.1 * tasks
+            assert 0.7 * files_open < FILES_OF_PROCESS + FILES_PER_SESSION * sessions < 1.3 * files_open
+            assert (await used[0].lease_state()).refused_requests == {}
+            for number in range(6):  # pages that no cache holds
+                await used[0].step(Action("navigate", url=f"{seen.url}?{number}"))
+            assert (await used[0].lease_state()).refused_requests["requests"] >= 1
+            for _, writer in stalled:
+                writer.close()
+            other, _ = authority(tmp_path / "other")
+            monkeypatch.setenv("WEBRL_BROWSERS_CA", str(other))
+            async with BrowserClient(server.url) as strangers:
+                with pytest.raises(ServerUnreachable, match="certificate"):
+                    await strangers.wait_until_ready(0.5)
+            async with aiohttp.ClientSession() as plain:
+                with pytest.raises(aiohttp.ClientError):
+                    await plain.get(f"http://127.0.0.1:{port}/healthz")
+            acting = asyncio.ensure_future(used[0].step(Action("wait", time=2)))
+            while (await used[0].lease_state()).state != "acting":
+                await asyncio.sleep(0.02)
+            server.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.process.wait, LIMIT) == 0
+            until(lambda: not alive_pids(process.pid for process in processes), "no process left")
+            await asyncio.gather(acting, return_exceptions=True)
 
 
 def test_unusable_files_of_tls_are_named(tmp_path: Path) -> None:
@@ -223,10 +218,10 @@ def test_unusable_files_of_tls_are_named(tmp_path: Path) -> None:
         client_context(str(broken), "WEBRL_BROWSERS_CA")
 
 
-@pytest.mark.parametrize(
-    ("module", "heavy"),
-    [("client", "playwright torch vllm"), ("server_main", "torch"), ("commands", "torch fastapi aiohttp playwright")],
-)
-def test_a_module_imports_nothing_heavy(module: str, heavy: str) -> None:
-    code = f"import sys, megatron_webrl.browser.server.{module}; print(set({heavy.split()}) & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"set()\n"
+def test_modules_import_nothing_heavy() -> None:
+    code = "import sys"
+    for module, heavy in (
+        ("commands", "torch fastapi aiohttp playwright"), ("client", "playwright torch vllm"), ("server_main", "torch"),
+    ):  # fmt: skip
+        code += f", megatron_webrl.browser.server.{module}; print(set({heavy.split()}) & set(sys.modules)); import sys"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"set()\n" * 3
