@@ -13,7 +13,7 @@ import io
 import itertools
 import json
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from email.utils import formatdate
@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import matplotlib
 import pytest
+import pytest_asyncio
 from PIL import Image
 
 from megatron_webrl.browser.browser_pool import BrowserPool
@@ -35,8 +36,11 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.tasks import TasksConfig
 from megatron_webrl.tasks.sites.site_task_source import SiteTaskSource
 from megatron_webrl.tasks.web import OpenWeb
-from megatron_webrl.types import Action, Observation, Task, TaskSite
+from megatron_webrl.types import Action, Observation, Task
 from tests.browser.conftest import FolderSite, page_task, write_pages
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PAPER, MEDIA = "http://www.paper.test", "http://media.paper.test"
 START = f"{PAPER}/"
@@ -266,9 +270,46 @@ CLOCK = """<title>Clock</title><p></p><script>const start = Date.now();
       requestAnimationFrame(frame); }, 400);</script>"""
 
 
-def pool_on(name: str, site: TaskSite, **settings: Any) -> BrowserPool:
-    chosen = BrowserConfig(width=WIDTH, height=HEIGHT, screenshot="png", **settings)
-    return BrowserPool(chosen, {name: site}, 1, 30.0)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Any]]:
+    """The sites that are recorded, by source."""
+    folder = tmp_path_factory.mktemp("pages")
+    write_pages(folder, {"restless": RESTLESS, "clock": CLOCK})
+    with SiteTaskSource(["forms-vote"], TasksConfig(max_steps=9)) as own:
+        sites = {"web": ChangingWeb(), "sites": own, "site": FolderSite(folder)}
+        yield sites
+        sites["web"].close()
+        sites["site"].server.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all recordings."""
+    return tmp_path_factory.mktemp("recordings")
+
+
+def settings(**chosen: Any) -> BrowserConfig:
+    return BrowserConfig(width=WIDTH, height=HEIGHT, screenshot="png", **chosen)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def recorder(sites: dict[str, Any], folder: Path) -> AsyncIterator[BrowserPool]:
+    async with BrowserPool(settings(record=str(folder)), sites, 1, 30.0) as pool:
+        yield pool
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replayer(sites: dict[str, Any], folder: Path) -> AsyncIterator[BrowserPool]:
+    """A pool that may reach the open web, and has no request for it."""
+    answering = settings(replay=str(folder), open_web=True)
+    async with BrowserPool(answering, {**sites, "web": OpenWeb(9)}, 1, 30.0) as pool:
+        yield pool
+    assert pool.egress_proxy.totals.connections == 0
+
+
+def task_of(name: str) -> Task:
+    """A task on the changing site, with recordings of its own."""
+    return replace(TASK, id=f"web/{name}")
 
 
 async def play(pool: BrowserPool, task: Task, actions: Sequence[Action]) -> tuple[list[Observation], str]:
@@ -278,17 +319,11 @@ async def play(pool: BrowserPool, task: Task, actions: Sequence[Action]) -> tupl
         return seen, await session.page.inner_text("body")
 
 
-@pytest.fixture
-def changing_web() -> Iterator[ChangingWeb]:
-    site = ChangingWeb()
-    yield site
-    site.close()
-
-
-async def record(site: ChangingWeb, folder: Path, actions: Sequence[Action]) -> tuple[list[Observation], str]:
-    async with pool_on("web", site, record=str(folder)) as pool:
-        found = await play(pool, TASK, actions)
-    assert (pool.counters.recordings, pool.counters.failed_recordings) == (1, 0)
+async def record(pool: BrowserPool, task: Task, actions: Sequence[Action]) -> tuple[list[Observation], str]:
+    """The same, once its recording is complete."""
+    recordings = pool.counters.recordings
+    found = await play(pool, task, actions)
+    await eventually(lambda: pool.counters.recordings == recordings + 1)
     return found
 
 
@@ -303,37 +338,38 @@ def rename_hosts(path: Path, names: Mapping[str, str]) -> None:
             file.writestr(name, content)
 
 
-async def test_a_changing_site_is_replayed_as_it_was(tmp_path: Path, changing_web: ChangingWeb) -> None:
+async def test_a_changing_site_is_replayed_as_it_was(recorder: BrowserPool, replayer: BrowserPool) -> None:
     """Redirects of pages, styles and forms, cookies, posts, compression, fonts, copies, times and random numbers."""
-    section = Action("navigate", url=f"{PAPER}/section")
+    section, task = Action("navigate", url=f"{PAPER}/section"), task_of("whole")
     actions = [*web_actions(0, 1, 2), section, Action("navigate", url=f"{PAPER}/story/1"), Action("go_back"), section]
-    recorded, text = await record(changing_web, tmp_path, actions)
+    recorded, text = await record(recorder, task, actions)
     shown = [each.screenshot for each in recorded]
     assert shown[-4] == shown[-2] != shown[-1]  # a copy of the cache, then another edition
     assert len(set(shown)) > 5
-    asked = len(Handler.log)
-    async with pool_on("web", OpenWeb(9), replay=str(tmp_path), open_web=True) as pool:
-        assert await play(pool, TASK, actions) == (recorded, text)
-    totals = pool.egress_proxy.totals
-    assert (totals.connections, dict(totals.refused), len(Handler.log)) == (0, {}, asked)
-    assert totals.replayed > 40
+    asked, replayed = len(Handler.log), replayer.egress_proxy.totals.replayed
+    assert await play(replayer, task, actions) == (recorded, text)
+    assert {each.not_recorded_requests for each in recorded} == {0}
+    assert len(Handler.log) == asked
+    assert replayer.egress_proxy.totals.replayed > replayed + 40
 
 
 async def test_recordings_have_no_credentials_of_requests_and_only_whole_episodes_leave_one(
-    tmp_path: Path, changing_web: ChangingWeb
+    recorder: BrowserPool, folder: Path
 ) -> None:
+    task, before = task_of("secret"), set(folder.iterdir())
     for number in range(2):
-        async with pool_on("web", changing_web, record=str(tmp_path)) as pool:
-            async with pool.episode(TASK) as (session, _):  # the site sets cookies
-                post = "fetch('/api/upload', {method: 'POST', body: 'x', headers: {Authorization: 'Bearer 1'}})"
-                await session.page.evaluate(post)
-                assert len(list(tmp_path.iterdir())) == number  # a killed episode leaves its files to its pool's sweep
-            if number:
-                with pytest.raises(BrowserError):
-                    await play(pool, replace(TASK, url="http://gone.invalid:9/"), [])
-        assert (pool.counters.recordings, pool.counters.failed_recordings) == (1, 0)
-    assert set(tmp_path.iterdir()) == {visit_path(tmp_path, TASK, number) for number in range(2)}
-    for path in tmp_path.iterdir():
+        async with recorder.episode(task) as (session, _):  # the site sets cookies
+            post = "fetch('/api/upload', {method: 'POST', body: 'x', headers: {Authorization: 'Bearer 1'}})"
+            await session.page.evaluate(post)
+            assert len(set(folder.iterdir())) == len(before) + number  # a killed episode leaves no file
+        await eventually(lambda: recorder.gauges()["sessions_in_use"] == 0)
+    with pytest.raises(BrowserError):
+        await play(recorder, replace(task, url="http://gone.invalid:9/"), [])
+    await eventually(lambda: recorder.gauges()["sessions_in_use"] == 0)
+    assert recorder.counters.failed_recordings == 0
+    made = {visit_path(folder, task, number) for number in range(2)}
+    assert set(folder.iterdir()) == before | made
+    for path in made:
         assert path.stat().st_mode & 0o777 == 0o600
         with zipfile.ZipFile(path) as archive:
             entries = json.loads(archive.read(HAR_MEMBER))["log"]["entries"]
@@ -343,73 +379,65 @@ async def test_recordings_have_no_credentials_of_requests_and_only_whole_episode
 
 
 async def test_other_actions_than_the_recorded_ones_are_answered_or_counted(
-    tmp_path: Path, changing_web: ChangingWeb
+    recorder: BrowserPool, replayer: BrowserPool
 ) -> None:
-    first, _ = await record(changing_web, tmp_path, [MOVED, HOME_PAGE])
-    async with pool_on("web", OpenWeb(9), replay=str(tmp_path), open_web=True) as pool:
-        unknown = Action("navigate", url=f"{PAPER}/story/999")
-        seen, text = await play(pool, TASK, [HOME_PAGE, MOVED, unknown, Action("go_back")])
-        assert [each.not_recorded_requests for each in seen] == [0, 0, 0, 1, 1]
-        assert seen[2].screenshot == seen[4].screenshot == first[1].screenshot
-        assert f"GET {PAPER}/story/999 was not recorded (browser.replay)" in str(seen[3].error)
-        assert text.startswith("Story")
-        elsewhere = replace(TASK, url=f"{PAPER}/story/999")
-        with pytest.raises(NotRecorded, match=r"the first page of web/paper, .*/story/999, was not recorded"):
-            await play(pool, elsewhere, [])
-    assert dict(pool.egress_proxy.totals.refused) == {"not_recorded": 2}
+    task = task_of("other")
+    first, _ = await record(recorder, task, [MOVED, HOME_PAGE])
+    unknown = Action("navigate", url=f"{PAPER}/story/999")
+    seen, text = await play(replayer, task, [HOME_PAGE, MOVED, unknown, Action("go_back")])
+    assert [each.not_recorded_requests for each in seen] == [0, 0, 0, 1, 1]
+    assert seen[2].screenshot == seen[4].screenshot == first[1].screenshot
+    assert f"GET {PAPER}/story/999 was not recorded (browser.replay)" in str(seen[3].error)
+    assert text.startswith("Story")
+    with pytest.raises(NotRecorded, match=r"the first page of web/other, .*/story/999, was not recorded"):
+        await play(replayer, replace(task, url=f"{PAPER}/story/999"), [])
+    assert replayer.egress_proxy.totals.refused["not_recorded"] == 2
 
 
-async def test_a_recording_of_https_is_replayed_without_its_host(tmp_path: Path, changing_web: ChangingWeb) -> None:
-    actions = web_actions(2, 3, 4)
-    recorded, text = await record(changing_web, tmp_path, actions)
+async def test_a_recording_of_https_is_replayed_without_its_host(
+    recorder: BrowserPool, replayer: BrowserPool, folder: Path
+) -> None:
+    task, actions = task_of("secure"), web_actions(3, 4)
+    recorded, text = await record(recorder, task, actions)
     hosts = {"http://www.paper.test": "https://news.example", "http://media.paper.test": "https://m.example:8443"}
-    rename_hosts(visit_path(tmp_path, TASK, 0), hosts)
-    secure = replace(TASK, url="https://news.example/")
+    rename_hosts(visit_path(folder, task, 0), hosts)
     actions = [replace(each, url=each.url and each.url.replace(PAPER, "https://news.example")) for each in actions]
-    async with pool_on("web", OpenWeb(9), replay=str(tmp_path), open_web=True) as pool:
-        seen, again = await play(pool, secure, actions)
+    seen, again = await play(replayer, replace(task, url="https://news.example/"), actions)
     assert again == text
     assert [each.screenshot for each in seen] == [each.screenshot for each in recorded]  # its cache serves as before
     assert {each.url.split("/")[2] for each in seen} == {"news.example"}
-    assert dict(pool.egress_proxy.totals.refused) == {}
+    assert {each.not_recorded_requests for each in seen} == {0}
 
 
-async def test_the_result_of_a_site_is_replayed_with_its_responses(tmp_path: Path, reached: list[object]) -> None:
-    with SiteTaskSource(["forms-vote"], TasksConfig(max_steps=9)) as source:
-        task, actions = source.make_task("forms-vote", 3), []
-        async with (
-            pool_on("sites", source, record=str(tmp_path)) as pool, pool.episode(task) as (session, observation),
-        ):  # fmt: skip
-            recorded = [observation]
-            while not observation.done:
-                actions.append(await source.demonstrate(session.page, task))
-                observation = await session.step(actions[-1])
-                recorded.append(observation)
+async def test_the_result_of_a_site_is_replayed_with_its_responses(
+    sites: dict[str, Any], recorder: BrowserPool, replayer: BrowserPool, reached: list[object]
+) -> None:
+    task, actions = sites["sites"].make_task("forms-vote", 3), []
+    recordings = recorder.counters.recordings
+    async with recorder.episode(task) as (session, observation):
+        recorded = [observation]
+        while not observation.done:
+            actions.append(await sites["sites"].demonstrate(session.page, task))
+            observation = await session.step(actions[-1])
+            recorded.append(observation)
+    await eventually(lambda: recorder.counters.recordings == recordings + 1)
     assert reached
     reached.clear()
-    with SiteTaskSource(["forms-vote"], TasksConfig(max_steps=9)) as source:
-        async with pool_on("sites", source, replay=str(tmp_path)) as pool:
-            seen, _ = await play(pool, task, actions)
-            assert seen == recorded
-            assert (seen[-1].reward, seen[-1].done) == (1.0, True)
-            idle, _ = await play(pool, task, [Action("wait", time=1)])
-            assert (idle[-1].reward, idle[-1].done) == (None, False)
-        assert not reached
+    seen, _ = await play(replayer, task, actions)
+    assert seen == recorded
+    assert (seen[-1].reward, seen[-1].done) == (1.0, True)
+    idle, _ = await play(replayer, task, [Action("wait", time=0.2)])
+    assert (idle[-1].reward, idle[-1].done) == (None, False)
+    assert not reached
 
 
-async def test_pages_at_work_look_the_same_at_any_time(tmp_path: Path) -> None:
-    write_pages(tmp_path, {"restless": RESTLESS, "clock": CLOCK})
-    site, tasks = FolderSite(tmp_path), (page_task("restless"), page_task("clock"))
+async def test_pages_at_work_look_the_same_at_any_time(recorder: BrowserPool, replayer: BrowserPool) -> None:
     click, wait = Action("left_click", coordinate=(30, 310)), Action("wait", time=1)
-    folder = tmp_path / "recordings"
-    async with pool_on("site", site, record=str(folder)) as pool:
-        recorded, _ = await play(pool, tasks[0], [wait, click])
-        _, clock = await play(pool, tasks[1], [wait])
-    site.server.close()
+    recorded, _ = await record(recorder, page_task("restless"), [wait, click])
+    _, clock = await record(recorder, page_task("clock"), [wait])
     assert recorded[0].screenshot == recorded[1].screenshot != recorded[2].screenshot
     assert clock.startswith("0.6 20")
     assert " true 0 0." in clock
     assert clock.endswith("short=1")
-    async with pool_on("site", site, replay=str(folder)) as pool:
-        assert (await play(pool, tasks[0], [wait, click]))[0] == recorded
-        assert (await play(pool, tasks[1], [wait]))[1] == clock
+    assert (await play(replayer, page_task("restless"), [wait, click]))[0] == recorded
+    assert (await play(replayer, page_task("clock"), [wait]))[1] == clock
