@@ -7,7 +7,6 @@ import io
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -19,10 +18,10 @@ from megatron_webrl.browser.errors import BrowserError, BrowserTimeout, PageCras
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.page.tabs import MAX_MESSAGE_CHARACTERS, MAX_MESSAGES, StepMessages
 from megatron_webrl.browser.session import Session
-from megatron_webrl.tasks.server import FolderServer
+from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks.web import OpenWeb
 from megatron_webrl.types import Action, Observation, Scroll, Task
-from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on, serving
+from tests.browser.conftest import ORIGIN, FolderSite, page_task, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -90,12 +89,31 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(site: Site) -> AsyncIterator[BrowserPool]:
-    async with pool_on(site) as pool:
+    sites = {"site": site, "other": FolderSite(site.folder, "other.localhost"), "gone": FolderSite(site.folder)}
+    assert sites["gone"].addresses  # the first look at them starts the server
+    sites["gone"].server.close()
+    async with BrowserPool(BrowserConfig(width=400, height=300, screenshot="png"), sites, 3, 20.0) as pool:
         yield pool
+    sites["other"].server.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(pool: BrowserPool) -> AsyncIterator[Session]:
+    async with pool.session() as session:
+        yield session
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def session(pool: BrowserPool) -> AsyncIterator[Session]:
+async def session(shared: Session) -> AsyncIterator[Session]:
+    """One session for all tests that leave it intact, because opening one takes as long as most tests."""
+    shared.network.refused.clear()
+    yield shared
+    await shared.page.unroute_all(behavior="ignoreErrors")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def lost(pool: BrowserPool) -> AsyncIterator[Session]:
+    """A session for a test that ends with its loss."""
     async with pool.session() as session:
         yield session
 
@@ -181,8 +199,11 @@ async def test_scrolling_moves_one_viewport_less_fifty_pixels(session: Session) 
 
 
 @pytest.mark.parametrize(("encoding", "marks"), [("jpeg", False), ("webp", True)])
-async def test_screenshots_have_the_configured_encoding(site: Site, encoding: str, marks: bool) -> None:
-    async with pool_on(site, screenshot=encoding, marks=marks) as pool, pool.session() as session:
+async def test_screenshots_have_the_configured_encoding(
+    pool: BrowserPool, monkeypatch: pytest.MonkeyPatch, encoding: str, marks: bool
+) -> None:
+    monkeypatch.setattr(pool, "_settings", replace(pool._settings, screenshot=encoding, marks=marks))
+    async with pool.session() as session:
         image = Image.open(io.BytesIO((await session.reset(page_task("long"))).screenshot))
         assert (image.format, image.size) == (encoding.upper(), (400, 300))
         pixel = image.convert("RGB").getpixel((200, 20))
@@ -211,28 +232,16 @@ async def test_only_allowed_places_can_be_navigated_to(session: Session) -> None
     assert (seen.title, seen.error) == ("Second", None)
 
 
-async def test_pages_reach_no_other_origin(session: Session, tmp_path: Path, reached: list[object]) -> None:
-    (tmp_path / "secret.html").write_text("secret")
-    other = FolderServer(tmp_path)
-    script = f"""async () => {{
-        const tries = [fetch('http://{other.address}/secret.html', {{mode: 'no-cors'}}),
-                       fetch('http://other.localhost/secret.html', {{mode: 'no-cors'}})];
-        const socket = new WebSocket('ws://{other.address}/secret.html');
-        const closed = new Promise(done => {{ socket.onclose = () => done('closed'); }});
-        await Promise.allSettled(tries);
-        return await closed;
-    }}"""
-    await session.reset(page_task("first"))
-    assert await session.page.evaluate(script) == "closed"
-    await session.page.evaluate(f"() => {{ location.href = 'http://{other.address}/secret.html'; }}")
-    seen = await session.step(Action("wait", time=0))
-    assert seen.error == f"{other.address.split(':')[0]} leads to 127.0.0.1, which is a loopback address"
-    assert seen.title == "Not reachable"
-    assert session.network.refused == {"loopback": 3, "not_declared": 1}
-    assert (await session.step(Action("go_back"))).title == "First"
-    assert other._server is not None
-    assert other._server not in reached
-    other.close()
+async def test_the_pages_of_a_task_source_are_reached_in_its_own_episodes_only(session: Session) -> None:
+    for own, foreign in (("other", "site"), ("site", "other")):
+        await session.reset(replace(page_task("first"), source=own))
+        assert await session.page.title() == "First"
+        seen = await session.step(navigate(f"http://{foreign}.localhost/second.html"))
+        assert f"{foreign}.localhost:80 is not one of the allowed places" in str(seen.error)
+        await session.page.evaluate(
+            "url => fetch(url, {cache: 'no-store'}).catch(() => 0)", f"http://{foreign}.localhost/second.html"
+        )
+        assert session.network.refused.pop("not_declared") == 1  # the navigation was refused without a request
 
 
 async def test_the_page_decides_on_reward_and_end(session: Session) -> None:
@@ -246,30 +255,27 @@ async def test_the_page_decides_on_reward_and_end(session: Session) -> None:
 # Failures
 
 
-async def test_a_crashed_page_raises_an_error_that_names_it(session: Session) -> None:
-    await session.reset(page_task("first"))
-    cdp = await session.page.context.new_cdp_session(session.page)
+async def test_a_crashed_page_raises_an_error_that_names_it(lost: Session) -> None:
+    await lost.reset(page_task("first"))
+    cdp = await lost.page.context.new_cdp_session(lost.page)
     crash = asyncio.ensure_future(cdp.send("Page.crash"))
     with pytest.raises(PageCrashed, match="renderer process has crashed"):
-        await session.step(Action("wait", time=5))
+        await lost.step(Action("wait", time=5))
     crash.cancel()
     await asyncio.gather(crash, return_exceptions=True)
 
 
-async def test_an_operation_over_its_limit_raises_an_error_that_names_it(session: Session) -> None:
-    await session.reset(page_task("first"))
-    session._step_seconds = 2.0
+async def test_an_operation_over_its_limit_raises_an_error_that_names_it(lost: Session) -> None:
+    await lost.reset(page_task("first"))
+    lost._step_seconds = 2.0
     with pytest.raises(BrowserTimeout, match=r"wait took more than 2.0 s \(rollout.operation_timeout_seconds\)"):
-        await session.step(Action("wait", time=5))
+        await lost.step(Action("wait", time=5))
 
 
-async def test_a_page_that_does_not_open_or_is_refused_is_a_browser_error(pool: BrowserPool, tmp_path: Path) -> None:
-    gone = FolderSite(tmp_path)
-    assert gone.addresses  # the first look at them starts the server
-    gone.server.close()
-    async with pool_on(gone) as closed, closed.session() as session:
+async def test_a_page_that_does_not_open_or_is_refused_is_a_browser_error(pool: BrowserPool) -> None:
+    async with pool.session() as session:
         with pytest.raises(BrowserError, match=r"reset of site/first failed: .*; site\.localhost:80 cannot be reached"):
-            await session.reset(page_task("first"))
+            await session.reset(replace(page_task("first"), source="gone"))
     for url in ("http://127.0.0.1:8009/start?a=b#c", "https://127.0.0.1:8009/"):
         async with pool.session() as session:
             with pytest.raises(BrowserError, match=LOOPBACK):
@@ -279,13 +285,14 @@ async def test_a_page_that_does_not_open_or_is_refused_is_a_browser_error(pool: 
 # Waiting
 
 
-@pytest.mark.parametrize(("name", "throttling", "tries"), [("moving", 1, 1), ("timed", 6, 25)])
+@pytest.mark.parametrize(("name", "throttling", "tries"), [("moving", 1, 1), ("timed", 6, 10)])
 async def test_a_moving_page_is_shown_once_it_is_idle(session: Session, name: str, throttling: int, tries: int) -> None:
     await session.reset(page_task(name))
     cdp = await session.page.context.new_cdp_session(session.page)
     await cdp.send("Emulation.setCPUThrottlingRate", {"rate": throttling})
     for _ in range(tries):  # without waiting for timers, about one in ten is seen in motion
         assert (await session.step(click(*TOP_LEFT))).title == "at rest"
+    await cdp.send("Emulation.setCPUThrottlingRate", {"rate": 1})
 
 
 async def test_a_session_waits_for_the_requests_of_a_page(session: Session) -> None:
@@ -338,7 +345,9 @@ async def test_dialogs_are_answered_and_reported(session: Session) -> None:
     assert '"Name?"' in str(seen.error)
 
 
-async def test_windows_files_downloads_other_programs_and_permissions_are_refused(session: Session) -> None:
+async def test_windows_files_downloads_other_programs_and_permissions_are_refused(
+    session: Session, lost: Session
+) -> None:
     for name, message in (
         ("file", "the page asked for a file; none was given"),
         ("download", "the download of gift.html was refused"),
@@ -352,7 +361,7 @@ async def test_windows_files_downloads_other_programs_and_permissions_are_refuse
     await session.page.wait_for_function("document.title != 'Page'", timeout=5000)
     assert await session.page.title() == "refused 1"
     with pytest.raises(BrowserError, match="the page has closed itself, and no other tab is open"):
-        await click_on(session, "self")
+        await click_on(lost, "self")
 
 
 async def test_pages_cannot_forge_their_state_or_stop_the_clock(session: Session) -> None:

@@ -184,7 +184,7 @@ async def test_a_server_with_tls_has_the_assumed_needs_counts_refused_requests_a
             assert 0.7 * tasks < TASKS_OF_SERVER + TASKS_PER_SESSION * sessions < 1.1 * tasks
             assert 0.7 * files_open < FILES_OF_PROCESS + FILES_PER_SESSION * sessions < 1.3 * files_open
             assert (await used[0].lease_state()).refused_requests == {}
-            for number in range(6):  # pages that no cache holds
+            for number in range(4):  # pages that no cache holds
                 await used[0].step(Action("navigate", url=f"{seen.url}?{number}"))
             assert (await used[0].lease_state()).refused_requests["requests"] >= 1
             for _, writer in stalled:
