@@ -23,7 +23,7 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SLOW_SITES = TasksConfig(max_steps=40, latency=LatencyConfig(median_seconds=0.05))
-SOME = ("forum-reply", "forms-apply", "wiki-correct-fact")
+SOME = ("forum-reply", "forms-apply")
 
 
 @asynccontextmanager

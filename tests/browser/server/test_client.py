@@ -143,6 +143,30 @@ def server_at(address: str) -> psutil.Process:
     raise AssertionError(f"none of our servers listens at {address}")
 
 
+async def test_a_waiting_caller_gets_the_next_free_session(servers: LocalServers) -> None:
+    leased, release = asyncio.Event(), asyncio.Event()
+
+    async def hold(browsers: BrowserClient) -> None:
+        async with browsers.session():
+            leased.set()
+            await release.wait()
+
+    async with client(servers) as browsers, browsers.session(), browsers.session(), browsers.session():
+        holding = asyncio.ensure_future(hold(browsers))
+        await leased.wait()
+        waiting = asyncio.ensure_future(browsers.session().__aenter__())
+        async with BrowserClient(servers.poll_addresses, servers.token, wait_seconds=0.3) as impatient:
+            with pytest.raises(BrowserBusy, match=r"no browser within 0 s; waited for http://127\.0\.0\.1:\d+, http"):
+                async with impatient.session():
+                    raise AssertionError("there is no place")
+        assert not waiting.done()
+        release.set()
+        session = await waiting
+        assert isinstance(session, RemoteSession)
+        await session.close()
+        await holding
+
+
 async def test_a_session_resets_demonstrates_and_names_invalid_requests(servers: LocalServers) -> None:
     async with client(servers) as browsers, browsers.session() as session:
         with pytest.raises(ValueError, match="reset begins one"):
@@ -170,30 +194,6 @@ async def test_a_session_resets_demonstrates_and_names_invalid_requests(servers:
             await session.lease_state()
             seconds.append(time.monotonic() - begun)
         assert min(seconds) < 0.03  # 0.04 at least, if a response waited for acknowledgement of its headers
-
-
-async def test_a_waiting_caller_gets_the_next_free_session(servers: LocalServers) -> None:
-    leased, release = asyncio.Event(), asyncio.Event()
-
-    async def hold(browsers: BrowserClient) -> None:
-        async with browsers.session():
-            leased.set()
-            await release.wait()
-
-    async with client(servers) as browsers, browsers.session(), browsers.session(), browsers.session():
-        holding = asyncio.ensure_future(hold(browsers))
-        await leased.wait()
-        waiting = asyncio.ensure_future(browsers.session().__aenter__())
-        async with BrowserClient(servers.poll_addresses, servers.token, wait_seconds=0.3) as impatient:
-            with pytest.raises(BrowserBusy, match=r"no browser within 0 s; waited for http://127\.0\.0\.1:\d+, http"):
-                async with impatient.session():
-                    raise AssertionError("there is no place")
-        assert not waiting.done()
-        release.set()
-        session = await waiting
-        assert isinstance(session, RemoteSession)
-        await session.close()
-        await holding
 
 
 async def test_an_idle_lease_is_renewed(servers: LocalServers) -> None:
