@@ -432,12 +432,12 @@ async def test_the_result_of_a_site_is_replayed_with_its_responses(
 
 
 async def test_pages_at_work_look_the_same_at_any_time(recorder: BrowserPool, replayer: BrowserPool) -> None:
-    click, wait = Action("left_click", coordinate=(30, 310)), Action("wait", time=1)
-    recorded, _ = await record(recorder, page_task("restless"), [wait, click])
+    actions, wait = [Action("wait", time=0.3), Action("left_click", coordinate=(30, 310))], Action("wait", time=1)
+    recorded, _ = await record(recorder, page_task("restless"), actions)
     _, clock = await record(recorder, page_task("clock"), [wait])
     assert recorded[0].screenshot == recorded[1].screenshot != recorded[2].screenshot
     assert clock.startswith("0.6 20")
     assert " true 0 0." in clock
     assert clock.endswith("short=1")
-    assert (await play(replayer, page_task("restless"), [wait, click]))[0] == recorded
+    assert (await play(replayer, page_task("restless"), actions))[0] == recorded
     assert (await play(replayer, page_task("clock"), [wait]))[1] == clock

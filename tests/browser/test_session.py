@@ -267,8 +267,8 @@ async def test_a_crashed_page_raises_an_error_that_names_it(lost: Session) -> No
 
 async def test_an_operation_over_its_limit_raises_an_error_that_names_it(lost: Session) -> None:
     await lost.reset(page_task("first"))
-    lost._step_seconds = 2.0
-    with pytest.raises(BrowserTimeout, match=r"wait took more than 2.0 s \(rollout.operation_timeout_seconds\)"):
+    lost._step_seconds = 1.0
+    with pytest.raises(BrowserTimeout, match=r"wait took more than 1.0 s \(rollout.operation_timeout_seconds\)"):
         await lost.step(Action("wait", time=5))
 
 
@@ -318,15 +318,15 @@ async def test_a_session_waits_once_for_an_unanswered_request(
 
 
 async def test_a_page_that_never_finishes_loading_is_shown(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "LOAD_SECONDS", 1.0)
+    monkeypatch.setattr(settle, "LOAD_SECONDS", 0.5)
     async with unanswered(session):
         seen = await session.reset(replace(page_task("start"), url=f"{ORIGIN}/waiting.html"))
         assert (seen.title, seen.error) == ("Waiting", "the page is still loading")
-        assert 1 <= settling(seen) < settle.SETTLE_SECONDS
+        assert 0.5 <= settling(seen) < settle.SETTLE_SECONDS
 
 
 async def test_endless_redirects_end_at_the_limit(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "SETTLE_SECONDS", 1.0)
+    monkeypatch.setattr(settle, "SETTLE_SECONDS", 0.5)
     seen = await session.reset(page_task("ping"))
     assert seen.url.split("/")[-1] in ("ping.html", "pong.html")
     assert settling(seen) < 10

@@ -48,6 +48,7 @@ def running(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [process for process in found if is_alive(*process)]
 
 
+@pytest.mark.slow
 async def test_a_server_that_fails_more_often_than_it_may_be_restarted_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
