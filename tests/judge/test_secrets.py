@@ -72,13 +72,16 @@ def quoting_reply(key: str) -> web.Response:
     ids=["cut error", "escaped error", "cut error with status 200", "reply"],
 )
 async def test_a_key_that_an_endpoint_repeats_is_in_no_verdict_record_or_log(
-    respond: Any, caplog: pytest.LogCaptureFixture
+    respond: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.delenv(KEY_VARIABLE)
+    monkeypatch.setenv("WEBRL_TEST_ACCOUNT", KEY)  # a name that does not say that it is secret
+
     async def handle(request: web.Request) -> web.Response:
         return respond(request.headers["Authorization"].removeprefix("Bearer "))
 
     async with serving(handle) as url:
-        chosen = settings(url, verdict=JudgeModelConfig("oracle", url, KEY_VARIABLE))
+        chosen = settings(url, verdict=JudgeModelConfig("oracle", url, "WEBRL_TEST_ACCOUNT"))
         async with open_evaluator(chosen, LocalMeter(BudgetConfig())) as evaluator:
             judged = replace(episode(), verdict=await evaluator.evaluate(episode()))
     texts = [repr(judged.verdict), b"".join(encode_trajectory(judged)).decode(errors="replace"), caplog.text]

@@ -129,6 +129,7 @@ REWRITTEN = {
     "until the end": OK + b"\r\nhello",
     "HTTP/1.0": b"HTTP/1.0 200 OK\r\n\r\nhello",
     "no reason": b"HTTP/1.1 200\r\nContent-Length: 5\r\n\r\nhello",
+    "a header of the connection": OK + b"Connection: X\r\nX: y\r\nContent-Length: 5\r\n\r\nhello",
     "bytes after the end": OK + b"Content-Length: 5\r\n\r\nhelloHTTP/1.1 200 OK\r\n\r\nsmuggled",
 }
 NO_BODY = {
