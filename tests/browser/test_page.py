@@ -210,9 +210,10 @@ async def test_a_missing_element_is_reported_and_nothing_is_clicked(session: Ses
     after = await session.step(action)
     assert (after.error, set(named(after))) == ("element 1 is gone", {"imposter"})
     assert await session.page.evaluate("hits") == 0
-    action = click(after, "imposter")
-    await session.page.goto("http://site.localhost/changing.html?again")
-    assert (await session.step(action)).error == "element 1 is gone"
+    for origin in (FRAME_ORIGIN, ORIGIN):  # another site has another renderer, whose nodes have the same numbers
+        await session.page.goto(f"{origin}/changing.html")
+        assert (await session.step(action)).error == "element 1 is gone"
+        action = click(await session.step(Action("wait", time=0)), "target")
     assert (await session.step(Action("click", element_id=99))).error == "element 99 is not in the observation"
     assert await session.page.evaluate("hits") == 0
 
@@ -330,6 +331,9 @@ async def test_text_replaces_the_content_of_a_field_and_keys_are_pressed_with_th
         await gym.act("type", "field", text=f"new {gym.by_number}")
         assert await gym.session.page.locator("input").input_value() == f"new {gym.by_number}"
         assert (await gym.log())[-2:] == ["Enter", "change field"]
+    await gym.act("type", "field", text="")
+    assert await gym.session.page.locator("input").input_value() == ""
+    await gym.act("type", "field", text="more")
     await gym.click("field")
     await gym.log()
     await gym.act("key", text="Control+a")
