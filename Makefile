@@ -25,7 +25,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help install install-gpu system slurm quickstart warm-start test test-all test-times soak lint format docs docs-site docs-serve locks check clean
+.PHONY: help install install-gpu system slurm quickstart warm-start test first-tier test-all test-times soak lint format docs docs-site docs-serve locks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -71,11 +71,17 @@ ifeq ($(OTHER),)
 endif
 	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
 
-test: install slurm lint ## lint, types, the tests of each part; what fails runs twice more and is listed
-	PYTHON=$(BIN)/python tools/run_tests.sh "not slow and not soak" --reruns 2 $(ARGS)
+# Two processes, which take 12 GiB at most. Hundreds of others import the project: without its cache each compiles it.
+TESTS = env -u MAKEFLAGS -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder
 
-test-all: install slurm ## the other tests: layout matrix, every failure of a job
-	PYTHON=$(BIN)/python tools/run_tests.sh "slow and not soak" --reruns 2 $(ARGS)
+test: install slurm ## lint, types, the tests that prove the system
+	@$(MAKE) --no-print-directory -j2 lint first-tier
+
+first-tier:
+	$(TESTS) -m "not slow and not soak" --junitxml=build/tests/first.xml $(ARGS)
+
+test-all: install slurm ## the other tests: layout matrix, every failure of a job; what fails runs once more and is listed
+	$(TESTS) -m "slow and not soak" --junitxml=build/tests/second.xml --reruns 1 $(ARGS)
 
 test-times: ## the slowest tests and files of the last runs of tests, and what they waited for
 	@$(BIN)/python -m tools.test_times

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -49,9 +50,12 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that parallel processes end at about the same time."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Files with the longest limits of time come first, so that parallel processes end at about the same time."""
+    limits: dict[Path, float] = defaultdict(float)
+    for item in items:
+        if (limit := item.get_closest_marker("timeout")) and not item.get_closest_marker("soak"):
+            limits[item.path] = max(limits[item.path], *limit.args)
+    items.sort(key=lambda item: -limits[item.path])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

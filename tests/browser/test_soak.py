@@ -133,13 +133,11 @@ def checked(folder: Path, episodes: int, parts: int, seconds: float) -> dict[str
     return report
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_some_episodes_while_browsers_are_killed(tmp_path: Path) -> None:
     checked(tmp_path, 60, 1, 400)
 
 
-@pytest.mark.alone
 @pytest.mark.soak
 def test_two_thousand_episodes_while_browsers_are_killed(tmp_path: Path) -> None:
     report = checked(tmp_path, 2000, 10, 2800)
