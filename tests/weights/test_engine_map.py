@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megatron_webrl.weights.engine_map import EngineSizes, check_engine_sizes, engine_parameter_shapes, stage_layers
+from megatron_webrl.model.architectures import parameter_mappings
+from megatron_webrl.weights.engine_map import (
+    EngineMap,
+    EngineSizes,
+    check_engine_sizes,
+    engine_parameter_shapes,
+    stage_layers,
+)
 from tests.model import tiny
 from tests.model.qwen3_5 import small
 from tests.weights.test_vllm_target import run
@@ -114,6 +121,14 @@ def test_a_stage_without_full_attention_is_refused() -> None:
     check_engine_sizes(hf_config, EngineSizes(tensor=2))
     with pytest.raises(ValueError, match=r"engine pipeline=2 .*stage 1 .*linear attention"):
         check_engine_sizes(hf_config, EngineSizes(pipeline=2))
+
+
+def test_each_expert_is_on_one_rank_also_where_ranks_have_different_numbers() -> None:
+    hf_config = tiny.configuration(tiny.Shape(experts=6))
+    engine = EngineMap(hf_config, EngineSizes(tensor=4, expert_parallel=True))
+    experts = [mapping for mapping in parameter_mappings(hf_config) if mapping.expert is not None]
+    found = [{each.expert for each in experts if engine.shards_of(each, rank)} for rank in range(4)]
+    assert found == [{0, 1}, {2, 3}, {4}, {5}]
 
 
 if __name__ == "__main__":
