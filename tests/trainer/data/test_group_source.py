@@ -252,6 +252,15 @@ def test_records_written_again_by_a_restarted_worker_are_duplicates(ring: Ring, 
     assert source.dropped_tickets == 0
 
 
+def test_a_group_that_was_closed_before_a_restart_is_trained_once(ring: Ring):
+    resumed = ResumePoint(restart_epoch=1, version=2, reissued_tickets=(1,), next_ticket=3)
+    source = GroupSource(ring, Config(), resumed, accounting=Accounting())
+    for ticket in (0, 1, 2, 3):
+        put(ring, ticket, [1.0, 0.0], version=2, restart_epoch=1)
+    assert [group.ticket for group, _ in source.wait_for_groups(2, 2, 5.0, go) or ()] == [1, 3]
+    assert source.accounting.dropped == {"duplicate": 4}
+
+
 def test_each_counted_episode_is_logged_and_each_complete_group_reported(ring: Ring, tmp_path: Path):
     log = EpisodeLog(tmp_path, 0)
     seen: list[tuple[int, int]] = []  # complete groups, before their drop
