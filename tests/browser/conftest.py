@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Page
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.egress import egress_policy
+from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.tasks.server import FolderServer, _HttpServer
 from megatron_webrl.types import Task
@@ -32,6 +35,22 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[_HttpServer]:
 
     monkeypatch.setattr(_HttpServer, "get_request", get_request)
     return found
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of temporary files of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("scratch")
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(pool: BrowserPool) -> AsyncIterator[Session]:
+    """A session on the pool of a module, for its tests that leave it intact."""
+    async with pool.session() as session:
+        yield session
 
 
 class FolderSite:

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -93,15 +92,6 @@ def counting() -> Iterator[CountingSite]:
     site = CountingSite()
     yield site
     site.server.close()
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of temporary files."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("scratch")
-        patch.setattr(tempfile, "tempdir", str(folder))
-        yield folder
 
 
 @pytest.fixture(scope="module")

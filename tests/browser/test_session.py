@@ -97,12 +97,6 @@ async def pool(site: Site) -> AsyncIterator[BrowserPool]:
     sites["other"].server.close()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(pool: BrowserPool) -> AsyncIterator[Session]:
-    async with pool.session() as session:
-        yield session
-
-
 @pytest_asyncio.fixture(loop_scope="module")
 async def session(shared: Session) -> AsyncIterator[Session]:
     """One session for all tests that leave it intact, because opening one takes as long as most tests."""

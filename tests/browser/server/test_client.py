@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -109,19 +109,10 @@ asyncio.run(main())
 # Sessions of two servers
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of temporary files and, below it, of logs."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("servers")
-        patch.setattr(tempfile, "tempdir", str(folder))
-        yield folder
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def servers(folder: Path) -> AsyncIterator[LocalServers]:
+async def servers(scratch: Path) -> AsyncIterator[LocalServers]:
     """Two servers with two sessions each. The last test closes them."""
-    async with local_servers(config_for(processes=2), 4, folder / "logs", "mine") as servers:
+    async with local_servers(config_for(processes=2), 4, scratch / "logs", "mine") as servers:
         yield servers
 
 
@@ -256,14 +247,14 @@ async def test_a_wrong_token_and_another_session_spec_are_refused(servers: Local
 
 
 async def test_closing_leaves_no_process_no_file_and_nothing_in_shared_memory(
-    servers: LocalServers, folder: Path
+    servers: LocalServers, scratch: Path
 ) -> None:
     found = [process for server in server_processes() for process in below(server)]
     assert len(found) > 6  # servers, drivers, Chromium
     await asyncio.to_thread(servers.close)
     assert not running(found)
-    assert [path.name for path in folder.iterdir()] == ["logs"]
-    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["mine-0.log", "mine-1.log"]
+    assert [path.name for path in scratch.iterdir()] == ["logs"]
+    assert sorted(path.name for path in (scratch / "logs").iterdir()) == ["mine-0.log", "mine-1.log"]
     assert not [name for name in os.listdir("/dev/shm") if "chrom" in name.lower()]
 
 
