@@ -77,6 +77,9 @@ async def test_viewers_share_an_answer_and_a_run_without_a_job_says_so(run: Conf
         assert len(asked) == 1
         refused = await client.get("/api/rollouts?after=x")
         assert (refused.status_code, refused.json()["error"]) == (400, "after=x is not a number")
+    (run.run_folder / "summary.json").write_text("{}")
+    async with client_of(run) as client:
+        assert (await client.get("/api/rollouts")).json()["error"] == "the run has ended"
 
 
 async def test_a_rollout_shows_its_episode_so_far_and_no_file_but_its_own(run: Config):
