@@ -116,15 +116,9 @@ class UpdateBound:
     version: int
     seconds: float
     trainer: dict[str, float]  # of the trainer's first rank: PARTS and OTHER; their sum is `seconds`
-    waiting: dict[str, float]  # of WAIT, by what the last episode of the last group did meanwhile
-    training: dict[str, float]  # of TRAIN
+    waiting: dict[str, float]  # of WAIT, by what the last episode of the last group did meanwhile; the sum is WAIT's
+    training: dict[str, float]  # of TRAIN; the sum is TRAIN's
     engines: dict[str, float]  # mean over engines: with a request, paused for weights, with room and no ticket
-
-    @property
-    def path(self) -> dict[str, float]:
-        """The critical path, a chain without a gap of things that each waited for the one before: all of `seconds`."""
-        rest = {name: seconds for name, seconds in self.trainer.items() if name not in (WAIT, TRAIN)}
-        return {f"wait: {name}": each for name, each in self.waiting.items()} | self.training | rest
 
     def rows(self) -> list[tuple[str, float, float, int]]:
         """The table: label, seconds, share of the update, depth: 1 for a part of the row before it of depth 0."""

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_webrl.cli import main
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.monitor.timeline import read_timeline, read_update
+from megatron_webrl.monitor.timeline import TRAIN, read_timeline, read_update
 from megatron_webrl.monitor.trace import trace_events, write_trace
 from megatron_webrl.track.timeline import FOLDER
-from tests.monitor.finished_jobs import read_trace, trace_problems
+from tests.monitor.finished_jobs import read_trace, sums, trace_problems
 from tests.monitor.made_timelines import UNIX, episode, write_process, write_run
 
 
@@ -72,14 +72,13 @@ def test_the_parts_of_an_update_and_what_its_wait_was_for_are_all_of_it(tmp_path
     assert rounded(bound.waiting) == {  # what the last episode of the last group did
         "no ticket": 2.0, "no free browser": 1.0, "browser": 3.0, "engine": 7.0, "judge": 1.5, "ring": 0.5,
     }  # fmt: skip
-    assert sum(bound.path.values()) == pytest.approx(bound.seconds)
+    assert sums(bound) == pytest.approx((25.0, 15.0, 8.0))
     # Generation from 14 to 16, 15 to 18 and 19 to 23; the pause from 34 to 35; no ticket from 10 to 12.
     assert rounded(bound.engines) == {"generate": 8.0, "paused for weights": 1.0, "no ticket": 2.0}
     path = folder / FOLDER / "trainer-0.0.jsonl"
     path.write_text(path.read_text().replace("25000000", "10100000"))  # the wait ends at once, the training begins
     bound, _, _ = read_update(folder)
-    assert bound.trainer["wait for groups"] == pytest.approx(0.1)
-    assert sum(bound.path.values()) == pytest.approx(25.0)
+    assert sums(bound) == pytest.approx((25.0, 0.1, bound.trainer[TRAIN]))
 
 
 def test_the_command_prints_the_table_and_writes_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
