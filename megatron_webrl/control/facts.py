@@ -71,7 +71,7 @@ class FactFeed:
         session, keys = str(body.get("session")), body.get("keys", ())
         if body.get("new") and session in self._sessions:
             self._sessions[session].set()
-        if not keys or not (seconds := wait_seconds(body)) or self._news(body):
+        if not (seconds := wait_seconds(body)) or self._news(body):
             return
         event = self._sessions[session] = asyncio.Event()
         for key in keys:

@@ -41,6 +41,15 @@ async def test_an_answer_has_the_changes_since_the_last_one_and_the_values_of_ne
     assert facts() == (101, {"c": [100, None]})
 
 
+async def test_a_request_waits_although_its_sender_follows_nothing_yet() -> None:
+    feed = FactFeed()
+    waiting = asyncio.create_task(feed.wait({"session": "s", "wait": 5.0}))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await feed.wait({"session": "s", "keys": ["a"], "new": ["a"]})
+    await asyncio.wait_for(waiting, 1.0)
+
+
 async def test_the_end_of_a_server_keeps_no_request_waiting() -> None:
     feed, body = FactFeed(), {"session": "s", "keys": ["a"], "revision": 0, "wait": 5.0}
     waiting = asyncio.create_task(feed.wait(body))
