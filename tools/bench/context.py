@@ -239,13 +239,13 @@ def _total(found: Sequence[ContextResult], name: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = make_bench_parser(__doc__, "six episodes")
+    parser = make_bench_parser(__doc__, "three episodes")
     parser.add_argument("--episodes", type=int, default=30, help="one of each environment in turn (default: 30)")
     options = parser.parse_args(arguments)
     print(f"{os.cpu_count()} CPUs, {machine.machine()}, load {os.getloadavg()[0]:.1f}\n")
     with tempfile.TemporaryDirectory(prefix="webrl-bench-") as temporary:
         config = configuration(Path(temporary))
-        found = asyncio.run(measure(config, 6 if options.quick else options.episodes))
+        found = asyncio.run(measure(config, 3 if options.quick else options.episodes))
     show(found)
     if options.json:
         figures = {

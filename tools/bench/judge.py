@@ -31,7 +31,7 @@ from tools.judge_endpoint.process import endpoint_process, stats_of
 ORACLE = "tools.bench.judge_episodes:NumberOracle"
 FAULTS, SCREENSHOTS = "0.3", 4
 FULL_EPISODES = {"schema": 1000, "line": 300}  # by the form of replies
-QUICK_EPISODES = {"schema": 48, "line": 48}
+QUICK_EPISODES = {"schema": 24, "line": 24}
 AT_ONCE = 64
 TIMEOUT_SECONDS = 10.0  # of a request; on a busy machine a shorter one also ends requests that do not hang
 

@@ -168,7 +168,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = make_bench_parser(__doc__, "a small vocabulary, two rounds")
+    parser = make_bench_parser(__doc__, "a small vocabulary, one choice of types, two rounds")
     parser.add_argument("--width", type=int, default=2048, help="hidden size: 2048 as in the 2B, 4096 as in the 8B")
     parser.add_argument("--layers", type=int, default=2, help="of the text model (default: 2)")
     parser.add_argument("--vocabulary", type=int, default=8192, help="entries (default: 8192)")
@@ -178,7 +178,7 @@ def main() -> None:
         options.layers, options.vocabulary, options.rounds = 2, 2048, 2
     print(f"median of {options.rounds}; {os.cpu_count()} CPUs, {platform.machine()}, gloo on one machine\n")
     results = []
-    for types in DTYPES:
+    for types in DTYPES[:1] if options.quick else DTYPES:
         results.append(measure(options.width, options.layers, options.vocabulary, types, options.rounds))
         show(results[-1])
     if options.json:
