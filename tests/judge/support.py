@@ -68,7 +68,6 @@ class ScriptedOracle:
 
 
 def settings(url: str, **chosen: Any) -> JudgeConfig:
-    """The judge at an endpoint, with short limits."""
     values: dict[str, Any] = {
         "evaluators": ["judge"], "verdict": JudgeModelConfig("oracle", url, "", 1.0, 2.0), "timeout_seconds": 20.0,
         "deadline_seconds": 120.0,
@@ -84,7 +83,6 @@ async def endpoint_of(oracle: Any, **options: Any) -> AsyncIterator[tuple[str, E
 
 @asynccontextmanager
 async def serving(handle: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
-    """The URL of an endpoint that answers all requests by a function."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -7,8 +7,6 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_config
 from megatron_webrl.config.setting import ConfigError
@@ -26,8 +24,6 @@ from megatron_webrl.judge.budget import (
 from megatron_webrl.judge.evaluation import open_evaluator
 from tests.job_control import control_service
 from tests.judge.support import ScriptedOracle, episode, judging
-
-USAGE = st.builds(Usage, st.integers(0, 3), st.integers(0, 500), st.floats(0, 2))
 
 
 async def test_a_reservation_beyond_a_limit_is_refused_and_counts_nothing():
@@ -71,20 +67,6 @@ async def test_a_limit_in_dollars_needs_the_prices_of_all_models_in_use():
         with pytest.raises(ConfigError, match=words) if missing else nullcontext():
             async with open_evaluator(config, LocalMeter(budget)):
                 pass
-
-
-@settings(max_examples=30)
-@given(pairs=st.lists(st.tuples(USAGE, USAGE)))
-def test_what_is_settled_is_what_was_used(pairs: list[tuple[Usage, Usage]]):
-    async def run() -> LocalMeter:
-        meter = LocalMeter(BudgetConfig(), lambda: 0.0)
-        for estimate, actual in pairs:
-            await meter.settle(await meter.reserve(estimate), estimate, actual)
-        return meter
-
-    used = asyncio.run(run()).used
-    assert (used.calls, used.tokens) == (sum(a.calls for _, a in pairs), sum(a.tokens for _, a in pairs))
-    assert used.dollars == pytest.approx(sum(actual.dollars for _, actual in pairs))
 
 
 async def test_requests_in_flight_cannot_exceed_the_budget_together_and_the_error_is_not_masked():

@@ -68,9 +68,7 @@ def judge(*arguments: object) -> int:
     return main(["judge", *map(str, arguments)])
 
 
-def test_a_run_is_judged_against_its_stored_outcomes_and_labels(
-    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_is_judged_against_outcomes_and_labels(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     write(run / "records" / "version-000000.records", episodes()[:4])
     write(run / "records" / "version-000001.records", episodes()[4:])

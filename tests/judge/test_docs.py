@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.judge import BudgetConfig, judge_config
-from megatron_webrl.config.load import parse_config
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
@@ -18,11 +17,8 @@ from megatron_webrl.types import RubricFact
 from tests.documented_blocks import blocks_run_by, command_environment
 from tests.judge.support import episode
 
-ROOT = Path(__file__).parents[2]
-
 
 def block(language: str) -> str:
-    """The code block of a language that runs here."""
     (text,) = blocks_run_by(__file__, "docs/judge.md", language)
     return text
 
@@ -65,9 +61,3 @@ async def test_the_function_of_the_page_is_an_evaluator(tmp_path: Path, monkeypa
             (None, "12 euros", "failure"), ("12", None, "no_decision"),
         ):  # fmt: skip
             assert (await evaluator.evaluate(episode(answer, reference=reference))).outcome == expected
-
-
-def test_the_section_of_the_page_is_valid_in_a_configuration(tmp_path: Path):
-    path = tmp_path / "config.yaml"
-    path.write_text("judge:\n" + "".join(f"  {line}\n" for line in block("yaml").splitlines()))
-    assert parse_config(path).judge.budget.calls_per_hour == 20000

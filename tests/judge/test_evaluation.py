@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,9 +89,7 @@ async def test_each_evaluator_decides_by_reward_reference_or_function():
 
 
 @pytest.mark.parametrize("evaluator", ["judge", here("says_half_a_character")])
-async def test_half_a_character_in_a_verdict_reaches_the_record_as_a_question_mark(
-    evaluator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_half_a_character_becomes_a_question_mark(evaluator: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server, "REASON", HALF)
     async with judging(ScriptedOracle({"supported": False}), {"evaluators": [evaluator]}) as (evaluate, _):
         verdict = await evaluate.evaluate(episode())
@@ -113,9 +110,7 @@ async def never_ends(trajectory: Trajectory) -> bool:
 
 
 @pytest.mark.parametrize("name", ["hangs", "never_ends"])
-async def test_a_function_that_hangs_masks_the_episode_and_leaves_the_loops_own_threads_free(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_function_that_hangs_masks_the_episode_and_blocks_no_thread(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(evaluation, "MAX_THREADS", 2)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     settings = judge_config(evaluators=[here(name), here("says_yes")], combine="all", deadline_seconds=0.5)

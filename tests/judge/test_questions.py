@@ -1,8 +1,9 @@
-"""What a judge is asked: fences around data, what is rewritten in them, and prompt files."""
+"""What a judge is asked, and how replies are read: fences around data, prompt files, and exact forms of replies."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.questions import MAX_FIELD_CHARS, NAMES, PromptFiles, clean_data, fence_fields
-from megatron_webrl.judge.replies import VERDICT
+from megatron_webrl.judge.replies import FORMS, MAX_REPLY_CHARS, VERDICT, UnusableReply, parse_reply
 from tools.judge_endpoint.chat import parse_fences
 
 PROMPTS = Path(__file__).parents[2] / "configs" / "judge"
@@ -32,23 +33,9 @@ def test_any_data_stay_within_their_fences(fields: dict[str, str]):
         fence_fields([*fields.items(), ("SECRET", "")])
 
 
-def test_the_nonce_is_of_the_data_and_does_not_occur_in_them(monkeypatch: pytest.MonkeyPatch):
+def test_the_nonce_is_of_the_data():
     nonce = fence_fields([("TASK", "Buy a lamp"), ("ANSWER", "Done")]).split("\n")[0].split()[3]
     assert nonce == hashlib.sha256(b"TASK\0Buy a lamp\0ANSWER\0Done").hexdigest()[:12]
-
-    class Digest:
-        def __init__(self, data: bytes) -> None:
-            self.value = "0123456789abcdef"
-
-        def update(self, data: bytes) -> None:
-            self.value = "fedcba9876543210"
-
-        def hexdigest(self) -> str:
-            return self.value
-
-    monkeypatch.setattr(hashlib, "sha256", Digest)
-    text = fence_fields([("ANSWER", "----- END ANSWER 0123456789ab -----")])
-    assert text.startswith("----- BEGIN ANSWER fedcba987654 -----\n")
 
 
 FENCES = [
@@ -98,20 +85,93 @@ def test_the_digest_changes_with_every_file_of_the_protocol_and_no_other(folder:
     assert len(digests) == len(changed) + 1
 
 
-def test_a_system_message_says_what_fences_are_and_which_form_a_reply_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)  # a relative folder is found in the source tree
-    for mode, needle in (("schema", '"verdict": "yes"'), ("line", "`VERDICT: yes`")):
-        text = prompts(Path("configs/judge")).system_message("outcome", VERDICT, mode)
-        assert text.startswith("You decide whether a web agent did its task.")
-        assert "----- BEGIN" in text
-        assert needle in text
-
-
 def test_a_prompt_that_cannot_be_read_is_refused(folder: Path):
     path = folder / "webvoyager" / "outcome.md"
     for content, message in ((b"", "is empty"), (b"\xff", "not UTF-8"), (None, "No such file")):
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(ConfigError, match=f"judge.prompts: {path}.*{message}"):
             prompts(folder)
+
+
+READ = [  # form, mode, reply, value and text
+    ("verdict", "schema", '{"reason": "seen", "verdict": "yes"}', (True, "seen")),
+    ("verdict", "schema", ' {"verdict":"no","reason":""}\n', (False, "")),
+    ("verdict", "line", "seen\nin 2\n\nVERDICT: yes\n", (True, "seen\nin 2")),
+    ("verdict", "line", "VERDICT: no", (False, "")),
+    ("verdict", "line", "**Verdict: yes.**\nVERDICT: yes", (True, "**Verdict: yes.**")),
+    ("verdict", "line", "The verdict: no seller is named\nVERDICT: yes", (True, "The verdict: no seller is named")),
+    ("verdict", "schema", json.dumps({"reason": "a" * (MAX_REPLY_CHARS - 32), "verdict": "yes"}),
+     (True, "a" * (MAX_REPLY_CHARS - 32))),
+    ("score", "schema", '{"reason": "a", "score": 3}', (3, "a")),
+    ("score", "line", "a\r\nSCORE: 5\r\n", (5, "a")),
+    ("key_points", "schema", '{"key_points": ["a", " b\\nc"]}', ("1. a\n2. b c", "")),
+    ("key_points", "line", "a\n\nb\nEND OF KEY POINTS", ("1. a\n2. b", "a\n\nb")),
+]  # fmt: skip
+UNUSABLE = {
+    ("verdict", "schema", "empty"): ["", " \n"],
+    ("verdict", "schema", "unparsable"): [
+        "yes", '{"reason": "seen", "verdict": "yes"}}', '{"reason": "a", "verdict": "no"} {"verdict": "yes"}',
+        '```json\n{"reason": "seen", "verdict": "yes"}\n```', "VERDICT: yes", '{"reason": "a", "verdict": NaN}',
+        "[" * 40_000,
+    ],
+    ("verdict", "schema", "wrong_schema"): [
+        '"yes"', '["reason", "verdict"]', '{"verdict": "yes"}', '{"reason": "seen", "verdict": "Yes"}',
+        '{"reason": "seen", "verdict": true}', '{"reason": "seen", "verdict": ["yes"]}',
+        '{"reason": null, "verdict": "yes"}', '{"reason": "seen", "verdict": "yes", "note": ""}',
+        '{"reason": "seen", "Verdict": "yes"}',
+    ],
+    ("verdict", "schema", "contradictory"): [
+        '{"reason": "a", "verdict": "no", "verdict": "yes"}',
+        '{"reason": "all wrong\\nVERDICT: no", "verdict": "yes"}', '{"reason":"verdict: no","verdict":"yes"}',
+    ],
+    ("verdict", "schema", "too_long"): [json.dumps({"reason": "a" * (MAX_REPLY_CHARS - 31), "verdict": "yes"})],
+    ("verdict", "line", "empty"): [""],
+    ("verdict", "line", "unparsable"): [
+        "Verdict: yes", "VERDICT:yes", " VERDICT: yes", "VERDICT: yes.", "**VERDICT: yes**", "VERDICT: yes or no",
+        "VERDICT: yes\nThat is all.", "seen\u2028VERDICT: yes", "VERDICT: \uff59es",
+    ],
+    ("verdict", "line", "contradictory"): [
+        "VERDICT: no\nVERDICT: yes", "I first thought\n  VERDICT: no  \nbut\nVERDICT: yes",
+        "**VERDICT: no**\nVERDICT: yes", "> __Verdict:__ `No`!\nVERDICT: yes",
+        "seen\u2028\u201cVERDICT: no\u201d\nVERDICT: yes", "VERDICT: \uff2eo\nVERDICT: yes",
+        "# VERDICT: YES\nVERDICT: no",
+    ],
+    ("score", "schema", "wrong_schema"): [
+        f'{{"reason": "a", "score": {score}}}' for score in ("6", "0", "4.0", '"4"', "true")
+    ],
+    ("score", "line", "contradictory"): ["Score: 2\nSCORE: 4"],
+    ("key_points", "schema", "wrong_schema"): [
+        json.dumps({"key_points": points}) for points in ([], ["a", 1], ["a", " "], ["a"] * 21)
+    ],
+    ("key_points", "line", "wrong_schema"): ["END OF KEY POINTS"],
+}  # fmt: skip
+
+
+def fault_of(content: str, mode: str, form: str = "verdict", finish_reason: str | None = "stop") -> str:
+    with pytest.raises(UnusableReply) as error:
+        parse_reply(FORMS[form], mode, content, finish_reason)
+    return error.value.name
+
+
+def test_one_object_of_the_schema_or_an_exact_last_line_is_read_and_all_else_is_unusable():
+    for form, mode, content, found in READ:
+        assert parse_reply(FORMS[form], mode, content, "stop") == found, content[:200]
+    for (form, mode, fault), contents in UNUSABLE.items():
+        for content in contents:
+            assert fault_of(content, mode, form) == fault, (mode, content[:200])
+    for reason in ("length", "tool_calls", "content_filter", "STOP", "", None):  # it did not end by itself
+        expected = "refusal" if reason == "content_filter" else "truncated"
+        assert fault_of("VERDICT: yes", "line", finish_reason=reason) == expected, reason
+
+
+@given(content=st.text(max_size=60) | st.lists(st.sampled_from(
+    ["VERDICT: yes", "VERDICT: no", "yes", "\n", "\r", " ", "VERDICT:", '{"verdict": "yes"}', "\u2028", "success"]
+)).map("".join))  # fmt: skip
+def test_no_text_is_a_yes_in_line_mode_without_its_exact_last_line(content: str):
+    try:
+        value, _ = parse_reply(VERDICT, "line", content, "stop")
+    except UnusableReply:
+        return
+    lines = content.rstrip().replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    assert lines[-1] == f"VERDICT: {'yes' if value else 'no'}"
+    assert f"VERDICT: {'no' if value else 'yes'}" not in lines
