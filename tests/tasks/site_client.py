@@ -111,7 +111,6 @@ class Client:
         return self.visit.next_move(self.goal.scripted_policy, view)
 
     def solve(self) -> str | None:
-        """Run the scripted policy to the end of the episode; returns its answer, if any."""
         for _ in range(MAX_MOVES):
             if isinstance(self.visit, SiteEpisode) and self.visit.result() != (None, False):
                 return None

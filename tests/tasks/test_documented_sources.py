@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -15,21 +14,14 @@ import pytest
 from megatron_webrl import cli
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.tasks.files.rows import FORMATS
 from megatron_webrl.tasks.registry import make_source
-from tests.documented_blocks import blocks_of, blocks_run_by, command_environment
+from tests.documented_blocks import blocks_run_by, command_environment
 
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/tasks.md"
 
 
-def section(heading: str) -> str:
-    (text,) = [part for part in re.split(r"\n##+ ", (ROOT / PAGE).read_text()) if part.startswith(f"{heading}\n")]
-    return text
-
-
 def blocks(heading: str, language: str) -> list[str]:
-    """The code blocks of a section that run here."""
     return blocks_run_by(__file__, PAGE, language, heading)
 
 
@@ -38,14 +30,8 @@ def run_block(block: str) -> str:
     commands = block.replace("PYTHONPATH=.", f"PYTHONPATH=.{os.pathsep}{ROOT}")
     if os.getuid() == 0:
         commands = commands.replace("browser.open_web=true", "browser.open_web=true browser.user=nobody")
-    done = subprocess.run(
-        ["bash", "-euc", commands],
-        env=command_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = ["bash", "-euc", commands]
+    done = subprocess.run(command, env=command_environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -62,17 +48,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def write_files_of_the_example(folder: Path) -> None:
-    """Run the documented program, and write towns.yaml."""
+def test_the_example_of_task_files_is_checked_and_can_be_trained_on(folder: Path) -> None:
     (code,) = blocks("Task files", "python")
     exec(compile(code, PAGE, "exec"), {"__name__": "documented"})  # the page is ours
     (configuration,) = blocks("Task files", "yaml")
     user = ", user: nobody" if os.getuid() == 0 else ""
     (folder / "towns.yaml").write_text(configuration.replace("open_web: true", f"open_web: true{user}"))
-
-
-def test_the_example_of_task_files_is_checked_and_can_be_trained_on(folder: Path) -> None:
-    write_files_of_the_example(folder)
     (commands,) = blocks("Task files", "bash")
     lines = run_block(commands).splitlines()
     assert "train.jsonl: 6 tasks on 3 websites, 6 facts, 0 with a reference answer" in lines
@@ -81,28 +62,6 @@ def test_the_example_of_task_files_is_checked_and_can_be_trained_on(folder: Path
     assert len({source.training_task(0, ticket).website for ticket in range(6)}) == 3
     assert [source.held_out_task(index).max_steps for index in range(source.evaluation_tasks(0))] == [30, 30]
     source.close()
-
-
-def test_the_documented_refusal_is_the_one_that_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_files_of_the_example(folder)
-    lines = (folder / "train.jsonl").read_text().splitlines()
-    lines[2] = lines[2].replace('"website": "brigton.example"', '"website": "Brigton"')
-    lines[5] = lines[5].replace('"The answer names the town\'s area"', '"The area", 2')
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-    assert cli.main(["train", "towns.yaml", "--check"]) == 2
-    (documented,) = [block.text for block in blocks_of(PAGE) if block.text.startswith("webrl: ")]
-    assert capsys.readouterr().err == documented
-
-
-def test_the_table_of_formats_is_that_of_the_code() -> None:
-    rows = {
-        cells[0].split("`")[1]: [re.findall(r"`(\w+)`", cell) for cell in cells[1:]]
-        for line in section("Task files").splitlines()
-        if line.startswith("| `") and len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 4
-    }
-    for column, name in enumerate(("webgym", "online_mind2web", "webvoyager")):
-        documented = {field: tuple(cells[column]) for field, cells in rows.items() if cells[column]}
-        assert documented == FORMATS[name].names
 
 
 def test_the_example_of_an_own_source_makes_tasks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

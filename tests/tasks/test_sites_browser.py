@@ -37,7 +37,6 @@ async def pool_on(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sites() -> AsyncIterator[tuple[SiteTaskSource, BrowserPool]]:
-    """Slow sites in a small viewport."""
     async with pool_on([*SOME, "shop-buy-item"], SLOW_SITES, 640, 480) as found:
         yield found
 
@@ -86,20 +85,3 @@ async def test_scripted_policies_solve_tasks_of_slow_sites_in_a_small_viewport_u
         await session.page.evaluate("document.body.replaceChildren()")
         with pytest.raises(ScriptedPolicyError, match="sites/forum-reply/1: "):
             await source.demonstrate(session.page, task)
-
-
-async def test_concurrent_episodes_show_the_same_page_and_have_separate_carts(
-    sites: tuple[SiteTaskSource, BrowserPool],
-) -> None:
-    source, pool = sites
-    task = source.make_task("shop-buy-item", 5)
-    async with pool.session() as one, pool.session() as other:
-        seen = await one.reset(task)
-        assert seen == await other.reset(task)
-        assert (seen.url, seen.instruction) == ("http://shop.localhost/", task.instruction)
-        while not seen.done:
-            seen = await one.step(await source.demonstrate(one.page, task))
-        assert seen.reward == 1.0
-        cart = await other.step(Action("navigate", url="http://shop.localhost/cart"))
-        assert (cart.reward, cart.done) == (None, False)
-        assert "Your cart is empty" in await other.page.content()

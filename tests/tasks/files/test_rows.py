@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
@@ -146,26 +144,6 @@ def test_a_field_that_does_not_fit_is_named_with_its_value() -> None:
     del missing["task_name"]
     with pytest.raises(RowError, match="field task_name: expected text, found nothing"):
         parse_task(missing, WEBGYM)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["id", "description", "facts", "x"]), inner),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=60)
-@given(st.sampled_from(WEBGYM.columns), json_values)
-def test_any_value_of_a_field_gives_a_task_or_names_the_field(name: str, value: Any) -> None:
-    try:
-        found = parse_task(webgym_row(0, **{name: value}), WEBGYM)
-    except RowError as error:
-        message = str(error)
-    else:
-        assert all((found.id, found.instruction, found.website, found.facts))
-        message = f"field {name} fits {found}"
-    assert message.encode().startswith(f"field {name}".encode())
 
 
 def test_benchmarks_of_the_shipped_formats_are_read() -> None:

@@ -1,15 +1,16 @@
-"""Tasks of training and test files: draws, order, step limits, websites apart."""
+"""Tasks of training and test files: draws, order, step limits, websites apart, and `webrl tasks check`."""
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_webrl import cli
 from megatron_webrl.browser.server.protocol import ResetRequest
 from megatron_webrl.browser.server.task_catalog import TaskCatalog
 from megatron_webrl.config.schema import Config
@@ -47,9 +48,7 @@ def source(tasks: TasksConfig) -> Iterator[FileTaskSource]:
     source.close()
 
 
-def test_tickets_draw_every_row_once_and_follow_weights_and_blocked_websites(
-    tasks: TasksConfig, source: FileTaskSource
-) -> None:
+def test_tickets_draw_every_row_and_follow_weights_and_blocks(tasks: TasksConfig, source: FileTaskSource) -> None:
     drawn = [source.training_task(3, ticket) for ticket in range(TRAINING_ROWS)]
     assert {task.id for task in drawn} == {f"task-{number}" for number in range(TRAINING_ROWS)}
     assert {(task.difficulty, task.max_steps) for task in drawn} == {("easy", 10), ("medium", 20), ("hard", 40)}
@@ -133,7 +132,7 @@ def test_environments_are_the_domains_and_rows_can_be_made_by_number(source: Fil
         asyncio.run(source.demonstrate(None, source.held_out_task(0)))  # type: ignore[arg-type]
 
 
-def test_a_file_that_is_replaced_keeps_its_tasks_and_one_that_is_overwritten_is_an_error(
+def test_a_replaced_file_stays_an_overwritten_one_fails(
     tasks: TasksConfig, source: FileTaskSource, tmp_path: Path
 ) -> None:
     path, before = Path(tasks.test_file), source.held_out_task(1)
@@ -171,20 +170,6 @@ def test_the_tasks_of_an_evaluation_are_known_without_a_source(tasks: TasksConfi
     assert sorted(set(pages)) == list(range(1000, 1007))
 
 
-def test_a_trainer_without_browser_packages_counts_and_indexes(tasks: TasksConfig) -> None:
-    code = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(('playwright', 'miniwob', 'aiohttp', 'idna')))\n"
-        "from megatron_webrl.config.schema import Config, EvaluationConfig\n"
-        "from megatron_webrl.config.tasks import tasks_config\n"
-        "from megatron_webrl.tasks.evaluation_count import evaluation_task_indices\n"
-        "tasks = tasks_config(source='webgym', test_file=sys.argv[1])\n"
-        "print(*evaluation_task_indices(Config(tasks=tasks, evaluation=EvaluationConfig(episodes=0))))\n"
-    )
-    command = [sys.executable, "-c", code, tasks.test_file]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0 1 2 3 4\n"
-
-
 def test_domains_of_a_file_with_too_many_are_one_environment(tmp_path: Path) -> None:
     rows = [webgym_row(number, domain=f"Domain {number}") for number in range(MAX_DOMAINS + 1)]
     source = FileTaskSource(tasks_config(source="webgym", train_file=str(write_rows(tmp_path / "train.jsonl", rows))))
@@ -193,3 +178,72 @@ def test_domains_of_a_file_with_too_many_are_one_environment(tmp_path: Path) -> 
     assert source.training_task(0, 0).domain.startswith("Domain ")
     source = FileTaskSource(tasks_config(source="webgym", train_file=str(write_rows(tmp_path / "b.jsonl", rows[1:]))))
     assert len(source.environments) == MAX_DOMAINS
+
+
+ROWS = [webgym_row(number, benchmark_name="A" if number % 4 else "B") for number in range(40)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "train.jsonl", ROWS)
+
+
+def check(*arguments: object) -> int:
+    return cli.main(["tasks", "check", *map(str, arguments)])
+
+
+def report(folder: Path, code: int, *arguments: object) -> dict[str, Any]:
+    assert check(*arguments, "--json", folder / "report.json") == code
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_a_file_without_faults_is_counted(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(tmp_path, 0, file)
+    assert found["difficulties"] == {"easy": 15, "medium": 13, "hard": 12}
+    assert (found["tasks"], found["websites"], found["facts"], found["with_answer"]) == (40, 40, 40, 40)
+    assert (found["benchmarks"], found["domains"]) == ({"A": 30, "B": 10}, {"Shopping & Food": 40})
+    assert (found["faulty"], found["invalid"]["count"], found["duplicates"]["count"]) == (False, 0, 0)
+    assert found["other_difficulty"] == 35  # of 40, whose difficulties are 1 to 9 and which have one fact each
+    output = capsys.readouterr().out
+    assert f"{file}: 40 tasks on 40 websites, 40 facts, 40 with a reference answer" in output.splitlines()
+    assert "│ easy       │    15 │ 37.5% │" in output
+
+
+def test_rows_that_do_not_fit_and_equal_tasks_are_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        *(row | {"domain": "d" * 200} for row in ROWS),
+        webgym_row(3, task_id="another", website="https://www.SITE3.example.com/start"),
+        webgym_row(99, task_id="task-4"),
+        *(webgym_row(number, website="none") for number in range(42, 71)),
+    ]
+    file = write_rows(tmp_path / ("a" * 150), rows)
+    found = report(tmp_path, 1, file)
+    assert found["duplicates"]["messages"] == [f"{file}:41: the task of line 4 again: Find the price of item 3"]
+    first, *others = found["invalid"]["messages"]
+    assert (found["invalid"]["count"], len(others)) == (30, 19)
+    assert first == f"{file}:42: field task_id: expected an id of its own, found 'task-4' of line 5 again"
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"  {file}:43: field website: ") and line.endswith('"none"') for line in lines)
+    assert "and 10 more" in " ".join(lines)
+    assert all(len(line) <= 140 for line in lines if line.startswith("│"))
+
+
+def test_websites_of_both_files_are_a_fault(file: Path, tmp_path: Path) -> None:
+    apart = write_rows(tmp_path / "apart.jsonl", [webgym_row(number) for number in range(50, 60)])
+    assert check(file, "--against", apart) == 0
+    shared = write_rows(tmp_path / "shared.jsonl", [webgym_row(number) for number in range(38, 60)])
+    found = report(tmp_path, 1, file, "--against", shared)
+    assert found["shared_websites"] == ["site38.example.com", "site39.example.com"]
+    assert (found["against"]["tasks"], found["faulty"]) == (22, True)
+
+
+def test_bad_input_ends_with_code_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["no.jsonl"], "FILE=no.jsonl is neither a file nor a folder here"),
+        ([file, "--against", "no.jsonl"], "--against=no.jsonl is neither a file nor a folder here"),
+        ([file, "--field", "goal"], "--field='goal' is not of the form TASK_FIELD=FIELD"),
+        ([file, "--format", "file", "--field", "id=task_id"], "does not know the fields instruction, website"),
+        ([file, "--json", "/no/such/folder/report.json"], "/no/such/folder is not a folder"),
+    ):
+        assert check(*arguments) == 2
+        assert message in capsys.readouterr().err

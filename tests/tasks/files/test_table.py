@@ -42,7 +42,6 @@ def load(text: str | Path) -> TaskTable:
 
 
 def ids_of(text: str | Path) -> list[str]:
-    """The ids of the tasks of a training file, in the order of its rows."""
     table = load(text)
     return [table[row].id for row in range(len(table))]
 
@@ -73,9 +72,7 @@ def test_the_digest_is_that_of_the_rows_and_their_fields(path: Path, tmp_path: P
     assert load(copy)[0].id == IDS[0]
 
 
-def test_a_file_is_read_once_and_again_when_it_changes_but_never_while_it_grows(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_file_is_read_again_but_never_while_it_grows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = load(path)
     assert load(path) is table
     write_rows(path, [webgym_row(3)])

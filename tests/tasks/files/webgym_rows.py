@@ -25,6 +25,5 @@ def webgym_row(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> Path:
-    """Write one JSON value a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
