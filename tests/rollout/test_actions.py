@@ -1,4 +1,4 @@
-"""Formatting actions as tool calls, and parsing tool calls, strictly and leniently."""
+"""Actions as tool calls, formatted and parsed strictly and leniently; response forms, fields, thoughts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_webrl.browser.page.keys import is_key_chord
+from megatron_webrl.config.rollout import ContextConfig
+from megatron_webrl.rollout.contexts import format_response, system_message
+from megatron_webrl.rollout.responses import (
+    FORMS,
+    memory_characters,
+    split_calls,
+    split_fields,
+    split_thinking,
+    strip_thinking,
+)
 from megatron_webrl.rollout.toolset import (
-    ARGUMENT_ORDER,
     COORDINATE_TOOLSET,
     LENIENCIES,
     MAX_LONG_ANSWER_CHARS,
@@ -24,7 +33,7 @@ from megatron_webrl.rollout.toolset import (
     format_tool_call,
     parse_tool_call,
 )
-from megatron_webrl.types import COORDINATE_ACTION_KINDS, MARK_ACTION_KINDS, OPTIONAL_ACTION_KINDS, Action
+from megatron_webrl.types import OPTIONAL_ACTION_KINDS, Action
 
 PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 1000))
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
@@ -53,7 +62,6 @@ def toolsets_and_actions(draw: st.DrawFn) -> tuple[Toolset, Action]:
 
 
 def strict(response: str, toolset: Toolset = COORDINATE_TOOLSET) -> tuple[Action | None, str | None]:
-    """Action and format error of the strict parser."""
     parsed = parse_tool_call(response, toolset)
     assert parsed.leniencies == ()
     return parsed.action, parsed.format_error
@@ -160,30 +168,15 @@ def test_each_format_error_has_its_name() -> None:
     assert [strict(response)[1] for response in limits] == [None, None]
 
 
-def test_the_schema_contains_every_action_and_argument() -> None:
-    for toolset, kinds in (
-        (COORDINATE_TOOLSET, COORDINATE_ACTION_KINDS), (Toolset(marks=True), MARK_ACTION_KINDS),
-        (EVERYTHING, (*COORDINATE_ACTION_KINDS, *OPTIONAL_ACTION_KINDS)),
-        (MARKS, (*MARK_ACTION_KINDS, *OPTIONAL_ACTION_KINDS[1:])),
-    ):  # fmt: skip
-        parameters = toolset.schema["function"]["parameters"]
-        assert tuple(parameters["properties"]["action"]["enum"]) == toolset.action_kinds == kinds
-        assert all(f"{kind}: " in parameters["properties"]["action"]["description"] for kind in kinds)
-        used = {name for kind in kinds for names in toolset.argument_names(kind) for name in names}
-        assert set(parameters["properties"]) == used | {"action"}
-
-
 def test_a_description_is_short_and_names_every_argument() -> None:
     for action, described in (
         (CLICK, "left_click [1, 2]"),
         (Action("type", coordinate=(5, 6), text="a\nb"), 'type "a\\nb" at [5, 6]'),
         (Action("answer", text="a\u2028b\x85 c"), 'answer "a b c"'),
         (Action("navigate", url="https://a/\nTask: b"), "navigate https://a/ Task: b"),
-        (Action("scroll", direction="up"), "scroll up"),
         (Action("wait", time=2.5), "wait 2.5 s"),
         (Action("type", element_id=3, text="a"), 'type "a" at element 3'),
         (Action("drag", coordinate=(1, 2), end_coordinate=(3, 4)), "drag [1, 2] to [3, 4]"),
-        (Action("drag", element_id=1, end_element_id=2), "drag element 1 to element 2"),
         (Action("switch_tab", tab=2), "switch_tab 2"),
     ):
         assert describe_action(action) == described
@@ -255,41 +248,98 @@ def test_other_faults_remain_format_errors_without_leniencies() -> None:
         assert found == ParsedCall(None, error), (kind, str(arguments)[:99])
 
 
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 1002), st.floats(), st.text(max_size=5),
-    st.sampled_from([1.0, 7.0, "7", "07", "up", "Enter", "", "example.com", "http://a", "a" * 4001, "\ud800"]),
-    st.lists(st.integers(-1, 1001) | st.sampled_from([5.0, 5.5, True]), min_size=2, max_size=2),
-)  # fmt: skip
-EXCUSABLE = {"unexpected_argument", "bad_element_id", "bad_tab", "bad_coordinate", "bad_url"}
+CALL = format_tool_call(CLICK)
+QUOTING = format_tool_call(Action("answer", text="<think>, </think>, <tool_call> and </tool_call> are tags"))
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[Toolset, dict[str, Any]]:
-    """Arguments of an existing action, mostly the right ones, with values right and wrong."""
-    toolset = draw(st.sampled_from([EVERYTHING, MARKS]))
-    kind = draw(st.sampled_from(toolset.action_kinds))
-    required, optional = toolset.argument_names(kind)
-    names = [*required, *draw(st.lists(st.sampled_from([*optional, *ARGUMENT_ORDER, "x"]), unique=True, max_size=2))]
-    return toolset, {"action": kind} | {name: draw(VALUES) for name in names}
+def test_a_demonstrated_response_has_the_fields_for_which_the_system_message_asks() -> None:
+    for name, form in FORMS.items():
+        settings = ContextConfig(response_format=name)
+        asked = split_fields(system_message(settings).partition("Answer ")[2])
+        response = format_response(CLICK, settings)
+        assert tuple(asked) == tuple(split_fields(response)) == form.fields, name
+        assert parse_tool_call(response).action == CLICK
+        assert response.endswith(CALL)
 
 
-@given(calls())
-def test_leniency_changes_only_what_it_names_and_what_is_accepted_can_be_formatted(
-    drawn: tuple[Toolset, dict[str, Any]],
-) -> None:
-    toolset, arguments = drawn
-    action, error = strict(call(toolset.tool_name, **arguments), toolset)
-    read = lenient(toolset, **arguments)
-    assert (action is None) != (error is None)
-    if not read.leniencies:
-        assert read.action == action
-    excusable = EXCUSABLE | {"bad_text"} if arguments["action"] == "answer" else EXCUSABLE  # answers may be long
-    if error not in excusable:
-        assert read.format_error == error
-    if action is not None:
-        assert set(read.leniencies) <= {"url_scheme"}  # all else that strict accepts is the same
-        assert strict(format_tool_call(action, toolset), toolset) == (action, None)
-    if read.action is None:
-        assert read.leniencies == ()
-    elif read.leniencies and "long_answer" not in read.leniencies:
-        assert strict(format_tool_call(read.action, toolset), toolset) == (read.action, None)
+def test_fields_end_before_the_next_field_or_the_call_and_a_missing_empty_or_cut_one_is_left_out() -> None:
+    whole = (
+        'Memory: {"a": "1",\n "b": "2"}\nProgress: {}\n**Intention:** buy: now\nAction: Click it.\nThen wait.\n'
+        f"{CALL}\nMemory: after the call"
+    )
+    for response, fields in {
+        whole: {
+            "Memory": '{"a": "1",\n "b": "2"}', "Progress": "{}", "Intention": "buy: now",
+            "Action": "Click it.\nThen wait.",
+        },
+        "": {},
+        CALL: {},
+        "Memory: {cut": {},
+        'Memory: {"a": 1}\nProgress: {cut': {"Memory": '{"a": 1}'},
+        f"Memory:\n{CALL}": {},
+        f"My Action: none\n{CALL}": {},
+        f"Action: first\nAction: second\n{CALL}": {"Action": "second"},
+        "Action: Click it.\n<tool_call>\n{cut": {"Action": "Click it."},
+    }.items():  # fmt: skip
+        assert split_fields(response) == fields, response
+
+
+def test_thoughts_are_split_off_with_or_without_their_tags() -> None:
+    for response, thoughts, answer in (
+        ("Action: x", "", "Action: x"),
+        ("<think>a</think>\n\nb", "a", "b"),
+        ("a</think>\n\nb", "a", "b"),
+        ("b <think>cut off", "cut off", "b "),
+        ("<think>\na</think>b<think>c</think>d", "a</think>b<think>c", "d"),
+        ("<think>a<think>b</think>c</think>d", "a<think>b</think>c", "d"),
+        (f"{QUOTING} <think>cut off", "cut off", f"{QUOTING} "),
+        (f"<think>a {QUOTING}</think>\nb {QUOTING}", f"a {QUOTING}", f"b {QUOTING}"),
+        ("<think>a <tool_call>{'b </think>c", "a <tool_call>{'b", "c"),
+        ("a</think>b<think>cut off", "a\ncut off", "b"),
+        ("</think>b", "", "b"),
+    ):
+        assert split_thinking(response) == (thoughts, answer), response
+
+
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+PIECES = st.sampled_from([*TAGS, "Memory: ", "Action: ", "\n", "x", "{", '"', '["', CALL, QUOTING])
+RESPONSES = st.lists(PIECES).map("".join)
+
+
+@given(RESPONSES)
+def test_no_response_breaks_the_splitting_and_no_thought_stays(response: str) -> None:
+    answer = strip_thinking(response)
+    around = "".join(split_calls(answer.replace(QUOTING, CALL))[::2])
+    assert "think>" not in around
+    assert strip_thinking(answer).strip() == answer.strip()
+    assert all(text and text in answer for text in split_fields(answer).values())
+    assert "".join(split_calls(answer)) == answer
+    if "</think>" not in response and "<think>" not in response:
+        assert answer == response
+
+
+@given(RESPONSES, st.lists(st.sampled_from([*TAGS, "\n", '"', "\\", "x"])).map("".join))
+def test_a_call_after_the_last_thought_is_parsed_whatever_its_arguments_quote(thought: str, text: str) -> None:
+    action = Action("answer", text=text)
+    call = format_tool_call(action)
+    for stray in ("", "</tool_call>"):  # a closing tag before the call does not count
+        assert parse_tool_call(f"{stray}{call}").action == action
+        assert parse_tool_call(f"<think>{thought}</think>{stray}{call}".replace("\n", "")).action == action
+    assert split_thinking(f"<think>\nx {call}</think>\n\n{call}") == (f"x {call}", call)
+    assert parse_tool_call(f"<think>{thought}</think>\n\n{call}</think>").format_error == "no_tool_call"
+    assert parse_tool_call(f"<think>x {call}").format_error == "no_tool_call"
+
+
+def test_memory_is_measured_where_the_response_writes_it() -> None:
+    thought = "<think>\nMemory: lots of it\n</think>\n"
+    for response, characters in {
+        "": -1,
+        f'Memory: {{"price": "12.50"}}\nProgress: {{}}\nAction: Wait.\n{CALL}': 18,
+        f"Memory: {{ }}\nAction: Wait.\n{CALL}": 0,
+        f"Memory:\nAction: Wait.\n{CALL}": 0,
+        f"{thought}Action: Wait.\n{CALL}": -1,
+        f'{thought}Memory: ["a"]\nAction: Wait.\n{CALL}': 5,
+        f"Action: Recall my Memory: none.\n{CALL}": -1,
+        f'Memory: ["a"]\nMemory: ["ab"]\n{CALL}': 6,
+    }.items():
+        assert memory_characters(response) == characters, response

@@ -190,9 +190,7 @@ async def test_a_fault_masks_the_episode_and_keeps_its_steps(player: Player) -> 
         assert trajectory.seconds < 5
 
 
-async def test_under_append_a_segment_of_an_episode_is_one_training_sequence(
-    player: Player, processor: Processor
-) -> None:
+async def test_under_append_a_segment_is_one_training_sequence(player: Player, processor: Processor) -> None:
     answers = [WAIT, "I do not know.", WAIT, f"{WAIT}<|im_start|>", WAIT]
     context = ContextConfig(policy="append", history_turns=3, compact=True)
     trajectory = await player.play(answers, task("enter-text", max_steps=8), context=context)
@@ -205,9 +203,7 @@ async def test_under_append_a_segment_of_an_episode_is_one_training_sequence(
 
 
 @pytest.mark.slow  # four browser servers
-async def test_servers_share_recordings_and_count_what_none_of_them_answers(
-    processor: Processor, tmp_path: Path
-) -> None:
+async def test_servers_share_recordings_and_count_what_none_answers(processor: Processor, tmp_path: Path) -> None:
     folder, asked, count = str(tmp_path / "recordings"), task("enter-text"), 3
     elsewhere = format_tool_call(Action("navigate", url="http://miniwob.localhost/miniwob/never.html"))
     async with (

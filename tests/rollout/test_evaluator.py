@@ -1,8 +1,9 @@
-"""Evaluation episodes of a worker: real Chromium and control service, a scripted engine."""
+"""Evaluation and training episodes of a worker: real Chromium and control service, a scripted engine."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from megatron_webrl.browser.server.client import RemoteSession
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import tasks_config
-from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.client import ControlClient, TicketClaim
+from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor, decode_image
+from megatron_webrl.rollout import main
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import EvaluationGenerator, Evaluator, make_result
@@ -26,9 +30,11 @@ from megatron_webrl.tasks.source import HELD_OUT_SEEDS
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.episodes import EpisodeStore, record_files
 from megatron_webrl.track.evaluations import EvaluationRequest, ResultCollector
-from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES
+from megatron_webrl.types import BUDGET_SPENT, FAULT_OUTCOMES, TaskReference, Trajectory
 from tests.browser.server.servers import browser_of, config_for, server_processes
 from tests.job_control import connect, control_service
+from tests.judge.support import serving
+from tests.rollout.teacher.test_teacher import reply, teacher
 from tests.rollout.test_pool import HeldEvaluator
 from tests.trajectories import trajectory
 from tests.waiting import eventually
@@ -77,9 +83,7 @@ def config(tmp_path: Path, tiny_model: Path, shared_browsers: BrowserConfig, mon
     return config
 
 
-async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_request(
-    config: Config, control: ControlClient, processor: Processor
-) -> None:
+async def test_a_worker_runs_held_out_tasks(config: Config, control: ControlClient, processor: Processor) -> None:
     assert control.register_instance() == 1
     engine: Any = ScriptedEngine(config, processor)
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
@@ -143,9 +147,7 @@ async def test_a_worker_runs_held_out_tasks_and_cancels_those_of_a_withdrawn_req
         await evaluator.close()
 
 
-async def test_an_episode_that_a_crash_of_the_browser_ends_is_retried_as_in_training(
-    config: Config, processor: Processor
-) -> None:
+async def test_an_episode_that_a_browser_crash_ends_is_retried(config: Config, processor: Processor) -> None:
     request = EvaluationRequest(1, "during", tasks=1, samples=1, temperature=0.5, version=1)
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
 
@@ -166,9 +168,7 @@ def test_a_result_counts_the_requests_of_its_episode_that_no_recording_answered(
     assert found.not_recorded_requests == 3
 
 
-async def test_a_spent_budget_ends_the_job_and_leaves_the_evaluation_incomplete(
-    config: Config, control: ControlClient, processor: Processor
-) -> None:
+async def test_a_spent_budget_ends_the_job(config: Config, control: ControlClient, processor: Processor) -> None:
     spent = HeldEvaluator(BudgetSpent("5 calls this hour"))
     engine: Any = ScriptedEngine(config, processor)
     verdicts: Any = spent
@@ -191,3 +191,69 @@ async def test_a_spent_budget_ends_the_job_and_leaves_the_evaluation_incomplete(
         assert not collector.poll()
         assert (collector.missing_count, spent.waiting) == (4, 1)  # no episode was claimed after that
         await evaluator.close()
+
+
+def drawn(episodes: EpisodeRunner, ticket: int) -> TicketClaim:
+    task = episodes.task_source.training_task(episodes.config.run.seed, ticket)
+    return TicketClaim(ticket, TaskReference.of(task), 0)
+
+
+async def play(config: Config, tickets: range) -> list[Trajectory]:
+    processor = Processor.load(config.model.path)
+    generator = ScriptedGenerator(processor, config.rollout)
+    async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
+        return [await episodes.run_try(generator, episodes.new_try(drawn(episodes, t), 0)) for t in tickets]
+
+
+async def test_other_servers_give_the_same_episodes_as_local_ones(config: Config) -> None:
+    others, before = await play(config, range(2)), server_processes()
+    own = await play(replace(config, browser=config_for().browser), range(2))
+    assert [path.name for path in (config.run_folder / "logs").iterdir()] == ["rollout-0-browsers-0.log"]
+    assert server_processes() == before
+    assert [each.outcome for each in others] == ["success"] * 2
+    for one, other in zip(own, others, strict=True):
+        assert (one.task, one.instruction, one.images) == (other.task, other.instruction, other.images)
+        assert [step.action for step in one.steps] == [step.action for step in other.steps]
+
+
+async def test_an_episode_is_scored_by_the_teacher_after_its_verdict(config: Config, processor: Processor) -> None:
+    generator = ScriptedGenerator(processor, config.rollout)
+
+    async def handle(request: web.Request) -> web.Response:
+        (image,) = (body := await request.json())["content_parts"]
+        assert image["url"].startswith("data:image/")
+        tokens = np.array(body["token_ids"], np.int32)
+        shown = processor.grids([base64.b64decode(image["url"].partition(",")[2])])
+        return reply(body | {"token_ids": processor.expand_image_tokens(tokens, shown).tolist()})
+
+    config.trainer.distillation.coefficient = 1.0
+    config.trainer.distillation.url = "http://127.0.0.1:1"  # without it browser servers refuse the configuration
+    async with (
+        serving(handle) as url,
+        teacher(url, processor) as scorer,
+        EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes,
+    ):
+        assert episodes.teacher is None  # opened as it is here, it runs no training episodes
+        trains = replace(episodes, teacher=scorer)
+        tries = [trains.new_try(drawn(episodes, 0), 0) for _ in range(2)]
+        found = await trains.run_try(generator, tries[0])
+        failed = await trains.run_try(generator, tries[1], lambda: setattr(scorer, "_seconds", 0.0))  # no time
+    assert found.outcome == "success"
+    for step in found.steps:
+        first = len(step.prompt_token_ids)
+        assert step.teacher_logprobs.tolist() == [-float(first + n) for n in range(len(step.response_token_ids))]
+    assert (failed.outcome, failed.reward) == ("teacher_error", 0.0)
+    assert failed.verdict is not None
+    assert failed.verdict.outcome == "success"
+
+
+async def test_the_end_of_the_job_ends_what_a_worker_waits_for(tmp_path: Path) -> None:
+    with control_service(tmp_path) as address:
+        control = connect(address, "rollout-0")
+        short, long = (asyncio.create_task(asyncio.sleep(seconds, "done")) for seconds in (0, 3600))
+        assert await main.unless_job_ends(control, short) == "done"
+        connect(address, "trainer-0").end_job("finished")
+        with pytest.raises(JobEnded):
+            await asyncio.wait_for(main.unless_job_ends(control, long), 60)
+        long.cancel()
+        control.close()

@@ -32,7 +32,6 @@ from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.rollout.group import TicketClaims
 from megatron_webrl.rollout.pool import RolloutPool
-from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.episodes import EpisodeStore
 from megatron_webrl.track.evaluations import EvaluationRequest
@@ -133,7 +132,6 @@ class Job:
         await eventually(condition, LIMIT)
 
     def account(self) -> dict[str, Any]:
-        """The final accounting, as the trainer computes it."""
         final: list[Any] = [self.trainer.get_json(f"final_counts/{pool.control.role}") for pool in self.pools]
         self.source.poll(0)
         unwritten = sum(each["unwritten"] for each in final)
@@ -148,8 +146,6 @@ async def job_of(episodes: EpisodeRunner, place: Place, *engines: DelayedEngine,
     config = replace(episodes.config, rollout=replace(episodes.config.rollout, engines=len(engines), **rollout))
     job = Job(config, *place)
     shared = replace(episodes, config=config)
-    if config.rollout.stepping == "lockstep":
-        shared.agent = replace(shared.agent, lockstep=Lockstep(config.rollout.operation_timeout_seconds))
     for worker, engine in enumerate(engines):
         control, name = connect(job.address, f"rollout-{worker}"), f"rollout-{worker}.1"
         control.start_heartbeat()
@@ -188,7 +184,6 @@ class HeldEvaluator:
 async def episodes(
     processor: Processor, tiny_model: Path, shared_browsers: BrowserConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EpisodeRunner]:
-    """Browsers and tasks for all tests, with two steps each."""
     config = Config(
         run=RunConfig(directory=str(tmp_path_factory.mktemp("run"))),
         model=ModelConfig(path=str(tiny_model)),
@@ -211,15 +206,15 @@ def place(tmp_path: Path) -> Iterator[Place]:
     ring.close()
 
 
-async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_old_are_aborted(
-    episodes: EpisodeRunner, place: Place
-) -> None:
+async def test_async_weights_change_in_flight_and_old_groups_are_aborted(episodes: EpisodeRunner, place: Place) -> None:
     engine = DelayedEngine(episodes)
     engine.delays = lambda answered: answered == 1  # the second step of every episode
     async with job_of(episodes, place, engine, max_staleness=1) as job:
         await job.offer(0)
         job.open(limit=1)
         await job.until(lambda: engine.asking == 2 and sum(engine.answered.values()) == 2)
+        viewer = Connection(job.address, "viewer")
+        await job.until(lambda: "training-0-1" in str(viewer.rollouts(())["workers"]))
         await job.offer(1)
         await job.until(lambda: engine.version == 1)
         assert job.pools[0]._status().startswith("version 1: 1 groups running, 0 episodes done")
@@ -236,16 +231,6 @@ async def test_in_mode_async_weights_change_in_flight_and_groups_that_get_too_ol
         await job.until(lambda: engine.asking == 0)
     account = job.account()
     assert (account["matches"], account["finished"]) == (True, 4)
-
-
-async def test_a_worker_waits_longer_than_a_trainer_that_waits_for_a_checkpoint(
-    episodes: EpisodeRunner, place: Place
-) -> None:
-    config = replace(episodes.config, run=replace(episodes.config.run, startup_timeout_seconds=4800.0))
-    async with job_of(replace(episodes, config=config), place, DelayedEngine(episodes)) as job:
-        [pool] = job.pools
-        assert pool.writer._timeout_seconds > config.checkpoint_timeout_seconds == 7200.0
-        assert pool.weight_client._grace_seconds > 7200.0
 
 
 async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(episodes: EpisodeRunner, place: Place) -> None:
@@ -271,9 +256,7 @@ async def test_with_fixed_weights_no_group_is_in_flight_when_they_change(episode
     assert job.account()["matches"]
 
 
-async def test_groups_that_wait_for_verdicts_hold_neither_browsers_nor_tickets(
-    episodes: EpisodeRunner, place: Place
-) -> None:
+async def test_groups_that_wait_for_verdicts_hold_no_browsers_or_tickets(episodes: EpisodeRunner, place: Place) -> None:
     engine, evaluator = DelayedEngine(episodes), HeldEvaluator()
     slow: Any = evaluator
     async with job_of(replace(episodes, evaluator=slow), place, engine, groups_in_flight=1) as job:
@@ -332,35 +315,7 @@ async def test_a_worker_claims_its_share_of_the_free_tickets(tmp_path: Path) -> 
         assert [claim.ticket for claim in found] == [0, 1]
 
 
-@pytest.mark.parametrize("stepping", ["free", "lockstep"])
-async def test_a_browser_acts_while_others_generate_except_in_lockstep(
-    episodes: EpisodeRunner, place: Place, stepping: str
-) -> None:
-    engine = DelayedEngine(episodes)
-    delayed: list[int] = []
-
-    def delay_first(answered: int) -> bool:
-        delayed.append(answered)
-        return len(delayed) == 1
-
-    engine.delays = delay_first
-    async with job_of(episodes, place, engine, stepping=stepping) as job:
-        await job.offer(0)
-        job.open(limit=1)
-        await job.until(lambda: engine.answered.total() >= (2 if stepping == "free" else 1))
-        if stepping == "lockstep":
-            assert (engine.answered.total(), delayed) == (1, [0, 0])  # no episode has requested a second response
-            viewer = Connection(job.address, "viewer")
-            await job.until(lambda: "training-0-1" in str(viewer.rollouts(())["workers"]))
-        engine.released.set()
-        await job.until(lambda: job.pools[0].writer.written_episodes == 2)
-    assert engine.answered.total() == 4
-    assert job.account()["matches"]
-
-
-async def test_a_worker_waits_for_the_weights_of_a_restarted_trainer_and_runs_its_tickets(
-    episodes: EpisodeRunner, place: Place
-) -> None:
+async def test_a_worker_waits_for_weights_of_a_restarted_trainer(episodes: EpisodeRunner, place: Place) -> None:
     engine = DelayedEngine(episodes)
     async with job_of(episodes, place, engine) as job:
         await job.offer(3)
@@ -380,9 +335,7 @@ async def test_a_worker_waits_for_the_weights_of_a_restarted_trainer_and_runs_it
         assert Counter((each.ticket, each.restart_epoch) for each in made) == {(0, 0): 2, (0, 1): 2, (1, 1): 2}
 
 
-async def test_the_tickets_of_groups_that_an_exclusive_evaluation_ends_can_be_claimed_again(
-    episodes: EpisodeRunner, place: Place
-) -> None:
+async def test_tickets_of_cancelled_groups_are_claimed_again(episodes: EpisodeRunner, place: Place) -> None:
     engine = DelayedEngine(episodes)
     engine.delays = lambda answered: True
     async with job_of(episodes, place, engine) as job:

@@ -28,7 +28,6 @@ LARGE = trajectory(prompt=40_000, response=10)
 
 @pytest.fixture
 def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
-    """A full ring of a few trajectories."""
     monkeypatch.setattr(ring_output, "RING_POLL_SECONDS", 0.1)
     name = f"webrl-test-{secrets.token_hex(4)}"
     ring = Ring.create_or_attach(name, 2**20, name)

@@ -200,7 +200,6 @@ def hostile_prompts(
 
 
 def line_starts(processor: Processor, prompt: Prompt) -> list[list[str]]:
-    """The first word of each line of each user turn."""
     users = [text for role, text in turns(processor, prompt) if role == "user"]
     return [[line.split(" ")[0] for line in text.splitlines()] for text in users]
 
@@ -231,9 +230,7 @@ def test_no_text_of_a_page_or_of_the_model_adds_a_line_or_a_special_token(
 
 
 @pytest.mark.parametrize(("policy", "rounds"), [("sliding", 3), ("append", 2)])
-def test_a_page_of_rare_letters_neither_hides_the_memory_nor_masks_the_episode(
-    processor: Processor, policy: str, rounds: int
-) -> None:
+def test_a_page_of_rare_letters_does_not_hide_the_memory(processor: Processor, policy: str, rounds: int) -> None:
     """One letter of a rare script takes several tokens."""
     made = ContextConfig(policy=policy, history_turns=rounds, response_format="memory_additive")
     for letter in ("n", "\U00013000"):

@@ -17,8 +17,10 @@ from megatron_webrl.control.connection import Connection
 from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import parameter_shapes, to_megatron
+from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.generator import Generation
+from megatron_webrl.types import Step
 from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
@@ -104,16 +106,27 @@ def prompt(engine: VLLMEngine, images: int, text: str = "Click the button.") -> 
 
 
 @torch.no_grad()
-def expected(model: torch.nn.Module, engine: VLLMEngine, answer: Generation, images: list[bytes]) -> np.ndarray:
-    """Log-probabilities of the response's tokens by transformers: float32 [response]."""
-    pixels, grids = engine.processor.pixels(images)
+def logprobs(
+    model: torch.nn.Module, processor: Processor, answer: Generation | Step, images: list[bytes]
+) -> torch.Tensor:
+    """Log-probabilities at each token of the response and after it, by transformers: [response + 1, vocabulary]."""
+    pixels, grids = processor.pixels(images)
     tokens = torch.from_numpy(np.concatenate([answer.prompt_token_ids, answer.response_token_ids])).long()[None]
-    kinds = (tokens == engine.processor.image_token_id).int()
+    kinds = (tokens == processor.image_token_id).int()
     vision = {"pixel_values": pixels, "image_grid_thw": torch.from_numpy(grids).long()} if images else {}
     logits = model(input_ids=tokens, mm_token_type_ids=kinds, **vision).logits[0].float()
-    start = len(answer.prompt_token_ids)
-    logprobs = logits[start - 1 : -1].log_softmax(-1)
-    return logprobs.gather(1, tokens[0, start:, None])[:, 0].numpy()
+    return logits[len(answer.prompt_token_ids) - 1 :].log_softmax(-1)
+
+
+def expected(model: torch.nn.Module, engine: VLLMEngine, answer: Generation, images: list[bytes]) -> np.ndarray:
+    """Log-probabilities of the response's tokens by transformers: float32 [response]."""
+    return of_response(logprobs(model, engine.processor, answer, images), answer)
+
+
+def of_response(logprobs: torch.Tensor, answer: Generation | Step) -> np.ndarray:
+    """Those of the tokens that the response has."""
+    tokens = torch.from_numpy(answer.response_token_ids).long()
+    return logprobs[:-1].gather(1, tokens[:, None])[:, 0].numpy()
 
 
 async def respond(engine: VLLMEngine, tokens: np.ndarray, images: list[bytes]) -> Generation:

@@ -6,7 +6,7 @@ Slow, as an engine takes several weight updates in flight: only then are tokens 
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,19 +17,10 @@ from tools.bench import routing_replay as replay
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[TrainingSample]]:
-    """Figures of the benchmark in fp32, and the samples that it scored."""
-    folder = tmp_path_factory.mktemp("replay")
-    figures = replay.measure(folder, "float32")
-    return figures, pickle.loads((folder / replay.SAMPLES).read_bytes())
-
-
-def test_every_token_that_the_engine_computed_has_the_experts_of_the_trainer(
-    measured: tuple[dict[str, Any], list[TrainingSample]],
-) -> None:
-    """Also tokens whose keys and values the prefix cache had."""
-    figures, samples = measured
+def test_every_token_has_the_experts_of_the_trainer_and_replay_reproduces_log_probabilities(tmp_path: Path) -> None:
+    """Also tokens whose keys and values the prefix cache had, and while updates were in flight."""
+    figures = replay.measure(tmp_path, "float32")
+    samples: list[TrainingSample] = pickle.loads((tmp_path / replay.SAMPLES).read_bytes())
     assert figures["cached_prompt_tokens"] > 0.3
     assert figures["equal"] == 1
     assert figures["compared"] > 500
@@ -38,13 +29,7 @@ def test_every_token_that_the_engine_computed_has_the_experts_of_the_trainer(
         assert sample.experts.shape == (sample.length - 1, 4, 4)
         assert sample.experts.max() < 16
         assert (np.diff(np.sort(sample.experts)) > 0).all()  # no expert twice
-
-
-def test_replay_with_equal_weights_reproduces_the_engines_log_probabilities(
-    measured: tuple[dict[str, Any], list[TrainingSample]],
-) -> None:
-    """While updates were in flight; the last token of a sequence is the only one that is not replayed."""
-    figures, _ = measured
+    # The last token of a sequence is the only one that is not replayed.
     for way in ("with", "without"):
         assert figures[way]["logprob_mismatch/tokens/lag_0"] > 100
         assert figures[way]["logprob_mismatch/tokens/lag_1"] > 20

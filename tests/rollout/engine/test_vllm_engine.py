@@ -14,11 +14,8 @@ import pytest_asyncio
 import torch
 import transformers
 
-from megatron_webrl.config.rollout import ContextConfig
-from megatron_webrl.rollout.contexts import make_context
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine, WeightUpdateError
 from megatron_webrl.rollout.generator import EngineDeadError, GenerationError
-from megatron_webrl.types import Action, Observation
 from megatron_webrl.weights import transport
 from tests.rollout.engine.engines import (
     TOLERANCE,
@@ -36,8 +33,6 @@ from tests.rollout.engine.engines import (
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-BLOCK = 128  # tokens of one block of the prefix cache in vLLM's CPU build
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -62,9 +57,7 @@ async def sender(engine: VLLMEngine, reference: torch.nn.Module, tmp_path_factor
     return sender
 
 
-async def test_the_engine_reports_the_log_probabilities_of_transformers_and_expands_prompts_as_the_processor(
-    engine: VLLMEngine, reference: torch.nn.Module
-) -> None:
+async def test_log_probabilities_are_those_of_transformers(engine: VLLMEngine, reference: torch.nn.Module) -> None:
     images = [picture(0), picture(1, 320, 120)]
     answer = await respond(engine, prompt(engine, 2), images)
     np.testing.assert_allclose(answer.logprobs, expected(reference, engine, answer, images), atol=TOLERANCE)
@@ -74,48 +67,8 @@ async def test_the_engine_reports_the_log_probabilities_of_transformers_and_expa
     expanded = engine.processor.expand_image_tokens(prompt(engine, 2), answer.image_grids)
     np.testing.assert_array_equal(answer.prompt_token_ids, expanded)
     assert answer.text == engine.processor.decode(answer.response_token_ids)
-
-
-async def test_an_appended_prompt_comes_from_the_prefix_cache_images_and_answers_included(
-    engine: VLLMEngine, reference: torch.nn.Module
-) -> None:
-    settings = ContextConfig(policy="append", history_turns=4, compact=True)
-    context = make_context(engine.processor, settings, 2000)
-    pages = [Observation(picture(20 + n, 640, 320), "http://a", "A page", True) for n in range(4)]
-    context.start_episode("Click it.", pages[0])
-    before = 0  # tokens of the previous prompt and its response
-    for page in pages[1:]:
-        prompt = context.build_prompt()
-        images = [context.screenshots[i] for i in prompt.image_indices]
-        for attempt in range(10):
-            answer = await engine.generate(None, prompt.token_ids, images)
-            assert before or attempt or answer.cached_prompt_tokens == 0
-            if not engine.processor.has_special_tokens(answer.response_token_ids):
-                break
-        else:
-            raise AssertionError("ten answers with special tokens in a row")
-        # Complete blocks of the previous prompt and response; the last token was never computed.
-        assert (before - 1) // BLOCK * BLOCK <= answer.cached_prompt_tokens < len(answer.prompt_token_ids)
-        np.testing.assert_allclose(answer.logprobs, expected(reference, engine, answer, images), atol=TOLERANCE)
-        before = len(answer.prompt_token_ids) + len(answer.response_token_ids)
-        context.add_step(answer, Action("wait"), None, page)
-    assert len(prompt.image_indices) == 3
-
-
-async def test_concurrent_prompts_use_their_own_images_and_end_at_the_end_token_or_at_the_limit(
-    engine: VLLMEngine, reference: torch.nn.Module
-) -> None:
-    answers = await asyncio.gather(*(respond(engine, prompt(engine, 1), [picture(i)]) for i in range(8)))
-    for index, answer in enumerate(answers):
-        own, other = (expected(reference, engine, answer, [picture(shown)]) for shown in (index, 9))
-        np.testing.assert_allclose(answer.logprobs, own, atol=TOLERANCE)
-        assert np.abs(answer.logprobs - other).max() > 10 * TOLERANCE
-        assert 1 <= len(answer.response_token_ids) <= 24
-        ended = answer.response_token_ids[-1] in (
-            engine.processor.eos_token_id,
-            engine.processor.tokenizer.pad_token_id,
-        )
-        assert answer.finish_reason == ("stop" if ended else "length")
+    ended = answer.response_token_ids[-1] in (engine.processor.eos_token_id, engine.processor.tokenizer.pad_token_id)
+    assert (answer.finish_reason, len(answer.response_token_ids) <= 24) == ("stop" if ended else "length", True)
 
 
 async def test_after_a_bad_prompt_the_engine_still_serves(engine: VLLMEngine) -> None:
@@ -129,17 +82,6 @@ async def test_after_a_bad_prompt_the_engine_still_serves(engine: VLLMEngine) ->
     assert len((await respond(engine, prompt(engine, 0), [])).response_token_ids)
 
 
-async def test_an_image_placeholder_in_a_response_is_a_token_like_any_other(engine: VLLMEngine) -> None:
-    engine._sampling.allowed_token_ids = [engine.processor.image_token_id]
-    try:
-        answer = await engine.generate(None, prompt(engine, 1), [picture(0)])
-    finally:
-        engine._sampling.allowed_token_ids = None
-    assert set(answer.response_token_ids) == {engine.processor.image_token_id}
-    assert engine.processor.has_special_tokens(answer.response_token_ids)
-    assert not engine.processor.has_special_tokens(engine.processor.encode_response("wait"))
-
-
 async def test_a_response_that_takes_too_long_is_aborted(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine._config.rollout, "operation_timeout_seconds", 0.3)
     with long_responses(engine, 1900):
@@ -150,9 +92,7 @@ async def test_a_response_that_takes_too_long_is_aborted(engine: VLLMEngine, mon
     await eventually(lambda: engine._llm.get_num_unfinished_requests() == 0, 10)
 
 
-async def test_after_an_update_the_engine_answers_with_the_sent_weights(
-    engine: VLLMEngine, sender: Sender, reference: torch.nn.Module
-) -> None:
+async def test_an_update_takes_effect(engine: VLLMEngine, sender: Sender, reference: torch.nn.Module) -> None:
     images = [picture(0), picture(1, 320, 120)]  # used before the update: no cache may return their old embeddings
     before = await respond(engine, prompt(engine, 2), images)
     old = expected(reference, engine, before, images)
@@ -166,9 +106,7 @@ async def test_after_an_update_the_engine_answers_with_the_sent_weights(
     assert 0 < seconds < 20
 
 
-async def test_requests_continue_over_an_update_and_each_token_has_its_version(
-    engine: VLLMEngine, sender: Sender, reference: torch.nn.Module
-) -> None:
+async def test_requests_continue_over_an_update(engine: VLLMEngine, sender: Sender, reference: torch.nn.Module) -> None:
     old = copy.deepcopy(reference)
     perturb(reference, seed=2)
     content = [{"type": "image"}, {"type": "text", "text": "Click the button. " * 100}]
@@ -193,9 +131,7 @@ async def test_requests_continue_over_an_update_and_each_token_has_its_version(
         np.testing.assert_allclose(answer.logprobs[first:], by_new[first:], atol=TOLERANCE)
 
 
-async def test_a_plan_for_another_model_is_refused_and_the_engine_still_serves(
-    engine: VLLMEngine, reference: torch.nn.Module, tmp_path: Path
-) -> None:
+async def test_a_plan_of_another_model_fails(engine: VLLMEngine, reference: torch.nn.Module, tmp_path: Path) -> None:
     config = transformers.AutoConfig.for_model(**reference.config.to_dict())
     config.text_config.num_hidden_layers += 1
     other = Sender(transformers.AutoModelForImageTextToText.from_config(config), tmp_path)

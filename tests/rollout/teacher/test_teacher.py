@@ -62,9 +62,7 @@ async def test_faults_that_may_pass_are_repeated(processor: Processor) -> None:
         assert step.response_token_ids is before.response_token_ids
 
 
-async def test_an_unusable_reply_a_refusal_and_a_server_that_hangs_mask_the_episode(
-    processor: Processor, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unusable_replies_and_hangs_mask_episodes(processor: Processor, caplog: pytest.LogCaptureFixture) -> None:
     for changes, words in (
         ({"prompt_token_ids": [1, 2]}, "it read 2 tokens with images of"),
         *(({name: value}, "its reply has no log-probabilities") for name, value in (
@@ -105,7 +103,6 @@ async def test_what_needs_no_score_or_can_have_none_is_left_out(processor: Proce
 
 
 async def opened(handle: Handler, model: Path, **chosen: Any) -> str:
-    """The error of opening a teacher."""
     config = Config()
     async with serving(handle) as url:
         config.trainer.distillation = DistillationConfig(**{"coefficient": 1.0, "url": url, **chosen})
@@ -116,9 +113,7 @@ async def opened(handle: Handler, model: Path, **chosen: Any) -> str:
     return str(caught.value)
 
 
-async def test_a_server_that_never_answers_or_is_another_one_is_one_error(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_server_or_another_one_is_one_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for answer in ("<html>", "[]", '{"data": []}', '{"data": [{"id": "m"}]}', None):
 
         async def handle(request: web.Request, answer: str | None = answer) -> web.Response:
