@@ -23,7 +23,6 @@ def browser_pids(kind: str, parent_pid: int | None = None) -> list[int]:
 
 
 def alive_pids(pids: Iterable[int]) -> list[int]:
-    """The pids of running processes."""
     return [pid for pid in pids if _status(pid) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)]
 
 

@@ -25,7 +25,6 @@ ORIGIN = "http://site.localhost"
 
 @pytest.fixture
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[_HttpServer]:
-    """The local server of each connection that one accepts."""
     found: list[_HttpServer] = []
     accept = _HttpServer.get_request
 
@@ -39,7 +38,6 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[_HttpServer]:
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of temporary files of a module."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("scratch")
         patch.setattr(tempfile, "tempdir", str(folder))
@@ -107,7 +105,6 @@ def first_loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def page_task(name: str) -> Task:
-    """The task on one of PAGES."""
     return Task(id=f"site/{name}", source="site", environment=name, seed=0, max_steps=3)
 
 
@@ -119,7 +116,6 @@ def pool_on(site: FolderSite, sessions: int = 1, step_seconds: float = 20.0, **s
 
 @contextmanager
 def serving(kind: type[S], folder: Path, pages: Mapping[str, str]) -> Iterator[S]:
-    """A site that serves `pages` from `folder`."""
     write_pages(folder, pages)
     site = kind(folder)
     yield site
@@ -127,6 +123,5 @@ def serving(kind: type[S], folder: Path, pages: Mapping[str, str]) -> Iterator[S
 
 
 def write_pages(folder: Path, pages: Mapping[str, str]) -> None:
-    """Write each page to a file."""
     for name, text in pages.items():
         (folder / f"{name}.html").write_text(f"<!DOCTYPE html>{text}")

@@ -27,6 +27,7 @@ from megatron_webrl.browser.chromium import find_chromium, resident_mib
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserMissing, BrowserTimeout, PageCrashed
 from megatron_webrl.config.browser import BrowserConfig, check_browser_user
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control import child_process
 from megatron_webrl.tasks.server import LocalServer, PageRequest, PageResponse
 from megatron_webrl.types import Action, Task
 from tests.browser.browser_processes import alive_pids, browser_pids
@@ -108,6 +109,7 @@ async def one_pool(counting: CountingSite, scratch: Path, broken: Path) -> Async
     script.chmod(0o755)
     for name in ("GEMINI_API_KEY", "WEBRL_BROWSERS_TOKEN", "WEBRL_BROWSERS_SERVER_TOKEN", "https_proxy"):
         os.environ[name] = CANARY
+    (scratch / f"webrl-999999999-1-{child_process._machine()}-x").mkdir()  # of a killed process: the pool removes it
     settings = BrowserConfig(width=400, height=300, reuse_pages=1, executable=str(script))
     async with BrowserPool(settings, {"site": counting}, 2, 20.0) as pool:
         yield pool
@@ -134,24 +136,17 @@ def pids_of(pool: BrowserPool, kind: str) -> list[int]:
 
 
 def send(pool: BrowserPool, number: signal.Signals, kind: str = "browser") -> list[int]:
-    """Send a signal to processes of the first browser; returns their pids."""
     for pid in (pids := pids_of(pool, kind)):
         os.kill(pid, number)
     return pids
 
 
 async def serves(pool: BrowserPool) -> bool:
-    """Whether the pool runs another episode."""
     async with pool.episode(page_task("second")) as (_, seen):
         return seen.title == "Second"
 
 
-# Start
-
-
-async def test_chromium_is_found_where_it_is_preferred_and_a_missing_one_names_the_package_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_chromium_is_found_or_its_package_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def install(path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(0o755)
@@ -199,12 +194,7 @@ async def test_a_failed_launch_is_reported_and_retried_later(pool: BrowserPool, 
     assert await serves(pool)
 
 
-# Sessions
-
-
-async def test_a_cached_session_serves_the_next_episode_of_its_source_unless_it_was_lost_or_interrupted(
-    pool: BrowserPool,
-) -> None:
+async def test_a_cached_session_serves_the_next_episode_unless_it_was_lost_or_interrupted(pool: BrowserPool) -> None:
     async with pool.episode(page_task("stores")) as (first, seen):
         assert not json.loads(seen.title)[0]
         first.network.count_request()
@@ -255,9 +245,7 @@ async def test_the_next_episode_finds_no_state_of_the_previous_one(pool: Browser
     assert pool.counters.launches == 0
 
 
-async def test_sessions_are_spread_over_browsers_a_crash_loses_those_of_one_and_a_stopped_one_is_killed_at_the_end(
-    site: FolderSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_crash_loses_the_sessions_of_one_browser(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "SESSIONS_PER_BROWSER", 1)
     async with pool_on(site, sessions=2) as pool, contextlib.AsyncExitStack() as stack:
         sessions = [await stack.enter_async_context(pool.session()) for _ in range(2)]
@@ -282,9 +270,6 @@ async def test_sessions_are_spread_over_browsers_a_crash_loses_those_of_one_and_
     await eventually(lambda: not alive_pids(stopped), 10)
 
 
-# Faults
-
-
 @pytest.mark.parametrize("victim", ["driver", "renderer", pytest.param("browser", marks=pytest.mark.slow)])
 async def test_a_killed_process_loses_one_step(pool: BrowserPool, victim: str) -> None:
     async with pool.session() as session:
@@ -299,9 +284,7 @@ async def test_a_killed_process_loses_one_step(pool: BrowserPool, victim: str) -
 
 
 @pytest.mark.parametrize("victim", ["browser", pytest.param("driver", marks=pytest.mark.slow)])
-async def test_a_hang_is_detected_by_a_timeout_and_the_browser_is_replaced(
-    pool: BrowserPool, monkeypatch: pytest.MonkeyPatch, victim: str
-) -> None:
+async def test_a_hanging_browser_is_replaced(pool: BrowserPool, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
     monkeypatch.setattr(process_module, "PING_SECONDS", 0.5)
     monkeypatch.setattr(pool_module, "ANSWER_SECONDS", 0.3)
     async with pool.session() as session:
@@ -309,7 +292,7 @@ async def test_a_hang_is_detected_by_a_timeout_and_the_browser_is_replaced(
         session._step_seconds = 1.0
         stopped = send(pool, signal.SIGSTOP, victim)
         assert await pool.health_problem() == "no browser answered within 0.3 s"
-        with pytest.raises(BrowserTimeout, match="took more than 1"):
+        with pytest.raises(BrowserTimeout, match=r"wait took more than 1.0 s \(rollout.operation_timeout_seconds\)"):
             await session.step(WAIT)
         await eventually(lambda: pool.counters.hangs == 1)
     assert await serves(pool)
@@ -318,9 +301,7 @@ async def test_a_hang_is_detected_by_a_timeout_and_the_browser_is_replaced(
     assert await pool.health_problem() is None
 
 
-async def test_the_health_check_replaces_a_browser_that_has_grown_or_does_not_answer(
-    site: FolderSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_browser_that_has_grown_or_hangs_is_replaced(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "HEALTH_CHECK_SECONDS", 0.1)
     monkeypatch.setattr(pool_module, "RECYCLE_MIB", 5)
     async with pool_on(site, sessions=2) as pool:
@@ -366,9 +347,7 @@ async def test_an_endless_page_loses_only_its_own_session(pool: BrowserPool) -> 
         assert (pool.counters.launches, pool.counters.hangs, pool.counters.sessions_lost) == (0, 0, 1)
 
 
-async def test_a_browser_whose_context_does_not_close_is_replaced(
-    pool: BrowserPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_browser_with_a_stuck_context_is_replaced(pool: BrowserPool, monkeypatch: pytest.MonkeyPatch) -> None:
     old = pids_of(pool, "browser")
     async with pool.session() as session:
         await session.reset(page_task("first"))
@@ -389,9 +368,7 @@ async def test_resident_memory_counts_private_memory_and_shares_of_shared_memory
 
 
 @pytest.mark.parametrize("victim", ["browser", pytest.param("driver", marks=pytest.mark.slow)])
-async def test_a_reset_that_fails_because_of_the_browser_is_retried(
-    pool: BrowserPool, counting: CountingSite, victim: str
-) -> None:
+async def test_a_reset_that_crashes_is_retried(pool: BrowserPool, counting: CountingSite, victim: str) -> None:
     async def kill(page: Page, opening: int) -> None:
         if opening == 1:
             send(pool, signal.SIGKILL, victim)
@@ -403,55 +380,16 @@ async def test_a_reset_that_fails_because_of_the_browser_is_retried(
         assert (counting.openings, pool.counters.retries) == (2, 1)
 
 
-async def test_a_reset_is_tried_twice_and_not_again_where_the_site_is_the_cause(
-    pool: BrowserPool, counting: CountingSite
-) -> None:
+async def test_a_reset_is_not_retried_where_the_site_is_the_cause(pool: BrowserPool, counting: CountingSite) -> None:
     counting.before = lambda page, opening: page.goto("chrome://crash")
     with pytest.raises(PageCrashed, match="renderer process has crashed"):
         await pool.episode(page_task("first")).__aenter__()
     assert (counting.openings, pool.counters.retries) == (2, 1)
     await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
     counting.before = lambda page, opening: page.goto(GONE)
-    with pytest.raises(BrowserError, match=r"gone\.localhost:80 cannot be reached"):
+    with pytest.raises(BrowserError, match=r"reset of site/first failed: .*; gone\.localhost:80 cannot be reached"):
         await pool.episode(page_task("first")).__aenter__()
     assert (counting.openings, pool.counters.retries) == (3, 1)
-
-
-# End
-
-
-OWNER = """
-import asyncio
-from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.config.browser import BrowserConfig
-
-async def main():
-    async with BrowserPool(BrowserConfig(), {}, 1):
-        print("up", flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-async def test_the_next_pool_removes_leftovers_of_a_killed_process(site: FolderSite, scratch: Path) -> None:
-    with started([sys.executable, "-c", OWNER], env={**os.environ, "TMPDIR": str(scratch)}) as owner:
-        assert owner.stdout is not None
-        assert (await asyncio.to_thread(owner.stdout.readline)) == "up\n"
-        orphans, drivers = (browser_pids(kind, parent_pid=owner.pid) for kind in ("browser", "driver"))
-        os.kill(orphans[0], signal.SIGSTOP)  # so that it does not notice the end of its driver
-        owner.kill()
-        os.kill(drivers[0], signal.SIGKILL)
-    try:
-        assert alive_pids(orphans)
-        assert list(scratch.iterdir())
-        async with pool_on(site):
-            assert not alive_pids(orphans)
-            assert {folder.name.split("-")[1] for folder in scratch.iterdir()} == {str(os.getpid())}
-    finally:
-        for pid in alive_pids(orphans):  # that the pool did not kill
-            os.kill(pid, signal.SIGKILL)
 
 
 # Browsers of a root process: as another user, in a network of their own

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-import struct
 import time
 import zlib
 from collections.abc import AsyncIterator, Mapping
@@ -39,7 +38,6 @@ FORBIDDEN = "127.0.0.2"
 SHORT, BRIEF, LONG = 1.5, 6.0, 20.0  # seconds of one operation
 PAGE_MIB = 1024
 SLACK = 15.0  # seconds for a busy machine, beyond the limits of the three operations
-SIDE = 20_000  # pixels of the huge image
 TIMEOUT, CRASHED, FAILED = "browser_timeout", "page_crashed", "browser_error"
 CONTINUES = "continues"  # with or without a message
 ENDED = "the script that it ran was ended"
@@ -55,15 +53,13 @@ def on_click(script: str, more: str = "") -> str:
 
 
 def at_once(script: str) -> str:
-    """A page that runs a script while it loads."""
     return f"<title>Page</title><p>text</p><script>{script}</script>"
 
 
 ALLOCATE = """const kept = []; for (;;) kept.push(new Array(1e5).fill(kept.length + 0.5));"""
 HTTP = b"HTTP/1.1 200 OK\r\n"
 
-# Page, seconds of one operation, allowed results: an outcome, CONTINUES, or a pattern of the messages; then the page,
-# in which PORT stands for the port of the server that sends it.
+# Page, seconds of one operation, allowed results: an outcome, CONTINUES, or a pattern of the messages; then the page.
 CASES: list[tuple[str, float, tuple[str, ...], str]] = [
     # Dialogs and windows
     ("alerts", LONG, ("opened a dialog, .again.",), on_click("for (;;) alert('again')")),
@@ -83,49 +79,24 @@ CASES: list[tuple[str, float, tuple[str, ...], str]] = [
     ("redirect", LONG, (FAILED,), ""),
 ]  # fmt: skip
 SLOW_CASES: list[tuple[str, float, tuple[str, ...], str]] = [
-    ("alerts_timer", LONG, ("opened a dialog, .again.",), on_click("setInterval(() => alert('again'), 1)")),
-    ("replace", SHORT, ("still loading", "requests", CONTINUES, TIMEOUT),
-     at_once("location.replace('replace?' + Math.random())")),
     ("names", SHORT, (CONTINUES, TIMEOUT), f"<title>{'t' * 3_000_000}</title>"
      f"<button aria-label='{'n' * 2_000_000}' style='width:99px;height:99px'></button>"
      + f"<select>{'<option>' + 'o' * 100_000 + '</option>' * 1}</select>" * 20),
     # Attempts to reach the forbidden machine
     ("service_worker", LONG, (CONTINUES,), on_click("navigator.serviceWorker?.register('worker.js')")),
-    ("inner", LONG, (CONTINUES,),
-     at_once("""for (const u of ['http://127.0.0.2:PORT/', 'http://inner.test:PORT/', 'http://0x7f000002:PORT/'])
-        { fetch(u, {mode: 'no-cors'}); new Image().src = u; new WebSocket(u.replace('http', 'ws'));
-          document.write(`<iframe src=${u}></iframe><link rel=stylesheet href=${u}>`); }""")),
-    ("inner_go", LONG, ("127.0.0.2, which is a loopback address",), on_click("location = 'http://127.0.0.2:PORT/'")),
     ("file", LONG, (CONTINUES,),
      on_click("location = 'file:///etc/passwd'; open('file:///etc/passwd'); open('chrome://version')")),
     ("silence", LONG, (FAILED,), ""),
-    ("garbage", LONG, (FAILED,), ""),
     ("slow_body", LONG, (r"a request took more than 1.0 s",), ""),
     ("bomb", SHORT, (CONTINUES, TIMEOUT, CRASHED), ""),
-    ("alerts_at_once", LONG, ("opened a dialog, .again.",), at_once("for (;;) alert('again')")),
-    ("popups", BRIEF, ("a new window was closed", TIMEOUT),
-     on_click("for (let i = 0; i < 100; i++) open('fine', '_blank', 'popup')")),
     ("close", LONG, (FAILED, CONTINUES), on_click("window.close()")),  # Chromium lets a page close itself or not
     ("loop_unload", SHORT, (ENDED, TIMEOUT), on_click("1", "<script>onpagehide = () => { for (;;); }</script>")),
     ("workers", SHORT, (CONTINUES, TIMEOUT), at_once(f"for (let i = 0; i < 40; i++) new Worker({WORKER})")),
     ("reload", SHORT, ("still loading", CONTINUES, TIMEOUT), at_once("setInterval(() => location.reload(), 5)")),
-    ("write_for_ever", SHORT, (CONTINUES, TIMEOUT, CRASHED), at_once("for (;;) document.write('<p>more</p>')")),
-    ("console", SHORT, (CONTINUES, TIMEOUT),
-     at_once("setInterval(() => { for (let i = 0; i < 2000; i++) console.log('x'.repeat(1000), {i}) }, 0)")),
-    ("deep", SHORT, (CONTINUES, TIMEOUT), "<title>Page</title>" + "<div>" * 50_000 + "<button>go</button>"),
-    ("image", SHORT, (CONTINUES, TIMEOUT, CRASHED), "<title>Page</title><img src=gigantic.png width=200>"),
     ("url", LONG, (CONTINUES,), at_once("history.replaceState(0, '', '?' + 'u'.repeat(1900000))")),
     ("buffers", LONG, (CONTINUES, CRASHED),
      on_click("const kept = []; for (;;) kept.push(new Uint8Array(1 << 26).fill(kept.length + 1));")),
-    ("memory_worker", SHORT, (CONTINUES, TIMEOUT, CRASHED),
-     on_click(f"new Worker(URL.createObjectURL(new Blob([{ALLOCATE!r}])))")),
-    ("storage", LONG, (CONTINUES,),
-     on_click("""try { for (let i = 0; ; i++) localStorage['k' + i] = 'x'.repeat(1e6); } catch (e) { }
-        caches?.open('c').then((c) => {
-            for (let i = 0; i < 50; i++) c.put('/' + i, new Response('x'.repeat(1e6))) })""")),
     ("endless_head", LONG, (FAILED,), ""),
-    ("endless_body", SHORT, (CONTINUES, TIMEOUT, CRASHED), ""),
-    ("hang_up", SHORT, (CONTINUES, TIMEOUT), ""),
 ]  # fmt: skip
 PAGES = {name: page for name, _, _, page in (*CASES, *SLOW_CASES) if page} | {
     "fine": "<title>Fine</title><p>A page like any other.</p>",
@@ -137,38 +108,20 @@ PAGES = {name: page for name, _, _, page in (*CASES, *SLOW_CASES) if page} | {
 RESPONSES: dict[str, tuple[bytes, bytes, float]] = {
     "endless_head": (HTTP, b"X: " + b"x" * 5000 + b"\r\n", 0),
     "slow_body": (HTTP + b"Content-Type: text/html\r\nContent-Length: 100000\r\n\r\n<title>Slow</title>", b"x", 0.2),
-    "endless_body": (
-        HTTP + b"Content-Type: text/html\r\nConnection: close\r\n\r\n<title>Endless</title>", b"<p>more</p>" * 1000, 0
-    ),
     "silence": (b"", b"", 0.2),
 }  # fmt: skip
 
 
-def whole(head: str, body: bytes, length: int | None = None) -> bytes:
+def whole(head: str, body: bytes) -> bytes:
     """A response; one connection per request, so that names are resolved again."""
-    framing = f"Content-Length: {len(body) if length is None else length}\r\nConnection: close\r\n\r\n"
+    framing = f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return f"HTTP/1.1 {head}\r\n{framing}".encode() + body
 
 
 def bomb() -> bytes:
-    """A page of 64 MiB, compressed to 200 kB."""
     squeeze = zlib.compressobj(9, zlib.DEFLATED, 31)
     text = b"".join([squeeze.compress(b"<p>more</p>" * 95_325) for _ in range(64)]) + squeeze.flush()
     return whole("200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip", text)
-
-
-def gigantic_png() -> bytes:
-    """An image of SIDE x SIDE pixels, compressed to some 50 kB."""
-    squeeze = zlib.compressobj(9)
-    row = b"\0" + bytes(SIDE // 8)  # one bit a pixel
-    data = b"".join([squeeze.compress(row * 100) for _ in range(SIDE // 100)]) + squeeze.flush()
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", SIDE, SIDE, 1, 0, 0, 0, 0))
-    image = b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-    return whole("200 OK\r\nContent-Type: image/png", image)
 
 
 class Machine:
@@ -223,21 +176,16 @@ class Machine:
             writer.write(whole(f"302 Found\r\nLocation: {query or '/redirect'}", b""))
         elif name == "worker.js":
             writer.write(whole("200 OK\r\nContent-Type: text/javascript", WORKER_SCRIPT.encode()))
-        elif name == "garbage":
-            writer.write(bytes(range(256)) * 20)
-        elif name == "hang_up":
-            writer.write(whole("200 OK\r\nContent-Type: text/html", b"<title>Cut</title>", 1000))
-        elif name in ("bomb", "gigantic.png"):
-            writer.write(bomb() if name == "bomb" else gigantic_png())
+        elif name == "bomb":
+            writer.write(bomb())
         else:
-            page = PAGES.get(name, "").replace("PORT", str(self.port)).replace("QUERY", query)
+            page = PAGES.get(name, "").replace("QUERY", query)
             code = "200 OK" if name in PAGES else "404 Not Found"
             content_type = "Content-Type: text/html\r\nCache-Control: no-store\r\nAccess-Control-Allow-Origin: *"
             writer.write(whole(f"{code}\r\n{content_type}", f"<!DOCTYPE html>{page}".encode()))
 
 
 async def look_up(host: str) -> list[str]:
-    """Resolve all names but one to the public address."""
     return [FORBIDDEN if host == "inner.test." else "127.0.0.1"]
 
 
@@ -319,7 +267,7 @@ async def play(session: Session, page: str, seconds: float, port: int) -> tuple[
         *(pytest.param(*case, id=case[0], marks=pytest.mark.slow) for *case, _ in SLOW_CASES),
     ],
 )
-async def test_a_hostile_page_ends_within_its_limit_and_leaves_the_pool_usable(
+async def test_a_hostile_page_ends_within_its_limit(
     pool: BrowserPool, machines: tuple[Machine, Machine], page: str, seconds: float, allowed: tuple[str, ...]
 ) -> None:
     public, inner = machines
@@ -339,9 +287,7 @@ async def test_a_hostile_page_ends_within_its_limit_and_leaves_the_pool_usable(
     assert all(len(observation.title) <= 2000 and len(observation.url) <= 4000 for observation in seen)
 
 
-async def test_an_endless_script_of_a_click_does_not_end_the_episode_and_renderers_end_with_their_session(
-    pool: BrowserPool, machines: tuple[Machine, Machine]
-) -> None:
+async def test_an_endless_script_ends_no_episode(pool: BrowserPool, machines: tuple[Machine, Machine]) -> None:
     async with pool.session() as session:
         outcome, seen = await play(session, "loop_click", BRIEF, machines[0].port)
         limits = {psutil.Process(pid).rlimit(psutil.RLIMIT_DATA) for pid in browser_pids("renderer")}
@@ -359,6 +305,11 @@ const ask = async (port, urls) => port.postMessage((await ({FETCH})(urls)).lengt
 self.onmessage = event => ask(self, event.data);
 self.onconnect = event => {{ const port = event.ports[0]; port.onmessage = event => ask(port, event.data); }};
 """
+# The forbidden machine by each of its names, which Chromium never reaches past the proxy, and others of that kind.
+FORBIDDEN_HOSTS = (
+    FORBIDDEN, "2130706434", "inner.test", "[::ffff:127.0.0.2]", "localhost", "[::1]", "10.0.0.1", "169.254.1.1",
+    "169.254.169.254", "metadata.google.internal", "[fe80::1]", "[fd00::1]",
+)  # fmt: skip
 ELEMENTS = (
     "<img src=URL>", "<script src=URL></script>", "<link rel=stylesheet href=URL>", "<iframe src=URL></iframe>",
     "<object data=URL></object>", "<video src=URL></video>", "<link rel=preconnect href=URL>",
@@ -367,15 +318,15 @@ ELEMENTS = (
 # Scripts that try URLs; each URL is refused at least so many times.
 SCRIPTS = {
     "fetch": (1, FETCH),
+    "socket": (1, """urls => Promise.all(urls.map(url => new Promise((done, failed) => {
+        new WebSocket(url.replace('http', 'ws')).onclose = event => event.code == 1006 ? done() : failed(event.code);
+        })))"""),
     "beacon, event source and XMLHttpRequest": (2, """urls => Promise.all(urls.map(url => new Promise(done => {
         navigator.sendBeacon(url, 'x');
         const source = new EventSource(url);
         source.onerror = () => { source.close();
             const request = new XMLHttpRequest();
             request.onloadend = done; request.open('POST', url); request.send('x'); };
-        })))"""),
-    "socket": (1, """urls => Promise.all(urls.map(url => new Promise((done, failed) => {
-        new WebSocket(url.replace('http', 'ws')).onclose = event => event.code == 1006 ? done() : failed(event.code);
         })))"""),
     "worker": (2, """async urls => {
         const ask = port => new Promise(done => {
@@ -411,11 +362,6 @@ async def opened(pool: BrowserPool, machines: tuple[Machine, Machine]) -> AsyncI
     assert (machines[1].connections, machines[1].datagrams) == (0, 0)
 
 
-def forbidden(port: int) -> list[str]:
-    """URLs of the forbidden machine, by each of its names."""
-    return [f"http://{host}:{port}/secret" for host in ("127.0.0.2", "inner.test", "2130706434", "[::ffff:127.0.0.2]")]
-
-
 async def test_a_refused_navigation_shows_the_reason(pool: BrowserPool, machines: tuple[Machine, Machine]) -> None:
     port = machines[0].port
     public, target, named = (f"http://{host}:{port}" for host in ("hostile.test", "127.0.0.2", "inner.test"))
@@ -438,10 +384,9 @@ async def test_a_refused_navigation_shows_the_reason(pool: BrowserPool, machines
             assert session.network.refused["loopback"] == refused, url
 
 
-async def test_elements_and_scripts_of_a_page_reach_nothing(
-    pool: BrowserPool, machines: tuple[Machine, Machine]
-) -> None:
-    urls, public = forbidden(machines[0].port), f"http://hostile.test:{machines[0].port}"
+async def test_elements_and_scripts_reach_nothing(pool: BrowserPool, machines: tuple[Machine, Machine]) -> None:
+    port, public = machines[0].port, f"http://hostile.test:{machines[0].port}"
+    urls = [f"http://{host}:{port}/secret" for host in FORBIDDEN_HOSTS]
     async with opened(pool, machines) as session:
         for element in ELEMENTS:
             session.network.refused.clear()
@@ -458,7 +403,7 @@ async def test_elements_and_scripts_of_a_page_reach_nothing(
             await session.page.goto(f"{public}/fine")
             session.network.refused.clear()
             await session.page.evaluate(script, urls)
-            assert session.network.refused["loopback"] >= times * len(urls), name
+            assert session.network.refused.total() >= times * len(urls), name
         seen = await session.step(Action("wait", time=0))
         assert "a new window was closed" in str(seen.error)
         await session.page.goto("http://site.localhost/first.html")  # WebTransport needs a secure context

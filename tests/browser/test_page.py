@@ -244,27 +244,18 @@ async def test_numbers_are_drawn_on_the_screenshot_and_not_in_the_page(session: 
     assert not seen.page_changed
 
 
-@pytest.mark.parametrize(
-    ("encoding", "one", "other"),
-    [("PNG", {"compress_level": 9}, {"compress_level": 0}), ("JPEG", {"progressive": True}, {"progressive": False})],
-)
-async def test_screenshots_differ_by_pixels_and_not_by_bytes(
-    encoding: str, one: dict[str, Any], other: dict[str, Any]
-) -> None:
+async def test_screenshots_differ_by_pixels_and_not_by_bytes() -> None:
     image = Image.linear_gradient("L").resize((64, 48)).convert("RGB")
     changed = image.copy()
     changed.paste((255, 0, 0), (60, 44, 64, 48))
 
     def encoded(image: Image.Image, **options: Any) -> bytes:
-        image.save(buffer := io.BytesIO(), encoding, quality=80, **options)
+        image.save(buffer := io.BytesIO(), "JPEG", quality=80, **options)
         return buffer.getvalue()
 
-    assert not pixels_differ(encoded(image, **one), encoded(image, **other))
+    assert not pixels_differ(encoded(image, progressive=True), encoded(image))
     assert pixels_differ(encoded(image), encoded(changed))
     assert pixels_differ(*(encoded(Image.new("RGB", size)) for size in ((64, 48), (48, 64))))
-
-
-# Actions
 
 
 class Gym:
@@ -402,9 +393,7 @@ async def test_a_window_that_opens_after_the_observation_does_not_take_the_actio
     assert (seen.title, len(seen.tabs)) == ("Other", 2)
 
 
-async def test_an_action_that_is_not_enabled_is_refused_by_name(
-    pool: BrowserPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_action_that_is_not_enabled_is_refused(pool: BrowserPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_settings", replace(pool._settings, marks=False, actions=["hover"]))
     async with pool.session() as session:
         gym = await Gym.open(session)

@@ -14,7 +14,7 @@ from PIL import Image
 from playwright.async_api import Page, Route
 
 from megatron_webrl.browser.browser_pool import BrowserPool
-from megatron_webrl.browser.errors import BrowserError, BrowserTimeout, PageCrashed
+from megatron_webrl.browser.errors import BrowserError
 from megatron_webrl.browser.page import settle
 from megatron_webrl.browser.page.tabs import MAX_MESSAGE_CHARACTERS, MAX_MESSAGES, StepMessages
 from megatron_webrl.browser.session import Session
@@ -26,7 +26,6 @@ from tests.browser.conftest import ORIGIN, FolderSite, page_task, serving
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOP_LEFT = (100, 100)  # (40, 30) in pixels: inside the first element of each page
-LOOPBACK = r"127\.0\.0\.1 leads to 127\.0\.0\.1, which is a loopback address"
 
 
 def on_click(script: str, title: str = "Page", more: str = "") -> str:
@@ -34,8 +33,6 @@ def on_click(script: str, title: str = "Page", more: str = "") -> str:
 
 
 PAGES = {
-    "trace": """<title>Trace</title><body style='margin:0;height:100vh'><script>
-        window.clicks = []; document.addEventListener('click', e => clicks.push([e.clientX, e.clientY]));</script>""",
     "form": """<title>Form</title><form onsubmit="document.title = 'sent ' + f.value; return false">
         <input id=f value='old words' style='position:absolute;left:0;top:0;width:200px;height:50px'></form>""",
     "long": "<title>Long</title><div style='height:5000px;background:linear-gradient(red,blue)'></div>",
@@ -67,8 +64,6 @@ PAGES = {
         await new Promise((resolve) => setTimeout(resolve, 10)); } document.title = 'loaded'; })()"""),
     "polling": on_click("setInterval(() => fetch('slow.html'), 50)"),
     "slow": "slow",
-    "ping": "<title>Ping</title><script>onload = () => setTimeout(() => location.replace('pong.html'), 20)</script>",
-    "pong": "<title>Pong</title><script>onload = () => setTimeout(() => location.replace('ping.html'), 20)</script>",
     "names": "<title>" + "x" * 100_000 + "</title>",
     "waiting": "<title>Waiting</title><img src=slow.html>text",
 }  # fmt: skip
@@ -89,9 +84,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(site: Site) -> AsyncIterator[BrowserPool]:
-    sites = {"site": site, "other": FolderSite(site.folder, "other.localhost"), "gone": FolderSite(site.folder)}
-    assert sites["gone"].addresses  # the first look at them starts the server
-    sites["gone"].server.close()
+    sites = {"site": site, "other": FolderSite(site.folder, "other.localhost")}
     async with BrowserPool(BrowserConfig(width=400, height=300, screenshot="png"), sites, 3, 20.0) as pool:
         yield pool
     sites["other"].server.close()
@@ -105,13 +98,6 @@ async def session(shared: Session) -> AsyncIterator[Session]:
     await shared.page.unroute_all(behavior="ignoreErrors")
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def lost(pool: BrowserPool) -> AsyncIterator[Session]:
-    """A session for a test that ends with its loss."""
-    async with pool.session() as session:
-        yield session
-
-
 def click(x: int, y: int) -> Action:
     return Action("left_click", coordinate=(x, y))
 
@@ -121,7 +107,6 @@ def navigate(url: str) -> Action:
 
 
 async def click_on(session: Session, name: str) -> Observation:
-    """The observation after a click on a page."""
     await session.reset(page_task(name))
     return await session.step(click(*TOP_LEFT))
 
@@ -145,9 +130,6 @@ async def unanswered(session: Session) -> AsyncIterator[None]:
     never.set()
 
 
-# Actions and observations
-
-
 async def test_a_reset_shows_the_page_and_a_step_whether_pixels_differ(session: Session) -> None:
     seen = await session.reset(page_task("colours"))
     assert (seen.title, seen.url) == ("Colours", "http://site.localhost/colours.html")
@@ -163,13 +145,6 @@ async def test_a_reset_shows_the_page_and_a_step_whether_pixels_differ(session: 
     assert seen.seconds is not None
     assert 0.3 <= seen.seconds.acting < 10
     assert min(seen.seconds.settling, seen.seconds.capturing) > 0
-
-
-async def test_coordinates_cover_the_viewport_from_the_first_to_the_last_pixel(session: Session) -> None:
-    await session.reset(page_task("trace"))
-    for point in ((0, 0), (500, 500), (1000, 1000)):
-        await session.step(click(*point))
-    assert await session.page.evaluate("clicks") == [[0, 0], [200, 150], [399, 299]]
 
 
 async def test_typing_replaces_the_text_and_presses_enter(session: Session) -> None:
@@ -193,7 +168,7 @@ async def test_scrolling_moves_one_viewport_less_fifty_pixels(session: Session) 
 
 
 @pytest.mark.parametrize(("encoding", "marks"), [("jpeg", False), ("webp", True)])
-async def test_screenshots_have_the_configured_encoding(
+async def test_screenshots_are_encoded(
     pool: BrowserPool, monkeypatch: pytest.MonkeyPatch, encoding: str, marks: bool
 ) -> None:
     monkeypatch.setattr(pool, "_settings", replace(pool._settings, screenshot=encoding, marks=marks))
@@ -246,37 +221,10 @@ async def test_the_page_decides_on_reward_and_end(session: Session) -> None:
     assert (seen.reward, seen.done) == (1, True)
 
 
-# Failures
-
-
-async def test_a_crashed_page_raises_an_error_that_names_it(lost: Session) -> None:
-    await lost.reset(page_task("first"))
-    cdp = await lost.page.context.new_cdp_session(lost.page)
-    crash = asyncio.ensure_future(cdp.send("Page.crash"))
-    with pytest.raises(PageCrashed, match="renderer process has crashed"):
-        await lost.step(Action("wait", time=5))
-    crash.cancel()
-    await asyncio.gather(crash, return_exceptions=True)
-
-
-async def test_an_operation_over_its_limit_raises_an_error_that_names_it(lost: Session) -> None:
-    await lost.reset(page_task("first"))
-    lost._step_seconds = 1.0
-    with pytest.raises(BrowserTimeout, match=r"wait took more than 1.0 s \(rollout.operation_timeout_seconds\)"):
-        await lost.step(Action("wait", time=5))
-
-
-async def test_a_page_that_does_not_open_or_is_refused_is_a_browser_error(pool: BrowserPool) -> None:
+async def test_a_first_page_that_is_refused_is_a_browser_error(pool: BrowserPool) -> None:
     async with pool.session() as session:
-        with pytest.raises(BrowserError, match=r"reset of site/first failed: .*; site\.localhost:80 cannot be reached"):
-            await session.reset(replace(page_task("first"), source="gone"))
-    for url in ("http://127.0.0.1:8009/start?a=b#c", "https://127.0.0.1:8009/"):
-        async with pool.session() as session:
-            with pytest.raises(BrowserError, match=LOOPBACK):
-                await session.reset(replace(page_task("start"), url=url))
-
-
-# Waiting
+        with pytest.raises(BrowserError, match=r"127\.0\.0\.1 leads to 127\.0\.0\.1, which is a loopback address"):
+            await session.reset(replace(page_task("start"), url="https://127.0.0.1:8009/"))
 
 
 @pytest.mark.parametrize(("name", "throttling", "tries"), [("moving", 1, 1), ("timed", 6, 10)])
@@ -301,9 +249,7 @@ async def test_a_session_waits_for_the_requests_of_a_page(session: Session) -> N
     assert 0.6 <= settling(seen) < settle.NETWORK_IDLE_SECONDS
 
 
-async def test_a_session_waits_once_for_an_unanswered_request(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_session_waits_once_for_a_silent_request(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settle, "NETWORK_IDLE_SECONDS", 0.5)
     assert settling(await click_on(session, "polling")) < 3
     async with unanswered(session):
@@ -319,16 +265,6 @@ async def test_a_page_that_never_finishes_loading_is_shown(session: Session, mon
         assert 0.5 <= settling(seen) < settle.SETTLE_SECONDS
 
 
-async def test_endless_redirects_end_at_the_limit(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "SETTLE_SECONDS", 0.5)
-    seen = await session.reset(page_task("ping"))
-    assert seen.url.split("/")[-1] in ("ping.html", "pong.html")
-    assert settling(seen) < 10
-
-
-# What pages ask for
-
-
 async def test_dialogs_are_answered_and_reported(session: Session) -> None:
     seen = await click_on(session, "alert")
     assert seen.title == "after"
@@ -339,9 +275,7 @@ async def test_dialogs_are_answered_and_reported(session: Session) -> None:
     assert '"Name?"' in str(seen.error)
 
 
-async def test_windows_files_downloads_other_programs_and_permissions_are_refused(
-    session: Session, lost: Session
-) -> None:
+async def test_windows_files_downloads_and_permissions_are_refused(session: Session, pool: BrowserPool) -> None:
     for name, message in (
         ("file", "the page asked for a file; none was given"),
         ("download", "the download of gift.html was refused"),
@@ -354,8 +288,9 @@ async def test_windows_files_downloads_other_programs_and_permissions_are_refuse
     await click_on(session, "rights")
     await session.page.wait_for_function("document.title != 'Page'", timeout=5000)
     assert await session.page.title() == "refused 1"
-    with pytest.raises(BrowserError, match="the page has closed itself, and no other tab is open"):
-        await click_on(lost, "self")
+    async with pool.session() as lost:
+        with pytest.raises(BrowserError, match="the page has closed itself, and no other tab is open"):
+            await click_on(lost, "self")
 
 
 async def test_pages_cannot_forge_their_state_or_stop_the_clock(session: Session) -> None:

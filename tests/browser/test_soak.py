@@ -52,7 +52,6 @@ IDLE_SECONDS = 120.0  # for the pool to be idle with all contexts prepared
 
 
 async def play(pool: BrowserPool, task: Task) -> str:
-    """The outcome of an episode of the scripted policy."""
     try:
         async with pool.episode(task) as (session, _):
             for _ in range(MAX_STEPS):
@@ -115,7 +114,6 @@ async def soak(episodes: int, seed: int, parts: int) -> dict[str, Any]:
 
 
 def checked(folder: Path, episodes: int, parts: int, seconds: float) -> dict[str, Any]:
-    """Run a soak with `folder` for temporary files; returns its report."""
     command = [sys.executable, "-m", "tests.browser.test_soak", str(episodes), "0", str(parts)]
     environment = {**os.environ, "TMPDIR": str(folder)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=seconds, check=True)

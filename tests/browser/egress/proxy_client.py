@@ -107,7 +107,6 @@ async def open_tunnel(network: NetworkAccess, more: bytes = b"") -> tuple[asynci
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """All bytes until the connection closes."""
     pieces = []
     try:
         while piece := await reader.read(65536):
@@ -118,7 +117,6 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
 
 
 async def ask(network: NetworkAccess, request: str | bytes) -> bytes:
-    """Send a request on a new connection; returns all bytes until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
     writer.write(request if isinstance(request, bytes) else request.encode())
     try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -61,15 +59,6 @@ async def test_requests_for_two_origins_on_one_connection_reach_both() -> None:
             writer.close()
 
 
-async def test_a_304_response_has_no_body_and_early_hints_are_forwarded() -> None:
-    early = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 304 Not Modified\r\nContent-Length: 99\r\n\r\n"
-    async with serving(answering(early)) as (_, network):
-        answer = (await ask(network, get("http://a.test/"))).decode()
-        assert [line for line in answer.split("\r\n") if line.startswith("HTTP")] == [
-            "HTTP/1.1 103 Early Hints", "HTTP/1.1 304 Not Modified",
-        ]  # fmt: skip
-
-
 async def test_a_tunnel_carries_bytes_both_ways_and_counts_them() -> None:
     async with serving(echo) as (_, network):
         reader, writer = await open_tunnel(network, b"early")
@@ -98,30 +87,18 @@ async def test_a_websocket_is_reached_by_upgrade() -> None:
         writer.close()
 
 
-# Refusals
-
-
 async def test_a_refused_request_gets_a_page_with_one_sentence_and_is_counted() -> None:
     names = {"inside.example": [["10.1.2.3"]] * 2, "both.example": [["8.8.8.8", "127.0.0.1"]]}
     async with Server(answering(OK)) as server, open_network(names=names, open_web=True) as network:
         for request, reason in (
-            ("GET http://127.0.0.1:{port}/", "loopback"),
-            ("GET http://2130706433:{port}/", "loopback"),
             ("GET http://[::ffff:127.0.0.1]:{port}/", "loopback"),
             ("GET http://localhost:{port}/", "port"),
-            ("GET http://localhost/", "loopback"),
             ("GET http://a.example@127.0.0.1:{port}/", "loopback"),
-            ("CONNECT 127.0.0.1:{port}", "loopback"),
             ("CONNECT 0x7f.1:{port}", "loopback"),
-            ("GET http://169.254.169.254/latest/meta-data/", "metadata"),
             ("CONNECT metadata.google.internal:80", "metadata"),
-            ("GET http://10.0.0.1/", "private"),
             ("GET https://a.example/", "scheme"),
-            ("GET ftp://a.example/", "scheme"),
             ("GET /", "scheme"),
             ("CONNECT a.example", "bad_host"),
-            ("CONNECT a.example:22", "port"),
-            ("GET http://a.example\\@127.0.0.1/", "scheme"),
             ("GET http://inside.example/", "private"),
             ("CONNECT inside.example:443", "private"),
             ("GET http://both.example/", "loopback"),
@@ -174,30 +151,20 @@ async def test_ambiguous_or_malformed_requests_are_not_forwarded() -> None:
     get_a, post_a = "GET http://a.test/ HTTP/1.1", "POST http://a.test/ HTTP/1.1\r\nHost: a.test"
     async with serving(answering(OK)) as (server, network):
         for request in (
-            get_a + "\r\nHost: a.test\r\nno header",
             get_a,
             get_a + "\r\nHost: a.test\r\nX: a\nHost: b",
-            get_a + "\r\nHost: a.test\r\nX: a\rY: b",
             get_a + "\r\nHost: a.test\r\nX : a",
-            get_a + "\r\n folded: x\r\nHost: a.test",
             "GET http://a.test/ HTTP/2",
-            "GET http://a.test/ x HTTP/1.1",
             "\x16\x03\x01",
             post_a + "\r\nContent-Length: 1\r\nContent-Length: 2",
             post_a + "\r\nContent-Length: 3\r\nTransfer-Encoding: chunked",
             post_a + "\r\nTransfer-Encoding: gzip, chunked",
-            post_a + "\r\nTransfer-Encoding: \xa0chunked",
-            post_a + "\r\nTransfer-Encoding: \x0bchunked",
             post_a + "\r\nContent-Length: +1",
-            post_a + "\r\nContent-Length: -1",
             get_a + "\r\nHost: a.test\r\nX: " + "x" * 140_000,
         ):
             answer = await ask(network, f"{request}\r\n\r\n".encode("latin-1"))
             assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n"), request[:99]
         assert server.connections == 0
-
-
-# Limits
 
 
 async def test_an_episode_has_limits_of_requests_and_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +244,6 @@ async def test_an_idle_tunnel_is_closed(monkeypatch: pytest.MonkeyPatch) -> None
         writer.close()
 
 
-# Names, unreachable servers, and the end of an episode
-
-
 async def test_an_unreachable_server_gets_no_response_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_module, "CONNECT_SECONDS", 2.0)
     async with Server(echo) as server:
@@ -316,6 +280,8 @@ async def test_a_look_up_times_out_and_holds_its_permit_until_it_has_ended(monke
                 answer = await ask(one, f"CONNECT a{number}.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert f"a{number}.example:443 did not answer within 0.05 s".encode() in answer
             assert running == MAX_LOOKUPS
+            lookups = [thread.daemon for thread in threading.enumerate() if thread.name == "lookup"]
+            assert lookups == [True] * MAX_LOOKUPS  # they do not keep the process from ending
             await ask(two, "CONNECT b.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
             assert running == MAX_LOOKUPS + 1
             release.set()
@@ -328,26 +294,6 @@ async def test_a_look_up_times_out_and_holds_its_permit_until_it_has_ended(monke
         for network in (one, two):
             await network.close()
         proxy.close()
-
-
-def test_a_look_up_that_does_not_end_does_not_keep_the_process_from_ending() -> None:
-    script = """
-import asyncio, socket, threading
-from megatron_webrl.browser.egress.egress_proxy import EgressProxy
-from megatron_webrl.config.browser import BrowserConfig
-socket.getaddrinfo = lambda *arguments, **options: threading.Event().wait()
-async def main():
-    proxy = EgressProxy(BrowserConfig(open_web=True))
-    network = await proxy.open_port({})
-    reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
-    writer.write(b"CONNECT a.example:443 HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
-    while not any(thread.name == "lookup" for thread in threading.enumerate()):
-        await asyncio.sleep(0.01)
-    await network.close()
-    proxy.close()
-asyncio.run(main())
-"""
-    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
 async def test_names_of_the_web_are_absolute_and_declared_ones_as_declared() -> None:

@@ -98,7 +98,6 @@ def names(address: str) -> Iterator[str]:
 
 
 def corpus() -> list[str]:
-    """All URLs, without duplicates."""
     urls = [f"http://{host}/" for address in FORBIDDEN_IPV4 for host in (*spellings(address), *names(address))]
     urls += [f"http://[{address}]{port}/" for address in FORBIDDEN_IPV6 for port in ("", ":8080")]
     urls += [f"http://six-{address.replace(':', '_')}.test/" for address in FORBIDDEN_IPV6 if "." not in address]
@@ -229,7 +228,6 @@ class NameServer(asyncio.DatagramProtocol):
 
 
 async def serve_page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A page at every address; /to?URL redirects to the URL."""
     try:
         path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
         if path.startswith("/to?"):

@@ -28,20 +28,15 @@ LIMIT = 60.0  # seconds, of anything that is waited for
 
 @dataclass
 class Server:
-    """A running browser server."""
-
     url: str
     process: subprocess.Popen[bytes]
 
     def children(self) -> list[psutil.Process]:
-        """All descendants: drivers and browsers."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP response."""
-
     status: int
     headers: Any
     body: bytes
@@ -64,7 +59,6 @@ class Http:
             return Answer(answer.status, answer.headers, await answer.read())
 
     async def lease(self, **options: Any) -> str:
-        """The id of a new lease."""
         answer = await self("POST", "/v1/leases", json=options)
         assert answer.status == 201, answer.body
         return answer.json["id"]
@@ -120,7 +114,6 @@ def browser_server(*arguments: str, sessions: int = 3, **environment: str) -> It
 
 
 async def until_async(condition: Callable[[], Any], what: str) -> None:
-    """Wait until a coroutine function returns a true value."""
     deadline = time.monotonic() + LIMIT
     while not await condition():
         assert time.monotonic() < deadline, f"not within {LIMIT} s: {what}"

@@ -22,12 +22,10 @@ def config_for(**browser: Any) -> Config:
 
 
 def click_task(environment: str = "click-test") -> Task:
-    """A task of one or two clicks."""
     return Task(f"miniwob/{environment}/1", "miniwob", environment, seed=1, max_steps=3)
 
 
 def server_processes() -> list[psutil.Process]:
-    """The browser servers started by this process, oldest first."""
     found = [child for child in psutil.Process().children() if "serve" in command_line(child)]
     return sorted(found, key=lambda process: process.create_time())
 

@@ -35,7 +35,6 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 async def http(server: Server, client: aiohttp.ClientSession) -> Http:
-    """The server, without leases."""
     http = Http(client, server.url)
     await http.until_free(3)
     return http
@@ -151,8 +150,6 @@ async def test_an_invalid_request_is_named_and_changes_nothing(http: Http) -> No
         ("step", {"kind": "clik"}, "kind: Input should be"),
         ("step", {"kind": "left_click"}, "left_click: "),
         ("step", {"kind": "left_click", "coordinate": [1, 2000]}, "coordinate.1: Input should be less than"),
-        ("step", {"kind": "left_click", "coordinates": [1, 2]}, "coordinates: "),
-        ("step", {"kind": "left_click", "coordinate": [1]}, "coordinate.1: "),
         ("reset", {}, "task, source, url: give one of them, not none"),
         ("reset", {**miniwob, "url": "http://x.y"}, "task, source, url: give one of them, not source and"),
         ("reset", {"source": "minniwob", "environment": "x"}, "source: 'minniwob' is not known here; near: miniwob"),
@@ -169,7 +166,6 @@ async def test_an_invalid_request_is_named_and_changes_nothing(http: Http) -> No
         ("POST", "/v1/leases", b"{", 400),
         *(("POST", "/v1/leases", b'{"seconds": %s}' % seconds, 400) for seconds in (b"4000", b"0", b"-1", b'"nan"')),
         ("POST", "/v1/leases", b'{"owner": "two\\nlines"}', 400),
-        ("POST", "/v1/leases", b'{"owner": "%s"}' % (b"x" * 65536), 413),
         ("GET", "/v1/nothing", None, 404),
         ("PUT", "/v1/leases", None, 405),
         ("GET", "/v1/leases/unknown", None, protocol.STATUS_LEASE_EXPIRED),
@@ -179,9 +175,7 @@ async def test_an_invalid_request_is_named_and_changes_nothing(http: Http) -> No
     await http("DELETE", f"/v1/leases/{lease}")
 
 
-async def test_a_killed_browser_is_a_failure_with_its_outcome_and_the_lease_continues(
-    server: Server, http: Http
-) -> None:
+async def test_a_killed_browser_fails_with_its_outcome_and_the_lease_continues(server: Server, http: Http) -> None:
     lease = await http.lease()
     await http.reset(lease, "click-test")
     acting = await http.begin_waiting(lease)
@@ -193,9 +187,6 @@ async def test_a_killed_browser_is_a_failure_with_its_outcome_and_the_lease_cont
     after = await http("POST", f"/v1/leases/{lease}/step", json={"kind": "wait"})
     assert (after.status, "ended with browser_crashed" in after.json["error"]) == (409, True)
     assert (await http.reset(lease, "click-test")).status == 200
-    metrics = (await http("GET", "/metrics")).body.decode()
-    assert 'webrl_browsers_errors_total{outcome="browser_crashed"} 1.0' in metrics
-    assert "webrl_browsers_pool_launches_total 2.0" in metrics
     await http("DELETE", f"/v1/leases/{lease}")
 
 
@@ -210,19 +201,6 @@ async def test_health_follows_the_browser(server: Server, http: Http) -> None:
         browser.resume()
     assert (sick.status, "answered within" in sick.body.decode()) == (503, True)
     assert (await http("GET", "/healthz")).status == 200
-
-
-async def test_the_openapi_document_and_the_list_of_tasks_are_complete(http: Http) -> None:
-    document = (await http("GET", "/openapi.json")).json
-    step = document["paths"]["/v1/leases/{lease}/step"]["post"]
-    assert {"200", "400", "401", "403", "409", "410", "413", "4XX", "502"} <= set(step["responses"])
-    assert set(step["responses"]["200"]["content"]) == {"application/json", protocol.OBSERVATION_MEDIA_TYPE}
-    assert step["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/StepRequest")
-    shot = document["paths"]["/v1/leases/{lease}/screenshot"]["get"]["responses"]["200"]["content"]
-    assert {"image/png", "image/jpeg", "image/webp"} <= set(shot)
-    assert "422" not in str(document)
-    sources = (await http("GET", "/v1/tasks")).json["sources"]
-    assert (set(sources), len(sources["miniwob"]) > 100) == ({"miniwob", "sites"}, True)
 
 
 async def test_without_a_token_only_loopback_hosts_and_own_pages_are_accepted(server: Server, http: Http) -> None:
@@ -241,14 +219,10 @@ async def test_without_a_token_only_loopback_hosts_and_own_pages_are_accepted(se
 
 
 async def test_large_bodies_are_refused_with_any_encoding(http: Http) -> None:
-    body = b'{"owner": "' + b"x" * 70_000 + b'"}'
-
     async def in_pieces():  # type: ignore[no-untyped-def]
-        for start in range(0, len(body), 1000):
-            yield body[start : start + 1000]
-            await asyncio.sleep(0)
+        yield b'{"owner": "x"}'
 
-    for data, status, error in ((body, 413, "larger than 65536 bytes"), (in_pieces(), 411, "Content-Length")):
+    for data, status, error in ((b"x" * 70_000, 413, "larger than 65536 bytes"), (in_pieces(), 411, "Content-Length")):
         answer = await http("POST", "/v1/leases", data=data, headers={"Content-Type": "application/json"})
         assert (answer.status, error in answer.json["error"]) == (status, True)
 

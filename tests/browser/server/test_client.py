@@ -31,16 +31,13 @@ from megatron_webrl.control.child_process import ProcessError, is_alive, start_t
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
 from megatron_webrl.types import Action, Observation
 from tests.browser.server.servers import LIMIT, click_task, config_for, server_processes
+from tests.judge.support import serving
 from tests.waiting import eventually, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-# Life of local servers: first, while there are no others
-
-
 def below(process: psutil.Process) -> list[tuple[int, int]]:
-    """A process and its descendants, by pid and start time."""
     return [(each.pid, start_time(each.pid)) for each in [process, *process.children(recursive=True)]]
 
 
@@ -49,9 +46,7 @@ def running(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-async def test_a_server_that_fails_more_often_than_it_may_be_restarted_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_that_fails_too_often_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_servers_module, "MAX_RESTARTS", 0)
     async with (
         local_servers(config_for(), 1) as servers,
@@ -75,9 +70,7 @@ async def test_a_server_that_cannot_start_or_is_not_of_the_main_thread_is_an_err
 
 
 @pytest.mark.slow
-async def test_servers_and_their_browsers_end_with_a_killed_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_servers_and_browsers_end_with_a_killed_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
 import asyncio
 from megatron_webrl.browser.server.local_servers import local_servers
@@ -106,9 +99,6 @@ asyncio.run(main())
     assert not list(tmp_path.iterdir())
 
 
-# Sessions of two servers
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def servers(scratch: Path) -> AsyncIterator[LocalServers]:
     """Two servers with two sessions each. The last test closes them."""
@@ -127,7 +117,6 @@ async def free(browsers: BrowserClient, servers: LocalServers) -> int:
 
 
 def server_at(address: str) -> psutil.Process:
-    """The server that listens at an address."""
     port = int(address.rpartition(":")[2])
     for process in server_processes():
         if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp")):
@@ -161,17 +150,12 @@ async def test_a_waiting_caller_gets_the_next_free_session(servers: LocalServers
 
 async def test_a_session_resets_demonstrates_and_names_invalid_requests(servers: LocalServers) -> None:
     async with client(servers) as browsers, browsers.session() as session:
-        with pytest.raises(ValueError, match="reset begins one"):
-            await session.step(Action("wait", time=0))
         with pytest.raises(ValueError, match=r"click-tset.*near: click-test"):
             await session.reset(click_task("click-tset"))
-        seen = await session.reset(click_task())
-        assert (seen.instruction, seen.screenshot[:4]) == ("Click the button.", b"\x89PNG")
+        await session.reset(click_task())
         assert session.task == click_task()
         with pytest.raises(ValueError, match="lacks what its kind needs"):
             await session.step(Action("left_click"))
-        refused = await session.step(Action("hover", coordinate=(1, 1)))
-        assert refused.error == "hover is not enabled (browser.actions)"
         seen = await session.step(await session.demonstration())
         assert (seen.done, seen.reward is not None and seen.reward > 0.9) == (True, True)
         await session.reset(protocol.ResetRequest(source="sites", environment="wiki-look-up", seed=5))
@@ -246,9 +230,7 @@ async def test_a_wrong_token_and_another_session_spec_are_refused(servers: Local
         assert await free(browsers, servers) == 4
 
 
-async def test_closing_leaves_no_process_no_file_and_nothing_in_shared_memory(
-    servers: LocalServers, scratch: Path
-) -> None:
+async def test_closing_leaves_no_process_file_or_shared_memory(servers: LocalServers, scratch: Path) -> None:
     found = [process for server in server_processes() for process in below(server)]
     assert len(found) > 6  # servers, drivers, Chromium
     await asyncio.to_thread(servers.close)
@@ -256,9 +238,6 @@ async def test_closing_leaves_no_process_no_file_and_nothing_in_shared_memory(
     assert [path.name for path in scratch.iterdir()] == ["logs"]
     assert sorted(path.name for path in (scratch / "logs").iterdir()) == ["mine-0.log", "mine-1.log"]
     assert not [name for name in os.listdir("/dev/shm") if "chrom" in name.lower()]
-
-
-# Protocol, and servers that only lease
 
 
 async def test_a_reward_that_is_no_number_stays_so() -> None:
@@ -290,12 +269,8 @@ async def fake_server(
         free += request.method == "DELETE"
         return web.Response(status=204)
 
-    runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
-    await runner.cleanup()
+    async with serving(answer) as url:
+        yield url.removesuffix("/v1")
 
 
 async def test_leases_go_to_the_server_with_the_most_free_sessions() -> None:

@@ -26,7 +26,6 @@ WAIT = json.dumps({"kind": "wait", "time": 0})
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[LocalServers]:
-    """A server with numbered elements."""
     servers = LocalServers(config_for(marks=True, actions=["switch_tab"]), sessions=2)
     servers.start()
     try:
@@ -128,9 +127,7 @@ def test_every_environment_is_registered() -> None:
     assert len([name for name in names if name.startswith("webrl/miniwob.")]) > 100
 
 
-def test_the_example_of_the_documentation_runs(
-    servers: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_example_runs(servers: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = blocks_run_by(__file__, "docs/browser.md", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     script = tmp_path / "ten_lines.py"
