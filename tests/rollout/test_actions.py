@@ -33,7 +33,7 @@ from megatron_webrl.rollout.toolset import (
     format_tool_call,
     parse_tool_call,
 )
-from megatron_webrl.types import OPTIONAL_ACTION_KINDS, Action
+from megatron_webrl.types import COORDINATE_ACTION_KINDS, MARK_ACTION_KINDS, OPTIONAL_ACTION_KINDS, Action
 
 PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 1000))
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
@@ -166,6 +166,16 @@ def test_each_format_error_has_its_name() -> None:
         assert strict(response) == (CLICK, None)  # text around the call, a stray closing tag before it included
     limits = call(action="answer", text="a" * MAX_TEXT_CHARS), call(action="navigate", url="a" * MAX_URL_CHARS)
     assert [strict(response)[1] for response in limits] == [None, None]
+
+
+def test_the_schema_contains_every_action_and_argument() -> None:
+    for toolset, kinds in (
+        (COORDINATE_TOOLSET, COORDINATE_ACTION_KINDS), (MARKS, (*MARK_ACTION_KINDS, *OPTIONAL_ACTION_KINDS[1:])),
+    ):  # fmt: skip
+        properties = toolset.schema["function"]["parameters"]["properties"]
+        assert tuple(properties["action"]["enum"]) == toolset.action_kinds == kinds
+        used = {name for kind in kinds for names in toolset.argument_names(kind) for name in names}
+        assert set(properties) == used | {"action"}
 
 
 def test_a_description_is_short_and_names_every_argument() -> None:

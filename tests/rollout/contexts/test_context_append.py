@@ -224,7 +224,13 @@ def test_a_fact_of_step_1_is_once_in_every_later_prompt(processor: Processor, po
         first = response(**{field: '{"code": "K-77"}', "action": "Read the code."})
         empty = [response(**{field: text, "action": "Go on."}) for text in ("{}", "null", "{ }", "[]", '""')]
         later = [GO_ON, "gibberish", *empty, GO_ON]
-        _, prompts = play(processor, [first, *later], response_format=form, policy=policy, history_turns=rounds)
+        chosen = {
+            "response_format": form,
+            "policy": policy,
+            "history_turns": rounds,
+            "compact": form == "memory_compact",
+        }
+        _, prompts = play(processor, [first, *later], **chosen)
         assert [text.count("K-77") for text in read(processor, prompts)] == [0] + [1] * 9
         shown = f'{field.title()} of step 1: {{"code": "K-77"}}\n'
         outside = [_first_round(policy, rounds, step) > 1 for step in range(1, 11)]
