@@ -33,6 +33,8 @@ def on_click(script: str, title: str = "Page", more: str = "") -> str:
 
 
 PAGES = {
+    "trace": """<title>Trace</title><body style='margin:0;height:100vh'><script>
+        window.clicks = []; document.addEventListener('click', e => clicks.push([e.clientX, e.clientY]));</script>""",
     "form": """<title>Form</title><form onsubmit="document.title = 'sent ' + f.value; return false">
         <input id=f value='old words' style='position:absolute;left:0;top:0;width:200px;height:50px'></form>""",
     "long": "<title>Long</title><div style='height:5000px;background:linear-gradient(red,blue)'></div>",
@@ -145,6 +147,13 @@ async def test_a_reset_shows_the_page_and_a_step_whether_pixels_differ(session: 
     assert seen.seconds is not None
     assert 0.3 <= seen.seconds.acting < 10
     assert min(seen.seconds.settling, seen.seconds.capturing) > 0
+
+
+async def test_coordinates_cover_the_viewport_from_the_first_to_the_last_pixel(session: Session) -> None:
+    await session.reset(page_task("trace"))
+    for point in ((0, 0), (500, 500), (1000, 1000)):
+        await session.step(click(*point))
+    assert await session.page.evaluate("clicks") == [[0, 0], [200, 150], [399, 299]]
 
 
 async def test_typing_replaces_the_text_and_presses_enter(session: Session) -> None:

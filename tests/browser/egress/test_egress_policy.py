@@ -123,6 +123,18 @@ def test_a_url_is_split_where_browsers_split_it_and_only_web_addresses_have_an_e
         assert refused.value.reason in ("scheme", "bad_host"), url
 
 
+@given(st.text() | st.text("0123456789abcdefx.:[]%@", max_size=24))
+def test_any_text_is_refused_or_has_a_stable_canonical_spelling(text: str) -> None:
+    try:
+        host = normalize_host(text)
+    except EgressDenied:
+        return
+    assert host.isascii()
+    for spelling in (host, host.upper()):
+        for form in (f"[{spelling}]",) if ":" in host else (spelling, f"{spelling}."):
+            assert normalize_host(form) == host
+
+
 @given(st.ip_addresses(v=4), st.data())
 def test_every_spelling_of_an_ipv4_address_is_that_address(address: IPv4Address, data: st.DataObject) -> None:
     value, count = int(address), data.draw(st.integers(1, 4))

@@ -59,6 +59,11 @@ async def test_requests_for_two_origins_on_one_connection_reach_both() -> None:
             writer.close()
 
 
+async def test_a_304_response_has_no_body() -> None:
+    async with serving(answering(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 99\r\n\r\n")) as (_, network):
+        assert (await ask(network, get("http://a.test/"))).startswith(b"HTTP/1.1 304 Not Modified\r\n")
+
+
 async def test_a_tunnel_carries_bytes_both_ways_and_counts_them() -> None:
     async with serving(echo) as (_, network):
         reader, writer = await open_tunnel(network, b"early")
