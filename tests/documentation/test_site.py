@@ -57,6 +57,12 @@ def test_the_site_has_every_page_shows_the_version_and_can_be_searched(site: Pat
     assert "staleness" in (site / "searchindex.js").read_text()
 
 
+def test_a_test_that_a_page_names_exists() -> None:
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    for path in [*PAGES.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        assert set(re.findall(r"test_\w+\.py", path.read_text())) <= there, path.name
+
+
 MISTAKES = {
     "[a](missing.md)": "missing.md",
     "[an anchor](index.md#missing)": "'missing'",
